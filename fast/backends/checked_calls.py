@@ -114,6 +114,10 @@ class CheckedCalls:
             result = known[1].run(self._launch, *arguments, backend)
         finally:
             PER_THREAD.order = order
+        if order is not None and backend not in OWN_BACKENDS:  # what others return is no product of the arguments alone
+            confirm(
+                *[each for each in (result if isinstance(result, tuple) else (result,)) if isinstance(each, Tensor)]
+            )
         for position in self._mutates:
             written = arguments[position]
             if written is not None and not written.is_inference():
@@ -187,8 +191,8 @@ class CallsInside:
         a function that another such function called, and for calls that must be checked in full, the context manager
         does nothing.
         """
-        if PER_THREAD.order is not None or must_be_dispatched():
-            return _NOTHING
+        if PER_THREAD.order is not None or must_be_dispatched() or torch._C._is_any_autocast_enabled():
+            return _NOTHING  # autocast changes the dtypes of products inside the function
         try:
             signature = (torch.is_grad_enabled(), identity_of(arguments))
             entries = self._orders.get(signature)
@@ -211,7 +215,7 @@ def confirm(*tensors: Tensor) -> None:
         return
     try:
         order.confirm(tuple([_PART_OF[type(each)](each) for each in tensors]))
-    except KeyError:  # a subclass of `Tensor`
+    except (KeyError, NoSignature, TypeError, RuntimeError):  # a subclass of `Tensor`, or a tensor without strides
         order.give_up()
 
 

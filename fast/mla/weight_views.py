@@ -38,7 +38,7 @@ class AttentionWeights(NamedTuple):
     Attributes:
         weight: weight of `kv_b_proj`.
         norm_weight: weight of `kv_a_layernorm`.
-        addresses: addresses of the two weights; None if the views must not be kept.
+        made_from: layouts of the two weights, and the settings of the layer; None if the views must not be kept.
         w_uk: [Lkv, N, P].
         w_uv: [Lkv, N, V].
         w_uk_t: [N, P, Lkv], for the absorption of queries.
@@ -48,7 +48,7 @@ class AttentionWeights(NamedTuple):
 
     weight: Tensor
     norm_weight: Tensor
-    addresses: tuple[int, int] | None
+    made_from: tuple | None
     w_uk: Tensor
     w_uv: Tensor
     w_uk_t: Tensor
@@ -78,25 +78,38 @@ class WeightViews:
         norm_weight = layer.kv_a_layernorm.weight
         if backends.must_be_dispatched():  # these tensors may have no address
             return _make(layer, weight, norm_weight, None)
-        kept, addresses = self._kept, (weight.data_ptr(), norm_weight.data_ptr())
+        kept = self._kept
+        made_from = (
+            _layout(weight), _layout(norm_weight), layer.config, layer.cache_format, layer.workspace_tokens,
+            layer.backend, layer.context_parallel,
+        )  # fmt: skip
         if (
             kept is None
             or kept.weight is not weight
             or kept.norm_weight is not norm_weight
-            or kept.addresses != addresses
+            or kept.made_from != made_from
         ):
-            kept = self._kept = _make(layer, weight, norm_weight, addresses)
+            kept = self._kept = _make(layer, weight, norm_weight, made_from)
         return kept
 
+    def __getstate__(self) -> dict[str, None]:
+        """Return the state of a copy, which makes its own views."""
+        return {"_kept": None}
 
-def _make(layer: nn.Module, weight: Tensor, norm_weight: Tensor, addresses: tuple[int, int] | None) -> AttentionWeights:
-    """Return the views of the layer's weights; without addresses, the calls inside the layer are not known."""
+
+def _layout(weight: Tensor) -> tuple:
+    """Return what the views of a weight depend on, apart from its values."""
+    return weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
+
+
+def _make(layer: nn.Module, weight: Tensor, norm_weight: Tensor, made_from: tuple | None) -> AttentionWeights:
+    """Return the views of the layer's weights; without `made_from`, the calls inside the layer are not known."""
     w_uk, w_uv = layer.up_projections()
     signature = None
-    if addresses is not None and layer.context_parallel is None:  # otherwise another process takes part in the calls
+    if made_from is not None and layer.context_parallel is None:  # otherwise another process takes part in the calls
         with contextlib.suppress(backends.NoSignature):
             parts = backends.signature_of((w_uk, norm_weight, layer.backend))
             signature = LayerSignature(layer.config, layer.cache_format, layer.workspace_tokens, parts)
     return AttentionWeights(
-        weight, norm_weight, addresses, w_uk, w_uv, w_uk.permute(1, 2, 0), w_uv.transpose(0, 1), signature
+        weight, norm_weight, made_from, w_uk, w_uv, w_uk.permute(1, 2, 0), w_uv.transpose(0, 1), signature
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from dataclasses import replace
@@ -16,6 +17,7 @@ from fast.backends.checked_calls import CallsInside, CheckedOnce, confirm
 from fast.backends.nested_calls import PER_THREAD
 from reference.interfaces import ContextWorkspace
 
+from ..support.backends import registered
 from ..support.factories import DIRECT, make_batch, make_layer, make_weights, new_cache
 
 
@@ -49,6 +51,18 @@ class Step:
 
     def __call__(self):
         return self.layer(*self.inputs, self.cache.clone(), self.plan)
+
+
+class Wrapped(torch.nn.Module):
+    """A projection whose output is changed."""
+
+    def __init__(self, right, change):
+        super().__init__()
+        self.right, self.change = [right], change
+
+    def forward(self, x):
+        """Return the changed output."""
+        return self.change(self.right[0](x))
 
 
 def checked(step):
@@ -102,21 +116,13 @@ def test_an_output_of_a_projection_may_change(plain_errors):
     first = step()
     right = step.layer.kv_a_proj_with_mqa
 
-    class Changed(torch.nn.Module):
-        def __init__(self, change):
-            super().__init__()
-            self.change = change
-
-        def forward(self, x):
-            return self.change(right(x))
-
     step()
-    step.layer.kv_a_proj_with_mqa = Changed(lambda x: torch.cat((x, x), dim=1)[:, : x.shape[1]])
+    step.layer.kv_a_proj_with_mqa = Wrapped(right, lambda x: torch.cat((x, x), dim=1)[:, : x.shape[1]])
     assert step().equal(first)  # other strides
-    step.layer.kv_a_proj_with_mqa = Changed(torch.Tensor.float)
+    step.layer.kv_a_proj_with_mqa = Wrapped(right, torch.Tensor.float)
     with pytest.raises(ValueError, match=r"^kv_c_normed: expected dtype torch.float64"):
         step()
-    step.layer.kv_a_proj_with_mqa = Changed(lambda x: x[:-1])
+    step.layer.kv_a_proj_with_mqa = Wrapped(right, lambda x: x[:-1])
     with pytest.raises(ValueError, match=r"^(kv_c_normed|k_pe|q): "):
         step()
     step.layer.kv_a_proj_with_mqa = right
@@ -201,6 +207,7 @@ def test_weights_may_change():
         lambda: setattr(up, "weight", torch.nn.Parameter(old * 4)),
         lambda: norm.weight.data.mul_(2),
         lambda: setattr(norm, "weight", torch.nn.Parameter(norm.weight.data * 2)),
+        lambda: setattr(up.weight, "data", up.weight.data.as_strided(up.weight.shape, (1, up.weight.shape[0]))),
         lambda: step.layer.double(),
     )
     with torch.no_grad():
@@ -213,6 +220,90 @@ def test_weights_may_change():
     step.layer.to(torch.float32)
     gc.collect()
     assert step.layer._weight_views._kept is None and kept() is None
+
+
+def test_settings_of_a_layer_may_change(plain_errors):
+    """A layer reads its settings in every call, also after a step that made notes."""
+    step = Step()
+    first = step()
+    step()
+    step.layer.workspace_tokens = 1
+    with pytest.raises(ValueError, match="chunks of at most 1 tokens"):
+        step()
+    step.layer.workspace_tokens = 1 << 16
+    step.layer.backend = backends.bind("triton")
+    with pytest.raises(fast.UnsupportedConfiguration, match="triton: serves device cuda"):
+        step()
+    step.layer.backend = None
+    assert step().equal(first)
+
+
+def test_copies_have_no_views():
+    """A copy of a layer makes its own views of its own weights."""
+    step = Step()
+    first = step()
+    twin = copy.deepcopy(step.layer)
+    assert twin._weight_views._kept is None
+    step.layer = twin
+    assert step().equal(first)
+    assert twin._weight_views._kept.w_uk.untyped_storage().data_ptr() == twin.kv_b_proj.weight.data_ptr()
+
+
+def test_subclasses_and_autocast_make_no_notes():
+    """The output of a projection may be a subclass of `Tensor`; autocast changes products inside the layer."""
+    step = Step()
+    first = step()
+
+    class Marked(torch.Tensor):
+        pass
+
+    right = step.layer.kv_a_proj_with_mqa
+    step.layer.kv_a_proj_with_mqa = Wrapped(right, lambda x: x.as_subclass(Marked))
+    for _ in range(4):
+        assert torch.equal(step().as_subclass(torch.Tensor), first)
+    step.layer.kv_a_proj_with_mqa = right
+    step.layer.float()
+    single = tuple(x.float() if x.is_floating_point() else x for x in step.inputs)
+    for _ in range(2):
+        step.layer(*single, step.cache.float(), step.plan)
+    w_uk, w_uv = step.layer.up_projections()
+    split, end = step.plan.num_decode_tokens, step.plan.num_actual_tokens
+    q, kv_c, k_pe = (x[split:end] for x in step.layer.project(*single))
+
+    def prefill():
+        return fast.forward_prefill(
+            q, kv_c, k_pe, step.cache.float(), step.plan.prefill, w_uk, w_uv, 0.3, return_lse=False
+        )
+
+    prefill()
+    prefill()
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="^k_nope: expected dtype"):
+        prefill()
+
+
+def test_outputs_of_other_backends_are_compared(plain_errors):
+    """A launcher of another project may return another dtype in a later call."""
+    changes: list[torch.dtype] = []
+
+    def decode(*arguments):
+        out, lse = fast.backends.kernel("cpu", "mla_decode")(*arguments)
+        return out, lse.to(changes[0]) if changes else lse
+
+    support = backends.OpSupport(decode)
+    with registered(backends.Backend("mine", 0, "cpu", {"mla_decode": support})):
+        batch = make_batch([1, 1], [40, 37])
+        layer = make_layer(
+            fast, DIRECT, make_weights(DIRECT, torch.float64), torch.float64, backend={"mla_decode": "mine"}
+        )
+        plan = fast.build_mla_metadata(batch.common, 16, 64)
+        plan = replace(plan, cascade=fast.split_shared_prefix(plan.decode, 16, 16))
+        cache = new_cache(batch, DIRECT.head_size, torch.float64)
+        inputs = torch.randn(2, DIRECT.hidden_size, dtype=torch.float64), torch.tensor([39, 36])
+        for _ in range(3):
+            layer(*inputs, cache, plan)
+        changes.append(torch.float32)
+        with pytest.raises(ValueError, match=r"\.lse: expected dtype torch.float64"):
+            layer(*inputs, cache, plan)
 
 
 def test_a_new_backend_ends_the_notes(signatures):
