@@ -67,28 +67,33 @@ def plan_decode(
         chosen = backends.select(request, backend).name
     tile_ranges, split_offsets = _PLANS.run(
         signature, chosen, seq_lens, num_programs, costs.request_cost, costs.split_cost,
-        list(costs.split_rule.numbers), batch_invariant,
+        costs.splits_per_tile, list(costs.split_rule.numbers), batch_invariant,
     )  # fmt: skip
     return DecodeSchedule(tile_ranges, split_offsets, batch_invariant, costs.split_rule)
 
 
-def _launch_plan(seq_lens, num_programs, request_cost, split_cost, split_rule, batch_invariant, backend):
+def _launch_plan(
+    seq_lens, num_programs, request_cost, split_cost, splits_per_tile, split_rule, batch_invariant, backend
+):
     if seq_lens.device.type == "cpu":
         check_not_negative("seq_lens", seq_lens)
     launch = backends.kernel(backend, "plan_decode")
-    return launch(seq_lens, num_programs, request_cost, split_cost, invariant_split_rule(*split_rule), batch_invariant)
+    return launch(
+        seq_lens, num_programs, request_cost, split_cost, splits_per_tile, invariant_split_rule(*split_rule),
+        batch_invariant,
+    )  # fmt: skip
 
 
 _plan_decode = torch.library.custom_op(
     "mla_twins::plan_decode",
     _launch_plan,
     mutates_args=(),
-    schema="(Tensor seq_lens, SymInt num_programs, SymInt request_cost, SymInt split_cost, SymInt[] split_rule,"
-    " bool batch_invariant, str backend) -> (Tensor, Tensor)",
+    schema="(Tensor seq_lens, SymInt num_programs, SymInt request_cost, SymInt split_cost, SymInt splits_per_tile,"
+    " SymInt[] split_rule, bool batch_invariant, str backend) -> (Tensor, Tensor)",
 )
 _PLANS = backends.CheckedCalls(torch.ops.mla_twins.plan_decode, _launch_plan)
 
 
 @_plan_decode.register_fake
-def _(seq_lens, num_programs, request_cost, split_cost, split_rule, batch_invariant, backend):
+def _(seq_lens, num_programs, request_cost, split_cost, splits_per_tile, split_rule, batch_invariant, backend):
     return seq_lens.new_empty(num_programs, 5), seq_lens.new_empty(seq_lens.shape[0] + 1)

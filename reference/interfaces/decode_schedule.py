@@ -114,25 +114,30 @@ class ScheduleCosts:
         split_cost: time to start a further split of a request under `batch_invariant`. (`request_cost` includes the
             first split.)
         split_rule: division of a request into splits under `batch_invariant`.
+        splits_per_tile: number of splits of one request that the combine kernel adds in the time of one tile. Equal
+            parts of a request are long enough that a further part would cost more than it saves.
         invariant_starts: factor by which `choose_schedule` multiplies `request_cost` under `batch_invariant`. The
             programs of a batch-invariant schedule attend whole splits, so the times of the programs differ more. The
             factor accounts for this difference.
 
     Raises:
         TypeError: `split_rule` is not an `InvariantSplitRule`.
-        ValueError: a cost is below 0, or `invariant_starts` is below 1.
+        ValueError: a cost is below 0, `invariant_starts` or `splits_per_tile` is below 1, or
+            `splits_per_tile` is not below 2^20.
     """
 
     request_cost: int = 4
     split_cost: int = 2
     split_rule: InvariantSplitRule = NEUTRAL_SPLIT_RULE
     invariant_starts: int = 2
+    splits_per_tile: int = 8
 
     def __post_init__(self):
         check_int("request_cost", self.request_cost, 0)
         check_int("split_cost", self.split_cost, 0)
         check_type("split_rule", self.split_rule, InvariantSplitRule)
         check_int("invariant_starts", self.invariant_starts)
+        check_int("splits_per_tile", self.splits_per_tile, below=2**20)
 
 
 NEUTRAL_COSTS = ScheduleCosts()

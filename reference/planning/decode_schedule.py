@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -49,9 +50,12 @@ def plan_decode(
       ceil(Q / shortest) parts, and these parts start within Q units. No program therefore takes longer than
       min(Q - 1 + longest, longest * ceil(Q / shortest)).
 
-    The schedule consists of whole parts if the second upper bound does not exceed the first upper bound; otherwise the
-    schedule is balanced. Whole parts need fewer partial outputs, because fewer requests are split. If all requests have
-    similar lengths, the whole parts are usually chosen.
+    After the programs, the combine kernel adds `splits_per_tile` splits of a request in one unit. A request of t tiles
+    has at most ceil((t - 1) / Q) + 1 splits in a balanced schedule, and one split for each part in a schedule of whole
+    parts. The time of the request with the most splits is added to both upper bounds. The schedule consists of whole
+    parts if the second sum does not exceed the first sum; otherwise the schedule is balanced. Whole parts need fewer
+    partial outputs, because fewer requests are split. If all requests have similar lengths, the whole parts are usually
+    chosen.
 
     With `batch_invariant`, a part is one split of `invariant_split_tiles` tiles, which depend on the length of the
     request alone. On the line, the first split of a request has `request_cost` units in addition to its tiles. Every
@@ -85,13 +89,16 @@ def plan_decode(
         line = _lay_out(tiles, split_tiles, request_cost - split_cost, split_cost, num_programs, shorter_last=True)
     else:
         line = _lay_out(tiles, [1] * len(tiles), request_cost, 0, num_programs)
-        part_tiles = _equal_part_tiles(tiles, num_programs)
+        per_tile = costs.splits_per_tile
+        part_tiles = _equal_part_tiles(tiles, num_programs, per_tile)
         part_lengths = [size + request_cost for count, size in zip(tiles, part_tiles, strict=True) if count]
         if part_lengths:
             whole = _lay_out(tiles, part_tiles, 0, request_cost, num_programs)
             shortest, longest = min(part_lengths), max(part_lengths)
             most_time = min(whole.segment - 1 + longest, longest * -(-whole.segment // shortest))
-            if most_time <= line.segment + request_cost:
+            most_parts = max(-(-count // size) for count, size in zip(tiles, part_tiles, strict=True))
+            most_splits = -(-(max(tiles) - 1) // line.segment) + 1
+            if most_time * per_tile + most_parts <= (line.segment + request_cost) * per_tile + most_splits:
                 line = whole
     taken: list[list[_Part]] = [[] for _ in range(num_programs)]
     for part in line.parts:
@@ -172,11 +179,17 @@ def _lay_out(
     return _Line(parts, max(1, -(-length // num_programs)))
 
 
-def _equal_part_tiles(tiles: list[int], num_programs: int) -> list[int]:
+def _equal_part_tiles(tiles: list[int], num_programs: int, splits_per_tile: int) -> list[int]:
     """Return the tiles of one part of each request, if long requests are divided into equal parts.
 
-    A request gets as many parts as its fraction of all tiles gives programs, rounded down, and at least one part.
+    A request gets as many parts as its fraction of all tiles gives programs, rounded down, and at least one part. The
+    parts are larger if there would be too many to combine: with t tiles in parts of s tiles, a part and the combination
+    of all parts take s + t / (s * splits_per_tile) units. This time is lowest for the square root of
+    t / splits_per_tile, rounded up. The least size is this number. A number above 1 is rounded up to an even number,
+    because kernels process tiles in pairs.
     """
     total = max(1, sum(tiles))
     parts = [max(1, num_programs * count // total) for count in tiles]
-    return [max(1, -(-count // number)) for count, number in zip(tiles, parts, strict=True)]
+    roots = [math.isqrt(max(0, -(-count // splits_per_tile) - 1)) + 1 for count in tiles]
+    least = [root + root % 2 if root > 1 else 1 for root in roots]
+    return [max(size, -(-count // number)) for count, number, size in zip(tiles, parts, least, strict=True)]

@@ -143,6 +143,9 @@ REFUSED = {
     "a negative context of several": (lambda ops: paths(ops, context_lens=(0, -1)), "context_lens: expected lengths"),
     "no program": (lambda ops: schedule(ops, 0), "num_programs: expected at least 1, got 0"),
     "a cost below 0": (lambda ops: schedule(ops, request_cost=-1), "request_cost: expected an int >= 0, got -1"),
+    "no splits for a tile": (
+        lambda ops: schedule(ops, splits_per_tile=0), "splits_per_tile: expected a positive int, got 0",
+    ),
     "a split cost below 0": (lambda ops: schedule(ops, split_cost=-1), "split_cost: expected an int >= 0, got -1"),
     "splits of an odd number of tiles": (lambda ops: cut(small_tiles=3), "small_tiles: expected an even number, got 3"),
     "no splits": (lambda ops: cut(small_splits=0), "small_splits: expected a positive int, got 0"),

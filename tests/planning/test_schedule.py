@@ -145,28 +145,31 @@ def taken_by(schedule, lens):
     return found
 
 
-def check_schedule(ops, lens, programs, overhead):
+def check_schedule(ops, lens, programs, overhead, per_tile=8):
     """Assert the properties of a schedule.
 
     - Each tile occurs once and in order.
-    - No program has more than an equal part of the total cost plus the cost of starting one request.
+    - No program has more than an equal part of the total cost, the cost of starting one request, and what a schedule of
+      whole parts saves in the combination.
     - The programs of a request have the split numbers 0, 1, 2 and so on.
     - Fewer splits than `programs` + requests exist: decode launchers allocate this number of partial outputs.
     - Each program has the tiles of `line_of_units`.
     """
-    schedule = ops.plan_decode(integers(*lens), programs, ScheduleCosts(request_cost=overhead))
+    costs = ScheduleCosts(request_cost=overhead, splits_per_tile=per_tile)
+    schedule = ops.plan_decode(integers(*lens), programs, costs)
     assert schedule.tile_ranges.dtype == schedule.split_offsets.dtype == torch.int32
     assert schedule.tile_ranges.shape == (programs, 5) and not schedule.batch_invariant
     tiles, ranges = tiles_of(lens), taken_by(schedule, lens)
     everything = [(request, tile) for request, count in enumerate(tiles) for tile in range(count)]
     assert [item for own, _ in ranges for item in own] == everything
-    assert [own for own, _ in ranges] == line_of_units(tiles, programs, overhead)[0]
+    assert [own for own, _ in ranges] == line_of_units(tiles, programs, overhead, per_tile)[0]
     length = sum(count + overhead for count in tiles if count)
     per_program = max(1, -(-length // programs))
     parts = [0] * len(lens)
+    most_splits = -(-max(max(tiles, default=0) - 1, 0) // per_program) + 1
     for own, split in ranges:
         requests = list(dict.fromkeys(request for request, _ in own))
-        assert len(own) + overhead * len(requests) <= per_program + overhead
+        assert (len(own) + overhead * len(requests)) * per_tile <= (per_program + overhead) * per_tile + most_splits
         if own:
             assert split == parts[requests[0]]
         for request in requests:
@@ -174,10 +177,11 @@ def check_schedule(ops, lens, programs, overhead):
     assert schedule.split_offsets.tolist() == [sum(parts[:request]) for request in range(len(lens) + 1)]
     assert all((count == 0) == (length == 0) for count, length in zip(parts, lens, strict=True))
     assert schedule.split_offsets[-1] <= max(0, programs + len(lens) - 1)
+    assert max(parts, default=0) <= max(most_splits, programs)
     return schedule
 
 
-def line_of_units(tiles, programs, overhead):
+def line_of_units(tiles, programs, overhead, per_tile=8):
     """Return the tiles [(request, tile), ...] of each program, and whether the schedule consists of whole parts.
 
     Two lists have one entry for each unit of the time line: a tile, or None. The first list is the line of a balanced
@@ -185,12 +189,14 @@ def line_of_units(tiles, programs, overhead):
     has all tiles of the part. A program takes the entries of its segment.
     """
     total = sum(tiles)
-    balanced, whole, part_lengths = [], [], []
+    balanced, whole, part_lengths, most_parts = [], [], [], 0
     for request, count in enumerate(tiles):
         if count == 0:
             continue
         balanced += [None] * overhead + [[(request, tile)] for tile in range(count)]
-        size = math.ceil(count / max(1, programs * count // total))
+        least = next(size for size in itertools.count(1) if size * size * per_tile >= count)
+        size = max(least + (least % 2 if least > 1 else 0), math.ceil(count / max(1, programs * count // total)))
+        most_parts = max(most_parts, math.ceil(count / size))
         part_lengths.append(size + overhead)
         for first in range(0, count, size):
             whole.append([(request, tile) for tile in range(first, min(first + size, count))])
@@ -198,15 +204,16 @@ def line_of_units(tiles, programs, overhead):
     per_program, whole_per_program = (max(1, math.ceil(len(line) / programs)) for line in (balanced, whole))
     shortest, longest = min(part_lengths, default=1), max(part_lengths, default=0)
     bound = min(whole_per_program - 1 + longest, longest * math.ceil(whole_per_program / shortest))
-    takes_whole = bound <= per_program + overhead
+    most_splits = math.ceil(max(max(tiles, default=0) - 1, 0) / per_program) + 1
+    takes_whole = bound * per_tile + most_parts <= (per_program + overhead) * per_tile + most_splits
     line, size = (whole, whole_per_program) if takes_whole else (balanced, per_program)
     segments = [line[program * size : (program + 1) * size] for program in range(programs)]
     return [[tile for entry in segment if entry for tile in entry] for segment in segments], takes_whole
 
 
-@given(LENS, PROGRAMS, st.sampled_from([0, 1, 5, 20]), PACKAGES)
-def test_schedule(lens, programs, overhead, ops):
-    check_schedule(ops, lens, programs, overhead)
+@given(LENS, PROGRAMS, st.sampled_from([0, 1, 5, 20]), st.sampled_from([1, 3, 10, 1000]), PACKAGES)
+def test_schedule(lens, programs, overhead, per_tile, ops):
+    check_schedule(ops, lens, programs, overhead, per_tile)
 
 
 @given(st.integers(1, 200), st.integers(2, 60), st.integers(1, 59), st.sampled_from([0, 1, 5, 8, 20]), PACKAGES)
@@ -245,7 +252,7 @@ def test_costs_decide_where_programs_begin():
 
 
 def test_measured_schedule_costs_by_heads():
-    """The measured costs equal the constants of earlier versions of `fast`."""
+    """The measured costs equal the constants of earlier versions of `fast`, which had no `splits_per_tile`."""
     few, some, many = (
         InvariantSplitRule(4, 32, 16, 128),
         InvariantSplitRule(16, 8, 32, 64),
@@ -253,7 +260,8 @@ def test_measured_schedule_costs_by_heads():
     )
     wanted = {1: (5, 1, few), 16: (5, 1, few), 17: (5, 4, some), 32: (5, 4, some), 33: (8, 4, many), 128: (8, 4, many)}
     for heads, (request_cost, split_cost, cut) in wanted.items():
-        assert measured_schedule_costs(heads) == ScheduleCosts(request_cost, split_cost, cut, invariant_starts=4)
+        per_tile = 64 if heads <= 32 else 10
+        assert measured_schedule_costs(heads) == ScheduleCosts(request_cost, split_cost, cut, 4, per_tile)
 
 
 @pytest.mark.parametrize("heads, each, sizes", [(16, 1, (10, 4, 4)), (17, 4, (32, 16, 16))])
@@ -391,16 +399,21 @@ def test_whole_requests_by_hand(tiles, requests, overhead, segment, counts, ops)
 
 
 @pytest.mark.parametrize(
-    "tiles, requests, programs, overhead, parts",
-    [(64, 16, 66, 8, 4), (128, 1, 66, 8, 64), (64, 16, 132, 5, 8), (64, 1, 66, 5, 64), (1, 1, 9, 5, 1)],
+    "tiles, requests, programs, overhead, size",
+    [(64, 16, 66, 8, 16), (128, 1, 66, 8, 4), (64, 16, 132, 5, 8), (64, 1, 66, 5, 4), (1, 1, 9, 5, 1)],
 )
-def test_equal_parts_by_hand(tiles, requests, programs, overhead, parts, ops):
-    """If there are fewer equal requests than programs, each program gets one of the equal parts, or no part."""
+def test_equal_parts_by_hand(tiles, requests, programs, overhead, size, ops):
+    """If there are fewer equal requests than programs, each program gets one of the equal parts, or no part.
+
+    The parts of a request of 128 tiles have at least sqrt(128 / 8) = 4 tiles, and those of 64 tiles at least
+    sqrt(64 / 8), rounded up to an even number: 4 tiles.
+    """
     schedule = check_schedule(ops, requests * [64 * tiles], programs, overhead)
-    size = tiles // parts
-    expected = [[r, r, size * part, size * (part + 1), part] for r in range(requests) for part in range(parts)]
-    idle = programs - requests * parts
-    assert schedule.tile_ranges.tolist() == expected + idle * [[requests, requests - 1, 0, 0, 0]]
+    parts = math.ceil(tiles / size)
+    expected = [
+        [r, r, size * part, min(size * (part + 1), tiles), part] for r in range(requests) for part in range(parts)
+    ]
+    assert [row for row in schedule.tile_ranges.tolist() if row[0] < requests] == expected
     assert schedule.split_offsets.tolist() == list(range(0, requests * parts + 1, parts))
 
 

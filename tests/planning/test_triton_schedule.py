@@ -35,7 +35,7 @@ def check(lens, programs, heads, overhead, batch_invariant):
     strided = torch.stack((lens, lens + 77), 1)[:, 0]
     for given in (lens, strided) if programs == 3 else (lens,):
         ranges, offsets = schedule.plan_decode(
-            given, programs, overhead, costs.split_cost, costs.split_rule, batch_invariant
+            given, programs, overhead, costs.split_cost, costs.splits_per_tile, costs.split_rule, batch_invariant
         )
         assert ranges.cpu().equal(wanted.tile_ranges) and offsets.cpu().equal(wanted.split_offsets)
 
@@ -111,12 +111,12 @@ def test_extreme_lengths():
     The second schedule has whole parts, and the product of programs and tiles exceeds 32 bits.
     """
     lens = torch.tensor([-5, 2**31 - 1, -(2**31), 64], dtype=torch.int32, device=DEVICE)
-    ranges, offsets = schedule.plan_decode(lens, 2, 5, 1, NEUTRAL_SPLIT_RULE, False)
+    ranges, offsets = schedule.plan_decode(lens, 2, 5, 1, 8, NEUTRAL_SPLIT_RULE, False)
     assert offsets.tolist() == [0, 0, 2, 2, 3]
     half = -(-(2**25 + 5 + 1 + 5) // 2)
     assert ranges.tolist() == [[1, 1, 0, half - 5, 0], [1, 3, half - 5, 1, 1]]
     lens = torch.tensor([2**31 - 1, 2**31 - 1], dtype=torch.int32, device=DEVICE)
-    ranges, offsets = schedule.plan_decode(lens, 256, 5, 1, NEUTRAL_SPLIT_RULE, False)
+    ranges, offsets = schedule.plan_decode(lens, 256, 5, 1, 8, NEUTRAL_SPLIT_RULE, False)
     assert offsets.tolist() == [0, 128, 256]
     size = 2**25 // 128
     assert ranges.tolist() == [[r, r, size * i, size * (i + 1), i] for r in range(2) for i in range(128)]

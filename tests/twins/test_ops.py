@@ -138,7 +138,7 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
              rand(37, 32), backend)
         ],
         "mla_twins::plan_decode": [
-            (integers(20, 0, 3000), 4, 5, 1, [4, 32, 16, 128], batch_invariant, backend)
+            (integers(20, 0, 3000), 4, 5, 1, 8, [4, 32, 16, 128], batch_invariant, backend)
             for batch_invariant in (False, True)
         ],
     }  # fmt: skip

@@ -22,6 +22,11 @@ for each tile of each request would then have nothing to do, but its launch woul
 schedule has a grid of limited size. If the grid has fewer programs than tiles, every program finds the requests to
 combine in `split_offsets` and then processes every n-th tile of these requests, where n is the number of programs. If
 there is a program for each tile, a program looks at the splits of its own request only, which is faster.
+
+The kernel for a schedule may begin while the decode still runs. It reads `split_offsets` and `query_start_loc` before
+it waits for the decode, because their loads would otherwise delay the loads of the partial outputs. This is safe,
+because the decode lets this kernel begin only after all kernels before the decode have finished
+(`hopper.common.dependent_launch`). A decode without dependent launch begins after them anyway.
 """
 
 from __future__ import annotations
@@ -278,12 +283,15 @@ def _combine_splits_kernel(
 def _combine_tile(
     tile, split_offsets, query_start_loc, partials, num_tokens, out, lse,
     HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Combine one tile of a request that a schedule has split; do nothing if the request has one split."""
     first_partial = tl.load(split_offsets + tile.request)
     splits = tl.load(split_offsets + tile.request + 1) - first_partial
+    rows = _rows_of_request(query_start_loc, tile.request, tile.row_tile, num_tokens, partials.rows, HEADS, ROWS)
+    if DEPENDENT:
+        gdc_wait()  # the loads above do not depend on the decode, the loads below do; waiting again takes no time
     if splits != 1:
-        rows = _rows_of_request(query_start_loc, tile.request, tile.row_tile, num_tokens, partials.rows, HEADS, ROWS)
         columns = tile.column_tile * COLUMNS + tl.arange(0, COLUMNS)
         state = _combine_partials(
             partials, tl.minimum(splits, partials.indices), first_partial, rows.number, rows.real, columns, LATENT,
@@ -311,7 +319,6 @@ def _combine_scheduled_kernel(
     """
     if DEPENDENT:
         gdc_launch_dependents()
-        gdc_wait()
     column_tiles: tl.constexpr = (LATENT + COLUMNS - 1) // COLUMNS
     partials = Partials(partial_out, partial_lse, num_partials, request_rows)
     if tl.num_programs(0) >= num_requests.to(tl.int64) * row_tiles * column_tiles:  # no constant: one variant less
@@ -321,7 +328,7 @@ def _combine_scheduled_kernel(
             tile_number % column_tiles,
         )  # fmt: skip
         _combine_tile(tile, split_offsets, query_start_loc, partials, num_tokens, out, lse, HEADS, LATENT, COLUMNS,
-                      ROWS, SPLITS)  # fmt: skip
+                      ROWS, SPLITS, DEPENDENT)  # fmt: skip
     else:
         number = tl.program_id(0).to(tl.int64)  # the next tile of this program
         chunk_start = tl.full([], 0, tl.int64)  # number of the chunk's first tile
@@ -340,9 +347,11 @@ def _combine_scheduled_kernel(
                         (number - chunk_start).to(tl.int32), rank, first_request, row_tiles, column_tiles
                     )
                     _combine_tile(tile, split_offsets, query_start_loc, partials, num_tokens, out, lse, HEADS, LATENT,
-                                  COLUMNS, ROWS, SPLITS)  # fmt: skip
+                                  COLUMNS, ROWS, SPLITS, DEPENDENT)  # fmt: skip
                     number += tl.num_programs(0)
             chunk_start = chunk_end
+    if DEPENDENT:
+        gdc_wait()  # also without a tile: a kernel that waits for this kernel must not begin before the decode ends
 
 
 @triton.jit(do_not_specialize=["num_tokens", "request_rows", "num_partials", "num_requests", "row_tiles"])

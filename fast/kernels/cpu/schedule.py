@@ -65,6 +65,7 @@ def plan_decode(
     num_programs: int,
     request_cost: int,
     split_cost: int,
+    splits_per_tile: int,
     split_rule: InvariantSplitRule,
     batch_invariant: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -76,6 +77,7 @@ def plan_decode(
         request_cost: cost of a request in addition to its tiles, in tiles.
         split_cost: cost of a split of a batch-invariant schedule, in tiles. A value above `request_cost` is lowered to
             `request_cost`.
+        splits_per_tile: splits of one request that the combine kernel adds in the time of one tile.
         split_rule: rule by which a batch-invariant schedule splits a request.
         batch_invariant: if True, the splits of each request depend on its length alone.
     """
@@ -89,7 +91,7 @@ def plan_decode(
             part_cost = min(request_cost, split_cost)
             line = _lay_out(tiles, part_tiles, request_cost - part_cost, part_cost, num_programs, shorter_last=True)
         else:
-            line = _cheaper_line(tiles, num_programs, request_cost)
+            line = _cheaper_line(tiles, num_programs, request_cost, splits_per_tile)
         found = _assign_parts(tiles, line, num_programs, batch_invariant)
         ranges = torch.where(found.works[:, None], torch.stack(found.ranges, 1), ranges)
         splits = found.splits
@@ -118,17 +120,27 @@ def _lay_out(
     return _Line(part_tiles, parts, stride, ends - lengths + request_cost, ends, segment)
 
 
-def _cheaper_line(tiles: Tensor, num_programs: int, request_cost: int) -> _Line:
-    """Return the line of whole parts if no program takes longer on it; otherwise the line whose parts are tiles."""
+def _cheaper_line(tiles: Tensor, num_programs: int, request_cost: int, splits_per_tile: int) -> _Line:
+    """Return the line of whole parts if it takes no longer with its combination; otherwise the line of single tiles."""
     balanced = _lay_out(tiles, torch.ones_like(tiles), request_cost, 0, num_programs)
     parts = (num_programs * tiles // tiles.sum().clamp(min=1)).clamp(min=1)
-    whole = _lay_out(tiles, ((tiles + parts - 1) // parts).clamp(min=1), 0, request_cost, num_programs)
+    part_tiles = torch.maximum((tiles + parts - 1) // parts, _least_part_tiles(tiles, splits_per_tile))
+    whole = _lay_out(tiles, part_tiles, 0, request_cost, num_programs)
     lengths = whole.stride[tiles > 0]
     if lengths.numel() == 0:
         return balanced
     shortest, longest = int(lengths.min()), int(lengths.max())
     most_time = min(whole.segment - 1 + longest, longest * -(-whole.segment // shortest))
-    return whole if most_time <= balanced.segment + request_cost else balanced
+    most_splits = -(-(int(tiles.max()) - 1) // balanced.segment) + 1
+    time_of_whole = most_time * splits_per_tile + int(whole.parts.max())
+    return whole if time_of_whole <= (balanced.segment + request_cost) * splits_per_tile + most_splits else balanced
+
+
+def _least_part_tiles(tiles: Tensor, splits_per_tile: int) -> Tensor:
+    """Return the least tiles of a part: the root of tiles / splits_per_tile, rounded up to 1 or to an even number."""
+    below = ((tiles + splits_per_tile - 1) // splits_per_tile - 1).clamp(min=0)
+    root = below.double().sqrt().long() + 1  # exact: the numbers are below 2^52
+    return torch.where(root > 1, root + root % 2, root)
 
 
 def _invariant_split_tiles(tiles: Tensor, split_rule: InvariantSplitRule) -> Tensor:

@@ -56,6 +56,8 @@ class Line(NamedTuple):
             not use this field.
         total_tiles: tiles of all requests. A batch-invariant schedule does not use this field.
         num_programs: number of programs of the decode.
+        splits_per_tile: splits of one request that the combine kernel adds in the time of one tile. A batch-invariant
+            schedule does not use this field.
     """
 
     request_cost: Any
@@ -64,6 +66,7 @@ class Line(NamedTuple):
     whole_parts: Any
     total_tiles: Any
     num_programs: Any
+    splits_per_tile: Any
 
 
 class RequestParts(NamedTuple):
@@ -102,11 +105,26 @@ def _load_tiles(seq_lens, request, num_requests, TILE: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _equal_parts(tiles, total_tiles, num_programs):
+def _least_part_tiles(tiles, splits_per_tile):
+    """Return the least number of tiles of a part: the root of tiles / splits_per_tile, rounded up to 1 or an even one.
+
+    The estimate is at most the root rounded up, and at most 2 below this number.
+    """
+    tiles_per_split = tiles.to(tl.float32) * (1.0 / splits_per_tile.to(tl.float32))
+    size = tl.maximum((tl.sqrt(tiles_per_split) * 0.999999).to(tl.int32), 1)
+    size += (size * size * splits_per_tile < tiles).to(tl.int32)
+    size += (size * size * splits_per_tile < tiles).to(tl.int32)
+    return tl.where(size > 1, size + size % 2, 1)
+
+
+@triton.jit
+@no_type_check
+def _equal_parts(tiles, total_tiles, num_programs, splits_per_tile):
     """Return the tiles of one part and the number of parts of requests that are divided into equal parts.
 
     A request has num_programs * tiles / total_tiles parts, rounded down, and at least one part. The number is smaller
-    if fewer parts of the same size hold all tiles of the request.
+    if fewer parts of the same size hold all tiles of the request, or if a part would have fewer tiles than
+    `_least_part_tiles`.
     """
     total_tiles = tl.maximum(total_tiles, 1)
     if total_tiles <= 2147483647 // num_programs:  # nearly always: a division in 64 bits takes several times as long
@@ -114,7 +132,7 @@ def _equal_parts(tiles, total_tiles, num_programs):
     else:
         parts = (tiles.to(tl.int64) * num_programs // total_tiles).to(tl.int32)
     parts = tl.maximum(parts, 1)
-    part_tiles = tl.maximum((tiles + parts - 1) // parts, 1)
+    part_tiles = tl.maximum((tiles + parts - 1) // parts, _least_part_tiles(tiles, splits_per_tile))
     return part_tiles, (tiles + part_tiles - 1) // part_tiles
 
 
@@ -128,7 +146,7 @@ def _request_parts(tiles, line, rule, BATCH_INVARIANT: tl.constexpr):
         stride = part_tiles + line.part_cost
         length = tiles + parts * line.part_cost
     else:
-        part_tiles, parts = _equal_parts(tiles, line.total_tiles, line.num_programs)
+        part_tiles, parts = _equal_parts(tiles, line.total_tiles, line.num_programs, line.splits_per_tile)
         part_tiles, parts = tl.where(line.whole_parts, part_tiles, 1), tl.where(line.whole_parts, parts, tiles)
         stride = part_tiles + line.part_cost
         length = parts * stride  # the last part has the length of the other parts
@@ -211,40 +229,47 @@ def _assign_parts(
                   first_tile, last_tile, first_split)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_programs", "request_cost"])
+@triton.jit(do_not_specialize=["num_requests", "num_programs", "request_cost", "splits_per_tile"])
 @no_type_check
 def _plan_decode_kernel(
-    seq_lens, tile_ranges, split_offsets, num_requests, num_programs, request_cost,
+    seq_lens, tile_ranges, split_offsets, num_requests, num_programs, request_cost, splits_per_tile,
     CHUNK: tl.constexpr, ONE_CHUNK: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Plan a schedule that is not batch-invariant: whole parts if they cost no more, otherwise a balanced schedule."""
+    """Plan a schedule that is not batch-invariant: whole parts if they cost no more, otherwise a balanced schedule.
+
+    The costs include the combination of the splits.
+    """
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
     end = CHUNK if ONE_CHUNK else num_requests  # with a constant end, the loops load one chunk only once
-    total_tiles, requests = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    total_tiles, requests, most_tiles = tl.zeros([], tl.int32), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     for first in range(0, end, CHUNK):
         tiles = _load_tiles(seq_lens, first + tl.arange(0, CHUNK), num_requests, TILE)
         total_tiles += tl.sum(tiles)
         requests += tl.sum(tl.minimum(tiles, 1))
-    parts_length, longest = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+        most_tiles = tl.maximum(most_tiles, tl.max(tiles))
+    parts_length, longest, most_parts = tl.zeros([], tl.int32), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     shortest = tl.full([], 2147483647, tl.int32)
     for first in range(0, end, CHUNK):
         tiles = _load_tiles(seq_lens, first + tl.arange(0, CHUNK), num_requests, TILE)
-        part_tiles, parts = _equal_parts(tiles, total_tiles, num_programs)
+        part_tiles, parts = _equal_parts(tiles, total_tiles, num_programs, splits_per_tile)
+        most_parts = tl.maximum(most_parts, tl.max(parts))
         part_length = part_tiles + request_cost
         parts_length += tl.sum(parts * part_length)
         longest = tl.maximum(longest, tl.max(tl.where(tiles > 0, part_length, 0)))
         shortest = tl.minimum(shortest, tl.min(tl.where(tiles > 0, part_length, 2147483647)))
     segment = tl.maximum((total_tiles + requests * request_cost + num_programs - 1) // num_programs, 1)
     parts_segment = tl.maximum((parts_length + num_programs - 1) // num_programs, 1)
-    most_parts = (parts_segment - 1) // shortest + 1
+    segment_parts = (parts_segment - 1) // shortest + 1
     longest = longest.to(tl.int64)
-    most_time = tl.minimum(parts_segment - 1 + longest, longest * most_parts)
-    whole_parts = most_time <= segment.to(tl.int64) + request_cost
+    most_time = tl.minimum(parts_segment - 1 + longest, longest * segment_parts)
+    most_splits = (tl.maximum(most_tiles, 1) + segment - 2) // segment + 1
+    balanced_time = (segment.to(tl.int64) + request_cost) * splits_per_tile + most_splits
+    whole_parts = most_time * splits_per_tile + most_parts <= balanced_time
     line = Line(
         tl.where(whole_parts, 0, request_cost), tl.where(whole_parts, request_cost, 0),
-        tl.where(whole_parts, parts_segment, segment), whole_parts, total_tiles, num_programs,
+        tl.where(whole_parts, parts_segment, segment), whole_parts, total_tiles, num_programs, splits_per_tile,
     )  # fmt: skip
     _assign_parts(seq_lens, tile_ranges, split_offsets, num_requests, end, line, 0, CHUNK, PROGRAMS, TILE, False)
 
@@ -271,14 +296,14 @@ def _plan_invariant_kernel(
         gdc_wait()
     rule = SplitRule(small_tiles, small_splits, large_tiles, max_splits)
     zero = tl.zeros([], tl.int32)
-    line = Line(request_cost - split_cost, split_cost, zero, zero, zero, num_programs)
+    line = Line(request_cost - split_cost, split_cost, zero, zero, zero, num_programs, zero)
     end = CHUNK if ONE_CHUNK else num_requests  # with a constant end, the loops load one chunk only once
     total = zero
     for first in range(0, end, CHUNK):
         tiles = _load_tiles(seq_lens, first + tl.arange(0, CHUNK), num_requests, TILE)
         total += tl.sum(_request_parts(tiles, line, rule, True).length)
     segment = tl.maximum((total + num_programs - 1) // num_programs, 1)
-    line = Line(request_cost - split_cost, split_cost, segment, zero, zero, num_programs)
+    line = Line(request_cost - split_cost, split_cost, segment, zero, zero, num_programs, zero)
     _assign_parts(seq_lens, tile_ranges, split_offsets, num_requests, end, line, rule, CHUNK, PROGRAMS, TILE, True)
 
 
@@ -301,6 +326,7 @@ def plan_decode(
     num_programs: int,
     request_cost: int,
     split_cost: int,
+    splits_per_tile: int,
     split_rule: InvariantSplitRule,
     batch_invariant: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -316,13 +342,14 @@ def plan_decode(
         request_cost: cost of a request in addition to its tiles, in tiles.
         split_cost: cost of a split of a batch-invariant schedule, in tiles. A value above `request_cost` is lowered to
             `request_cost`.
+        splits_per_tile: splits of one request that the combine kernel adds in the time of one tile.
         split_rule: rule by which a batch-invariant schedule splits a request.
         batch_invariant: if True, the splits of each request depend on its length alone.
     """
     requests = seq_lens.shape[0]
     tile_ranges = torch.empty(num_programs, 5, dtype=torch.int32, device=seq_lens.device)
     split_offsets = torch.empty(requests + 1, dtype=torch.int32, device=seq_lens.device)
-    kernel, own = _plan_decode_kernel, ()
+    kernel, own = _plan_decode_kernel, (splits_per_tile,)
     chunk, warps = SHAPES[requests > SHAPES[0][0]]
     if batch_invariant:
         kernel = _plan_invariant_kernel

@@ -2,8 +2,12 @@
 
 The launch needs `launch_pdl=True`. The kernel then executes two instructions, in this order:
 
-1. `launch_next` allows the next kernel of the stream to begin.
-2. `await_previous` waits until the previous kernel has finished and its writes are visible.
+1. `await_previous` waits until the previous kernel has finished and its writes are visible.
+2. `launch_next` allows the next kernel of the stream to begin.
+
+The order matters to the next kernel. It begins only after every program of this kernel has executed `launch_next`, and
+thus after all kernels before this kernel have finished. The next kernel may therefore read their outputs, for example a
+schedule, before it waits for this kernel. The combine kernel of a schedule does so.
 
 No function of this module returns a value.
 """
@@ -37,9 +41,9 @@ def await_previous():
 @gluon.jit
 @no_type_check
 def follow_kernel():
-    """Allow the next kernel to begin, then wait for the previous kernel.
+    """Wait for the previous kernel, then allow the next kernel to begin.
 
     The code after this call may read the outputs of the previous kernel.
     """
-    launch_next()
     await_previous()
+    launch_next()

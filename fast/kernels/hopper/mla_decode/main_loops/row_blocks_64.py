@@ -19,7 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ...common.dependent_launch import await_previous, launch_next
+from ...common.dependent_launch import follow_kernel
 from ...common.l2_prefetch import prefetch_first_item
 from ...common.loads import block_table_row_of, cache_block_of
 from ...common.own_length import TILE
@@ -175,7 +175,6 @@ def _row_blocks_64_kernel(
     mbarrier.init(item_begun, 2)
     mbarrier.init(item_written, 1)
     fence_async_shared()
-    launch_next()
 
     inputs = Inputs(ql_nope, q_pe, block_table, seq_lens, query_start_loc, visible_lens)
     progress = written.partial_lse + 2 * num_partials.to(gl.int64) * request_rows
@@ -192,7 +191,7 @@ def _row_blocks_64_kernel(
         prefetch_first_item(
             inputs, kv_cache, block_stride, key_stride, sizes, strides, ROWS, c.HEADS, c.LATENT, c.ROPE, c.BLOCK_SIZE
         )
-    await_previous()
+    follow_kernel()
     shared = Shared(Queries(ql_nope, q_pe, q_latent, q_rope, strides), latents, rope_tiles, row_values, kept, items)
     bars = Bars(full, empty, probabilities_ready, item_begun, sums_ready, item_written)
     ctx = Context(inputs, plan, outputs, sizes, strides, shared, bars)
