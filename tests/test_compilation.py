@@ -292,6 +292,16 @@ def test_kernels_compile_for(chip, heads, launches, monkeypatch):
     for launch in wanted.values():
         kernel = compiled(*launch, facts.capability)
         assert kernel.metadata.shared <= facts.shared, f"{launch[0].fn.__name__}: {kernel.metadata.shared} bytes"
+        if launch[0].fn.__name__ == "_combine_scheduled_kernel" and facts.has_dependent_launch:
+            reads_before_its_wait(kernel.asm["ptx"])
+
+
+def reads_before_its_wait(ptx):
+    """Assert that the combine kernel reads the schedule from the L2 cache, and partial outputs only after its wait."""
+    before, wait, after = ptx.partition("griddepcontrol.wait")
+    assert wait and "ld.global" in after
+    loads = re.findall(r"ld\.global[.\w]*", before)
+    assert loads and all(".cg" in load for load in loads), loads
 
 
 def test_too_wide_for_a_chip():

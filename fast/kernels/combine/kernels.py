@@ -26,7 +26,8 @@ there is a program for each tile, a program looks at the splits of its own reque
 The kernel for a schedule may begin while the decode still runs. It reads `split_offsets` and `query_start_loc` before
 it waits for the decode, because their loads would otherwise delay the loads of the partial outputs. This is safe,
 because the decode lets this kernel begin only after all kernels before the decode have finished
-(`hopper.common.dependent_launch`). A decode without dependent launch begins after them anyway.
+(`hopper.common.dependent_launch`). A decode without dependent launch begins after them anyway. These loads read the L2
+cache (".cg"), because the L1 cache of a multiprocessor may still hold the schedule of an earlier step.
 """
 
 from __future__ import annotations
@@ -232,8 +233,8 @@ def _rows_of_request(
     query_start_loc, request, row_tile, num_tokens, request_rows, HEADS: tl.constexpr, ROWS: tl.constexpr
 ):
     """Return the `Rows` of one row tile of a request."""
-    query_start = tl.minimum(tl.maximum(tl.load(query_start_loc + request), 0), num_tokens)
-    query_end = tl.minimum(tl.load(query_start_loc + request + 1), num_tokens)
+    query_start = tl.minimum(tl.maximum(tl.load(query_start_loc + request, cache_modifier=".cg"), 0), num_tokens)
+    query_end = tl.minimum(tl.load(query_start_loc + request + 1, cache_modifier=".cg"), num_tokens)
     row = row_tile * ROWS + tl.arange(0, ROWS)
     token = query_start + row // HEADS
     # compare tokens with `query_end`: the number of rows of an invalid `query_end` could overflow
@@ -286,8 +287,8 @@ def _combine_tile(
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Combine one tile of a request that a schedule has split; do nothing if the request has one split."""
-    first_partial = tl.load(split_offsets + tile.request)
-    splits = tl.load(split_offsets + tile.request + 1) - first_partial
+    first_partial = tl.load(split_offsets + tile.request, cache_modifier=".cg")
+    splits = tl.load(split_offsets + tile.request + 1, cache_modifier=".cg") - first_partial
     rows = _rows_of_request(query_start_loc, tile.request, tile.row_tile, num_tokens, partials.rows, HEADS, ROWS)
     if DEPENDENT:
         gdc_wait()  # the loads above do not depend on the decode, the loads below do; waiting again takes no time
@@ -335,8 +336,9 @@ def _combine_scheduled_kernel(
         for first_request in range(0, num_requests, CHUNK):
             chunk = first_request + tl.arange(0, CHUNK)
             exists = chunk < num_requests
-            chunk_splits = tl.load(split_offsets + chunk + 1, mask=exists, other=1)
-            chunk_splits -= tl.load(split_offsets + chunk, mask=exists, other=0)  # 1 split past the last request
+            # 1 split past the last request
+            chunk_splits = tl.load(split_offsets + chunk + 1, mask=exists, other=1, cache_modifier=".cg")
+            chunk_splits -= tl.load(split_offsets + chunk, mask=exists, other=0, cache_modifier=".cg")
             combined = (chunk_splits != 1).to(tl.int32)
             chunk_end = chunk_start + tl.sum(combined, 0).to(tl.int64) * row_tiles * column_tiles
             if number < chunk_end:
