@@ -280,7 +280,8 @@ def valid_calls(ops: ModuleType) -> list[Call]:
         # records whose constructor checks the fields
         call("InvariantSplitRule", small_tiles=4, small_splits=32, large_tiles=16, max_splits=128),
         call("ScheduleCosts", request_cost=5, split_cost=1, split_rule=InvariantSplitRule(4, 32, 16, 128),
-             invariant_starts=4),
+             invariant_starts=4,
+             splits_per_tile=10),
         call("MLAConfig", **{name: getattr(DIRECT, name) for name in inspect.signature(MLAConfig).parameters}),
         call("MLAConfig.from_preset", name="deepseek-v3"),
         call("MLAConfig.from_hf", config=hf_config()),

@@ -114,11 +114,11 @@ class ScheduleCosts:
         split_cost: time to start a further split of a request under `batch_invariant`. (`request_cost` includes the
             first split.)
         split_rule: division of a request into splits under `batch_invariant`.
-        splits_per_tile: number of splits of one request that the combine kernel adds in the time of one tile. Equal
-            parts of a request are long enough that a further part would cost more than it saves.
         invariant_starts: factor by which `choose_schedule` multiplies `request_cost` under `batch_invariant`. The
             programs of a batch-invariant schedule attend whole splits, so the times of the programs differ more. The
             factor accounts for this difference.
+        splits_per_tile: number of splits of one request that the combine kernel adds in the time of one tile; below
+            2^20. `plan_decode` makes no parts that are so short that combining them takes longer than they save.
 
     Raises:
         TypeError: `split_rule` is not an `InvariantSplitRule`.

@@ -184,9 +184,8 @@ def _equal_part_tiles(tiles: list[int], num_programs: int, splits_per_tile: int)
 
     A request gets as many parts as its fraction of all tiles gives programs, rounded down, and at least one part. The
     parts are larger if there would be too many to combine: with t tiles in parts of s tiles, a part and the combination
-    of all parts take s + t / (s * splits_per_tile) units. This time is lowest for the square root of
-    t / splits_per_tile, rounded up. The least size is this number. A number above 1 is rounded up to an even number,
-    because kernels process tiles in pairs.
+    of all parts take s + t / (s * splits_per_tile) units. This time is lowest for s = sqrt(t / splits_per_tile).
+    The least size is this root, rounded up to 1 or to an even number, because kernels process tiles in pairs.
     """
     total = max(1, sum(tiles))
     parts = [max(1, num_programs * count // total) for count in tiles]

@@ -146,6 +146,9 @@ REFUSED = {
     "no splits for a tile": (
         lambda ops: schedule(ops, splits_per_tile=0), "splits_per_tile: expected a positive int, got 0",
     ),
+    "too many splits for a tile": (
+        lambda ops: schedule(ops, splits_per_tile=2**20), "splits_per_tile: expected less than 2.20, got 1048576",
+    ),
     "a split cost below 0": (lambda ops: schedule(ops, split_cost=-1), "split_cost: expected an int >= 0, got -1"),
     "splits of an odd number of tiles": (lambda ops: cut(small_tiles=3), "small_tiles: expected an even number, got 3"),
     "no splits": (lambda ops: cut(small_splits=0), "small_splits: expected a positive int, got 0"),

@@ -66,7 +66,8 @@ def combine_partial_outputs(
 ) -> None:
     """Combine the partial outputs of a decode into `out` and `lse`; do nothing if there is no partial output.
 
-    `fast.kernels.combine.kernels` defines the layout of the partial outputs.
+    `fast.kernels.combine.kernels` defines the layout of the partial outputs. The previous kernel of the stream must be
+    the decode. If the decode lets the next kernel begin early, it must first have waited for its own previous kernel.
 
     Args:
         partial_out: flat, float32; no elements if there is no partial output. Behind the partial outputs, the Hopper
