@@ -429,6 +429,20 @@ def test_similar_lengths_take_whole_parts(tiles, requests, programs, overhead, o
     assert schedule.split_offsets.equal(equal.split_offsets)
 
 
+@pytest.mark.parametrize("tiles, splits", [(16, 16), (128, 32)])
+def test_combination_decides(tiles, splits, ops):
+    """Counting the combination decides between a balanced schedule and whole parts, at 10 splits in a unit.
+
+    There are 66 programs, and a start costs 8 tiles.
+
+    - 16 tiles: 8 whole parts of 2 tiles take 10 units and 8 splits, 108 tenths. A balanced schedule has segments of 1
+      unit and takes 9 units and 16 splits, 106 tenths, so the schedule is balanced.
+    - 128 tiles: 32 whole parts of 4 tiles take 12 units and 32 splits, 152 tenths. A balanced schedule has segments of
+      3 units and takes 11 units and at most 44 splits, 154 tenths, so the schedule consists of whole parts.
+    """
+    assert check_schedule(ops, [64 * tiles], 66, 8, 10).split_offsets.tolist() == [0, splits]
+
+
 def test_consecutive_parts_are_one_split(ops):
     """A program that gets several consecutive parts of a request has one split of this request.
 
