@@ -1,4 +1,4 @@
-"""Copies of whole blocks, within paged caches and between two caches."""
+"""Copy whole blocks, within paged caches or from one cache to another."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def copy_blocks(
     *,
     backend: BackendChoice = None,
 ) -> None:
-    """Copy whole blocks within each cache, bit for bit (for copy on write).
+    """Copy whole blocks within each cache, bit for bit, for example for copy on write.
 
     Args:
         kv_caches: one cache per layer, all with the same number of blocks.
@@ -33,8 +33,8 @@ def copy_blocks(
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match; for CPU tensors, a block is outside the cache, written
-            twice, or both read and written. The error is raised before anything is written.
+        ValueError: shapes, dtypes or devices do not match. For CPU tensors also: a block is outside the cache, is
+            written twice, or is both read and written. Nothing has been written when the error is raised.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     check_tensor("block_mapping", block_mapping, ("pairs", 2), (torch.int64,))
@@ -81,12 +81,12 @@ def swap_blocks(
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Raises:
-        ValueError: the caches do not match; for CPU tensors, a block is outside its cache or written twice. The
-            error is raised before anything is written.
+        ValueError: the caches do not match. For CPU tensors also: a block is outside its cache or is written twice.
+            Nothing has been written when the error is raised.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     check_swap(source, target, block_mapping)
-    served = target if source.device.type == "cpu" else source  # between host and GPU, the GPU's backend copies
+    served = target if source.device.type == "cpu" else source  # between CPU and GPU, the backend of the GPU copies
     chosen = backends.select(backends.copy_request("swap_blocks", served), backend)
     torch.ops.mla_twins.swap_blocks(source, target, block_mapping, chosen.name)
 

@@ -1,4 +1,7 @@
-"""Ops on the paged latent cache: write and gather."""
+"""Write entries into the paged latent cache, and gather entries from it.
+
+A cache entry is the latent and the rotated key part of one token. A slot is the place of one entry in the cache.
+"""
 
 from __future__ import annotations
 
@@ -41,15 +44,15 @@ def concat_and_cache_mla(
         kv_c_normed: [T, Lkv], RMS-normed latents.
         k_pe: [T, R], rotated keys.
         kv_cache: cache, written in place.
-        slot_mapping: [at least T], slot of each token; a token with slot -1 is padding and is not written. Slots after
-            the first T are ignored.
+        slot_mapping: [at least T], slot of each token. A token with slot -1 is not written. Slots after the first T
+            are ignored.
         cache_format: format of the cache.
-        graph: kind of the CUDA graph that contains the call; NONE if no graph contains the call.
+        graph: kind of the CUDA graph that captures this call; NONE without a graph.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match; for CPU tensors, a slot is outside the cache. The error
-            is raised before anything is written.
+        ValueError: shapes, dtypes or devices do not match. For CPU tensors also: a slot is outside the cache. Nothing
+            has been written when the error is raised.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     signature = _WRITES.signature(kv_c_normed, k_pe, kv_cache, slot_mapping, cache_format, graph, backend)
@@ -97,30 +100,30 @@ def gather_and_maybe_dequant_cache(
     bounded: bool = False,
     backend: BackendChoice = None,
 ) -> Float[Tensor, "num_tokens head_size"]:
-    """Copy a range of tokens of each request out of the paged cache, and pack these ranges one after another.
+    """Copy the cache entries of a range of tokens of each request to one tensor, one request after another.
 
-    See `reference.cache.latent.gather_and_maybe_dequant_cache` for the ranges and the rounding.
+    See `reference.cache.latent.gather_and_maybe_dequant_cache` for the ranges and for the conversion of dtypes.
 
     Args:
         kv_cache: cache that is read.
-        block_table: [B, W].
-        cu_seq_lens: [B + 1], prefix sum of the numbers of tokens that are gathered for each request.
+        block_table: [B, W], blocks of each request.
+        cu_seq_lens: [B + 1], first row of each request in the result, and the number of gathered tokens at the end.
         starts: [B], first gathered token of each request.
         num_tokens: number of gathered tokens of all requests, cu_seq_lens[-1].
         cache_format: format of the cache.
-        out_dtype: dtype of the result; None takes the dtype of the cache. A format with its own storage dtype needs an
-            `out_dtype`.
+        out_dtype: dtype of the result; None means the dtype of the cache. An `out_dtype` must be given if the cache
+            format has its own storage dtype.
         out: tensor [num_tokens, Lkv + R] that receives the result, for example the first rows of a workspace; None
             allocates a tensor.
-        bounded: if True, `num_tokens` is an upper bound of cu_seq_lens[-1], and later rows become 0.
+        bounded: if True, `num_tokens` may be larger than cu_seq_lens[-1], and the rows after the last request become 0.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
-        [num_tokens, Lkv + R] in `out_dtype`; the tensor `out` if `out` is given.
+        The tensor `out` if it is given; otherwise a new tensor [num_tokens, Lkv + R] in `out_dtype`.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match; for CPU tensors, offsets decrease or a block is outside the
-            cache. The error is raised before anything is written.
+        ValueError: shapes, dtypes or devices do not match. For CPU tensors also: `cu_seq_lens` decreases, or a block is
+            outside the cache. Nothing has been written when the error is raised.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     calls = _GATHERS if out is None else _GATHERS_INTO

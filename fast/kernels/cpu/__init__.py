@@ -1,4 +1,4 @@
-"""Backend "cpu": vectorised PyTorch code. It loops over requests and blocks of keys, not over tokens or heads."""
+"""Backend "cpu": PyTorch code that loops over requests and blocks of keys, but never over tokens or heads."""
 
 from .advance import advance_step
 from .attention import flash_attn_varlen

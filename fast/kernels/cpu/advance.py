@@ -1,4 +1,4 @@
-"""Advance of a batch to its next step, computed for all requests at once."""
+"""Turn the batch of a step into the batch of the next step, for all requests at once."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def advance_step(
     ownership: TokenOwnership,
     limit: int,
 ) -> None:
-    """Write the next step of every request; see `reference.advance_step` for the rule.
+    """Write the inputs of the next step of every request; see `reference.advance_step` for the rule.
 
     The caller has checked that no request exceeds `limit`.
 
     Args:
-        sampled_token_ids: [B].
+        sampled_token_ids: [B], the token that each request generated in this step.
         input_ids: [T], written.
         positions: [T], written.
         seq_lens: [B], written.
@@ -33,7 +33,7 @@ def advance_step(
         block_table: [B, W].
         block_size: tokens per block.
         ownership: the tokens that this rank owns.
-        limit: largest length of a request.
+        limit: largest length of a request, in tokens; not used by this backend.
     """
     has_token = query_start_loc.diff() > 0
     real = has_token & (seq_lens > 0)

@@ -1,6 +1,7 @@
 """Attention of packed requests of different lengths, one block of queries and keys at a time.
 
-To save memory, scores and per-head keys exist only for the current block.
+"Packed" means that the tokens of all requests follow each other in one tensor, without padding. To save memory, the
+scores exist only for the current block of queries and keys.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from reference.interfaces import wide_dtype
 
 from .softmax import OnlineSoftmax
 
-QUERY_BLOCK = 256
-KEY_BLOCK = 512
+QUERY_BLOCK = 256  # query tokens of a block
+KEY_BLOCK = 512  # keys of a block
 
 
 def flash_attn_varlen(
@@ -35,18 +36,18 @@ def flash_attn_varlen(
 
     Args:
         q: [T, N, P + R].
-        k_nope: [S, N, P]; the whole key where `k_pe` is None.
-        k_pe: [S, R], shared by all heads; or None.
+        k_nope: [S, N, P], part of the keys without rope; [S, N, P + R], the whole keys, if `k_pe` is None.
+        k_pe: [S, R], rotated part of the keys, which all heads share; or None.
         v: [S, N, V].
         cu_seqlens_q: [B + 1], first query token of each request.
         cu_seqlens_k: [B + 1], first key of each request.
         max_seqlen_q: not used by this backend.
         max_seqlen_k: not used by this backend.
         softmax_scale: factor of the scores.
-        causal: True applies a causal mask, in which the last query of a request sees its last key.
+        causal: if True, the last query of a request sees all keys, and each earlier query sees one key less.
         out_dtype: dtype of the output.
         out: [T, N, V] in `out_dtype`, any strides, written in place; None allocates `out` and `lse`.
-        lse: [N, T], written in place; None beside a given `out` stores no LSE.
+        lse: [N, T], written in place. If `out` is given and `lse` is None, no LSE is stored.
 
     Returns:
         out [T, N, V], and lse [N, T] or None.
@@ -62,7 +63,8 @@ def flash_attn_varlen(
         key_start, key_end = k_offsets[request], k_offsets[request + 1]
         for start in range(q_offsets[request], q_offsets[request + 1], QUERY_BLOCK):
             rows = slice(start, min(start + QUERY_BLOCK, q_offsets[request + 1]))
-            # index in k_nope of the last key that the block's first query sees; each later query sees one more key
+            # index in k_nope of the last key that the block's first query sees; with a causal mask, the next query
+            # sees one more key
             last_seen = key_end - 1 - (q_offsets[request + 1] - 1 - start) if causal else key_end - 1
             row_count = rows.stop - rows.start
             softmax = OnlineSoftmax((heads, row_count), v.shape[2], wide, q.device)
@@ -70,7 +72,7 @@ def flash_attn_varlen(
             for first in range(key_start, seen_end, KEY_BLOCK):
                 keys = slice(first, min(first + KEY_BLOCK, seen_end))
                 k = k_nope[keys].to(wide).transpose(0, 1)  # [N, keys, P]
-                if k_pe is not None:  # one product with the whole key is faster than one product with each of its parts
+                if k_pe is not None:  # one product with the whole key is faster than two products with its parts
                     k = torch.cat((k, k_pe[keys].to(wide).expand(heads, -1, -1)), dim=-1)
                 scores = torch.empty(heads, row_count, k.shape[1], dtype=wide, device=q.device)
                 scores.baddbmm_(by_head[:, rows], k.transpose(1, 2), beta=0, alpha=softmax_scale)

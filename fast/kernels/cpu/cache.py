@@ -1,4 +1,7 @@
-"""Functions that write, gather and copy entries of the paged latent cache, with index operations of PyTorch."""
+"""Write, gather and copy entries of the paged latent cache, with index operations of PyTorch.
+
+A cache entry is the latent and the rotated key part of one token. A slot is the place of one entry in the cache.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ CHUNK_TOKENS = 4096  # tokens gathered at a time
 
 
 def concat_and_cache_mla(kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write latents [T, Lkv] and keys [T, R] into the cache; `slot_mapping` [>= T] has a slot per token, or -1.
+    """Write latents [T, Lkv] and keys [T, R] into the cache; `slot_mapping` [>= T] has the slot of each token.
 
     A token with slot -1 is not written.
     """
@@ -38,10 +41,13 @@ def rope_norm_and_cache(
     magnitude: float,
     interleaved: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotate q_pe and k_pe, RMS-norm the latents, and write latents and rotated keys into the cache.
+    """Rotate q_pe and k_pe, RMS-norm the latents, and write normed latents and rotated keys into the cache.
 
-    A token past the end of `slot_mapping` is not written. Return the rotated q_pe, the normed latents and the rotated
-    k_pe. See the launcher in `fast.kernels.triton.rope` for the arguments.
+    `slot_mapping` may have fewer slots than there are tokens; tokens without a slot are not written. See
+    `fast.kernels.triton.rope.rope_norm_and_cache` for the arguments.
+
+    Returns:
+        The rotated q_pe, the normed latents and the rotated k_pe.
     """
     q_pe, k_pe = apply_rope(positions, q_pe, k_pe, frequencies, magnitude, interleaved)
     kv_c_normed = torch.nn.functional.rms_norm(kv_c, norm_weight.shape, norm_weight, eps)
@@ -58,7 +64,7 @@ def gather_and_maybe_dequant_cache(
     See `reference.gather_and_maybe_dequant_cache` for the arguments.
     """
     used = int(cu_seq_lens[-1])
-    out[used:] = 0  # rows behind the last request
+    out[used:] = 0  # rows after the last request
     out = out[:used]
     block_size, width = kv_cache.shape[1:]
     for first in range(0, out.shape[0], CHUNK_TOKENS):  # in chunks, so that the index tensors stay small
@@ -75,13 +81,13 @@ def gather_and_maybe_dequant_cache(
 
 
 def copy_blocks(kv_caches: list[Tensor], block_mapping: Tensor) -> None:
-    """Copy blocks within each cache, as the (source, target) pairs of `block_mapping` say."""
+    """Copy blocks within each cache, for the (source, target) pairs of `block_mapping` [pairs, 2]."""
     source, target = block_mapping.unbind(1)
     for kv_cache in kv_caches:
         kv_cache[target] = kv_cache[source]
 
 
 def swap_blocks(source: Tensor, target: Tensor, block_mapping: Tensor) -> None:
-    """Copy blocks from one cache to another, as the (source, target) pairs of `block_mapping` say."""
+    """Copy blocks from one cache to another, for the (source, target) pairs of `block_mapping` [pairs, 2]."""
     read, written = block_mapping.unbind(1)
     target[written] = source[read].to(target.device)

@@ -1,6 +1,8 @@
-"""Context parallelism in PyTorch: functions that reorder gathered cache entries, sort heads by owner rank, and merge.
+"""Context parallelism in PyTorch: reorder gathered cache entries, and merge the attention states of all ranks.
 
-The owner rank of a head is the rank that keeps the head's merged output.
+D ranks divide the tokens of every request among themselves, and each rank attends its own tokens. The attention states
+(output and LSE) of the ranks are then merged. The owner rank of a head is the rank that keeps the head's merged output;
+rank r owns the heads [r N / D, (r + 1) N / D).
 """
 
 from __future__ import annotations
@@ -14,17 +16,17 @@ CHUNK_TOKENS = 4096  # tokens reordered at a time
 def reorg_kvcache(
     gathered: Tensor, cu_seq_lens: Tensor, local_cu_seq_lens: Tensor, interleave: int, out: Tensor
 ) -> None:
-    """Copy the cache entries of all ranks, [D, padded, Lkv + R], to `out` [num_tokens, Lkv + R] in token order.
+    """Copy the gathered cache entries of all ranks to `out`, in the order of the tokens of each request.
 
     Args:
-        gathered: [D, padded, Lkv + R], entries of the rank-local tokens of each rank, one request after another.
+        gathered: [D, padded, Lkv + R], entries of the tokens of each rank, one request after another.
         cu_seq_lens: [B + 1], first row of each request in `out`.
-        local_cu_seq_lens: [D, B + 1], first row of each request among the rank-local tokens.
-        interleave: consecutive tokens that one rank owns.
-        out: written in place.
+        local_cu_seq_lens: [D, B + 1], first row of each request in `gathered`, for each rank.
+        interleave: number of consecutive tokens that one rank gets before the next rank gets tokens.
+        out: [num_tokens, Lkv + R], written in place.
     """
     used = int(cu_seq_lens[-1])
-    out[used:] = 0  # rows behind the last request
+    out[used:] = 0  # rows after the last request
     out = out[:used]
     size, padded, width = gathered.shape
     for first in range(0, out.shape[0], CHUNK_TOKENS):  # in chunks, so that the index tensors stay small
@@ -43,7 +45,7 @@ def reorg_kvcache(
 
 def merge_weights(lses: Tensor) -> tuple[Tensor, Tensor]:
     """Return the softmax weight of each rank's state [D, N, T] and the merged LSE [N, T], from the LSEs [D, N, T]."""
-    # compute weights relative to the largest LSE: exp(lse - merged LSE) would magnify the rounding of the merged LSE
+    # subtract the largest LSE and not the merged LSE, because exp would magnify the rounding error of the merged LSE
     largest = lses.amax(0)
     shift = largest.masked_fill(largest == -torch.inf, 0)
     weights = torch.exp(lses - shift)
@@ -68,7 +70,8 @@ def weight_attn_out(out: Tensor, lses: Tensor, rank: int) -> tuple[Tensor, Tenso
 def pack_attn_state(out: Tensor, lse: Tensor, message: Tensor, lse_bytes: int) -> None:
     """Write out [T, N, Dv] and lse [N, T] into `message` [D, bytes], one row for each owner rank.
 
-    A row has the LSE of the owner's heads at its start and their output from byte `lse_bytes` on.
+    A row begins with the LSE of the heads of its owner rank. The output of these heads follows from byte `lse_bytes`
+    on.
     """
     size = message.shape[0]
     tokens, heads, value = out.shape

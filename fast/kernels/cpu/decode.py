@@ -1,4 +1,4 @@
-"""Absorbed decode: it multiplies the queries of all heads of a request by one chunk of cache entries at a time."""
+"""Absorbed decode: attention of all heads over the cached latents, one chunk of cache entries at a time."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from reference.interfaces import NEUTRAL_COSTS, InvariantSplitRule, ScheduleCost
 
 from .softmax import OnlineSoftmax
 
-# Bytes of a chunk. Two products read each chunk, so a chunk should fit into the last-level cache of the CPU. Larger
-# chunks need fewer iterations.
+# Bytes of a chunk. Two matrix products read each chunk, so a chunk should fit into the last-level cache of the CPU.
+# Larger chunks need fewer iterations.
 CHUNK_BYTES = 4 << 20
 
 
@@ -34,8 +34,8 @@ def mla_decode(
 ) -> tuple[Tensor, Tensor]:
     """Compute absorbed attention of the query tokens of each request over its cached latents.
 
-    This backend attends one request after another and splits no request. A schedule therefore has no effect, and every
-    result is batch-invariant.
+    This backend attends one request after another and splits no request. A schedule therefore has no effect, and a
+    request gets the same bits in every batch.
 
     Args:
         ql_nope: [T, N, Lkv], absorbed queries.
@@ -82,7 +82,7 @@ def mla_decode(
         for first in range(0, longest, chunk_blocks * block_size):
             count = min(chunk_blocks * block_size, longest - first)
             entries = reader.read(blocks[first // block_size :], count)
-            # `entries` is the first operand, because BLAS takes 1.5 x as long for the product queries x entries^T
+            # compute entries x queries and transpose, because queries x entries^T takes 1.5 x as long on the CPU
             scores = torch.mm(entries, queries).T.contiguous().mul_(softmax_scale)  # [Sq N, count]
             if shortest < first + count:
                 keys = torch.arange(first, first + count, device=q.device)
@@ -104,22 +104,22 @@ def decode_programs(
     block_size: int,
     query_len: int,
 ) -> int:
-    """Return 1, the number of programs of a schedule: this backend splits no request."""
+    """Return 1: this backend splits no request, so a schedule needs one program."""
     return 1
 
 
 def schedule_costs(
     device: torch.device, dtype: torch.dtype, num_heads: int, kv_lora_rank: int, qk_rope_head_dim: int, block_size: int
 ) -> ScheduleCosts:
-    """Return neutral costs: this backend splits no request, so a schedule does not change the time of a decode."""
+    """Return default costs: this backend splits no request, so a schedule does not change the time of a decode."""
     return NEUTRAL_COSTS
 
 
 class _BlockReader:
-    """Reader of consecutive blocks of a request, in the wide dtype (the dtype of the sums).
+    """Reader of the cache blocks of a request, converted to `wide`, the dtype in which attention is computed.
 
-    Blocks that are adjacent in the cache, and already have the wide dtype, are read in place. Other blocks are copied
-    into a buffer that all reads share.
+    Blocks that are adjacent in the cache, and already have the dtype `wide`, are not copied. Other blocks are copied
+    into one buffer, which every read overwrites.
     """
 
     def __init__(self, kv_cache: Tensor, chunk_blocks: int, wide: torch.dtype):
@@ -127,7 +127,7 @@ class _BlockReader:
         self.buffer = self.wide_buffer = None
 
     def read(self, blocks: Tensor, count: int) -> Tensor:
-        """Return the first `count` entries of the blocks, [count, Lkv + R]; the tensor is valid until the next call."""
+        """Return the first `count` entries of the blocks, [count, Lkv + R]; the next call may overwrite the tensor."""
         block_size, width = self.kv_cache.shape[1:]
         blocks = blocks[: -(-count // block_size)]
         first, used = int(blocks[0]), blocks.shape[0]

@@ -16,16 +16,16 @@ def merge_attn_states(
 ) -> tuple[Tensor, Tensor]:
     """Merge two attention states over disjoint keys; return out [T, N, Dv] and lse [N, T].
 
-    The result is written to `out` and `lse` if they are given; they may be the tensors of one of the two states.
+    If `out` and `lse` are given, the result is written there. `out` and `lse` may be the tensors of one of the states.
     """
     target_out, target_lse = out, lse
-    # compute weights from the difference of the LSEs: exp(prefix_lse - lse) would magnify the rounding of lse
+    # compute the weights from the difference of the LSEs: exp(prefix_lse - lse) would magnify the rounding error of lse
     difference = prefix_lse - suffix_lse
     prefix_weight, suffix_weight = torch.sigmoid(difference).T[..., None], torch.sigmoid(-difference).T[..., None]
     out = (prefix_out * prefix_weight).add_(suffix_out * suffix_weight).to(prefix_out.dtype)
     lse = torch.logaddexp(prefix_lse, suffix_lse)
-    # Where one state has no keys, return the exact bits of the other state. The formulas above would change -0.0 to 0.0
-    # and round the LSE.
+    # If one state has no keys (LSE -inf), return the exact bits of the other state. The formulas above would turn -0.0
+    # into 0.0 and round the LSE.
     keep_prefix = (suffix_lse == -torch.inf) & (prefix_lse < torch.inf)
     keep_suffix = (prefix_lse == -torch.inf) & (suffix_lse < torch.inf)
     invalid = torch.maximum(prefix_lse, suffix_lse) == torch.inf

@@ -1,4 +1,4 @@
-"""Zeros for the padding tokens of a captured decode, in PyTorch."""
+"""Zero the output of padding tokens, the tokens after the last request of a batch, in PyTorch."""
 
 from __future__ import annotations
 

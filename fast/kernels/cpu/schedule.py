@@ -1,9 +1,15 @@
-"""Planning of the decode schedule, by binary search.
+"""Compute the schedule of a decode: assign tiles of `DECODE_TILE` keys to programs, so that they take similar times.
 
-Imagine all requests laid end to end on a line. Each request consists of parts, and its length on this line is its
-number of tiles plus its costs. The line is divided into segments of equal length, one for each program. A program takes
-the parts that start in its segment. A part is one tile in a balanced schedule, one of the equal parts of a request in a
-schedule of whole parts, and one split in a batch-invariant schedule.
+All requests are laid end to end on a line, whose unit is the time of one tile. Each request consists of parts, and a
+part is consecutive tiles. The length of a request on the line is the number of its tiles plus its costs. The line is
+divided into segments of equal length, one segment for each program. A program takes the parts that start in its
+segment. There are three kinds of parts:
+
+- In a balanced schedule, a part is one tile.
+- In a schedule of whole parts, a part is a whole request, or one of the equal parts of a long request.
+- In a batch-invariant schedule, a part is one split, whose size depends on the length of the request alone.
+
+`reference.plan_decode` explains the costs, and how the kind of schedule is chosen.
 """
 
 from __future__ import annotations
@@ -27,11 +33,11 @@ class _ProgramRanges(NamedTuple):
 
 
 class _Line(NamedTuple):
-    """Parts of all requests, laid end to end; the fields of shape [B] have one value for each request.
+    """Parts of all requests, laid end to end on a line; positions and lengths are in units of one tile.
 
     Attributes:
-        part_tiles: [B], tiles of one part; the last part may have fewer tiles.
-        parts: [B], number of parts.
+        part_tiles: [B], tiles of one part of a request; the last part may have fewer tiles.
+        parts: [B], number of parts of a request.
         stride: [B], distance from the start of a part to the start of the next part of the request.
         starts: [B], where the first part starts on the line.
         ends: [B], where the request ends on the line.
@@ -50,8 +56,8 @@ class _Assignment(NamedTuple):
     """Assignment of the parts on a line to programs.
 
     Attributes:
-        works: [programs], whether a program has tiles; the range of a program without tiles has no meaning.
-        ranges: first and last tiles of the programs.
+        works: [programs], True if a program has tiles; ignore the range of any other program.
+        ranges: first and last tile of each program.
         splits: [B], number of splits of each request.
     """
 
@@ -73,11 +79,11 @@ def plan_decode(
 
     Args:
         seq_lens: [B], keys of each request.
-        num_programs: number of programs that share the tiles of the decode.
-        request_cost: cost of a request in addition to its tiles, in tiles.
-        split_cost: cost of a split of a batch-invariant schedule, in tiles. A value above `request_cost` is lowered to
-            `request_cost`.
-        splits_per_tile: splits of one request that the combine kernel adds in the time of one tile.
+        num_programs: number of programs of the decode kernel, which share all tiles.
+        request_cost: time to start a request, in units of one tile.
+        split_cost: time to start a further split of a request in a batch-invariant schedule, in units of one tile. If
+            it is larger than `request_cost`, `request_cost` is used.
+        splits_per_tile: number of splits of one request whose outputs the combine kernel adds in the time of one tile.
         split_rule: rule by which a batch-invariant schedule splits a request.
         batch_invariant: if True, the splits of each request depend on its length alone.
     """
@@ -109,8 +115,9 @@ def _lay_out(
         part_tiles: [B], tiles of one part.
         request_cost: length that each request with tiles has in addition to its parts.
         part_cost: length that each part has in addition to its tiles.
-        num_programs: number of segments.
-        shorter_last: if True, the last part of a request may be shorter on the line than the other parts.
+        num_programs: number of segments of the line.
+        shorter_last: if True, a last part with fewer tiles is shorter on the line; if False, all parts of a request
+            have the same length on the line.
     """
     parts = (tiles + part_tiles - 1) // part_tiles
     stride = part_tiles + part_cost
@@ -121,7 +128,10 @@ def _lay_out(
 
 
 def _cheaper_line(tiles: Tensor, num_programs: int, request_cost: int, splits_per_tile: int) -> _Line:
-    """Return the line of whole parts if it takes no longer with its combination; otherwise the line of single tiles."""
+    """Return the line of whole parts if its estimated time is not longer; otherwise return the line of single tiles.
+
+    The estimate is an upper bound of the programs' time, plus the time to combine the request with the most splits.
+    """
     balanced = _lay_out(tiles, torch.ones_like(tiles), request_cost, 0, num_programs)
     parts = (num_programs * tiles // tiles.sum().clamp(min=1)).clamp(min=1)
     part_tiles = torch.maximum((tiles + parts - 1) // parts, _least_part_tiles(tiles, splits_per_tile))
@@ -137,14 +147,14 @@ def _cheaper_line(tiles: Tensor, num_programs: int, request_cost: int, splits_pe
 
 
 def _least_part_tiles(tiles: Tensor, splits_per_tile: int) -> Tensor:
-    """Return the least tiles of a part: the root of tiles / splits_per_tile, rounded up to 1 or to an even number."""
+    """Return the least size of a part, in tiles: sqrt(tiles / splits_per_tile), rounded up to 1 or an even number."""
     below = ((tiles + splits_per_tile - 1) // splits_per_tile - 1).clamp(min=0)
     root = below.double().sqrt().long() + 1  # exact: the numbers are below 2^52
     return torch.where(root > 1, root + root % 2, root)
 
 
 def _invariant_split_tiles(tiles: Tensor, split_rule: InvariantSplitRule) -> Tensor:
-    """Return the tiles of one split of each request, which depend on the length of this request alone."""
+    """Return the number of tiles of one split of each request [B]; it depends on `tiles` of this request alone."""
     grown = ((tiles + (split_rule.small_splits - 1)) // split_rule.small_splits).clamp_(
         split_rule.small_tiles, split_rule.large_tiles
     )
@@ -155,7 +165,8 @@ def _invariant_split_tiles(tiles: Tensor, split_rule: InvariantSplitRule) -> Ten
 def _assign_parts(tiles: Tensor, line: _Line, num_programs: int, batch_invariant: bool) -> _Assignment:
     """Assign to each program the parts that start in its segment.
 
-    With `batch_invariant`, each part is one split. Otherwise the parts of a request that a program takes are one split.
+    With `batch_invariant`, each part is one split. Without it, all parts of a request that one program takes are
+    together one split.
     """
     part_ends, last_request, segment = line.parts.cumsum(0), tiles.shape[0] - 1, line.segment
     part_starts = part_ends - line.parts
@@ -173,7 +184,7 @@ def _assign_parts(tiles: Tensor, line: _Line, num_programs: int, batch_invariant
     last_tile = torch.minimum((high - part_starts[last]) * line.part_tiles[last], tiles[last])
     splits, first_split = line.parts, first_part
     if not batch_invariant:
-        apart = line.stride >= segment  # no two parts of the request are in one segment
+        apart = line.stride >= segment  # no segment contains two parts of this request
         first_program = line.starts // segment
         last_program = (line.starts + (line.parts - 1) * line.stride) // segment
         splits = torch.where(apart, line.parts, last_program - first_program + 1) * (tiles > 0)

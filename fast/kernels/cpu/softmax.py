@@ -1,4 +1,4 @@
-"""Online softmax (arXiv 1805.02867): attention over one block of keys after another, in float32 or float64."""
+"""Online softmax (arXiv 1805.02867): compute attention over one block of keys after another."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from torch import Tensor
 
 
 class OnlineSoftmax:
-    """Softmax state of query rows over the keys added so far: largest score, sum of exponentials, weighted values.
+    """Attention of query rows over the keys that `add` has received so far.
+
+    The state consists of the largest score, the sum of exponentials and the sum of weighted values of each row.
 
     Args:
-        shape: shape of the batch of rows, such as (N, Sq).
+        shape: shape of the set of rows, such as (N, Sq) for N heads and Sq query tokens.
         value_dim: width of the values.
-        dtype: accumulation dtype.
+        dtype: dtype of the sums, float32 or float64.
         device: device of the tensors.
     """
 
     def __init__(self, shape: tuple[int, ...], value_dim: int, dtype: torch.dtype, device: torch.device):
         self.shape, self.value_dim, self.dtype, self.device = shape, value_dim, dtype, device
-        self.largest = self.total = self.values = None  # until the first block of keys
+        self.largest = self.total = self.values = None  # None until the first block of keys
 
     def add(self, scores: Tensor, values: Tensor) -> None:
         """Add a block of n keys.
@@ -30,7 +32,7 @@ class OnlineSoftmax:
         largest = scores.amax(-1)
         if self.largest is not None:
             largest = torch.maximum(self.largest, largest)
-        shift = largest.masked_fill(largest == -torch.inf, 0)  # a row without keys so far: exp(-inf - 0) = 0
+        shift = largest.masked_fill(largest == -torch.inf, 0)  # no key so far: -inf - (-inf) would be NaN
         probabilities = scores.sub_(shift[..., None]).exp_()
         if self.largest is None:
             self.total, self.values = probabilities.sum(-1), torch.matmul(probabilities, values)
@@ -43,9 +45,9 @@ class OnlineSoftmax:
         self.largest = largest
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """Return the normalised values [*shape, value_dim] and the natural-log LSE [*shape].
+        """Return the attention output [*shape, value_dim] and the natural-log LSE [*shape].
 
-        A row without keys gets values 0 and LSE -inf.
+        A row without keys gets output 0 and LSE -inf.
         """
         if self.largest is None:
             out = torch.zeros(*self.shape, self.value_dim, dtype=self.dtype, device=self.device)

@@ -1,4 +1,4 @@
-"""The mask of decodes, computed from lengths and offsets, in PyTorch."""
+"""Compute how many keys each query token of a decode sees, in PyTorch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from reference.interfaces import visible_lens_of_tokens
 def compute_visible_lens(
     query_start_loc: Tensor, seq_lens: Tensor, num_tokens: int, size: int, rank: int, interleave: int
 ) -> Tensor:
-    """Return the number of (rank-local) keys that each query token attends, [num_tokens] int32.
+    """Return the number of keys that each query token attends, [num_tokens] int32.
+
+    With context parallelism, only the keys of rank `rank` count. Padding tokens after the last request get 0.
 
     See `fast.kernels.triton.visible_lens.compute_visible_lens` for the arguments.
     """

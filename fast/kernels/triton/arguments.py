@@ -1,13 +1,13 @@
 """Groups of arguments, in the order of the parameters of the decode kernels of the backend "triton".
 
-A record is a named tuple that a kernel takes as one parameter. Triton limits what a record can hold:
+A record is a named tuple that a kernel takes as one parameter. Two kinds of arguments cannot be in a record:
 
-- Triton's launcher does not find a tensor descriptor inside a record.
-- `do_not_specialize` has no effect on the fields of a record. Triton compiles a variant of the kernel for each field
-  that is 1, a multiple of 16 or an aligned pointer.
+- A tensor descriptor: Triton's launcher does not find a descriptor inside a record.
+- A number or pointer that changes from call to call, such as the number of requests. Triton compiles another variant of
+  a kernel if a number is 1 or a multiple of 16, or if a pointer is aligned to 16 bytes. The option `do_not_specialize`
+  prevents these variants for parameters, but not for fields of a record.
 
-Arguments that must not cause further variants are therefore separate parameters: sizes of the batch and of the cache,
-numbers of splits, and pointers of any alignment.
+A group with such arguments is unpacked by the launcher: each field is one parameter of the kernel.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class DecodeSources(NamedTuple):
 
 
 class DecodeInputs(NamedTuple):
-    """Queries, cache and the tensors that describe the batch, as separate parameters.
+    """Queries, cache and the tensors that describe the batch; each field is one parameter.
 
-    `latent_pages` and `rope_pages` are descriptors of the cache for TMA (the GPU's bulk copy engine). They are None
-    where TMA cannot read the cache.
+    `latent_pages` and `rope_pages` are descriptors with which TMA (the GPU's bulk copy engine) reads the cache. Both
+    are None if TMA cannot read the cache.
     """
 
     sources: DecodeSources
@@ -66,7 +66,7 @@ class SourceStrides(NamedTuple):
 
 
 class DecodeStrides(NamedTuple):
-    """Strides of queries, cache and block table, in elements, as separate parameters."""
+    """Strides of queries, cache and block table, in elements; each field is one parameter."""
 
     sources: SourceStrides
     table_row: int

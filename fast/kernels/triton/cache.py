@@ -1,11 +1,14 @@
-"""Kernels that write, gather and copy entries of the paged latent cache, 16 bytes per memory access.
+"""Kernels that write, gather and copy the entries of the paged latent cache.
 
-- Elements are copied as integers of the same width, which keeps NaN payloads and signs of zero. Only a gather into
-  another dtype reads the elements as numbers.
-- A number in a block table, block mapping or slot mapping may lie outside the cache. A kernel then skips the row; it
-  accesses no memory outside its tensors and raises no error.
-- Triton does not specialise the kernels on sizes that change from step to step, so each kernel is compiled once for a
-  cache.
+A cache entry is the latent and the rotated key part of one token, Lkv + R elements. The cache consists of blocks of
+`block_size` entries, and slot number block * block_size + offset names one entry.
+
+- The kernels copy elements as integers of the same width, so every copy is exact bit for bit. Only a gather into
+  another dtype converts the elements.
+- A block number or a slot may lie outside the cache. A kernel then skips this row: it accesses no memory outside its
+  tensors and raises no error.
+- By default Triton compiles another variant of a kernel if an integer argument is 1 or a multiple of 16. The option
+  `do_not_specialize` prevents these variants for sizes that change from step to step.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ from ..device import device_of
 from ..integers import cdiv, next_power_of_2
 from .token_requests import request_of
 
-TILE_BYTES = 4096  # bytes that a program of one warp copies: four or five 16-byte loads in flight per thread
-MAX_ROWS = 128
+TILE_BYTES = 4096  # bytes that a program copies at most; rows of 1152 bytes give each thread four or five 16-byte loads
+MAX_ROWS = 128  # rows that a program copies at most
 WARPS = 1
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size
 
@@ -55,14 +58,14 @@ def gather_and_maybe_dequant_cache(
 ) -> None:
     """Copy tokens of each request from the cache into `out` [num_tokens, Lkv + R], converted to the dtype of `out`.
 
-    A row of `out` becomes 0 where its block, position or offset is out of range. See
+    A row of `out` becomes 0 if no request owns the row, or if its token lies outside the block table or the cache. See
     `reference.gather_and_maybe_dequant_cache` for the arguments.
     """
     num_blocks, block_size, width = kv_cache.shape
     requests, columns = block_table.shape
     if out.numel() == 0:
         return
-    # if the dtypes differ, the kernel gets the tensors in their own dtypes, and its store converts the values
+    # if the dtypes differ, the kernel gets the tensors in their own dtypes and converts the values as it stores them
     cache, target = as_integers(kv_cache, out) if kv_cache.dtype == out.dtype else (kv_cache, out)
     rows = rows_per_program(width * cache.element_size())
     with device_of(cache):
@@ -76,21 +79,22 @@ def gather_and_maybe_dequant_cache(
 
 
 def copy_blocks(kv_caches: list[Tensor], block_mapping: Tensor) -> None:
-    """Copy blocks within each cache, as the (source, target) pairs of `block_mapping` say; one launch per cache.
+    """Copy blocks within each cache, for the (source, target) pairs of `block_mapping` [pairs, 2].
 
-    A pair with a block outside the cache is skipped. The order of the pairs is undefined: if a block is both source and
-    target, or the target of two pairs, each byte of the block may come from either copy.
+    A pair with a block outside the cache is skipped. The pairs are copied in no defined order. If two pairs have the
+    same target, or if a block is the source of one pair and the target of another, the result is undefined.
     """
     for kv_cache in kv_caches:
         _copy_pairs(kv_cache, kv_cache, block_mapping)
 
 
 def swap_blocks(source: Tensor, target: Tensor, block_mapping: Tensor) -> None:
-    """Copy blocks from one cache to another, as the (source, target) pairs of `block_mapping` say.
+    """Copy blocks from one cache to another, for the (source, target) pairs of `block_mapping` [pairs, 2].
 
-    A pair with a block outside its cache is skipped. If both caches are on one device, there is one launch, and the
-    order of the pairs is undefined as in `copy_blocks`. Between two devices PyTorch gathers, copies and scatters, with
-    one buffer on each device. The host then reads the pairs, and waits for the device that has them.
+    A pair with a block outside its cache is skipped. If both caches are on one device, one kernel copies the pairs in
+    no defined order. If the caches are on two devices, PyTorch gathers the blocks into a buffer, copies the buffer to
+    the other device and scatters it there. In this case the host reads `block_mapping`, and therefore waits for the
+    device that holds `block_mapping`.
     """
     if source.device == target.device:
         return _copy_pairs(source, target, block_mapping)
@@ -106,21 +110,22 @@ def as_integers(*tensors: Tensor) -> list[Tensor]:
 
 
 def rows_per_program(row_bytes: int) -> int:
-    """Return the number of rows that a program copies: a power of two that gives about TILE_BYTES bytes."""
+    """Return the number of rows that a program copies: a power of two, for at most TILE_BYTES bytes if possible."""
     return max(1, min(MAX_ROWS, TILE_BYTES // next_power_of_2(row_bytes)))
 
 
 def tiles_of(width: int) -> dict[str, int]:
     """Return the constants that divide the columns of a row into two tiles, such as 576 = 512 + 64.
 
-    The number of columns of a tile must be a power of two. One tile of 1024 columns would leave many threads idle.
+    Triton requires that the number of columns of a tile is a power of two. A single tile for 576 columns would have
+    1024 columns, and many threads would have nothing to copy.
     """
     head = next_power_of_2(width + 1) // 2
     return {"WIDTH": width, "HEAD": head, "TAIL": next_power_of_2(width - head)}
 
 
 def _copy_pairs(source: Tensor, target: Tensor, block_mapping: Tensor) -> None:
-    """Copy whole blocks between caches of one device; `block_mapping` may be on the host."""
+    """Copy whole blocks between two caches on one device; `block_mapping` may be on the host."""
     source_blocks, block_size, width = source.shape
     if block_mapping.shape[0] == 0 or source.numel() == 0 or target.numel() == 0:
         return
@@ -139,7 +144,10 @@ def _copy_pairs(source: Tensor, target: Tensor, block_mapping: Tensor) -> None:
 @triton.jit
 @no_type_check
 def row_pointers(base, rows, row_stride, column_stride, FIRST: tl.constexpr, TILE: tl.constexpr):
-    """Return pointers [ROWS, TILE] to TILE columns from FIRST on, of rows with the 64-bit offsets rows * row_stride."""
+    """Return pointers [ROWS, TILE] to the columns [FIRST, FIRST + TILE) of the rows at base + rows * row_stride.
+
+    `rows` [ROWS] are 64-bit integers.
+    """
     columns = FIRST + tl.arange(0, TILE).to(tl.int64)
     return base + (rows * row_stride)[:, None] + columns[None, :] * column_stride
 
@@ -147,14 +155,17 @@ def row_pointers(base, rows, row_stride, column_stride, FIRST: tl.constexpr, TIL
 @triton.jit
 @no_type_check
 def slot_offsets(slots, block_stride, entry_stride, BLOCK_SIZE: tl.constexpr):
-    """Return the 64-bit offsets, in elements, of the cache entries at `slots`."""
+    """Return the offsets of the cache entries at the 64-bit `slots`, in elements from the start of the cache."""
     return slots // BLOCK_SIZE * block_stride + slots % BLOCK_SIZE * entry_stride
 
 
 @triton.jit
 @no_type_check
 def write_entries(entries, kv_cache, entry_rows, written, column_stride, FIRST: tl.constexpr, SIZE: tl.constexpr):
-    """Store `entries` [ROWS, TILE] in columns [FIRST, FIRST + SIZE) of the cache entries whose `written` is true."""
+    """Store `entries` [ROWS, TILE] in columns [FIRST, FIRST + SIZE) of the cache entries at `entry_rows`.
+
+    `entry_rows` [ROWS] are offsets in elements. A row with `written` [ROWS] false is not stored.
+    """
     columns = tl.arange(0, entries.shape[1])
     targets = row_pointers(kv_cache, entry_rows, 1, column_stride, FIRST, entries.shape[1])
     tl.store(targets, entries, written[:, None] & (columns < SIZE)[None, :])
@@ -174,7 +185,7 @@ def _write_kernel(
     slots = tl.load(slot_mapping + tokens * slot_stride, inside, -1)
     written = (slots >= 0) & (slots // BLOCK_SIZE < num_blocks)
     entry_rows = slot_offsets(slots, block_stride, entry_stride, BLOCK_SIZE)
-    # load the tokens that are not written too, so that these loads need not wait for the slots
+    # load the latents and keys of all tokens: a mask with `written` would make these loads wait for the slots
     read = inside[:, None] & (tl.arange(0, LATENT_TILE) < LATENT)[None, :]
     latents = tl.load(row_pointers(kv_c, tokens, kv_c_row, kv_c_column, 0, LATENT_TILE), read)
     if ROPE > 0:
@@ -190,7 +201,10 @@ def copy_rows(
     source, source_rows, source_column, read, target, target_rows, target_column, written,
     WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Copy rows of WIDTH columns from `source` to `target`; rows that are `written` but not `read` become 0."""
+    """Copy rows of WIDTH columns from `source` to `target`, in tiles of HEAD and TAIL columns.
+
+    `source_rows` and `target_rows` are offsets in elements. Rows that are `written` but not `read` become 0.
+    """
     head = tl.load(row_pointers(source, source_rows, 1, source_column, 0, HEAD), read[:, None], 0)
     if HEAD < WIDTH:
         rest = (HEAD + tl.arange(0, TAIL) < WIDTH)[None, :]
@@ -209,11 +223,11 @@ def _gather_kernel(
     block_stride, entry_stride, cache_column, table_row, table_column, cu_stride, starts_stride, out_row, out_column,
     BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Copy the cache entries of ROWS packed tokens to `out`."""
+    """Copy the cache entries of ROWS tokens to ROWS consecutive rows of `out`."""
     tokens = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     written = tokens < num_tokens
     request = request_of(tokens, cu_seq_lens, cu_stride, num_requests, search_steps)
-    owned = written & (request < num_requests)
+    owned = written & (request < num_requests)  # rows of `out` that get a cache entry; the other rows become 0
     begin = tl.load(cu_seq_lens + request * cu_stride, owned, 0)
     position = tokens - begin + tl.load(starts + request * starts_stride, owned, 0)
     column = position // BLOCK_SIZE
@@ -235,7 +249,7 @@ def _copy_blocks_kernel(
     BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Copy ROWS cache entries from source blocks to target blocks."""
-    tokens = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # entries of all pairs, one pair after another
+    tokens = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # the entries of all pairs are counted through
     pair = block_mapping + tokens // BLOCK_SIZE * pair_stride
     read = tl.load(pair, tokens < num_tokens, -1)
     written = tl.load(pair + side_stride, tokens < num_tokens, -1)

@@ -1,8 +1,10 @@
-"""Absorbed decode that reads the paged cache in place: several programs attend one request (flash-decoding).
+"""Absorbed decode: attention of all heads over the cached latents, which the kernels read from the paged cache.
 
-The kernel of this module gives every request the same number of splits. The kernel of `scheduled_decode` follows
-a schedule, or computes the splits of each request from its length alone. `fast.kernels.combine` then adds the partial
-outputs.
+The keys of a request are divided into splits, and different programs attend different splits (flash-decoding). Each
+program writes the partial output of its split. `fast.kernels.combine` then adds the partial outputs of each request.
+
+The kernel of this module gives every request the same number of splits. The kernel of `scheduled_decode` follows a
+schedule, which assigns tiles of keys to programs, or computes the splits of each request from its length alone.
 """
 
 from __future__ import annotations
@@ -38,13 +40,14 @@ from .decode_tiles import LN_2, Cache, Constants, Queries, RowKeys, attend_tiles
 from .scheduled_decode import launch_scheduled
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-PROGRAM_COST = 256  # cost of a program in addition to its keys (start, queries, output); unit: time of one key
-ROWS_COMBINED_PER_KEY = 64  # rows of partial outputs that the combine kernel adds in the time of one key
-FLOAT32_SUM_COLUMNS = 16  # columns of one of the sums of a float32 product (`SUM_COLUMNS` of `decode_tiles`)
-# A wave is the set of programs that run on the GPU at once. Each wave adds this fraction of the decode's time, because
-# programs start and write partial outputs.
+# Time that a program needs to start, load queries and store its output. The unit is the time to attend one key.
+PROGRAM_COST = 256
+ROWS_COMBINED_PER_KEY = 64  # rows of partial outputs that the combine kernel adds in the time to attend one key
+FLOAT32_SUM_COLUMNS = 16  # a float32 dot product is the sum of partial sums over 16 columns each (smaller rounding)
+# A wave is a set of programs that run on the GPU at the same time. Each wave makes the decode longer by this fraction,
+# because its programs must start and must write partial outputs.
 WAVE_COST = 0.35
-MOST_WAVES = 4  # a schedule has at most as many programs as fill this number of waves
+MOST_WAVES = 4  # a schedule has at most the number of programs that fills 4 waves
 
 
 @triton.jit(
@@ -58,11 +61,11 @@ def _decode_kernel(
     strides, table_row_stride, table_stride,
     HEADS: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
-    """Attend one split of one request, for ROWS of the request's rows.
+    """Attend one split of one request for ROWS rows; a row is one head of one query token.
 
     If each request has one split (SPLIT is False), write out [T, N, Lkv] and lse [N, T]. If each request has several
-    splits, write partial outputs and partial LSEs in float32: `out` is [splits, T, N, Lkv] and `lse` is
-    [2, splits, T, N]. `fast.kernels.combine.kernels` defines these values.
+    splits, write partial outputs `out` [splits, T, N, Lkv] and partial LSEs `lse` [2, splits, T, N] in float32. A
+    partial LSE has two numbers: the largest score, in base 2, and the sum of exp2(score - largest score).
     """
     program = tl.program_id(0)
     row_block, split = program % row_blocks, program // row_blocks % num_splits
@@ -104,7 +107,7 @@ def _decode_kernel(
 
         columns = tl.arange(0, c.LATENT_PAD)
         split_row = split.to(tl.int64) * num_tokens * HEADS
-        if SPLIT:  # two numbers and not one LSE, because the exp of the combine kernel would magnify the LSE's rounding
+        if SPLIT:  # one LSE in place of the two numbers would be rounded, and exp2 would magnify the rounding error
             partial_row = lse + split_row + token.to(tl.int64) * HEADS + head
             tl.store(partial_row, state.largest, mask=real)
             tl.store(partial_row + num_splits.to(tl.int64) * num_tokens * HEADS, state.total, mask=real)
@@ -145,7 +148,7 @@ def mla_decode(
         ql_nope: [T, N, Lkv], absorbed queries; float32, bfloat16 or float16.
         q_pe: [T, N, R], rope part of the queries.
         kv_cache: [num_blocks, block_size, Lkv + R].
-        block_table: [B, W]; keys of a block number outside the cache are masked.
+        block_table: [B, W]; the keys of a block are masked if the block number lies outside the cache.
         seq_lens: [B], keys of each request, clamped to [0, min(max_seq_len, W * block_size)].
         query_start_loc: [B + 1], first query token of each request.
         visible_lens: [T], number of keys that each query token sees.
@@ -153,9 +156,9 @@ def mla_decode(
         max_seq_len: upper bound of the keys of a request; it sets the number of splits and the size of buffers.
         softmax_scale: factor of the scores.
         out_dtype: dtype of the output.
-        tile_ranges: [programs, 5] of a schedule, or None. Without a schedule and without `batch_invariant`, every
-            request gets the same number of splits, which is chosen for the upper bound `max_seq_len`.
-        split_offsets: [B + 1] of that schedule, or None.
+        tile_ranges: [programs, 5], from a `DecodeSchedule`; None means no schedule. Without a schedule and without
+            `batch_invariant`, every request gets the same number of splits, which depends on `max_seq_len`.
+        split_offsets: [B + 1], from the same `DecodeSchedule`; None without a schedule.
         batch_invariant: if True, the splits of each request depend on its length alone.
         split_rule: rule by which a batch-invariant decode splits a request.
         out: [T, N, Lkv] in `out_dtype`, contiguous, written in place; None allocates a tensor.
@@ -164,7 +167,7 @@ def mla_decode(
         out [T, N, Lkv] and lse [N, T].
 
     Raises:
-        ValueError: a dtype that is not float32, bfloat16 or float16.
+        ValueError: the dtype of `ql_nope` or `out_dtype` is not float32, bfloat16 or float16.
         UnsupportedConfiguration: no tile of the cache fits into the device's shared memory.
     """
     found = decode_splits(
@@ -201,7 +204,7 @@ def decode_splits(
     latent_pad = max(16, next_power_of_2(latent))
     rope_pad = max(16, next_power_of_2(rope))
     facts = device_facts(ql_nope.device)
-    # with batch invariance, the query lengths of other requests must not change the tile sizes
+    # `request_rows` depends on the longest query of the batch, which must not change a batch-invariant result
     shape_rows = heads if batch_invariant else request_rows
     shape = launch_shape(
         shape_rows, block_size, latent_pad + rope_pad, ql_nope.dtype, kv_cache.element_size(), facts.capability,
@@ -266,13 +269,14 @@ def decode_programs(
 ) -> int:
     """Return how many programs a schedule should have on this device.
 
-    The grid has one Triton program for each scheduled program and row block. The returned number minimises an estimate
-    of the decode's time: more programs fill the last wave better, and each further wave costs `WAVE_COST`.
+    A row block is ROWS rows of a request. For each program of the schedule, the kernel starts one Triton program for
+    every row block. The returned number has the lowest estimated time of a decode: more programs fill the last wave
+    better, but each further wave costs `WAVE_COST`.
     """
     facts = device_facts(device)
     width = max(16, next_power_of_2(kv_lora_rank)) + max(16, next_power_of_2(qk_rope_head_dim))
     rows = num_heads * query_len
-    cache_element_size = element_bytes(COMPUTE_FORMAT.dtype_for(dtype))  # these kernels read this format only
+    cache_element_size = element_bytes(COMPUTE_FORMAT.dtype_for(dtype))  # the only cache format of these kernels
     shape = launch_shape(rows, block_size, width, dtype, cache_element_size, facts.capability, facts.shared)
     # programs that run on the GPU at the same time
     resident = (2 if shape["ROWS"] == 16 else 1) * facts.processors
@@ -288,7 +292,7 @@ def decode_programs(
 def schedule_costs(
     device: torch.device, dtype: torch.dtype, num_heads: int, kv_lora_rank: int, qk_rope_head_dim: int, block_size: int
 ) -> ScheduleCosts:
-    """Return the costs from which schedules are planned; the costs depend only on the number of heads."""
+    """Return the costs that `plan_decode` uses for these kernels; they depend on the number of heads alone."""
     return measured_schedule_costs(num_heads)
 
 
@@ -307,21 +311,21 @@ def launch_shape(
     Args:
         request_rows: upper bound of the rows of a request.
         block_size: tokens of a cache block.
-        width: columns of a cache entry, padded.
+        width: columns of a cache entry; the latent and the rope part are each padded to a power of two.
         dtype: dtype of the queries and of the softmax probabilities.
-        cache_element_size: bytes of an element of the cache; tiles are staged in the cache's dtype.
+        cache_element_size: bytes of an element of the cache, and of a tile in shared memory.
         capability: compute capability of the device.
         shared: bytes of shared memory that a program may use.
 
     Raises:
-        UnsupportedConfiguration: no choice fits.
+        UnsupportedConfiguration: no choice fits into shared memory.
     """
     # each shape is (rows, tile, warps, stages); the preferred shape comes first
-    if dtype == torch.float32:  # no matrix unit computes IEEE float32 products
+    if dtype == torch.float32:  # Tensor Cores do not compute IEEE float32 products
         shapes = ((16, 16, 4, 2), (16, 16, 4, 1))
-    elif request_rows <= 16:  # memory reads limit the speed: small tiles, more stages, two programs for each SM
+    elif request_rows <= 16:  # memory reads limit the speed: small tiles let two programs run on each SM
         shapes = ((16, 32, 4, 3), (16, 32, 4, 2), (16, 16, 4, 2), (16, 16, 4, 1))
-    else:  # on Hopper 64 rows, even if half of them are padding rows: the products then read shared memory directly
+    else:  # Hopper prefers 64 rows, even if half are padding rows: it then multiplies directly from shared memory
         shapes = ((32, 32, 8, 2), (32, 16, 8, 2), (32, 16, 8, 1))
         if capability[0] == 9:
             shapes = ((64, 32 if block_size == 32 else 64, 8, 2), *shapes)
@@ -336,12 +340,10 @@ def launch_shape(
 
 @functools.lru_cache(maxsize=4096)
 def _num_splits(programs: int, rows: int, keys: int, processors: int) -> int:
-    """Return the number of splits of each request that has the lowest estimated time.
-
-    Of several numbers with the same time, return the smallest.
+    """Return the number of splits of each request with the lowest estimated time; if several tie, the smallest.
 
     Args:
-        programs: number of programs if each request had one split.
+        programs: number of programs that one split for each request would need.
         rows: rows of all requests.
         keys: upper bound of the keys of a request.
         processors: number of multiprocessors (SMs) of the device.
@@ -356,15 +358,15 @@ def _num_splits(programs: int, rows: int, keys: int, processors: int) -> int:
 
 
 def _page_descriptors(kv_cache: Tensor, latent: int, rope: int, tile: int) -> tuple[object | None, object | None]:
-    """Return descriptors of the latent and the rope part of a cache for TMA (the GPU's bulk copy engine).
+    """Return two descriptors with which TMA (the GPU's bulk copy engine) loads a tile from the cache.
 
-    Both descriptors are None if TMA cannot read this cache: on a GPU before Hopper, or with a layout that TMA does not
-    support. The descriptor of the rope part is also None if there is no rope part.
+    The first descriptor is for the latent part, the second for the rope part. Both are None if TMA cannot read the
+    cache: on a GPU before Hopper, or with a layout that TMA does not support. The second is None if R is 0.
     """
     device, size = kv_cache.device, kv_cache.element_size()
     block_size = kv_cache.shape[1]
     aligned = kv_cache.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in kv_cache.stride()[:2])
-    # each width is 0, or a power of two that needs no padding and fills whole 16-byte words
+    # each width must be 0, or a power of two (no padding) of whole 16-byte words
     widths = all(width & (width - 1) == 0 and width * size % 16 == 0 and width not in range(1, 16)
                  for width in (latent, rope))  # fmt: skip
     has_tma = device_facts(device).has_copy_engine

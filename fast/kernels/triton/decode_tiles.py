@@ -1,8 +1,8 @@
-"""The main loop of both decode kernels of the backend "triton": load the queries of some rows, attend tiles of keys.
+"""Functions that both decode kernels of the backend "triton" use: load queries, then attend tiles of keys.
 
-A row is one head of one query token; a program processes ROWS rows of one request. A program loads each tile of the
-cache once: the tile holds the keys, and its latent part is also the values. The softmax is an online softmax (arXiv
-1805.02867).
+A row is one head of one query token, and a program processes ROWS rows of one request. A tile is TILE consecutive
+cache entries of the request. An entry is the key of a token, and the latent part of the entry is also the token's
+value. A program therefore loads each tile once. The softmax is an online softmax (arXiv 1805.02867).
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ LN_2 = tl.constexpr(math.log(2))
 
 
 class Constants(NamedTuple):
-    """Compile-time constants of a kernel, which takes this named tuple as one `constexpr`.
+    """Compile-time constants of a kernel; the kernel takes this named tuple as one `constexpr` argument.
 
-    The fields of the other named tuples of this module are values inside a kernel. No Python type describes such
-    values, so the fields are annotated with `Any`.
+    All fields in this module have the annotation `Any`, because no Python type describes values inside a kernel.
 
     Attributes:
-        LATENT: Lkv.
-        ROPE: R.
+        LATENT: Lkv, columns of the latent part of a cache entry.
+        ROPE: R, columns of the rope part of a cache entry.
         BLOCK_SIZE: tokens of a cache block.
         TILE: keys of a tile.
         LATENT_PAD: Lkv, padded to a power of two.
         ROPE_PAD: R, padded to a power of two.
-        SUM_COLUMNS: columns of each partial sum of a float32 product (`_products`); 0 for other products.
+        SUM_COLUMNS: columns of each partial sum of a float32 dot product (`_products`); 0 for other dtypes.
         PAGED_COPY: True if TMA (the GPU's bulk copy engine) loads the tiles.
     """
 
@@ -59,7 +58,7 @@ class Queries(NamedTuple):
 
 
 class RowQueries(NamedTuple):
-    """Queries of ROWS rows: `latent` [ROWS, LATENT_PAD] and `rope` [ROWS, ROPE_PAD]. If R is 0, `rope` is `latent`."""
+    """Queries of ROWS rows: `latent` [ROWS, LATENT_PAD] and `rope` [ROWS, ROPE_PAD]; `rope` is not used if R is 0."""
 
     latent: Any
     rope: Any
@@ -92,8 +91,8 @@ class RowKeys(NamedTuple):
 
     Attributes:
         visible: [ROWS], number of keys that each row sees.
-        end: index behind the last key that any row sees.
-        full_tiles: number of tiles in which every row sees every key.
+        end: largest number of keys that a row sees.
+        full_tiles: number of tiles at the start of the request of which every row sees every key; they need no mask.
         table_row: pointer to the request's row of the block table.
         table_stride: elements from one entry of the request's row to the next entry.
     """
@@ -106,10 +105,10 @@ class RowKeys(NamedTuple):
 
 
 class SoftmaxStep(NamedTuple):
-    """State of the online softmax after a tile, without the weighted values.
+    """Result of the online softmax for one tile, before the probabilities are multiplied by the values.
 
     Attributes:
-        largest: [ROWS], largest score so far, in base 2.
+        largest: [ROWS], largest score so far. Scores are divided by ln 2, so that exp2 can replace exp.
         decay: [ROWS], factor that rescales earlier sums to the new `largest`.
         total: [ROWS], sum of exp2(score - largest).
         probabilities: [ROWS, TILE], exp2(score - largest) of this tile.
@@ -122,12 +121,12 @@ class SoftmaxStep(NamedTuple):
 
 
 @triton.jit
-@no_type_check  # the tests' type checker must not wrap a kernel: Triton's interpreter reads its source
+@no_type_check  # stops the tests' type checker from wrapping the kernel, whose source Triton's interpreter reads
 def _softmax_step(scores, seen, state, dtype: tl.constexpr):
-    """Return the `SoftmaxStep` after a tile with these scores [ROWS, TILE]; `probabilities` have the given dtype."""
+    """Return the `SoftmaxStep` of a tile with scores [ROWS, TILE] and mask `seen`; `probabilities` get `dtype`."""
     scores = tl.where(seen, scores, float("-inf"))
     largest = tl.maximum(state.largest, tl.max(scores, 1))
-    shift = tl.where(largest == float("-inf"), 0.0, largest)  # without a key so far, exp2(-inf - 0) is 0
+    shift = tl.where(largest == float("-inf"), 0.0, largest)  # no key so far: -inf - (-inf) would be NaN
     weights = tl.exp2(scores - shift[:, None])
     decay = tl.exp2(state.largest - shift)
     return SoftmaxStep(largest, decay, state.total * decay + tl.sum(weights, 1), weights.to(dtype))
@@ -138,8 +137,8 @@ def _softmax_step(scores, seen, state, dtype: tl.constexpr):
 def _products(q, k, SUM_COLUMNS: tl.constexpr):
     """Return the scores [ROWS, TILE] of q [ROWS, D] and k [TILE, D].
 
-    If SUM_COLUMNS is not 0, compute one sum for every SUM_COLUMNS columns, and then add these sums. This reduces the
-    rounding error, because the error of a float32 sum grows with the number of its terms.
+    If SUM_COLUMNS is not 0, compute one sum for every SUM_COLUMNS columns, and then add these sums. Short sums have a
+    smaller rounding error, because the error of a float32 sum grows with the number of its terms.
     """
     if SUM_COLUMNS == 0:
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -154,26 +153,26 @@ def _products(q, k, SUM_COLUMNS: tl.constexpr):
 @triton.jit
 @no_type_check
 def _attend_tile(state, queries, row_keys, tile, cache, scale_log2, c, PARTIAL: tl.constexpr):
-    """Return the state of the rows after one more tile.
+    """Return the state of the rows (`RowState`) after one more tile.
 
-    PARTIAL is True if some row must not see some key of the tile.
+    PARTIAL is False if every row sees every key of the tile; the tile then needs no mask.
     """
     ONE_WARPGROUP_ROWS: tl.constexpr = queries.latent.shape[0] == 64
     keys = tile * c.TILE + tl.arange(0, c.TILE)
-    if c.BLOCK_SIZE % c.TILE == 0:  # one block holds the tile; its table entry exists, because the first key exists
+    if c.BLOCK_SIZE % c.TILE == 0:  # one cache block holds the whole tile, so one entry of the block table suffices
         block = tl.load(row_keys.table_row + (tile * c.TILE // c.BLOCK_SIZE) * row_keys.table_stride)
     else:
         block = tl.load(
             row_keys.table_row + (keys // c.BLOCK_SIZE) * row_keys.table_stride, mask=keys < row_keys.end, other=-1
         )
-    held = (keys < row_keys.end) & (block >= 0) & (block < cache.num_blocks)
+    held = (keys < row_keys.end) & (block >= 0) & (block < cache.num_blocks)  # keys that exist in the cache
     if c.PAGED_COPY:  # TMA returns zeros for a block number outside the cache
         first = (tile * c.TILE) % c.BLOCK_SIZE
         latent = cache.latent_pages.load([block, first, 0]).reshape(c.TILE, c.LATENT)
-        if PARTIAL:  # cache slots past the last key may hold NaN, and 0 * NaN is NaN
+        if PARTIAL:  # cache entries past the last key may hold NaN, and probability 0 * NaN is NaN
             latent = tl.where(held[:, None], latent, 0.0)
     else:
-        # 64-bit offsets [TILE]; `held` masks slots past the last key and blocks outside the cache
+        # 64-bit offsets [TILE]
         entries = block.to(tl.int64) * cache.block_stride + (keys % c.BLOCK_SIZE).to(tl.int64) * cache.entry_stride
         columns = tl.arange(0, c.LATENT_PAD)
         pointers = cache.entries + entries[:, None] + columns[None, :].to(tl.int64) * cache.element_stride
@@ -184,7 +183,7 @@ def _attend_tile(state, queries, row_keys, tile, cache, scale_log2, c, PARTIAL: 
 
     scores = _products(queries.latent, latent, c.SUM_COLUMNS)
     if c.ROPE > 0:
-        if c.PAGED_COPY:  # NaN in a rope part does no harm: the scores of these keys are masked
+        if c.PAGED_COPY:  # NaN past the last key does no harm here, because the scores of these keys are masked
             rope = cache.rope_pages.load([block, first, c.LATENT]).reshape(c.TILE, c.ROPE)
         else:
             columns = tl.arange(0, c.ROPE_PAD)
@@ -207,9 +206,10 @@ def _attend_tile(state, queries, row_keys, tile, cache, scale_log2, c, PARTIAL: 
     if PARTIAL:
         seen = seen & (keys[None, :] < row_keys.visible[:, None])
     if ONE_WARPGROUP_ROWS:
-        # If the compiler sees that the result of the first product is an operand of the second, it divides only the
-        # rows among the warps. With 64 rows, two warp groups would then compute the same scores twice. A branch between
-        # the two products hides the dependence from the compiler. The branch is always taken.
+        # The first product gives the scores. The second product multiplies the probabilities of these scores by the
+        # latents. If the compiler sees this dependence, it divides the rows among the warps, but not the columns. One
+        # warp group (4 warps) covers 64 rows, so the second warp group would compute the same scores again. The branch
+        # below hides the dependence from the compiler. Its condition is always true.
         step = SoftmaxStep(state.largest, state.largest, state.total, tl.zeros(scores.shape, latent.dtype))
         if tile >= 0:
             step = _softmax_step(scores, seen, state, latent.dtype)
@@ -249,7 +249,7 @@ def load_queries(
 @triton.jit
 @no_type_check
 def attend_tiles(queries, row_keys, first_tile, last_tile, cache, scale_log2, c):
-    """Return the state (`RowState`) of ROWS rows over the tiles [first_tile, last_tile).
+    """Attend the tiles [first_tile, last_tile) and return the softmax state (`RowState`) of ROWS rows.
 
     Args:
         queries: queries of the rows (`load_queries`).
@@ -257,7 +257,7 @@ def attend_tiles(queries, row_keys, first_tile, last_tile, cache, scale_log2, c)
         first_tile: first tile to attend.
         last_tile: index behind the last tile to attend.
         cache: the paged cache.
-        scale_log2: softmax scale divided by ln 2, because the kernel uses exp2 in place of exp.
+        scale_log2: softmax scale divided by ln 2; the kernel computes exp2 in place of exp.
         c: compile-time constants of the kernel.
     """
     ROWS: tl.constexpr = queries.latent.shape[0]

@@ -1,8 +1,12 @@
-"""Absorbed decode that follows a schedule: each program attends a range of tiles, one request after another.
+"""Decode that follows a schedule: each program attends its range of tiles, one request after another.
 
-A program that attends all tiles of a request writes the output. If several programs attend a request, they write
-partial outputs in float32, and `fast.kernels.combine` adds the partial outputs. A batch-invariant decode without a
-schedule uses the same kernel.
+A schedule (`DecodeSchedule`) assigns to each program consecutive tiles of `DECODE_TILE` keys. The tiles of one request
+that a program attends are a split of the request. A program that attends all tiles of a request writes the output. If
+several programs attend a request, each program writes the partial output of its split in float32, and
+`fast.kernels.combine` adds the partial outputs.
+
+A batch-invariant decode gives a request the same bits in every batch. It uses the same kernel, with or without a
+schedule, but computes the splits of each request from the length of the request alone.
 """
 
 from __future__ import annotations
@@ -47,10 +51,10 @@ def _scheduled_decode_kernel(
 ):  # fmt: skip
     """Attend the tile range of one program, for ROWS rows of each request; write outputs or partial outputs.
 
-    With BY_LENGTH, the splits of each request depend on its length alone. Without a schedule (SCHEDULED is False), the
-    splits of each request are spread over `programs_per_request` programs.
+    A row is one head of one query token. With BY_LENGTH, the splits of each request depend on its length alone. Without
+    a schedule (SCHEDULED is False), `programs_per_request` programs share the splits of each request.
     """
-    # 1. find the tile range of this program: first request, tile and split; last request and tile
+    # 1. find the tile range of this program: from tile `first_tile` of `request` to tile `range_end` of `last_request`
     program, row_block = tl.program_id(0) // row_blocks, tl.program_id(0) % row_blocks
     rule = SplitRule(small_tiles, small_splits, large_tiles, max_splits)
     first_tile = 0
@@ -104,7 +108,7 @@ def _scheduled_decode_kernel(
             )  # fmt: skip
             visible = tl.minimum(tl.load(visible_lens + token, mask=real, other=0), readable)
             key_end = tl.maximum(tl.max(visible, 0), 0)
-            # number of tiles in which every row sees every key
+            # number of tiles at the start of the request of which every row sees every key
             full_tiles = tl.maximum(tl.min(tl.where(real, visible, key_end), 0), 0) // c.TILE
             table_row = block_table + request.to(tl.int64) * table_row_stride
             state = attend_tiles(
@@ -118,8 +122,9 @@ def _scheduled_decode_kernel(
                 c,
             )  # fmt: skip
             if BY_LENGTH:
-                # A program that attends the first split of a request adds the splits that it attends next to the first
-                # split. The program keeps the sum at the first partial index of the request.
+                # A partial index says where a partial output is stored. A program that attends the first split of a
+                # request may attend the next splits too. The program adds these splits to one sum, and stores the sum
+                # at the first partial index of the request.
                 index = request * (num_partials // num_requests) + tl.where(has_first_split, 0, split)
                 whole = has_first_split & (split + 1 >= splits)
                 if has_first_split & (split > 0):
@@ -128,7 +133,7 @@ def _scheduled_decode_kernel(
                     before = load_partial(partials, index, real, request_row, columns, c.LATENT)
                     state = add_partial(before, state)
                     tl.debug_barrier()
-                # record (combined splits, splits) of this request for the combine kernel
+                # write for the combine kernel: number of splits in this sum, number of all splits of the request
                 recorded = has_first_split & (row_block == 0)
                 progress = outputs.partial_lse + 2 * num_partials.to(tl.int64) * request_rows + 2 * request
                 progress = progress.to(tl.pointer_type(tl.int32), bitcast=True)
@@ -137,10 +142,10 @@ def _scheduled_decode_kernel(
             else:
                 first_split = tl.load(split_offsets + request)
                 whole = tl.load(split_offsets + request + 1) - first_split <= 1
-                # clamp the index, because a schedule that `plan_decode` did not make may hold any numbers
+                # clamp the index, because the caller may pass a schedule with wrong numbers
                 index = tl.minimum(tl.maximum(first_split + split, 0), num_partials - 1)
             if whole:
-                divisor = tl.where(state.total == 0, 1.0, state.total)  # without keys: weighted 0, largest -inf
+                divisor = tl.where(state.total == 0, 1.0, state.total)  # a row without keys has weighted 0
                 weighted = state.weighted * (1.0 / divisor)[:, None]
                 lse_row = outputs.lse + head.to(tl.int64) * num_tokens + token
                 tl.store(lse_row, (state.largest + tl.log2(divisor)) * LN_2, mask=real)
@@ -160,7 +165,7 @@ def _scheduled_decode_kernel(
                     state.weighted,
                     mask=real[:, None] & (columns < c.LATENT)[None, :],
                 )
-        # 3. go on with the next split or request
+        # 3. continue with the next split or request
         if BY_LENGTH:
             done = (last_tile >= request_end) | (split + 1 >= splits)
             has_first_split = has_first_split | done
@@ -175,10 +180,10 @@ def _scheduled_decode_kernel(
 @triton.jit
 @no_type_check
 def _split_by_length(length, readable, rule, TILE: tl.constexpr):
-    """Return two numbers for a request of a batch-invariant decode: the tiles of one split, and the splits.
+    """Return two numbers for a request of a batch-invariant decode: tiles of one split, and number of splits.
 
-    The number of tiles of a split is computed from `length`, the number of splits from the `readable` keys. A request
-    without keys has one split.
+    `length` is the length of the request, and determines the tiles of one split. `readable` is the number of keys that
+    the kernel reads, and determines the number of splits. A request without keys has one split.
     """
     split_tiles = invariant_split_tiles(_tiles(length, TILE), rule)
     return split_tiles, tl.maximum(tl.cdiv(_tiles(readable, TILE), split_tiles), 1)
@@ -187,7 +192,7 @@ def _split_by_length(length, readable, rule, TILE: tl.constexpr):
 @triton.jit
 @no_type_check
 def _tiles(length, TILE: tl.constexpr):
-    """Return cdiv(length, TILE), as the schedule counts tiles; a length near 2^31 causes no overflow."""
+    """Return the number of tiles of a request, cdiv(length, TILE), without overflow for a length near 2^31."""
     return (tl.maximum(length, 1) - 1) // TILE + (length > 0).to(tl.int32)
 
 
@@ -209,22 +214,22 @@ def launch_scheduled(
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel of this module.
 
-    The kernel writes `out` and `lse` of rows with one split, and partial outputs of all other rows.
+    For a request with one split, the kernel writes `out` and `lse`. For a request with several splits, it writes
+    partial outputs and partial LSEs.
 
     Args:
         inputs: tensors and descriptors in the order of the kernel's parameters.
         strides: strides of the tensors in the order of the kernel's parameters.
         constants: compile-time constants of the kernel: dims and launch shape.
-        tile_ranges: [programs, 5] of the schedule, or None without a schedule.
-        split_offsets: [B + 1] of the schedule, or None without a schedule.
+        tile_ranges: [programs, 5], from the `DecodeSchedule`; None without a schedule.
+        split_offsets: [B + 1], from the `DecodeSchedule`; None without a schedule.
         batch_invariant: if True, the splits of each request depend on its length alone.
         split_rule: rule by which a batch-invariant decode splits a request.
         out: [T, N, Lkv], contiguous.
         lse: [N, T], contiguous.
         request_rows: upper bound of the rows of a request.
-        row_blocks: number of row blocks of a request.
-        programs_per_request: number of programs over which the splits of a request are spread; used only without a
-            schedule.
+        row_blocks: number of blocks of ROWS rows in a request.
+        programs_per_request: number of programs that share the splits of a request; not used with a schedule.
         max_keys: upper bound of the keys of a request.
         softmax_scale: factor of the scores.
 
