@@ -1,6 +1,6 @@
-"""Kernels and their launchers: one package for each backend. No module of this package depends on a model.
+"""Kernels and their launchers, in one package for each backend: `cpu`, `triton` and `hopper`.
 
-`fast.backends` declares the ops and devices of each backend. `import fast` imports no backend. The package `combine`
-is used by two backends.
-The module `rotation` is not part of a backend, because the public function `fast.rotate` needs it too.
+A launcher is a Python function that takes tensors and numbers and launches the kernels of one op. `import fast` imports
+no kernels; `fast.backends` imports the package of a backend when the backend is first used. The backends `triton` and
+`hopper` both use the package `combine`.
 """

@@ -1,7 +1,7 @@
 """Log the name of each kernel before Triton compiles the kernel, and log the compile time afterwards.
 
-Threads that warm up together share their compilations: while one thread compiles a kernel, the others wait for it and
-then load it from Triton's cache on disk.
+`fast.warmup` compiles kernels in several threads. If two threads need the same kernel, one thread compiles the kernel.
+The other thread waits, and then loads the compiled kernel from Triton's cache on disk.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ _STARTED: ContextVar[float] = ContextVar("started", default=0.0)
 
 
 class SharedCompilations:
-    """Compilations of several threads, of which each kernel variant is compiled by one thread.
+    """Registry of compilations, so that several threads compile each kernel variant only once.
 
-    Each thread copies the context of the thread that called `share_compilations`, and calls `give_up` at its end.
+    A kernel variant is a kernel with its argument types and constants. Each thread runs in a copy of the `contextvars`
+    context of the thread that called `share_compilations`, and calls `give_up` at its end.
     """
 
     def __init__(self) -> None:
@@ -54,7 +55,7 @@ class SharedCompilations:
             return True
 
     def give_up(self) -> None:
-        """Drop the variants that this thread has not finished, because their compilation failed."""
+        """Release the variants whose compilation failed in this thread, so that another thread can compile them."""
         with self._changed:
             mine = [variant for variant, thread in self._compiling.items() if thread == threading.get_ident()]
             for variant in mine:
@@ -67,7 +68,7 @@ _SHARED: ContextVar[SharedCompilations | None] = ContextVar("shared", default=No
 
 @contextlib.contextmanager
 def share_compilations() -> Iterator[SharedCompilations]:
-    """Let the threads that copy this context share their compilations."""
+    """Let threads that run in a copy of this `contextvars` context share their compilations."""
     shared = SharedCompilations()
     token = _SHARED.set(shared)
     try:
@@ -78,9 +79,9 @@ def share_compilations() -> Iterator[SharedCompilations]:
 
 @contextlib.contextmanager
 def compiling_ahead() -> Iterator[list[str]]:
-    """Mark compilations as expected: log each at level INFO, and append one line for each to the yielded list.
+    """Log each compilation inside this context as INFO, and append a line for the kernel to the yielded list.
 
-    Outside this context, each compilation is logged as a WARNING, because a request waits for the compilation.
+    Outside this context, each compilation is logged as a WARNING, because a user's request waits for the compilation.
     """
     lines: list[str] = []
     token = _AHEAD.set(lines)
@@ -118,7 +119,7 @@ def _chained(ours, theirs):
 def _before(*, fn, compile, key=None, **_: Any) -> None:
     shared = _SHARED.get()
     if shared is not None and not shared.claim(_variant(fn, key, compile)):
-        return  # another thread has compiled the kernel; Triton loads it from the disk
+        return  # another thread has compiled the kernel, and Triton loads the kernel from the disk
     kernel = describe(fn.name, compile["signature"], compile["constants"])
     if (lines := _AHEAD.get()) is not None:
         lines.append(kernel)
@@ -136,7 +137,7 @@ def _after(*, fn, compile, key=None, **_: Any) -> None:
 
 
 def _variant(fn, key: Any, compile: Mapping[str, Any]) -> tuple:
-    """Return what identifies a kernel variant on a device."""
+    """Return a key that identifies a kernel variant on a device."""
     return fn.module, fn.name, str(key), compile.get("device")
 
 

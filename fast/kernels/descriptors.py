@@ -1,4 +1,4 @@
-"""TMA descriptors on the host, each made once. TMA is the GPU's bulk copy engine."""
+"""Make and keep the descriptors with which TMA, the GPU's bulk copy engine, loads tiles of a tensor."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-MOST_DESCRIPTORS = 4096  # a launch needs up to four, for each address that torch's allocator gives out
+MOST_DESCRIPTORS = 4096  # a launch needs up to four; tensors at new addresses need new descriptors
 
 
 class Memory(NamedTuple):
-    """Address and dtype of a tensor, in place of the tensor. A kept descriptor therefore keeps no memory alive.
+    """Address and dtype of a tensor; a descriptor holds them in place of the tensor, whose memory can then be freed.
 
     Attributes:
         address: address of the first element.
@@ -23,7 +23,7 @@ class Memory(NamedTuple):
     dtype: torch.dtype
 
     def data_ptr(self) -> int:
-        """Return the address; Triton calls this method as it does for a tensor."""
+        """Return the address. Triton calls this method, because it takes this object for a tensor."""
         return self.address
 
 
@@ -33,10 +33,11 @@ def box_descriptor(
 ) -> TensorDescriptor | None:
     """Return the descriptor with which a Triton kernel loads boxes of a tensor; None if TMA cannot read the tensor.
 
-    TMA needs at least one element, an address and strides that are multiples of 16 bytes, and contiguous columns.
+    TMA needs a tensor with at least one element and contiguous columns. The address and the other strides must be
+    multiples of 16 bytes.
 
-    A descriptor depends on these arguments alone. If a tensor is freed and another tensor with the same shape, strides
-    and dtype begins at the same address, the same descriptor is right for the other tensor.
+    The descriptor depends on the arguments alone. It stays correct if the tensor is freed, and another tensor with the
+    same shape, strides and dtype begins at the same address.
 
     Args:
         address: address of the first element.

@@ -1,4 +1,4 @@
-"""Properties of a device that launches depend on; the properties of each device are read once."""
+"""Read the properties of a device on which launches depend, once for each device."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class DeviceFacts(NamedTuple):
 
     @property
     def has_dependent_launch(self) -> bool:
-        """Whether a kernel can start before the preceding kernel has ended, and then wait for the preceding kernel."""
+        """Whether a kernel can start before the preceding kernel has ended, and later wait for this end."""
         return self.capability >= (9, 0) and not self.interpreted
 
     @property
@@ -51,7 +51,7 @@ class DeviceFacts(NamedTuple):
 def device_facts(device: torch.device) -> DeviceFacts:
     """Return the properties of a device.
 
-    The interpreter is described as a small Hopper GPU, so that kernels take the branches for Hopper in the interpreter.
+    Triton's interpreter is described as a small Hopper GPU, so that it runs the branches of kernels for Hopper.
     """
     if device.type != "cuda":
         return DeviceFacts(processors=4, capability=(9, 0), shared=232448, interpreted=True)
@@ -61,7 +61,7 @@ def device_facts(device: torch.device) -> DeviceFacts:
 
 
 def device_of(tensor: Tensor) -> contextlib.AbstractContextManager:
-    """Return `torch.cuda.device_of(tensor)`, or an empty context if the tensor is on the current device already."""
+    """Return `torch.cuda.device_of(tensor)`, or a context that does nothing if the device is current already."""
     index = tensor.get_device()
     if index < 0 or index == torch.cuda.current_device():
         return _SAME_DEVICE

@@ -1,4 +1,4 @@
-"""Arithmetic of launches on the host. `triton.cdiv` and `triton.next_power_of_2` take several microseconds a call."""
+"""Integer arithmetic for launchers. `triton.cdiv` and `triton.next_power_of_2` take several microseconds a call."""
 
 from __future__ import annotations
 

@@ -1,14 +1,16 @@
-"""Costs of the GPU decode kernels that come on top of the time of their tiles.
+"""Costs from which `plan_decode` computes schedules for the GPU decode kernels, measured on an H200.
 
-The unit is the time of one tile. The costs were measured on an H200; schedules are planned with them.
+A cost is time that a kernel needs in addition to the time of its tiles. The unit is the time of one tile (64 keys).
 """
 
 from __future__ import annotations
 
 from reference.interfaces import InvariantSplitRule, ScheduleCosts
 
-# `invariant_starts`: a batch-invariant schedule takes longer, because more of its programs begin within a request.
+# `invariant_starts`: factor of the cost of a request in the estimated time of a batch-invariant schedule. The factor is
+# above 1, because more programs of a batch-invariant schedule begin within a request.
 STARTS = 4
+# request_cost, split_cost, split_rule, invariant_starts, splits_per_tile
 FEW_HEADS = ScheduleCosts(5, 1, InvariantSplitRule(4, 32, 16, 128), STARTS, 64)  # 16 heads or fewer
 SOME_HEADS = ScheduleCosts(5, 4, InvariantSplitRule(16, 8, 32, 64), STARTS, 64)  # 17 to 32 heads
 MANY_HEADS = ScheduleCosts(8, 4, InvariantSplitRule(16, 8, 32, 64), STARTS, 10)  # more than 32 heads
@@ -17,13 +19,13 @@ MANY_HEADS = ScheduleCosts(8, 4, InvariantSplitRule(16, 8, 32, 64), STARTS, 10) 
 def measured_schedule_costs(num_heads: int) -> ScheduleCosts:
     """Return the costs of a decode with this number of heads; `docs/log.md` has the measurements.
 
-    - Cost of a request: 8 tiles for more than 32 heads. For 32 heads or fewer, costs from 1 to 5 tiles gave equally
-      fast schedules.
-    - Cost of a batch-invariant split: with 16 heads or fewer, the Hopper decode keeps the softmax state in shared
-      memory for the next split, so the cost is low. With 17 to 32 heads, half of the state goes through global memory.
-      With more heads, the weighted sums of the state go through global memory.
-    - Splits that the combine kernel adds in the time of a tile: for one request of 128 tiles, parts of 2 tiles were the
-      fastest with 16 and 32 heads, and parts of 4 tiles with 128 heads.
+    - `request_cost`: 8 tiles for more than 32 heads. For 32 heads or fewer, costs from 1 to 5 tiles gave equally fast
+      schedules.
+    - `split_cost`, the cost of a further split in a batch-invariant schedule: with 16 heads or fewer, the Hopper decode
+      keeps its softmax state in shared memory from one split to the next, so the cost is low. With more heads, a part
+      of the state goes through global memory.
+    - `splits_per_tile`, the splits that the combine kernel adds in the time of a tile: chosen so that one request of
+      128 tiles gets the fastest size of its parts. This size is 2 tiles for 16 and 32 heads, and 4 tiles for 128 heads.
 
     The costs were measured with the decode of the backend "hopper"; the backend "triton" uses the same numbers.
     """

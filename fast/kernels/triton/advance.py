@@ -1,11 +1,10 @@
-"""Advance of a batch to its next step on the GPU, in one launch.
+"""Turn the batch of a step into the batch of the next step on the GPU, in one launch.
 
-The host reads no value back, so a captured CUDA graph can contain this launch between the steps of a batch.
+The host reads no value back, so a CUDA graph can capture this launch.
 
-Program 0 processes the requests, CHUNK at a time, because the token index of a request is the number of earlier
-requests with tokens. The other programs write padding into the tokens behind the first B tokens; a request never has
-its next token there. Triton compiles one variant for the dtype of the ids, the block size, the number of ranks and the
-interleave.
+In the next step every request has at most one token, so the tokens of all B requests are among the first B tokens.
+Program 0 writes the first B tokens. It processes CHUNK requests at a time, one chunk after another, because the token
+of a request comes after the tokens of all earlier requests. The other programs write padding into all later tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from ...backends import launch
 from ..device import device_facts, device_of
 from ..integers import cdiv
 
-CHUNK = 512  # requests that program 0 processes at a time, and tokens of each other program
+CHUNK = 512  # requests that program 0 processes at a time; tokens that each other program writes
 WARPS = 4
 STRIDES = ("sampled_stride", "ids_stride", "positions_stride", "lens_stride", "starts_stride", "slots_stride",
            "table_row", "table_column")  # fmt: skip
@@ -52,7 +51,7 @@ def _advance_step_kernel(
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Write the next step of all requests (program 0), or padding into CHUNK tokens (every other program)."""
-    if DEPENDENT:
+    if DEPENDENT:  # let the next kernel start early, and wait for the preceding kernel
         gdc_launch_dependents()
         gdc_wait()
     lane = tl.arange(0, CHUNK).to(tl.int64)
@@ -61,7 +60,7 @@ def _advance_step_kernel(
         _write_padding(input_ids, positions, slot_mapping, tokens, tokens < num_tokens, ids_stride, positions_stride,
                        slots_stride)  # fmt: skip
     else:
-        # The end of an earlier chunk is kept in `last_end`: its place in `query_start_loc` is already overwritten.
+        # `last_end` is the old end of the last request of the previous chunk; `query_start_loc` has its new end already
         total, last_end = tl.zeros([], tl.int32), tl.load(query_start_loc)
         for first in range(0, num_requests, CHUNK):
             request = first + lane
@@ -74,12 +73,12 @@ def _advance_step_kernel(
             token_id = tl.load(sampled + request * sampled_stride, inside, 0)
             real = has_token & (length > 0) & (limit > 0)
             group = length // INTERLEAVE  # index of the new token's group of INTERLEAVE tokens
-            local = group // RANKS * INTERLEAVE + length % INTERLEAVE
+            local = group // RANKS * INTERLEAVE + length % INTERLEAVE  # index of the new token among the rank's tokens
             column = local // BLOCK_SIZE
             owned = real & (length < limit) & (group % RANKS == rank) & (column < num_columns)
             block = tl.load(block_table + request * table_row + column.to(tl.int64) * table_column, owned, -1)
 
-            tl.debug_barrier()  # all threads have read their offsets before a thread overwrites an offset
+            tl.debug_barrier()  # wait until all threads have read their offsets, which are overwritten next
             new_end = total + tl.cumsum(has_token.to(tl.int32), 0)
             tl.store(query_start_loc + (request + 1) * starts_stride, new_end, inside)
             total += tl.sum(has_token.to(tl.int32))
@@ -92,7 +91,7 @@ def _advance_step_kernel(
             tl.store(input_ids + token * ids_stride, tl.where(real, token_id, 0), written)
             tl.store(positions + token * positions_stride, tl.maximum(new_length - 1, 0).to(tl.int64), written)
             tl.store(slot_mapping + token * slots_stride, slot, written)
-        for first in range(0, num_requests, CHUNK):  # tokens behind the last token of a request
+        for first in range(0, num_requests, CHUNK):  # padding among the first B tokens
             tokens = first + lane
             written = (tokens >= total) & (tokens < num_requests) & (tokens < num_tokens)
             _write_padding(input_ids, positions, slot_mapping, tokens, written, ids_stride, positions_stride,
@@ -111,10 +110,10 @@ def advance_step(
     ownership: TokenOwnership,
     limit: int,
 ) -> None:
-    """Write the next step of every request; see `fast.advance_step` for values that are out of range.
+    """Write the inputs of the next step of every request; see `fast.advance_step` for values that are out of range.
 
     Args:
-        sampled_token_ids: [B] int32 or int64.
+        sampled_token_ids: [B] int32 or int64, the token that each request generated in this step.
         input_ids: [T], written.
         positions: [T] int64, written.
         seq_lens: [B] int32, written.
@@ -123,7 +122,7 @@ def advance_step(
         block_table: [B, W] int32.
         block_size: tokens per block.
         ownership: the tokens that this rank owns.
-        limit: largest length of a request.
+        limit: largest length of a request, in tokens.
     """
     requests, columns = block_table.shape
     tokens = input_ids.shape[0]

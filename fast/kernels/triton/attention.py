@@ -1,10 +1,11 @@
 """Flash attention (arXiv 2307.08691) over packed requests of different lengths, for any GPU.
 
-One program attends a tile of queries of one head. A score tile is the sum of up to three products, because the number
-of columns of a Triton tile is a power of two:
+"Packed" means that the tokens of all requests follow each other in one tensor, without padding. One program attends
+BLOCK_M queries of one head and one request, BLOCK_N keys at a time. The number of columns of a Triton tile must be a
+power of two, so the scores are the sum of up to three products:
 
-- the product with the first columns of the head's own key (`k_nope`);
-- if the width of `k_nope` is not a power of two (192 = 128 + 64), the product with its remaining columns;
+- the product with the first columns of the head's own part of the key (`k_nope`);
+- if the width of `k_nope` is not a power of two (192 = 128 + 64), the product with the remaining columns of `k_nope`;
 - the product with the rope part of the key (`k_pe`), which all heads share.
 """
 
@@ -31,7 +32,7 @@ SMALLEST_DOT = 16  # fewest columns of a `tl.dot` operand; a narrower operand is
 
 
 class Strides(NamedTuple):
-    """Strides in elements; `k_pe` has no stride of heads, because all heads share it."""
+    """Strides in elements; `k_pe` has no head stride, because all heads share it."""
 
     q_token: Any
     q_head: Any
@@ -53,7 +54,7 @@ class Constants(NamedTuple):
     """Compile-time constants of the kernel.
 
     Attributes:
-        P: columns of `k_nope`: the head's own part of a key, or the whole key if the heads share no part.
+        P: columns of `k_nope`, the head's own part of a key. If R is 0, `k_nope` is the whole key.
         R: columns of `k_pe`, the part of the key that all heads share; 0 if there is no such part.
         V: columns of a value.
         FIRST: columns of the first part of `k_nope`, a power of two.
@@ -78,7 +79,7 @@ class Constants(NamedTuple):
 @triton.jit
 @no_type_check
 def _offset(cu_seqlens, request, limit):
-    """Return where a request begins, clamped to [0, limit] so that no offset leads outside the tensors."""
+    """Return the first token of a request, clamped to [0, limit], so that a wrong offset stays inside the tensors."""
     return tl.minimum(tl.maximum(tl.load(cu_seqlens + request), 0), limit)
 
 
@@ -87,9 +88,9 @@ def _offset(cu_seqlens, request, limit):
 def _find_request(cu_seqlens_q, num_requests, num_tokens, tile, BLOCK_M: tl.constexpr):
     """Return the request that a tile belongs to, and the number of the tile within this request.
 
-    The first tile of request b has the number cu_seqlens_q[b] // BLOCK_M + b. Every request thus has as many tiles as
-    its queries fill, or one more. The numbers increase strictly with b, so a bisection finds the last request whose
-    first tile has a number of at most `tile`.
+    A tile is BLOCK_M queries of one request. The first tile of request b has the number cu_seqlens_q[b] // BLOCK_M + b.
+    With these numbers, a request gets the tiles that its queries fill, and sometimes one more tile, which stays empty.
+    The numbers increase with b, so a bisection finds the last request whose first tile has a number of at most `tile`.
     """
     low = 0
     high = num_requests - 1
@@ -112,8 +113,9 @@ def _load_keys(
 ):  # fmt: skip
     """Load a tile [BLOCK_N, COLUMNS] of keys or values, from row `row` and column FROM on; columns past WIDTH become 0.
 
-    With MASKED, rows from `key_end` on may belong to another request. In a tile of keys these rows may hold anything,
-    because their scores are masked. In a tile of VALUES these rows are set to 0, because 0 x NaN is NaN.
+    SHARED means that `source` has no head dim. With MASKED, rows from `key_end` on may belong to another request. A
+    tile of keys may keep these rows, because their scores are masked. A tile of values (VALUES) needs zeros in these
+    rows, because probability 0 x NaN is NaN.
     """
     rows = row + tl.arange(0, BLOCK_N)
     if USE_TMA:
@@ -139,7 +141,7 @@ class SoftmaxState(NamedTuple):
     Attributes:
         weighted: [BLOCK_M, VALUE], sum of exp2(score - largest) * value, not normalised.
         total: [BLOCK_M], sum of exp2(score - largest).
-        largest: [BLOCK_M], largest score so far, in base 2.
+        largest: [BLOCK_M], largest score so far. Scores are multiplied by log2(e), so that exp2 can replace exp.
     """
 
     weighted: Any
@@ -155,7 +157,7 @@ def _attend_keys(
 ):  # fmt: skip
     """Attend the keys [first, end) of a request, BLOCK_N at a time.
 
-    MASKED is True if some row must not see some of these keys.
+    MASKED is False if every row sees all of these keys; the loop then applies no mask.
     """
     values, total, largest = state.weighted, state.total, state.largest
     for start in tl.range(first, end, c.BLOCK_N):
@@ -175,7 +177,7 @@ def _attend_keys(
             visible = start + tl.arange(0, c.BLOCK_N)[None, :] <= last_seen[:, None]
             scores = tl.where(visible, scores * scale, -float("inf"))
             new_largest = tl.maximum(largest, tl.max(scores, 1))
-            # for a row without keys so far, exp2(-inf - 0) is 0 and not NaN
+            # in a row without keys so far, subtract 0, because -inf - (-inf) is NaN
             shift = tl.where(new_largest == -float("inf"), 0.0, new_largest)
             weights = tl.math.exp2(scores - shift[:, None])
         else:
@@ -192,7 +194,7 @@ def _attend_keys(
     return SoftmaxState(values, total, largest)
 
 
-# no specialisation: the same compiled kernel is used with and without a causal mask, and for all lengths
+# `do_not_specialize`: one compiled kernel serves all lengths, with and without a causal mask
 @triton.jit(
     do_not_specialize=["num_tokens", "num_keys", "num_requests", "num_tiles", "causal"],
     do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k"],
@@ -205,12 +207,12 @@ def _flash_attn_varlen_kernel(
 ):  # fmt: skip
     """Attend one tile of BLOCK_M queries of one request and one head; store no LSE if `lse` is None.
 
-    All programs together do 2 Sq S N (P + R + V) floating-point operations for a request; with a causal mask and
-    Sq = S, about half of them.
+    For a request with Sq queries and S keys, all programs together do 2 Sq S N (P + R + V) floating-point operations.
+    With a causal mask and Sq = S, they do about half of these operations.
 
-    The head is the slow axis of the grid, so programs that run at the same time read the keys of one or two heads from
-    the L2 cache. The tiles of a head start in reverse order, because with a causal mask the last tile of a request sees
-    the most keys.
+    Consecutive programs have the same head, so programs that run at the same time read the same keys, mostly from the
+    L2 cache. The tiles of a head start in reverse order: with a causal mask, the last tile of a request sees the most
+    keys and takes the longest time.
     """
     # 1. find the head, the request and the rows of this program
     program = tl.program_id(0)
@@ -228,7 +230,7 @@ def _flash_attn_varlen_kernel(
     if (first_row >= query_len) | (tile < 0):
         return
 
-    # 2. load the queries. They are not scaled, so the products can read them from shared memory as they were loaded.
+    # 2. load the queries; the kernel scales the scores and not the queries, so products read loaded queries directly
     rows = first_row + tl.arange(0, BLOCK_M)
     inside = (rows < query_len)[:, None]
     q_rows = q + head.to(tl.int64) * strides.q_head + (query_start + rows)[:, None].to(tl.int64) * strides.q_token
@@ -245,11 +247,12 @@ def _flash_attn_varlen_kernel(
     scale = softmax_scale * LOG2_E
 
     # 3. attend the keys: first the tiles in which every row sees every key, then the tiles that need a mask
-    seen = key_len - causal * query_len  # row i sees key seen + i and all keys before it
+    seen = key_len - causal * query_len  # row i sees the keys up to key seen + i
     last_seen = tl.minimum(seen + rows, key_len - 1)
     whole = tl.maximum(tl.minimum(seen + first_row + 1, key_len), 0) // c.BLOCK_N * c.BLOCK_N
     end = tl.minimum(seen + first_row + BLOCK_M, key_len)
-    if softmax_scale < 0:  # the code without a mask scales the largest score, which a negative scale makes the smallest
+    # without a mask, `_attend_keys` scales the largest score; with a negative scale, this is the smallest scaled score
+    if softmax_scale < 0:
         whole = 0
     VALUE: tl.constexpr = c.VALUE  # `tl.zeros` accepts no field of a named tuple in its shape
     state = SoftmaxState(
@@ -281,7 +284,7 @@ def _flash_attn_varlen_kernel(
 
 
 def _powers_of_two(width: int) -> tuple[int, int]:
-    """Return two powers of two that cover a width with the least padding; the second is 0 if the first one suffices.
+    """Return two powers of two whose sum covers a width with little padding; the second is 0 if one suffices.
 
     Examples: 128 -> (128, 0), 192 -> (128, 64), 12 -> (16, 0).
     """
@@ -314,7 +317,7 @@ HOPPER_BLOCKS = (
 PORTABLE_BLOCKS = (
     Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 2), Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 2), Blocks(16, 16, 4, 1)
 )  # fmt: skip
-FLOAT32_BLOCKS = (Blocks(32, 32, 8, 1), Blocks(16, 16, 4, 1))  # IEEE products use no matrix units and need registers
+FLOAT32_BLOCKS = (Blocks(32, 32, 8, 1), Blocks(16, 16, 4, 1))  # IEEE products need no Tensor Cores but many registers
 INTERPRETER_BLOCKS = Blocks(32, 32, 1, 1)
 
 
@@ -324,8 +327,8 @@ def _blocks(dtype: torch.dtype, device: DeviceFacts, key_width: int, value_width
     Args:
         dtype: dtype of queries, keys and values.
         device: properties of the device.
-        key_width: padded columns of a key.
-        value_width: padded columns of a value.
+        key_width: columns of a key, with padding.
+        value_width: columns of a value, with padding.
 
     Raises:
         UnsupportedConfiguration: no launch shape fits.
@@ -346,12 +349,12 @@ def _blocks(dtype: torch.dtype, device: DeviceFacts, key_width: int, value_width
 
 
 class LaunchSizes(NamedTuple):
-    """What a launch needs and only widths, dtype and device decide.
+    """Properties of a launch that depend on widths, dtype and device alone.
 
     Attributes:
         blocks: launch shape.
-        constants: compile-time constants, with USE_TMA if TMA can load tiles of these widths.
-        boxes: boxes that TMA loads from `k_nope`, from `k_nope` again, from the shared rope part and from `v`.
+        constants: compile-time constants; USE_TMA is True if TMA can load tiles of these widths.
+        boxes: shapes of the tiles that TMA loads: first part of `k_nope`, second part of `k_nope`, `k_pe`, `v`.
     """
 
     blocks: Blocks
@@ -403,24 +406,24 @@ def flash_attn_varlen(
 
     Args:
         q: [T, N, P + R], any strides.
-        k_nope: [S, N, P], any strides; the whole key where `k_pe` is None.
-        k_pe: [S, R], any strides, shared by all heads; or None.
+        k_nope: [S, N, P], part of the keys without rope, any strides; [S, N, P + R], the whole keys, if `k_pe` is None.
+        k_pe: [S, R], rotated part of the keys, which all heads share, any strides; or None.
         v: [S, N, V], any strides.
         cu_seqlens_q: [B + 1], first query token of each request.
         cu_seqlens_k: [B + 1], first key of each request.
         max_seqlen_q: not used by this backend.
         max_seqlen_k: not used by this backend.
         softmax_scale: factor of the scores.
-        causal: True applies a causal mask, in which the last query of a request sees its last key.
+        causal: if True, the last query of a request sees all keys, and each earlier query sees one key less.
         out_dtype: dtype of the output.
         out: [T, N, V] in `out_dtype`, any strides, written in place; None allocates `out` and `lse`.
-        lse: [N, T], contiguous, written in place; None with a given `out` stores no LSE.
+        lse: [N, T], contiguous, written in place. If `out` is given and `lse` is None, no LSE is stored.
 
     Returns:
         out [T, N, V], and lse [N, T] or None.
 
     Raises:
-        UnsupportedConfiguration: with heads of this width, no launch shape fits into the device's shared memory.
+        UnsupportedConfiguration: the heads are too wide for the device's shared memory.
     """
     tokens, heads, _ = q.shape
     keys, _, nope = k_nope.shape
@@ -431,7 +434,7 @@ def flash_attn_varlen(
     if tokens == 0 or heads == 0 or requests <= 0:
         return out, lse
     rope = 0 if k_pe is None else k_pe.shape[1]
-    shared = k_pe if rope else k_nope[:, 0]  # without a rope part, any tensor of two dims will do
+    shared = k_pe if rope else k_nope[:, 0]  # without a rope part, the kernel ignores `shared`
     blocks, constants, boxes = _launch_sizes(q.dtype, device_facts(q.device), nope, rope, value)
     sources, shared_strides = (k_nope, k_nope, shared, v), shared.stride()
     described = _descriptors_of(sources, boxes) if constants.USE_TMA else None

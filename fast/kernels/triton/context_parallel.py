@@ -1,6 +1,8 @@
-"""Kernels of context parallelism: they reorder gathered cache entries, sort heads by owner rank, and merge states.
+"""Kernels of context parallelism: reorder gathered cache entries, and merge the attention states of all ranks.
 
-The owner rank of a head is the rank that keeps the head's merged output.
+D ranks divide the tokens of every request among themselves, and each rank attends its own tokens. The attention states
+(output and LSE) of the ranks are then merged. The owner rank of a head is the rank that keeps the head's merged output;
+rank r owns the heads [r N / D, (r + 1) N / D).
 """
 
 from __future__ import annotations
@@ -23,16 +25,16 @@ TILE_ELEMENTS = 4096  # elements of an output that one program processes
 def reorg_kvcache(
     gathered: Tensor, cu_seq_lens: Tensor, local_cu_seq_lens: Tensor, interleave: int, out: Tensor
 ) -> None:
-    """Copy the cache entries of all ranks, [D, padded, Lkv + R], to `out` [num_tokens, Lkv + R] in token order.
+    """Copy the gathered cache entries of all ranks to `out`, in the order of the tokens of each request.
 
-    A row of `out` becomes 0 where the offsets decrease or point outside `gathered`.
+    A row of `out` becomes 0 if no request owns the row, or if the offsets point outside `gathered`.
 
     Args:
-        gathered: [D, padded, Lkv + R], entries of the rank-local tokens of each rank, one request after another.
+        gathered: [D, padded, Lkv + R], entries of the tokens of each rank, one request after another.
         cu_seq_lens: [B + 1], first row of each request in `out`.
-        local_cu_seq_lens: [D, B + 1], first row of each request among the rank-local tokens.
-        interleave: consecutive tokens that one rank owns.
-        out: written in place.
+        local_cu_seq_lens: [D, B + 1], first row of each request in `gathered`, for each rank.
+        interleave: number of consecutive tokens that one rank gets before the next rank gets tokens.
+        out: [num_tokens, Lkv + R], written in place.
     """
     size, padded, width = gathered.shape
     requests = cu_seq_lens.shape[0] - 1
@@ -97,7 +99,8 @@ def weight_attn_out(out: Tensor, lses: Tensor, rank: int) -> tuple[Tensor, Tenso
 def pack_attn_state(out: Tensor, lse: Tensor, message: Tensor, lse_bytes: int) -> None:
     """Write out [T, N, Dv] and lse [N, T] into `message` [D, bytes], one row for each owner rank.
 
-    A row has the LSE of the owner's heads at its start and their output from byte `lse_bytes` on.
+    A row begins with the LSE of the heads of its owner rank. The output of these heads follows from byte `lse_bytes`
+    on.
     """
     size = message.shape[0]
     if lse.numel():
@@ -110,7 +113,7 @@ def _sort_by_owner(out, lses, outs_by_owner, lses_by_owner, size, lse_owner_stri
     """Launch the kernel that sorts out [T, N, Dv] by owner rank, as [D, T, N / D, Dv].
 
     If `rank` is a number, the kernel multiplies the outputs by the softmax weights of this rank, and writes the merged
-    LSE of the heads that this rank owns. If `rank` is None, the kernel copies outputs and LSE.
+    LSE of the heads that this rank owns. If `rank` is None, the kernel copies outputs and LSE unchanged.
     """
     tokens, heads, value = out.shape
     value_tile = next_power_of_2(value)
@@ -203,14 +206,14 @@ def _merge_packed_kernel(
     for rank in tl.static_range(SIZE):
         rank_lse = tl.load(lses + rank * lse_rank_stride.to(tl.int64) + lse_row, inside, 0.0)
         largest = tl.maximum(largest, rank_lse, propagate_nan=tl.PropagateNan.ALL)
-    shift = tl.where(largest == float("-inf"), 0.0, largest)  # if no rank has a key, exp(-inf - 0) is 0 and not NaN
+    shift = tl.where(largest == float("-inf"), 0.0, largest)  # if no rank has a key, -inf - (-inf) would be NaN
     total = tl.zeros([ROWS], lse.dtype.element_ty)
     merged = tl.zeros([ROWS, VALUE_TILE], lse.dtype.element_ty)
     for rank in tl.static_range(SIZE):
         rank_lse = tl.load(lses + rank * lse_rank_stride.to(tl.int64) + lse_row, inside, 0.0)
         weight = tl.exp(rank_lse - shift)
         pointers = outs + rank * out_rank_stride.to(tl.int64) + (row * VALUE)[:, None] + column[None, :]
-        read = held & (rank_lse != float("-inf"))[:, None]  # the output of a rank without keys is not read
+        read = held & (rank_lse != float("-inf"))[:, None]  # skip the output of a rank without keys
         merged += weight[:, None] * tl.load(pointers, read, 0.0).to(merged.dtype)
         total += weight
     merged = merged / tl.where(total == 0, 1.0, total)[:, None]

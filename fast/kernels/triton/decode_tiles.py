@@ -121,7 +121,7 @@ class SoftmaxStep(NamedTuple):
 
 
 @triton.jit
-@no_type_check  # stops the tests' type checker from wrapping the kernel, whose source Triton's interpreter reads
+@no_type_check  # the tests' type checker skips this kernel, because Triton's interpreter must read its source
 def _softmax_step(scores, seen, state, dtype: tl.constexpr):
     """Return the `SoftmaxStep` of a tile with scores [ROWS, TILE] and mask `seen`; `probabilities` get `dtype`."""
     scores = tl.where(seen, scores, float("-inf"))

@@ -1,4 +1,4 @@
-"""Merge of two attention states over disjoint keys, in one launch that reads each output once."""
+"""Merge two attention states over disjoint keys, in one launch that reads each output once."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ...backends import launch
 from ..device import device_of
 from ..integers import cdiv, next_power_of_2
 
-TILE_ELEMENTS = 2048  # elements of each of the two outputs that one program processes
-TOKENS = 8  # tokens of a program: their float32 LSEs of one head fill a 32-byte sector
+TILE_ELEMENTS = 2048  # elements that one program processes, of each of the two outputs
+TOKENS = 8  # tokens of a program: for one head, their float32 LSEs fill 32 bytes, the smallest unit of a memory access
 
 
 def merge_attn_states(
@@ -27,8 +27,8 @@ def merge_attn_states(
 ) -> tuple[Tensor, Tensor]:
     """Merge two attention states over disjoint keys; return out [T, N, Dv] and lse [N, T], contiguous.
 
-    The result is written to `out` and `lse` if they are given. They may be the tensors of one of the two states: a
-    program loads all elements of its rows before it stores them.
+    If `out` and `lse` are given, the result is written there. `out` and `lse` may be the tensors of one of the states,
+    because a program loads all elements of its rows before it stores the result.
     """
     tokens, heads, value_dim = prefix_out.shape
     if out is None:
@@ -72,7 +72,7 @@ def _merge_kernel(
     a = tl.load(prefix_lse + head * prefix_lse_head + token * prefix_lse_token, inside, 0.0)
     b = tl.load(suffix_lse + head * suffix_lse_head + token * suffix_lse_token, inside, 0.0)
 
-    # compute weights from the difference of the LSEs: exp(a - merged_lse) would magnify the rounding of merged_lse
+    # compute weights from the difference of the LSEs: exp(a - merged_lse) would magnify merged_lse's rounding error
     infinity = float("inf")
     a_weight, b_weight = 1 / (1 + tl.exp(b - a)), 1 / (1 + tl.exp(a - b))
     merged = a_out.to(a.dtype) * a_weight[:, None] + b_out.to(a.dtype) * b_weight[:, None]
@@ -80,8 +80,8 @@ def _merge_kernel(
     invalid = (a == infinity) | (b == infinity) | (a != a) | (b != b)
     merged = tl.where(invalid[:, None], float("nan"), merged).to(a_out.dtype)
     merged_lse = tl.where(invalid, float("nan"), merged_lse)
-    # Where one state has no keys, return the exact bits of the other state. The formulas above would change -0.0 to 0.0
-    # and round the LSE.
+    # If one state has no keys (LSE -inf), return the exact bits of the other state. The formulas above would turn -0.0
+    # into 0.0 and round the LSE.
     keep_a = (b == -infinity) & (a < infinity)
     keep_b = (a == -infinity) & (b < infinity)
     merged = tl.where(keep_b[:, None], b_out, tl.where(keep_a[:, None], a_out, merged)).to(out.dtype.element_ty)

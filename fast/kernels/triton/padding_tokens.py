@@ -1,6 +1,7 @@
-"""Kernel that writes zeros to the padding tokens of a captured decode.
+"""Zero the output of padding tokens: the tokens after the last request of a batch.
 
-The kernel reads the query lengths on the device, so a CUDA graph that contains it serves other lengths in every replay.
+A CUDA graph has a fixed number of tokens, so a replay with fewer tokens has padding tokens at its end. The kernel reads
+the number of real tokens on the GPU, so this number may differ from replay to replay.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ ELEMENTS = 2048  # elements that a program writes at a time
 
 
 def zero_padding_tokens(output: Tensor, query_start_loc: Tensor) -> None:
-    """Write zeros to the rows of output [T, N, V] from `query_start_loc[-1]` on; the strides may have any values."""
+    """Write zeros to the rows of output [T, N, V] from row `query_start_loc[-1]` on; `output` may have any strides."""
     tokens, heads, value = output.shape
     if output.numel() == 0:
         return
@@ -35,13 +36,13 @@ def zero_padding_tokens(output: Tensor, query_start_loc: Tensor) -> None:
 
 
 @triton.jit(do_not_specialize=["num_requests"], do_not_specialize_on_alignment=["query_start_loc"])
-@no_type_check  # the tests' type checker must not wrap a kernel: Triton's interpreter reads its source
+@no_type_check  # the tests' type checker skips this kernel, because Triton's interpreter must read its source
 def _zero_padding_kernel(
     query_start_loc, output, num_requests, token_stride, head_stride, value_stride,
     HEADS: tl.constexpr, VALUE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Write zeros to all heads of one token, ROWS heads at a time, if the token belongs to no request."""
-    if DEPENDENT:
+    """If one token belongs to no request, write zeros to all its heads, ROWS heads at a time."""
+    if DEPENDENT:  # let the next kernel start early, and wait for the preceding kernel
         gdc_launch_dependents()
         gdc_wait()
     token = tl.program_id(0)

@@ -1,7 +1,7 @@
-"""Rotary embedding of queries and shared keys; a fused kernel also norms the latents and writes the cache.
+"""Rotary embedding of the rope parts of queries and keys; a fused kernel also norms the latents and writes the cache.
 
-Each token has 1 + head_tiles programs. Program 0 processes the key (and the cache entry); each other program rotates
-the queries of HEADS heads.
+All heads share the rope part of a key. Each token has 1 + head_tiles programs. The first program processes the key (and
+the cache entry), and each other program rotates the queries of HEADS heads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class TokenValues(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """The weight of the norm and the frequencies of the rotation."""
+    """The weight of the RMS norm and the frequencies of the rotation."""
 
     norm_weight: Any
     frequencies: Any
@@ -67,7 +67,11 @@ class TokenStrides(NamedTuple):
 def apply_rope(
     positions: Tensor, q_pe: Tensor, k_pe: Tensor, frequencies: Tensor, magnitude: float, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return q_pe [T, N, R] and k_pe [T, R], rotated by the angles positions [T] * frequencies [R/2]; contiguous."""
+    """Return q_pe [T, N, R] and k_pe [T, R], rotated by the angles positions [T] * frequencies [R/2].
+
+    Both results are contiguous and multiplied by `magnitude`. `interleaved` says which elements form a pair
+    (`rope_norm_and_cache`).
+    """
     q_out = torch.empty_like(q_pe, memory_format=torch.contiguous_format)
     k_out = torch.empty_like(k_pe, memory_format=torch.contiguous_format)
     tokens, heads, rope = q_pe.shape
@@ -97,25 +101,25 @@ def rope_norm_and_cache(
     magnitude: float,
     interleaved: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotate q_pe and k_pe, RMS-norm the latents, and write latents and rotated keys into the cache, in one launch.
+    """Rotate q_pe and k_pe, RMS-norm the latents, and write normed latents and rotated keys into the cache.
 
     Args:
         positions: [T], position of each token in its request.
         q_pe: [T, N, R], rope part of the queries.
         kv_c: [T, Lkv], latents before the norm.
-        k_pe: [T, R], rope part of the shared keys.
+        k_pe: [T, R], rope part of the keys, which all heads share.
         kv_cache: [num_blocks, block_size, Lkv + R], written in place.
-        slot_mapping: [slots], slot of each token. A token past the end of this tensor is not written. A token with a
-            slot outside the cache, such as -1, is not written either.
+        slot_mapping: [slots], slot of each token. A token with a slot outside the cache, such as -1, is not written.
+            If there are fewer slots than tokens, the last tokens are not written.
         norm_weight: [Lkv], weight of the RMS norm.
         eps: epsilon of the RMS norm.
-        frequencies: [R/2] float32.
-        magnitude: factor of cosines and sines.
+        frequencies: [R/2] float32, radians per position.
+        magnitude: factor by which cosines and sines are multiplied.
         interleaved: rotate the pairs (0, 1), (2, 3), .. if True, and (0, R/2), (1, R/2 + 1), .. if False.
 
     Returns:
-        Rotated q_pe [T, N, R], normed latents [T, Lkv] and rotated k_pe [T, R], all contiguous. Latents and k_pe have
-        the same bits as the cache.
+        Rotated q_pe [T, N, R], normed latents [T, Lkv] and rotated k_pe [T, R], all contiguous. The latents and k_pe
+        have the same bits as the entries in the cache.
     """
     q_out, normed, k_out = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_pe, kv_c, k_pe))
     tokens, heads, rope = q_pe.shape
@@ -140,9 +144,9 @@ def rope_norm_and_cache(
 
 
 def _head_tiles(heads: int, rope: int) -> tuple[int, int]:
-    """Return two numbers: the heads that one query program rotates, and the query programs of a token.
+    """Return the number of heads that one program rotates, and the number of such programs for each token.
 
-    Without a rope part (R = 0), a token has 0 query programs.
+    If there is no rope part (R = 0), the second number is 0.
     """
     tile = max(1, min(next_power_of_2(heads), TILE_ELEMENTS // next_power_of_2(max(1, rope))))
     return tile, cdiv(heads, tile) if rope else 0
@@ -152,7 +156,7 @@ def _head_tiles(heads: int, rope: int) -> tuple[int, int]:
 @no_type_check
 def _cos_sin(positions, frequencies, token, magnitude, position_stride, frequency_stride, PAIRS: tl.constexpr,
              ROPE: tl.constexpr):  # fmt: skip
-    """Return cosines and sines [1, PAIRS] of one token's angles; the angles are float32, as in package `reference`."""
+    """Return cosines and sines [1, PAIRS] of one token's angles; the angles are float32, as in `reference`."""
     pair = tl.arange(0, PAIRS)
     frequency = tl.load(frequencies + pair * frequency_stride, pair < ROPE // 2, 0.0)
     angle = tl.load(positions + token * position_stride).to(tl.float32) * frequency
@@ -173,9 +177,9 @@ def _rotate(
     source, source_row, source_column, target, target_row, target_column, first, num_rows, cos, sin,
     ROWS: tl.constexpr, ROPE: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the rows [first, first + ROWS) of one token, which has [num_rows, ROPE]; skip rows from num_rows on."""
+    """Rotate the rows [first, first + ROWS) of the tensor [num_rows, ROPE] of one token; skip rows from num_rows on."""
     row = (first + tl.arange(0, ROWS)[:, None]).to(tl.int64)
-    if INTERLEAVED:  # load and store whole rows in wide accesses, and separate the pairs in registers
+    if INTERLEAVED:  # load whole rows with wide memory accesses, and separate the pairs in registers
         column = tl.arange(0, 2 * PAIRS)[None, :].to(tl.int64)
         held = (row < num_rows) & (column < ROPE)
         x = tl.load(source + row * source_row + column * source_column, held, 0.0)
@@ -245,7 +249,7 @@ def _rope_norm_cache_kernel(
             _rotate(
                 key, 0, strides.k_column, outputs.k_pe + token * ROPE, 0, 1, 0, 1, cos, sin, 1, ROPE, PAIRS, INTERLEAVED
             )
-            _rotate(  # rotate again, into the cache; `num_rows` is 0, and nothing is written, for an invalid slot
+            _rotate(  # rotate again into the cache; if the slot is outside the cache, `num_rows` is 0: write nothing
                 key, 0, strides.k_column, entry + LATENT * strides.element, 0, strides.element, 0,
                 written.to(tl.int32), cos, sin, 1, ROPE, PAIRS, INTERLEAVED,
             )  # fmt: skip

@@ -1,19 +1,23 @@
-"""Planning of the decode schedule on the GPU, in one launch.
+"""Compute the schedule of a decode on the GPU, in one launch: assign tiles of keys to the programs of the decode.
 
-The host reads no value back, so a captured CUDA graph can contain this launch.
+The host reads no value back, so a CUDA graph can capture this launch.
 
-Imagine all requests laid end to end on a line. Each request consists of parts, and its length on this line is its
-number of tiles plus its costs. The line is divided into segments of equal length, one for each program of the decode.
-A program of the decode takes the parts that start in its segment. The three kinds of schedules differ in the parts:
+All requests are laid end to end on a line, whose unit is the time of one tile. Each request consists of parts, and a
+part is consecutive tiles. The length of a request on the line is the number of its tiles plus its costs. The line is
+divided into segments of equal length, one segment for each program of the decode. A program of the decode takes the
+parts that start in its segment. There are three kinds of schedules:
 
-| schedule | a part | cost of a request | cost of a part |
+| schedule | what a part is | cost of a request | cost of a part |
 |---|---|---|---|
 | balanced | one tile | `request_cost` | 0 |
 | of whole parts | a request, or one of the equal parts of a long request | 0 | `request_cost` |
 | batch-invariant | one split | `request_cost - split_cost` | `split_cost` |
 
-Each program of the kernels below finds where the segments of a few programs of the decode begin and end. The kernels
-process CHUNK requests at a time, not one by one.
+In a batch-invariant schedule, the splits of a request depend on the length of the request alone.
+`reference.plan_decode` explains the costs, and how the kind of schedule is chosen.
+
+The kernels in this module have programs too: each computes the tile ranges of PROGRAMS programs of the decode. It
+reads CHUNK requests at a time.
 """
 
 from __future__ import annotations
@@ -32,12 +36,12 @@ from ...backends import launch
 from ..device import device_facts, device_of
 from ..integers import cdiv
 
-PROGRAMS = 4  # programs of the decode whose ranges one program of these kernels computes
+PROGRAMS = 4  # programs of the decode whose tile ranges one program of these kernels computes
 SHAPES = ((256, 1), (1024, 4))  # (CHUNK, warps): for up to 256 requests, and for more requests
 
 
 class SplitRule(NamedTuple):
-    """The four numbers of `InvariantSplitRule`, which size the splits of a request, as values inside a kernel."""
+    """The four numbers of `InvariantSplitRule`, which determine the size of a split, as values inside a kernel."""
 
     small_tiles: Any
     small_splits: Any
@@ -48,16 +52,16 @@ class SplitRule(NamedTuple):
 class Line(NamedTuple):
     """Division of the line of all requests into parts and segments; each field is a scalar.
 
+    A batch-invariant schedule does not use `whole_parts`, `total_tiles` and `splits_per_tile`.
+
     Attributes:
         request_cost: length that each request with tiles has in addition to its parts.
         part_cost: length that each part has in addition to its tiles.
         segment: length of a segment.
-        whole_parts: True for a schedule of whole parts, False for a balanced schedule. A batch-invariant schedule does
-            not use this field.
-        total_tiles: tiles of all requests. A batch-invariant schedule does not use this field.
+        whole_parts: True for a schedule of whole parts, False for a balanced schedule.
+        total_tiles: tiles of all requests.
         num_programs: number of programs of the decode.
-        splits_per_tile: splits of one request that the combine kernel adds in the time of one tile. A batch-invariant
-            schedule does not use this field.
+        splits_per_tile: number of splits of one request whose outputs the combine kernel adds in the time of one tile.
     """
 
     request_cost: Any
@@ -86,7 +90,7 @@ class RequestParts(NamedTuple):
 
 
 @triton.jit
-@no_type_check  # the tests' type checker must not wrap a kernel: Triton's interpreter reads its source
+@no_type_check  # the tests' type checker skips this kernel, because Triton's interpreter must read its source
 def invariant_split_tiles(tiles, rule):
     """Return the number of tiles of one split; see `reference.interfaces.invariant_split_tiles` for the rule."""
     size = (tiles + rule.small_splits - 1) // rule.small_splits
@@ -98,7 +102,7 @@ def invariant_split_tiles(tiles, rule):
 @triton.jit
 @no_type_check
 def _load_tiles(seq_lens, request, num_requests, TILE: tl.constexpr):
-    """Return the tiles of requests; a request number outside the batch gets no tiles."""
+    """Return the number of tiles of each request; a request number outside the batch gets 0 tiles."""
     lens = tl.load(seq_lens + request, mask=(request >= 0) & (request < num_requests), other=0)
     return (tl.maximum(lens, 1) - 1) // TILE + (lens > 0).to(tl.int32)  # lens + TILE - 1 could overflow 32 bits
 
@@ -106,9 +110,9 @@ def _load_tiles(seq_lens, request, num_requests, TILE: tl.constexpr):
 @triton.jit
 @no_type_check
 def _least_part_tiles(tiles, splits_per_tile):
-    """Return the least number of tiles of a part: the root of tiles / splits_per_tile, rounded up to 1 or an even one.
+    """Return the least size of a part, in tiles: sqrt(tiles / splits_per_tile), rounded up to 1 or an even number.
 
-    The estimate is at most the root rounded up, and at most 2 below this number.
+    The float32 root, rounded down, is never too large and at most 2 too small. Two lines add 1 if it is too small.
     """
     tiles_per_split = tiles.to(tl.float32) * (1.0 / splits_per_tile.to(tl.float32))
     size = tl.maximum((tl.sqrt(tiles_per_split) * 0.999999).to(tl.int32), 1)
@@ -120,14 +124,13 @@ def _least_part_tiles(tiles, splits_per_tile):
 @triton.jit
 @no_type_check
 def _equal_parts(tiles, total_tiles, num_programs, splits_per_tile):
-    """Return the tiles of one part and the number of parts of requests that are divided into equal parts.
+    """Return the tiles of one part and the number of parts, for requests that are divided into equal parts.
 
-    A request has num_programs * tiles / total_tiles parts, rounded down, and at least one part. The number is smaller
-    if fewer parts of the same size hold all tiles of the request, or if a part would have fewer tiles than
-    `_least_part_tiles`.
+    A request has at most num_programs * tiles / total_tiles parts, but at least one part. A part has at least
+    `_least_part_tiles` tiles.
     """
     total_tiles = tl.maximum(total_tiles, 1)
-    if total_tiles <= 2147483647 // num_programs:  # nearly always: a division in 64 bits takes several times as long
+    if total_tiles <= 2147483647 // num_programs:  # nearly always true; a 64-bit division takes several times as long
         parts = tiles * num_programs // total_tiles
     else:
         parts = (tiles.to(tl.int64) * num_programs // total_tiles).to(tl.int32)
@@ -163,17 +166,17 @@ def _assign_parts(
 
     Args:
         seq_lens: [B], keys of each request.
-        tile_ranges: [programs, 5] of the schedule; this program writes PROGRAMS rows.
-        split_offsets: [B + 1] of the schedule; program 0 writes it.
+        tile_ranges: [programs, 5], output; this program writes PROGRAMS rows.
+        split_offsets: [B + 1], output; program 0 writes this tensor.
         num_requests: number of requests.
-        end: number of requests, or CHUNK if one chunk has all requests.
-        line: `Line`.
+        end: end of the loop over requests: `num_requests`, or the constant CHUNK if there is one chunk.
+        line: the `Line` of all requests.
         rule: `SplitRule` of a batch-invariant schedule; otherwise not used.
         CHUNK: number of requests that are processed at a time.
-        PROGRAMS: number of programs of the decode whose ranges are computed.
+        PROGRAMS: number of programs of the decode whose ranges this program computes.
         TILE: keys of a tile.
-        BATCH_INVARIANT: True if each part is one split; False if the parts of a request that a program takes are one
-            split.
+        BATCH_INVARIANT: if True, each part is one split. If False, all parts of a request that one program takes are
+            together one split.
     """
     program = tl.program_id(0) * PROGRAMS + tl.arange(0, PROGRAMS)
     segment = line.segment
@@ -203,7 +206,7 @@ def _assign_parts(
         if tl.program_id(0) == 0:
             splits = held.parts
             if not BATCH_INVARIANT:
-                # with a stride of a segment or more, no two parts are in one segment, and some segments have no part
+                # if the stride is at least a segment, no segment contains two parts, so each part is one split
                 programs = last_part_start // segment - first_part_start // segment + 1
                 splits = tl.where(tiles > 0, tl.where(held.stride >= segment, held.parts, programs), 0)
             split_ends = splits_before + tl.cumsum(splits, 0)
@@ -235,14 +238,14 @@ def _plan_decode_kernel(
     seq_lens, tile_ranges, split_offsets, num_requests, num_programs, request_cost, splits_per_tile,
     CHUNK: tl.constexpr, ONE_CHUNK: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Plan a schedule that is not batch-invariant: whole parts if they cost no more, otherwise a balanced schedule.
+    """Compute a schedule that is not batch-invariant: of whole parts if its estimated time is not longer, or balanced.
 
-    The costs include the combination of the splits.
+    The estimate is an upper bound of the programs' time, plus the time to combine the request with the most splits.
     """
-    if DEPENDENT:
+    if DEPENDENT:  # let the next kernel start early, and wait for the preceding kernel
         gdc_launch_dependents()
         gdc_wait()
-    end = CHUNK if ONE_CHUNK else num_requests  # with a constant end, the loops load one chunk only once
+    end = CHUNK if ONE_CHUNK else num_requests  # with a constant, the compiler loads one chunk once for all loops
     total_tiles, requests, most_tiles = tl.zeros([], tl.int32), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     for first in range(0, end, CHUNK):
         tiles = _load_tiles(seq_lens, first + tl.arange(0, CHUNK), num_requests, TILE)
@@ -287,17 +290,14 @@ def _plan_invariant_kernel(
     CHUNK: tl.constexpr, ONE_CHUNK: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Plan a batch-invariant schedule.
-
-    Each part is one split, and the splits of each request depend on its length alone.
-    """
-    if DEPENDENT:
+    """Compute a batch-invariant schedule: each part is one split, whose size depends on its request alone."""
+    if DEPENDENT:  # let the next kernel start early, and wait for the preceding kernel
         gdc_launch_dependents()
         gdc_wait()
     rule = SplitRule(small_tiles, small_splits, large_tiles, max_splits)
     zero = tl.zeros([], tl.int32)
     line = Line(request_cost - split_cost, split_cost, zero, zero, zero, num_programs, zero)
-    end = CHUNK if ONE_CHUNK else num_requests  # with a constant end, the loops load one chunk only once
+    end = CHUNK if ONE_CHUNK else num_requests  # with a constant, the compiler loads one chunk once for all loops
     total = zero
     for first in range(0, end, CHUNK):
         tiles = _load_tiles(seq_lens, first + tl.arange(0, CHUNK), num_requests, TILE)
@@ -332,17 +332,17 @@ def plan_decode(
 ) -> tuple[Tensor, Tensor]:
     """Return the tile ranges [programs, 5] and the split offsets [B + 1] of a `DecodeSchedule`, both int32.
 
-    A negative length counts as 0. Positions on the line are 32-bit integers, so the sum of all lengths on the line
-    must stay below 2^31 tiles (137e9 keys). The equal parts of requests may add `request_cost` + 1 tiles for each
-    program.
+    A negative length counts as 0. Positions on the line are 32-bit integers, so the line with all tiles and costs must
+    be shorter than 2^31 tiles (137e9 keys). In a schedule of whole parts, the costs may add `request_cost` + 1 tiles
+    for each program.
 
     Args:
         seq_lens: [B], keys of each request.
-        num_programs: number of programs that share the tiles of the decode.
-        request_cost: cost of a request in addition to its tiles, in tiles.
-        split_cost: cost of a split of a batch-invariant schedule, in tiles. A value above `request_cost` is lowered to
-            `request_cost`.
-        splits_per_tile: splits of one request that the combine kernel adds in the time of one tile.
+        num_programs: number of programs of the decode kernel, which share all tiles.
+        request_cost: time to start a request, in units of one tile.
+        split_cost: time to start a further split of a request in a batch-invariant schedule, in units of one tile. If
+            it is larger than `request_cost`, `request_cost` is used.
+        splits_per_tile: number of splits of one request whose outputs the combine kernel adds in the time of one tile.
         split_rule: rule by which a batch-invariant schedule splits a request.
         batch_invariant: if True, the splits of each request depend on its length alone.
     """
@@ -354,7 +354,7 @@ def plan_decode(
     if batch_invariant:
         kernel = _plan_invariant_kernel
         own = (min(request_cost, split_cost), *split_rule.numbers)
-        warps = 4  # the kernel computes the splits of every request, with several divisions
+        warps = 4  # this kernel computes several divisions for each request
     following = device_facts(seq_lens.device).following
     with device_of(seq_lens):
         launch(

@@ -1,4 +1,4 @@
-"""The request of each token of a packed batch, for Triton kernels."""
+"""Find the request of each token of a batch inside a Triton kernel."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import triton.language as tl
 
 
 @triton.jit
-@no_type_check  # the tests' type checker must not wrap a kernel: Triton's interpreter reads its source
+@no_type_check  # the tests' type checker skips this kernel, because Triton's interpreter must read its source
 def request_of(tokens, offsets, stride, num_requests, search_steps):
-    """Return the request of each token, by bisection; `num_requests` for a token behind the last request.
+    """Return the request of each token; a token after the last request gets `num_requests`.
 
-    The result counts the requests whose last token comes before the token. It has the shape and dtype of `tokens`.
+    The result has the shape and dtype of `tokens`. The function searches `offsets` by bisection.
 
     Args:
-        tokens: numbers of tokens.
+        tokens: indices of tokens in the batch, in which the tokens of one request follow those of another.
         offsets: [B + 1], first token of each request, and the end of the last request.
         stride: stride of the offsets.
         num_requests: B.
-        search_steps: number of bits of B.
+        search_steps: number of bisection steps: the number of bits of B.
     """
     request = tl.zeros_like(tokens)
     upper = request + num_requests

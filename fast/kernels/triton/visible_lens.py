@@ -1,6 +1,6 @@
-"""Kernel of the mask of decodes, computed from lengths and offsets on the device.
+"""Compute how many keys each query token of a decode sees, on the GPU.
 
-The host reads no value back, so a CUDA graph that contains the kernel serves other lengths in every replay.
+The host reads no value back. A CUDA graph that contains the kernel can therefore be replayed with other lengths.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ TOKENS = 128  # tokens of a program
 def compute_visible_lens(
     query_start_loc: Tensor, seq_lens: Tensor, num_tokens: int, size: int, rank: int, interleave: int
 ) -> Tensor:
-    """Return the number of (rank-local) keys that each query token attends, [num_tokens] int32.
+    """Return the number of keys that each query token attends, [num_tokens] int32.
 
-    A negative length counts as 0, and no token attends more keys than its request has.
+    With context parallelism, D ranks divide the tokens of a sequence among themselves. The result then counts the keys
+    of rank `rank` alone. A negative length counts as 0.
 
     Args:
-        query_start_loc: [B + 1], prefix sum of the query lengths.
-        seq_lens: [B], tokens of each whole sequence.
+        query_start_loc: [B + 1], first query token of each request.
+        seq_lens: [B], tokens of each sequence on all ranks.
         num_tokens: length of the result; tokens from query_start_loc[-1] on are padding and attend no key.
-        size: D, number of ranks.
+        size: D, number of ranks; 1 without context parallelism.
         rank: this rank.
-        interleave: I, consecutive tokens on one rank.
+        interleave: I, number of consecutive tokens that one rank gets before the next rank gets tokens.
     """
     requests = seq_lens.shape[0]
     visible_lens = torch.empty(num_tokens, dtype=torch.int32, device=seq_lens.device)
@@ -53,13 +54,13 @@ def compute_visible_lens(
     do_not_specialize=["num_tokens", "num_requests", "search_steps", "size", "rank", "interleave"],
     do_not_specialize_on_alignment=["query_start_loc", "seq_lens"],
 )
-@no_type_check  # the tests' type checker must not wrap a kernel: Triton's interpreter reads its source
+@no_type_check  # the tests' type checker skips this kernel, because Triton's interpreter must read its source
 def _visible_lens_kernel(
     query_start_loc, seq_lens, visible_lens, num_tokens, num_requests, search_steps, size, rank, interleave,
     TOKENS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Write the visible lengths of TOKENS query tokens."""
-    if DEPENDENT:
+    """Write the number of visible keys of TOKENS query tokens."""
+    if DEPENDENT:  # let the next kernel start early, and wait for the preceding kernel
         gdc_launch_dependents()
         gdc_wait()
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -69,6 +70,7 @@ def _visible_lens_kernel(
     end = tl.load(query_start_loc + request + 1, owned, 0)
     length = tl.load(seq_lens + request, owned, 0)
     keys = tl.maximum(tl.minimum(length - (end - 1 - tokens), length), 0)
+    # count the rank's tokens among the first `keys` tokens: in each round, every rank gets `interleave` tokens
     rounds = keys // (size * interleave)
     rest = keys - rounds * (size * interleave)
     local_keys = rounds * interleave + tl.minimum(tl.maximum(rest - rank * interleave, 0), interleave)
