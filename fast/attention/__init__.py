@@ -1,1 +1,1 @@
-"""Ops for attention of any family: softmax attention with LSE, merge of attention states, rotary embedding."""
+"""Ops for any kind of attention: softmax attention with LSE, merge of attention states, rotary embedding."""

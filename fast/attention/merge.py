@@ -1,4 +1,7 @@
-"""Merge of two attention states over disjoint keys, by log-sum-exp (FlashInfer, arXiv 2501.01005, section 2.2)."""
+"""Merge two attention states over disjoint keys (FlashInfer, arXiv 2501.01005, section 2.2).
+
+An attention state is the output of attention over a set of keys, and the log-sum-exp of its scores (LSE).
+"""
 
 from __future__ import annotations
 
@@ -32,14 +35,14 @@ def merge_attn_states(
     Args:
         prefix: state over the first set of keys, with out [T, N, Dv] and lse [N, T].
         suffix: state over the second set of keys, with the shapes and dtypes of `prefix`.
-        out: state that receives the result; its LSE has the shape and dtype of the other LSEs, and both of its tensors
-            are contiguous. Its output may have another dtype, to which the kernel rounds. `out` may be `prefix` or
-            `suffix` itself, and must share no other memory with them. None allocates a state.
-        graph: kind of the CUDA graph that contains the call; NONE if no graph contains the call.
+        out: state that receives the result; None allocates a state. Both tensors of `out` are contiguous and have the
+            shapes of `prefix`. Its LSE has the dtype of the other LSEs; its output may have another dtype, to which the
+            kernel rounds. `out` may be `prefix` or `suffix` itself, but must share no other memory with them.
+        graph: kind of the CUDA graph that captures this call; NONE without a graph.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
-        The merged state, with the shapes and dtypes of `prefix`; the state `out` if `out` is given.
+        The state `out` if it is given; otherwise a new state with the shapes and dtypes of `prefix`.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match.
@@ -48,7 +51,7 @@ def merge_attn_states(
     if out is not None:
         check_type("out", out, AttentionState)
         _check_merge(prefix, suffix)
-        _check_target(out, prefix, suffix)  # at every call: whether two tensors overlap is not part of a signature
+        _check_target(out, prefix, suffix)  # in every call: overlaps may differ between calls with equal shapes
     return merge_states(prefix, suffix, out, graph, backend)
 
 
@@ -59,10 +62,9 @@ def merge_states(
     graph: GraphSupport = GraphSupport.NONE,
     backend: BackendChoice = None,
 ) -> AttentionState:
-    """Compute `merge_attn_states`, with an `out` that the caller has checked.
+    """Compute `merge_attn_states` without a check of `out`.
 
-    See `merge_attn_states` for the arguments, the result and the errors. `out` must have contiguous tensors of the
-    right shapes, and each of its tensors must be a tensor of `prefix` or `suffix`, or overlap none of them.
+    See `merge_attn_states` for the arguments, the result and the errors. The caller must know that `out` is valid.
     """
     calls = _MERGES if out is None else _MERGES_INTO
     signature = calls.signature(prefix, suffix, out, graph, backend)
@@ -82,11 +84,11 @@ _check_merge = backends.CheckedOnce(check_merge)
 
 
 def _check_target(out: AttentionState, prefix: AttentionState, suffix: AttentionState) -> None:
-    """Check the state that receives a merged state: each tensor is one of the inputs, or overlaps no input."""
+    """Check `out`: each of its tensors is the corresponding tensor of an input, or overlaps no input."""
     check_type("out", out, AttentionState)
     for name, target, pair in (("out.out", out.out, (prefix.out, suffix.out)),
                                ("out.lse", out.lse, (prefix.lse, suffix.lse))):  # fmt: skip
-        others = []  # under `torch.compile` tensors have no addresses to compare
+        others = []  # stays empty under `torch.compile`, where tensors have no addresses to compare
         if not torch.compiler.is_compiling():
             kept = target if any(target is same for same in pair) else None
             others = [each for each in (*prefix, *suffix) if each is not kept]

@@ -1,4 +1,4 @@
-"""Rotary position embedding of `q_pe` and `k_pe` (RoFormer, arXiv 2104.09864; YaRN, arXiv 2309.00071)."""
+"""Rotary position embedding of the rope parts of queries and keys (RoFormer, arXiv 2104.09864; YaRN, 2309.00071)."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from ..kernels.rotation import rotate as _rotate_pairs
 
 
 def rotary_frequencies(rope: RopeConfig, dim: int, dtype: torch.dtype = torch.float32) -> Float[Tensor, " {dim//2}"]:
-    """Return the rotation angle of pair i for one position: theta^(-2i/R), stretched if `rope` has YaRN.
+    """Return the rotary frequencies [R/2]: the angle by which pair i rotates for each position, theta^(-2i/R).
 
-    See `reference.attention.rope.rotary_frequencies` for the stretching by YaRN.
+    YaRN changes these frequencies, so that a model can read longer texts than in its training. See
+    `reference.attention.rope.rotary_frequencies` for the formula.
 
     Args:
-        rope: rotary parameters.
-        dim: R, an even number.
+        rope: rotary parameters, such as theta.
+        dim: R, the rope dim, an even number.
         dtype: float32 or float64.
     """
     check_type("rope", rope, RopeConfig)
@@ -43,7 +44,7 @@ def rotary_frequencies(rope: RopeConfig, dim: int, dtype: torch.dtype = torch.fl
     yarn = rope.yarn
     if yarn is None or dim == 0:
         return trained
-    # index of the pair that rotates `beta` times over the original context
+    # index of the pair that rotates `beta` times over the context length of the training
     fast, slow = (
         math.log(yarn.original_max_position_embeddings / (beta * 2 * math.pi)) * dim / (2 * math.log(rope.theta))
         for beta in (yarn.beta_fast, yarn.beta_slow)
@@ -56,7 +57,7 @@ def rotary_frequencies(rope: RopeConfig, dim: int, dtype: torch.dtype = torch.fl
 def rotary_cos_sin(
     positions: Int[Tensor, " T"], rope: RopeConfig, dim: int, dtype: torch.dtype
 ) -> tuple[Float[Tensor, "T {dim//2}"], Float[Tensor, "T {dim//2}"]]:
-    """Return cosine and sine of every token's angles, multiplied by YaRN's magnitude factor.
+    """Return cosines and sines of the angles of every token; YaRN multiplies both by a magnitude factor.
 
     Returns:
         Two [T, R/2] tensors, float64 if `dtype` is float64 and float32 otherwise.
@@ -109,16 +110,16 @@ def apply_rope(
     graph: GraphSupport = GraphSupport.NONE,
     backend: BackendChoice = None,
 ) -> tuple[Float[Tensor, "T N R"], Float[Tensor, "T R"]]:
-    """Rotate the rope parts of the query and of the shared key.
+    """Rotate the rope parts of queries and keys.
 
     Args:
         positions: [T], position of each token in its request.
-        q_pe: [T, N, R].
-        k_pe: [T, R], one key for all heads.
+        q_pe: [T, N, R], rope part of the queries.
+        k_pe: [T, R], rope part of the keys, which all heads share.
         rope: rotary parameters.
-        frequencies: result of `rotary_frequencies(rope, R, float32 or float64)` on the device; None computes
-            the frequencies.
-        graph: kind of the CUDA graph that contains the call; NONE if no graph contains the call.
+        frequencies: [R/2], result of `rotary_frequencies`, on the device of `q_pe`: float64 if `q_pe` is float64,
+            float32 otherwise. None computes the frequencies in each call.
+        graph: kind of the CUDA graph that captures this call; NONE without a graph.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
@@ -145,7 +146,7 @@ def apply_rope(
 def check_angles(
     positions: Int[Tensor, " T"], q_pe: Float[Tensor, "T N R"], rope: RopeConfig, frequencies: Tensor | None
 ) -> None:
-    """Check the arguments that determine the angles of a rotation; read no values.
+    """Check shapes, dtypes and devices of the arguments that determine the angles of a rotation.
 
     Args:
         positions: [T].
@@ -171,11 +172,11 @@ def angles_of(
     Args:
         q_pe: [T, N, R].
         rope: rotary parameters.
-        frequencies: frequencies that are returned; None computes the frequencies.
+        frequencies: [R/2], returned unchanged; None computes the frequencies.
 
     Returns:
-        Frequencies [R/2], float64 if `q_pe` is float64 and float32 otherwise; YaRN's magnitude factor, 1.0 without
-            YaRN.
+        Frequencies [R/2], float64 if `q_pe` is float64 and float32 otherwise; YaRN's magnitude factor (1.0 without
+        YaRN).
     """
     if frequencies is None:
         frequencies = rotary_frequencies(rope, q_pe.shape[-1], wide_dtype(q_pe.dtype)).to(q_pe.device)

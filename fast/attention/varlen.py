@@ -1,4 +1,7 @@
-"""Softmax attention over packed sequences, with the log-sum-exp (LSE) of the scores."""
+"""Softmax attention over packed sequences, with the log-sum-exp (LSE) of the scores.
+
+"Packed" means that the tokens of all requests follow each other in one tensor, without padding.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +44,8 @@ def flash_attn_varlen(
 ) -> AttentionState:
     """Compute softmax attention of packed requests: the queries of a request attend the keys of the same request.
 
-    See `reference.attention.varlen` for the arithmetic. The causal mask aligns the last query of a
-    request with the last key of the request: query i of Sq sees keys up to S - Sq + i.
+    See `reference.attention.varlen` for the arithmetic. A request may have more keys than queries. With a causal mask,
+    the last query of a request sees all keys of the request, and each earlier query sees one key less.
 
     Args:
         q: [T, N, D].
@@ -54,15 +57,15 @@ def flash_attn_varlen(
         max_seqlen_k: upper bound of the key lengths; it sets the size of the launch and changes no result.
         softmax_scale: factor of the scores.
         causal: if True, each query sees no key after its own position.
-        out_dtype: dtype of `out`; None takes the dtype of `q`.
+        out_dtype: dtype of the output; None means the dtype of `q`.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
         out [T, N, Dv] and lse [N, T].
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match; for CPU tensors, offsets decrease, or the last offset is
-            not the number of rows.
+        ValueError: shapes, dtypes or devices do not match. For CPU tensors also: offsets decrease, or the last offset
+            is not the number of rows.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     inputs = AttentionInputs(q, k, None, v, cu_seqlens_q, cu_seqlens_k)
@@ -87,31 +90,31 @@ def flash_attn_varlen_shared_rope(
     out: Float[Tensor, "T N Dv"] | None = None,
     backend: BackendChoice = None,
 ) -> AttentionState | Float[Tensor, "T N Dv"]:
-    """Compute `flash_attn_varlen` with the keys in two tensors: `k_nope` for each head, `k_pe` for all heads together.
+    """Compute `flash_attn_varlen` with the keys in two tensors: each head has its own `k_nope`, and all share `k_pe`.
 
-    No kernel copies `k_pe` for each head.
+    The function does not copy `k_pe` for each head.
 
     Args:
-        q: [T, N, P + R].
-        k_nope: [S, N, P].
-        k_pe: [S, R].
-        v: [S, N, Dv].
+        q: [T, N, P + R], queries.
+        k_nope: [S, N, P], part of the keys without rope.
+        k_pe: [S, R], rotated part of the keys.
+        v: [S, N, Dv], values.
         cu_seqlens_q: [B + 1], prefix sum of the query lengths.
         cu_seqlens_k: [B + 1], prefix sum of the key lengths.
         max_seqlen_q: upper bound of the query lengths.
         max_seqlen_k: upper bound of the key lengths.
         softmax_scale: factor of the scores.
         causal: if True, each query sees no key after its own position.
-        out_dtype: dtype of `out`; None takes the dtype of `q`.
-        bounded: if True, S is an upper bound of cu_seqlens_k[-1], and later keys are not read.
+        out_dtype: dtype of the output; None means the dtype of `q`.
+        bounded: if True, S may be larger than cu_seqlens_k[-1], and the keys after the last request are not read.
         return_lse: whether the kernel stores the LSE.
         out: tensor [T, N, Dv] in `out_dtype`, with any strides, that receives the output; it must share no memory with
             the arguments. None allocates a tensor.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
-        With `return_lse`, an `AttentionState`: out [T, N, Dv] and lse [N, T]. Without `return_lse`, the output alone,
-        as a tensor. The output is the tensor `out` if `out` is given.
+        With `return_lse`, an `AttentionState`: out [T, N, Dv] and lse [N, T]. Without `return_lse`, the output tensor
+        alone. If `out` is given, it is the output tensor.
 
     Raises:
         TypeError: `bounded` or `return_lse` is not a bool.
@@ -130,8 +133,8 @@ class AttentionInputs(NamedTuple):
 
     Attributes:
         q: [T, N, D].
-        k: [S, N, D], or the part [S, N, P] of the keys that each head has alone.
-        k_pe: [S, R], the part of the keys that all heads share, with P + R = D; None if there is no such part.
+        k: [S, N, D], the whole keys; with `k_pe`, [S, N, P], the part of the keys without rope.
+        k_pe: [S, R], rotated part of the keys, which all heads share, with P + R = D; None if `k` has the whole keys.
         v: [S, N, Dv].
         cu_seqlens_q: [B + 1], prefix sum of the query lengths.
         cu_seqlens_k: [B + 1], prefix sum of the key lengths.
@@ -152,8 +155,8 @@ def attend(
 ) -> AttentionState | Float[Tensor, "T N Dv"]:  # fmt: skip
     """Compute `flash_attn_varlen` or, with `inputs.k_pe`, `flash_attn_varlen_shared_rope`.
 
-    See these functions for the arguments, the results and the errors. `out_is_checked` means that the caller knows that
-    `out` has the right shape and dtype and overlaps no input.
+    See these functions for the arguments, the results and the errors. `out_is_checked` is True if the caller knows that
+    `out` is valid: it has the right shape and dtype, and overlaps no input.
     """
     q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k = inputs
     calls = _ATTENDS if out is None and return_lse is True else _ATTENDS_INTO
@@ -180,7 +183,7 @@ def attend(
     tokens, heads, _ = q.shape
     if out is None:
         out = q.new_empty(tokens, heads, v.shape[2], dtype=out_dtype)
-    elif not out_is_checked:  # at every call: whether two tensors overlap is not part of a signature
+    elif not out_is_checked:  # in every call: overlaps may differ between calls with equal shapes
         given = [each for each in inputs if each is not None]
         check_out("out", out, (tokens, heads, v.shape[2]), out_dtype, q.device, *given)
     lse = q.new_empty(heads, tokens, dtype=wide_dtype(out_dtype)) if return_lse else None
@@ -194,7 +197,7 @@ def _launch_attention(
 ):  # fmt: skip
     if q.device.type == "cpu":
         check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0])
-        check_offsets("cu_seqlens_k", cu_seqlens_k, most=k.shape[0])  # `attend` checks the end
+        check_offsets("cu_seqlens_k", cu_seqlens_k, most=k.shape[0])  # `attend` has checked the last offset
     return backends.kernel(backend, "flash_attn_varlen")(
         q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype,
         *written,

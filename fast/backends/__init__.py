@@ -1,26 +1,25 @@
-"""Choice of the backend that serves a call: the backend with the highest priority that can serve this call.
+"""Choose the backend that serves a call: the backend with the highest priority that can serve this call.
 
-A backend is a set of kernels behind one name. A backend declares its ops, and what the kernels of each op can do. Every
-parameter `backend=` of `fast` is None, a name, or a mapping from op to name (`BackendChoice`):
+An op is a function of `fast` that kernels implement, such as `mla_decode`. A backend is a set of kernels behind one
+name, such as "triton". A backend declares its ops, and the calls of each op that its kernels can serve. Every parameter
+`backend=` of `fast` is None, a name, or a mapping from op to name (`BackendChoice`):
 
 - None: each call of each op goes to the backend with the highest priority that can serve the call.
-- A name, passed to a function that launches one op (such as `mla_decode` or `merge_attn_states`): the named backend
-  serves the call. If the named backend cannot serve the call, the function raises `UnsupportedConfiguration` with every
-  reason.
-- A name, passed to a class or function that calls several ops: the name binds the ops that this backend declares. Every
-  other op chooses its backend as with None. This applies to `MLAAttention`, `MLAMetadataBuilder`, `build_mla_metadata`,
-  `use_mla`, `warmup`, `explain`, `forward_prefill`, `cascade_attention`, `dcp_gather_context`, `dcp_decode` and the
-  option `--backend` of the main job. A bound op raises `UnsupportedConfiguration` if its backend cannot serve the call.
-  The name of a backend that declares none of the called ops raises `UnsupportedConfiguration` at once. For example,
-  `dcp_decode(.., backend="hopper")` decodes with "hopper" and exchanges states with another backend, and
-  `forward_prefill(.., backend="hopper")` raises.
+- A name, passed to a function with one op (such as `mla_decode` or `merge_attn_states`): the named backend serves the
+  call. If the named backend cannot serve the call, the function raises `UnsupportedConfiguration` with every reason.
+- A name, passed to a class or function that calls several ops, such as `MLAAttention`, `warmup`, `forward_prefill` or
+  `dcp_decode`: the name binds the ops that this backend declares. Every other op chooses its backend as with None. A
+  bound op raises `UnsupportedConfiguration` if its backend cannot serve the call. If the backend declares none of the
+  called ops, the class or function raises `UnsupportedConfiguration` at once. For example,
+  `dcp_decode(.., backend="hopper")` decodes with "hopper" and merges the states of the ranks with another backend.
+  `forward_prefill(.., backend="hopper")` raises, because "hopper" has no op of a prefill.
 - A mapping: each op in the mapping is bound to the given backend. Every other op chooses its backend as with None. An
-  unknown op, an unknown name, or an op that the given backend does not declare is an error at once.
+  unknown op, an unknown name, or an op that the given backend does not declare raises an error at once.
 
 Some ops must be served by the same backend:
 
-- The ops of one decode (`DECODES`), because the number of programs and the costs belong to one decode kernel.
-- The ops of one message between ranks (`MESSAGES`), because each backend has its own layout of the message.
+- The ops of one decode (`DECODES`): the number of programs and the costs of a schedule belong to one decode kernel.
+- The ops that write and read a message between ranks (`MESSAGES`): each backend has its own layout of the message.
 
 A mapping that binds one op of such a group also binds the other ops of the group that the backend declares. A mapping
 with two different names in one group raises ValueError.

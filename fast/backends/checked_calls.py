@@ -1,13 +1,14 @@
-"""Calls whose checks have passed: a later call with the same signature skips the checks, the choice and the dispatcher.
+"""Skip the argument checks of a call if an earlier call with the same signature has passed them.
 
-A *signature* is everything about the arguments that the checks, the choice of a backend and the launcher read on the
-host: shape, strides, dtype, device and alignment of each tensor, and every other value with its type. The values inside
-a tensor on a GPU are not part of the signature, because no check reads them. Checks of values on the CPU run at every
-call: in each op's launch function, or in the function that calls the op (`check_eager_offsets`).
+The checks, the choice of a backend and torch's dispatcher can take longer than a kernel. All three are skipped in a
+later call with the same signature. A *signature* has everything that they read from the arguments: shape, strides,
+dtype, device and alignment of each tensor, and the type and value of every other argument. The values inside tensors
+are not part of a signature. For CPU tensors, checks of these values run in every call.
 
-A function that calls several ops keeps the checks of its own arguments in the same way (`CheckedOnce`). If the
-signature of such a function determines the signatures of all calls inside it, the calls inside skip even their
-signatures (`nested_calls`).
+- `CheckedCalls` keeps the signatures of one op.
+- `CheckedOnce` keeps the signatures of the argument check of a function that calls several ops.
+- `CallsInside` serves such a function, too. If the signature of the function determines the signatures of all checks
+  and ops that it calls, these calls need not compute their own signatures (`nested_calls`).
 
 These calls are always checked in full, and torch's dispatcher always sees them:
 
@@ -37,9 +38,9 @@ from .registry import on_change
 from .repeated_launches import Launches
 from .selection import BoundOps
 
-MOST_SIGNATURES = 512  # of each op; a decode that grows by one token in each step adds one signature in each step
-MOST_CONFIGS = 4096
-_KEEPING = threading.RLock()
+MOST_SIGNATURES = 512  # signatures that are kept for each op; a decode may add one in each step, as its lengths grow
+MOST_CONFIGS = 4096  # configs that are kept in `_CONFIGS`
+_KEEPING = threading.RLock()  # held while a thread changes what is kept
 _ALL_CALLS: list[CheckedCalls | CheckedOnce | CallsInside] = []
 _PROPERTIES = operator.attrgetter("shape", "dtype", "device", "requires_grad")
 
@@ -49,7 +50,7 @@ class CheckedCalls:
 
     Args:
         dispatched: the op in torch's dispatcher; its last argument is the name of a backend.
-        launch: the function behind the op.
+        launch: the Python function that implements the op, with the same arguments.
         mutates: positions of the arguments that the op writes in place.
     """
 
@@ -63,7 +64,10 @@ class CheckedCalls:
         self._known.clear()
 
     def signature(self, *arguments: Any) -> tuple | Entry | None:
-        """Return the signature of a call, its entry in a known order, or None if it must be checked and dispatched."""
+        """Return the signature of a call; None if the call must be checked and must go through torch's dispatcher.
+
+        Inside a function whose calls were recorded (`CallsInside`), return the recorded `Entry` of this call instead.
+        """
         order = PER_THREAD.order
         if order is not None:
             entry = order.next(self)
@@ -75,12 +79,12 @@ class CheckedCalls:
             signature = (torch.is_grad_enabled(), signature_of(arguments))
             if signature not in self._known and _needs_dispatcher(arguments, signature[0]):
                 return None
-        except (NoSignature, TypeError, RuntimeError):  # the argument cannot be hashed, or the tensor has no strides
+        except (NoSignature, TypeError, RuntimeError):  # an argument cannot be hashed, or a tensor has no strides
             return None
         return signature
 
     def backend_of(self, signature: tuple | Entry | None) -> str | None:
-        """Return the name of the backend that served this signature; None if the call must be checked."""
+        """Return the name of the backend that served this signature before; None if the call must be checked."""
         if type(signature) is Entry:
             return signature.value[0]
         known = None if signature is None else self._known.get(signature)
@@ -90,7 +94,7 @@ class CheckedCalls:
         """Run a call whose checks have passed.
 
         Args:
-            signature: result of `signature`.
+            signature: result of the method `signature`.
             backend: name of the backend.
             arguments: arguments of the op, without the name of the backend.
         """
@@ -104,17 +108,17 @@ class CheckedCalls:
         else:
             known = self._known.get(signature)
             if known is None:
-                # a launcher of another project may launch kernels or count calls without the recorder seeing it
+                # the launcher of another project may do things that the recorder of a replay does not see
                 known = (backend, Launches(replays=backend in OWN_BACKENDS))
                 _keep(self._known, signature, known)
             if order is not None:
                 order.note(self, known)
-        PER_THREAD.order = None  # a replay would leave out the calls inside this call
+        PER_THREAD.order = None  # calls inside this op do not belong to the order, because a replay leaves them out
         try:
             result = known[1].run(self._launch, *arguments, backend)
         finally:
             PER_THREAD.order = order
-        if order is not None and backend not in OWN_BACKENDS:  # what others return is no product of the arguments alone
+        if order is not None and backend not in OWN_BACKENDS:  # another project may return any tensors
             confirm(
                 *[each for each in (result if isinstance(result, tuple) else (result,)) if isinstance(each, Tensor)]
             )
@@ -128,11 +132,12 @@ class CheckedCalls:
 class CheckedOnce:
     """A check of a function's arguments, which runs once for each signature.
 
-    The check must read only what a signature has; it must not read values of tensors. A record with tensors, such as a
-    plan, counts as the same argument only if it is the same object: all layers of a step get the same plan.
+    The check must read only what a signature has; it must not read values inside tensors. A record is a frozen
+    dataclass. A record with tensors, such as the plan of a step (`MLAMetadata`), has the same signature only if it is
+    the same object. All layers of a step get the same plan, so one check serves all of them.
 
     Args:
-        check: function that raises an error if an argument is wrong. Its result must hold no tensor.
+        check: function that raises an error if an argument is wrong. The result of the function must hold no tensor.
     """
 
     def __init__(self, check: Callable):
@@ -144,7 +149,7 @@ class CheckedOnce:
         self._results.clear()
 
     def __call__(self, *arguments: Any) -> Any:
-        """Run the check unless it has passed with this signature; return its result."""
+        """Return the result of the check; run the check only if it has not passed with this signature before."""
         order = PER_THREAD.order
         if order is not None:
             entry = order.next(self)
@@ -170,10 +175,10 @@ class CheckedOnce:
 
 
 class CallsInside:
-    """The orders of the checks and ops inside one function, for each signature of the function.
+    """The checks and ops that one function calls, in their order, for each signature of the function.
 
-    The function names, in `given`, all arguments that the signatures of the calls inside depend on. A tensor that
-    another project's code computes, such as the output of a projection, is named in `confirm` once it is there.
+    The function passes to `given` all arguments that determine the signatures of the calls inside it. If code of
+    another project computes a tensor, such as the output of a projection, the function passes this tensor to `confirm`.
     """
 
     def __init__(self):
@@ -185,11 +190,11 @@ class CallsInside:
         self._orders.clear()
 
     def given(self, *arguments: Any) -> Order | contextlib.AbstractContextManager[None]:
-        """Return a context manager around the calls inside the function.
+        """Return a context manager for the calls inside the function.
 
-        A first call with some signature notes the calls inside. Later calls with this signature follow these notes. In
-        a function that another such function called, and for calls that must be checked in full, the context manager
-        does nothing.
+        At the first call of the function with a signature, the context manager records the calls inside. At later calls
+        with the same signature, the calls inside reuse the recorded results. The context manager does nothing if it is
+        already inside such a context manager, or if calls must be checked in full.
         """
         if PER_THREAD.order is not None or must_be_dispatched() or torch._C._is_any_autocast_enabled():
             return _NOTHING  # autocast changes the dtypes of products inside the function
@@ -201,7 +206,7 @@ class CallsInside:
         return Order(entries, lambda found: self._end(signature, found))
 
     def _end(self, signature: tuple, found: tuple[Entry, ...] | None) -> None:
-        """Keep the order that a call found, or forget the order that a call did not follow."""
+        """Keep the recorded calls `found`; if it is None, forget the record, because a call did not match it."""
         if found is None:
             self._orders.pop(signature, None)
         else:
@@ -209,7 +214,7 @@ class CallsInside:
 
 
 def confirm(*tensors: Tensor) -> None:
-    """Name tensors on which the signatures of later calls inside a function depend (`CallsInside`)."""
+    """Declare tensors that determine the signatures of later calls inside a function (`CallsInside`)."""
     order = PER_THREAD.order
     if order is None:
         return
@@ -223,8 +228,8 @@ _NOTHING = contextlib.nullcontext()
 
 
 def _keep(kept: dict[tuple, Any], signature: tuple, value: Any) -> None:
-    """Keep a value for a signature, in place of the oldest signature if there are too many."""
-    with _KEEPING:  # another thread may add a signature while this thread looks for the oldest one
+    """Keep a value for a signature; drop the oldest signature if there are MOST_SIGNATURES."""
+    with _KEEPING:  # another thread must add no signature while this thread looks for the oldest signature
         if len(kept) >= MOST_SIGNATURES:
             kept.pop(next(iter(kept)), None)
         kept[signature] = value
@@ -244,7 +249,7 @@ on_change(forget_calls)
 
 @contextlib.contextmanager
 def check_every_call(wanted: bool = True) -> Iterator[None]:
-    """Check every call of the current thread in full while the context is open; do nothing if `wanted` is False."""
+    """Check every call of the current thread in full inside this context; do nothing if `wanted` is False."""
     if not wanted:
         yield
         return
@@ -257,7 +262,7 @@ def check_every_call(wanted: bool = True) -> Iterator[None]:
 
 
 def with_wanted_checks(method: Callable) -> Callable:
-    """Let the ops that a method calls check all arguments in every call if `check_every_call` of the object is True."""
+    """Decorate a method: if `self.check_every_call` is True, all ops that it calls check their arguments every time."""
 
     @functools.wraps(method)
     def run(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -270,7 +275,7 @@ def with_wanted_checks(method: Callable) -> Callable:
 
 
 def without_gradients(method: Callable) -> Callable:
-    """Let a method run under `torch.no_grad`; unlike torch's decorator, do nothing if gradients are off already."""
+    """Decorate a method to run under `torch.no_grad`; unlike torch's decorator, do nothing if gradients are off."""
     under_no_grad = torch.no_grad()(method)
 
     @functools.wraps(method)
@@ -281,7 +286,7 @@ def without_gradients(method: Callable) -> Callable:
 
 
 def must_be_dispatched() -> bool:
-    """Return whether torch's dispatcher must see the calls of this moment, or every call must be checked."""
+    """Return whether a call at this moment must go through torch's dispatcher, or must be checked in full."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
@@ -316,13 +321,13 @@ def _part_of_bound_ops(bound: BoundOps) -> tuple:
     return bound.pairs
 
 
-_RECORDS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # signature of each frozen record with tensors
-_CONFIGS: dict[int, tuple[Any, object]] = {}  # by id: a frozen record without tensors, and its object in signatures
-_CONFIG_TOKENS: dict[tuple[Any, str], object] = {}  # by value: the object in signatures, the same for equal records
+_RECORDS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # record with tensors: its signature
+_CONFIGS: dict[int, tuple[Any, object]] = {}  # id of a record without tensors: the record and its token
+_CONFIG_TOKENS: dict[tuple[Any, str], object] = {}  # value of a record without tensors: its token
 
 
 def _part_of_record(record: Any) -> tuple:
-    """Return the signature of a frozen record with tensors, such as a plan. It is computed once for each record."""
+    """Return the signature of a frozen record with tensors, such as a plan; compute it once for each record."""
     kept = _RECORDS.get(record)
     if kept is None:
         fields = tuple([getattr(record, field.name) for field in dataclasses.fields(record)])
@@ -331,10 +336,11 @@ def _part_of_record(record: Any) -> tuple:
 
 
 def _part_of_config(config: Any) -> tuple:
-    """Return an object that stands for the value of a frozen record without tensors.
+    """Return a token in place of a frozen record without tensors; records of equal value have the same token.
 
-    The fields are hashed once for each record, because the hash takes longer than a check. `_CONFIGS` keeps the record,
-    so that no other record gets its id. The text of the record tells the int 1 from the float 1.0.
+    The fields of a record are hashed only once, because this takes longer than a check. `_CONFIGS` keeps the record
+    alive, so that no other record can get its id. The int 1 and the float 1.0 are equal, so the value in
+    `_CONFIG_TOKENS` includes the text of the record.
     """
     kept = _CONFIGS.get(id(config))
     if kept is None:
@@ -360,7 +366,7 @@ _PART_OF: dict[type, Callable[[Any], tuple]] = {
 
 
 def _part_of_new_kind(argument: Any) -> tuple:
-    """Return the signature of an argument of a type that was not seen before, and keep how it is computed."""
+    """Return the signature of an argument of a new type, and keep the function that computes it for this type."""
     kind = type(argument)
     _PART_OF[kind] = _part_for(kind)
     return _PART_OF[kind](argument)
@@ -378,12 +384,12 @@ def _part_for(kind: type) -> Callable[[Any], tuple]:
     return _no_part if not frozen else _part_of_config if compared else _part_of_record
 
 
-_MISSING = object()  # in place of a result that may be None
-_TOKENS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # an object in place of each record with tensors
+_MISSING = object()  # means "no result is kept", because None may be a result
+_TOKENS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # record with tensors: its token
 
 
 def _token_of(record: Any) -> object:
-    """Return an object that stands for a record with tensors and does not keep the record alive."""
+    """Return a token in place of a record with tensors; the token does not keep the record alive."""
     token = _TOKENS.get(record)
     if token is None:
         token = _TOKENS[record] = object()
@@ -394,7 +400,7 @@ _IDENTITY_OF = dict(_PART_OF)
 
 
 def identity_of(arguments: tuple) -> tuple:
-    """Return the signature of some arguments, in which a record with tensors counts only if it is the same object.
+    """Return the signature of some arguments, in which a record with tensors equals only itself.
 
     Raises:
         NoSignature: as in `signature_of`.
@@ -403,7 +409,7 @@ def identity_of(arguments: tuple) -> tuple:
 
 
 def _identity_of_new_kind(argument: Any) -> Any:
-    """Return the part of an argument in a signature of `CheckedOnce`, and keep how it is computed."""
+    """Return the part of an argument of a new type in `identity_of`, and keep the function that computes it."""
     kind = type(argument)
     part = _part_for(kind)
     _IDENTITY_OF[kind] = _token_of if part is _part_of_record else part
@@ -411,7 +417,7 @@ def _identity_of_new_kind(argument: Any) -> Any:
 
 
 def _needs_dispatcher(arguments: tuple, grad: bool) -> bool:
-    """Return whether a tensor needs what only torch's dispatcher gives: gradients, negated views, or shapes alone."""
+    """Return whether some tensor needs torch's dispatcher: it needs a gradient, is a negated view or a meta tensor."""
     for argument in arguments:
         if isinstance(argument, Tensor):
             if argument.is_neg() or argument.is_meta or (grad and argument.requires_grad):

@@ -1,4 +1,4 @@
-"""A report of the backend that serves each op of a layer, with the reasons against the other backends."""
+"""Report which backend serves each op of a layer, and why the other backends do not serve it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ CACHE_OPS = (
     "concat_and_cache_mla",
     "gather_and_maybe_dequant_cache",
     "rope_norm_and_cache",
-)  # they read or write entries
-COPY_OPS = ("copy_blocks", "swap_blocks")  # they copy entries unchanged
-INTEGER_OPS = ("advance_step", "compute_visible_lens", "plan_decode")  # they compute with integers only
+)  # ops that read or write cache entries
+COPY_OPS = ("copy_blocks", "swap_blocks")  # ops that copy cache entries unchanged
+INTEGER_OPS = ("advance_step", "compute_visible_lens", "plan_decode")  # ops that compute with integers only
 
 
 def layer_requests(
@@ -37,7 +37,9 @@ def layer_requests(
     block_size: int,
     cache_format: CacheFormat = COMPUTE_FORMAT,
 ) -> list[KernelRequest]:
-    """Return one `KernelRequest` for each op of a layer, sorted by op, for batches with any query lengths.
+    """Return one `KernelRequest` (the needed capabilities of a kernel) for each op of a layer, sorted by op.
+
+    The requests allow batches with any query lengths.
 
     Args:
         config: configuration of the layer.
@@ -48,7 +50,7 @@ def layer_requests(
     """
     latent, rope = config.kv_lora_rank, config.qk_rope_head_dim
     entry = (("kv_lora_rank", latent), ("qk_rope_head_dim", rope))
-    widths = {  # op: widths in the requests of this op. An op that is missing here has one width
+    widths = {  # op: widths of its tensors; an op that is missing here has one width, the columns of a cache entry
         "apply_rope": (("qk_rope_head_dim", rope),),
         "merge_packed_attn_states": (("head_dim", latent),),
         "concat_and_cache_mla": entry,
@@ -94,8 +96,8 @@ def explain(
 ) -> str:
     """Return one line for each op of a layer: the backend that serves the op, and the reasons against other backends.
 
-    If `backend` is not None, each line also says whether `backend` binds the op, or whether the
-    backend is chosen by capability and priority.
+    If `backend` is given, each line also has the word "bound" or "chosen". "bound" means that `backend` decides which
+    backend serves the op. "chosen" means that the backend with the highest priority serves the op.
 
     Args:
         config: configuration of the layer.

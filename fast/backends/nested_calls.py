@@ -1,9 +1,12 @@
-"""Calls inside a function whose signature is known: each call inside follows the order of an earlier call.
+"""Reuse the checks and ops inside a function, if the function was called before with the same signature.
 
-A layer calls several checks and ops. Their arguments are views, slices and products of the layer's own arguments, so
-the signature of the layer's call (`checked_calls`) determines the signatures of all calls inside it. A first call
-notes, in order, each check with its result and each op with its backend and its launches. In a later call with the same
-signature, a check takes its result and an op takes its launches from these notes, without a signature of its own.
+A signature has the shapes, strides and dtypes of tensors, and the values of other arguments (`checked_calls`). A layer
+calls several checks and ops. Their arguments are computed from the layer's own arguments, so the signature of the
+layer's call determines the signatures of all calls inside it.
+
+The first call of a layer records an `Order`: a list with the result of each check, and with the backend and the
+launches of each op. A later call with the same signature goes through this list. A check takes its result from the
+list, and an op takes its launches from the list, so neither computes a signature.
 """
 
 from __future__ import annotations
@@ -14,11 +17,11 @@ from typing import Any
 
 
 class _PerThread(threading.local):
-    """What the current thread is doing.
+    """State of the current thread.
 
     Attributes:
         checked: whether every call must be checked in full (`check_every_call`).
-        order: the order that the calls of this moment note or follow; None outside of such a function.
+        order: the `Order` of the function that is running; None if no such function is running.
     """
 
     checked: bool = False
@@ -29,11 +32,11 @@ PER_THREAD = _PerThread()
 
 
 class Entry:
-    """One note: a check with its result, or an op with its backend and launches.
+    """One entry of an order: a check with its result, or an op with its backend and launches.
 
     Attributes:
-        owner: the check or op.
-        value: what the check or op keeps for the signature of this call.
+        owner: the check or op that was called.
+        value: result of the check, or backend and launches of the op.
     """
 
     __slots__ = ("owner", "value")
@@ -43,13 +46,14 @@ class Entry:
 
 
 class Order:
-    """The calls inside one function call: a context manager in which they are noted, or follow earlier notes.
+    """Context manager for one call of a function: record the calls inside it, or reuse recorded calls.
 
-    A call that does not fit the notes ends them: this call and the calls after it compute their own signatures.
+    If a call inside does not match the recorded calls, this call and all later calls inside compute their own
+    signatures.
 
     Args:
-        entries: notes of an earlier call with the same signature; None makes notes.
-        end: function that gets the new notes, or None if the call did not follow its notes.
+        entries: recorded calls of an earlier call with the same signature; None records the calls.
+        end: function that is called with the new record, or with None if the calls did not match their record.
     """
 
     __slots__ = ("_end", "_entries", "_failed", "_found", "_place")
@@ -71,7 +75,7 @@ class Order:
             self._end(None)
 
     def next(self, owner: Any) -> Entry | None:
-        """Return the note of the next call; None if `owner` must compute its own signature."""
+        """Return the entry of the next call; None if `owner` must compute its own signature."""
         entries, place = self._entries, self._place
         if entries is None or self._failed:
             return None
@@ -82,12 +86,12 @@ class Order:
         return None
 
     def note(self, owner: Any, value: Any) -> None:
-        """Note one call."""
+        """Record one call."""
         if self._entries is None:
             self._found.append(Entry(owner, value))
 
     def confirm(self, parts: tuple) -> None:
-        """Compare the signatures of tensors with those of the earlier call; note them if there was none."""
+        """Compare the signatures of tensors with the recorded signatures, or record them in a first call."""
         if self._entries is None:
             self._found.append(Entry(confirmed, parts))
         elif not self._failed:
@@ -96,12 +100,12 @@ class Order:
                 self._failed = True
 
     def give_up(self) -> None:
-        """Make no notes of this call, or follow no more notes: the signature of a call inside is not known."""
+        """Stop to record or to reuse calls, because a call inside has no signature."""
         self._failed = True
 
 
 class CallsOfOthers:
-    """A context manager around code of another project, such as a projection: its calls are no part of any notes."""
+    """Context manager for code of another project, such as a projection: its calls are neither recorded nor reused."""
 
     __slots__ = ("_order",)
 
@@ -113,4 +117,4 @@ class CallsOfOthers:
 
 
 def confirmed() -> None:
-    """The owner of notes about tensors."""
+    """The owner of the entries that `Order.confirm` records."""

@@ -1,7 +1,4 @@
-"""Declarations of the three backends of this package: "cpu", "triton" and "hopper".
-
-This module imports no kernel.
-"""
+"""Declare the three backends of this package, "cpu", "triton" and "hopper", without an import of their kernels."""
 
 from __future__ import annotations
 
@@ -13,8 +10,8 @@ import torch
 
 from .registry import Backend, OpSupport, register
 
-DECODES = ("mla_decode", "decode_programs", "schedule_costs")  # ops of one decode, served by the same backend
-MESSAGES = ("pack_attn_state", "merge_packed_attn_states")  # ops of one message, served by the same backend
+DECODES = ("mla_decode", "decode_programs", "schedule_costs")  # one backend serves all three ops of a decode
+MESSAGES = ("pack_attn_state", "merge_packed_attn_states")  # one backend writes and reads a message
 OPS = (  # every op that a backend can serve
     "advance_step", "apply_rope", "compute_visible_lens", "concat_and_cache_mla", "copy_blocks", "decode_programs",
     "flash_attn_varlen", "gather_and_maybe_dequant_cache", "merge_attn_states", "merge_packed_attn_states",
@@ -25,7 +22,7 @@ READS = {"pack_attn_state": "merge_packed_attn_states"}  # op that writes a mess
 
 
 def missing(package: str, least: str | None = None) -> str | None:
-    """Return what to install, or None if the package is installed (in version `least` or later); import nothing."""
+    """Return which package to install; None if it is installed, in version `least` or later. Import no package."""
     if least is None:
         return None if importlib.util.find_spec(package) else package
     try:
@@ -37,7 +34,7 @@ def missing(package: str, least: str | None = None) -> str | None:
 
 
 def _ops_of(package: str, names: tuple[str, ...], **declared) -> dict[str, OpSupport]:
-    """Return a mapping that declares the same support for several ops of a package of `fast.kernels`."""
+    """Declare the same support for several ops, whose launchers are in the package `fast.kernels.<package>`."""
     return {op: OpSupport(f"fast.kernels.{package}:{op}", reads=READS.get(op), **declared) for op in names}
 
 

@@ -1,4 +1,4 @@
-"""Declarations of backends, and the registry of all backends of this package and of other packages."""
+"""Declarations of backends, and the registry of all backends. Other packages can register backends too."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HEAD_DIMS = (  # names of widths in a `KernelRequest`
 
 @dataclass(frozen=True)
 class KernelRequest:
-    """All properties of one call of an op that a backend must support.
+    """Properties of one call of an op, which a backend must support to serve the call.
 
     Attributes:
         op: name of the op, such as "mla_decode".
@@ -42,14 +42,14 @@ class KernelRequest:
         dtype: dtype of queries and keys; None for an op that computes with integers only or copies bytes.
         head_dims: widths of the op's tensors as (name, size) pairs, with names from `HEAD_DIMS`.
         block_size: tokens of a cache block; None for an op without a cache.
-        query_lens: kind of query lengths that the batch has.
+        query_lens: whether the requests of the batch have one query token, equal lengths or any lengths.
         cache_in_words: True if the cache has at least one block, and every entry consists of aligned 16-byte words.
         out_dtype: dtype of the output; None for an op whose callers cannot choose the dtype.
-        cache_format: format of the cache; None for an op without a cache, or one that copies entries of any format.
+        cache_format: format of the cache; None for an op without a cache, or an op that copies any format.
         batch_invariant: True if the result of a request must not depend on the other requests of the batch.
         mask: one of `MASKS`; None for an op without a mask.
-        graph: kind of the CUDA graph that contains the call.
-        lse: True if the caller needs the LSE beside the output.
+        graph: kind of the CUDA graph that captures the call.
+        lse: True if the caller needs the LSE in addition to the output.
     """
 
     op: str
@@ -68,7 +68,7 @@ class KernelRequest:
 
 
 def check_request(request: KernelRequest) -> None:
-    """Check the types of a request's fields, without a check whether a backend can serve the request."""
+    """Check the types of a request's fields; do not check whether a backend can serve the request."""
     check_type("request", request, KernelRequest)
     check_type("request.op", request.op, str)
     check_type("request.device", request.device, torch.device)
@@ -100,13 +100,13 @@ class OpSupport:
             mapping, allows any size.
         block_sizes: supported block sizes; None for any.
         batch_invariant: whether the kernel can be batch-invariant: a request gets the same bits in every batch.
-        query_lens: the widest supported kind of query lengths.
+        query_lens: the most general supported kind of query lengths.
         masks: supported masks, from `MASKS`.
-        graph: the widest supported kind of CUDA graph.
-        lse: whether the kernel returns the LSE; an op without an LSE ignores the field.
+        graph: the most general supported kind of CUDA graph.
+        lse: whether the kernel returns the LSE; not used for an op without an LSE.
         needs_words: whether the cache must consist of 16-byte words (`KernelRequest.cache_in_words`).
-        reads: name of the op that reads the message of this op; the backend must have both ops. None for an op without
-            a message.
+        reads: for an op that writes a message for other ranks, the op that reads the message. The backend must declare
+            both ops. None for all other ops.
         priority: priority for this op; None for the priority of the backend.
     """
 
@@ -228,7 +228,7 @@ class Backend:
         reasons += [f"has no kernel for {op}" for op in needed if op not in self.ops]
         if request.device.type != self.device_type:
             reasons.append(f"serves device {self.device_type}, got {request.device.type}")
-        elif self.device_type == "cuda" and torch.version.hip is not None:  # capabilities on ROCm are not comparable
+        elif self.device_type == "cuda" and torch.version.hip is not None:  # on ROCm, capabilities have another meaning
             if not self.rocm:
                 reasons.append(f"is not tested on ROCm and serves only NVIDIA GPUs, got ROCm {torch.version.hip}")
         elif self.capability is not None:
@@ -243,11 +243,11 @@ class Backend:
 
 _REGISTERED: dict[str, Backend] = {}
 _ENTRY_POINTS_READ: list[bool] = []  # empty until the entry points are read
-_ON_CHANGE: list[Callable[[], object]] = []
+_ON_CHANGE: list[Callable[[], object]] = []  # functions to call when a backend is registered or removed
 
 
 def on_change(forget: Callable[[], object]) -> None:
-    """Arrange that `forget` is called whenever a backend is registered or removed, for example to clear a cache."""
+    """Let `forget` be called whenever a backend is registered or removed, for example to clear a cache."""
     _ON_CHANGE.append(forget)
 
 
@@ -259,9 +259,9 @@ def _changed() -> None:
 def register(backend: Backend) -> None:
     """Add a backend, so that it can serve the ops that it declares.
 
-    Another package can declare its backends with an entry point of the group "mla_twins.backends". The entry point is a
-    `Backend`, several backends, or a function without arguments that returns one backend or several backends. Entry
-    points are read once, when a backend is chosen for the first time.
+    Another package can declare its backends with an entry point of the group "mla_twins.backends". The entry point is
+    one `Backend`, an iterable of backends, or a function that returns either of them. Entry points are read once, when
+    a backend is chosen for the first time.
 
     Args:
         backend: the backend; no registered backend may have its name.
@@ -293,7 +293,7 @@ def unregister(name: str) -> None:
 
 @torch.compiler.assume_constant_result  # `torch.compile` calls this function and does not trace it
 def _read_entry_points() -> bool:
-    """Register the backends of other packages. Skip each entry point that fails, and warn with its name."""
+    """Register the backends of other packages. If an entry point fails, skip it and warn with its name."""
     if _ENTRY_POINTS_READ:  # an entry point may call `registered` while it is loaded
         return True
     _ENTRY_POINTS_READ.append(True)
@@ -328,7 +328,7 @@ def by_priority(op: str) -> tuple[Backend, ...]:
 
 
 def kernel(name: str, op: str) -> Callable:
-    """Return the function that launches op `op` of the backend `name`, which `select` has chosen."""
+    """Return the function that launches the op `op` of the backend `name`."""
     launcher = _REGISTERED[name].ops[op].launcher
     return _imported(launcher) if isinstance(launcher, str) else launcher
 

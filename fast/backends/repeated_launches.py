@@ -1,9 +1,9 @@
-"""Repeated launches: a call that was made before takes the compiled kernels that the first call found.
+"""Reuse the compiled kernels of an earlier call of an op, so that Triton need not search for them again.
 
 For each launch, Triton's launcher looks at every argument to find the compiled kernel. Two calls with the same
-signature (`checked_calls`) launch the same compiled kernels in the same order, so the second call need
-not search. The second call is recorded, and later calls are replays of the record if it can be replayed
-(`replayed_calls`).
+signature (the same shapes, dtypes and values, see `checked_calls`) launch the same compiled kernels in the same order.
+The first call therefore keeps its compiled kernels, and the second call launches them directly. The second call is also
+recorded. If the record can be replayed, later calls run the replay (`replayed_calls`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class Launches:
     """The launches of the calls with one signature.
 
     Args:
-        replays: whether the calls may be replayed: the host code of the op does nothing that the recorder cannot see.
+        replays: whether the calls may be replayed. The recorder must see everything that the host code of the op does.
 
     Attributes:
-        compiled: compiled kernels and their compile-time arguments, by the number of the launch.
-        replay: replay of these calls; None if no call was recorded yet.
-        no_replay: why these calls cannot be replayed; None if they can, or if no call was recorded yet.
+        compiled: for each launch of a call, by number, the compiled kernel and its compile-time arguments.
+        replay: replay of these calls; None if no call was recorded, or if the record cannot be replayed.
+        no_replay: why these calls cannot be replayed; None if there is no known reason.
     """
 
     def __init__(self, replays: bool = True):
@@ -35,7 +35,7 @@ class Launches:
         self.no_replay: str | None = None if replays else "a backend of another project"
 
     def run(self, function: Callable, *arguments: Any) -> Any:
-        """Call a function; its `launch` calls use the kernels of earlier calls, and keep the kernels of this call."""
+        """Call a function, or replay a recorded call; `launch` calls in the function reuse or keep compiled kernels."""
         if self.replay is not None:
             result = self.replay.run(arguments)
             if result is not MISFIT:
@@ -53,7 +53,7 @@ class Launches:
             _PER_THREAD.call = outer
 
     def _record(self, function: Callable, arguments: tuple) -> Any:
-        """Call a function and make the replay of the call."""
+        """Call a function, record the call, and make a replay of the record."""
         recorder = Recorder(arguments)
         try:
             with recorder:
@@ -62,12 +62,12 @@ class Launches:
         except CannotReplay as reason:
             self.no_replay = str(reason)
         finally:
-            recorder.forget()  # at once, and not when Python's garbage collector finds it
+            recorder.forget()  # free the recorded tensors now; the garbage collector may free them much later
         return result
 
 
 class _Call:
-    """One call that is running: the kept kernels, the number of the next launch, and who records the call."""
+    """State of a running call: the kept kernels, the number of the next launch, and the recorder of the call."""
 
     __slots__ = ("compiled", "number", "recorder")
 
@@ -76,7 +76,7 @@ class _Call:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Launch a Triton or Gluon kernel.
+    """Launch a Triton or Gluon kernel; reuse the compiled kernel if the running call of an op keeps it.
 
     Args:
         kernel: the kernel.
@@ -102,7 +102,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     if hasattr(compiled, "packed_metadata"):  # Triton's interpreter compiles nothing
         rest = tuple([constants[name] for name in kernel.arg_names[len(arguments) :]])
         call.compiled[number] = (compiled, rest)
-        if call.recorder is not None:  # an error ended the first call before this launch
+        if call.recorder is not None:  # the first call failed before this launch
             call.recorder.launches.append(Launch(compiled, (*grid, 1, 1)[:3], (*arguments, *rest)))
     elif call.recorder is not None:
         call.recorder.other_op = "a launch without a compiled kernel"

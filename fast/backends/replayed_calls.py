@@ -1,13 +1,15 @@
-"""Replayed calls: a call that was made before only allocates its outputs and launches its kernels again.
+"""Replay a recorded call of an op: allocate its tensors and launch its kernels, without the op's host code.
 
 The host code of an op reads shapes, strides and numbers, allocates tensors, and launches kernels. Two calls with the
-same signature (`checked_calls`) do the same, except that their tensors have other addresses. A `Recorder` watches one
-call and notes the allocations, the launches, and where each address comes from. The `Replay` of this record then needs
-a few microseconds of Python, however long the host code of the op is.
+same signature (the same shapes, dtypes and values, see `checked_calls`) differ only in the addresses of their tensors.
+A `Recorder` watches one call. It records the allocations, the launches, and which tensor each address belongs to. A
+`Replay` of this record takes a few microseconds of Python, however long the host code of the op is.
 
-A call can be replayed only if its host code does nothing else: an op of torch other than an allocation or a view, a
-result that is neither an input nor a new tensor, and an address whose origin is not certain all end the recording
-without a replay. The call is then launched as before (`repeated_launches`).
+A call cannot be replayed in these cases, in which the host code of the op runs in every call (`repeated_launches`):
+
+- the host code calls an op of torch that is neither an allocation nor a view;
+- a result is neither an input nor a new tensor;
+- an address belongs to no known tensor, or to several tensors.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-KNOWN_VERSIONS = ((3, 6), (3, 7))  # of Triton; with others, every call runs
-MISFIT = object()  # in place of a result, if a replay would not do what the call does
-MOST_ADDRESSES = 512  # TMA descriptors that one launch keeps, one for each address of its tensor
+KNOWN_VERSIONS = ((3, 6), (3, 7))  # versions of Triton that replays support
+MISFIT = object()  # result of a replay that cannot stand for the call
+MOST_ADDRESSES = 512  # encoded TMA descriptors that are kept, one for each address of the tensor
 _ALLOCATIONS = frozenset({
     torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default,
     torch.ops.aten.new_empty.default, torch.ops.aten.new_empty_strided.default,
@@ -38,7 +40,7 @@ class Origin(NamedTuple):
     Attributes:
         new: True for a tensor that the call allocates, False for an input.
         place: number of the allocation, or number of the input.
-        offset: bytes behind the first element of that tensor.
+        offset: bytes from the first element of this tensor to the address.
     """
 
     new: bool
@@ -61,11 +63,11 @@ class Launch(NamedTuple):
 
 
 class CannotReplay(Exception):
-    """A call does something that a replay would not do."""
+    """Raised for a call that does something that a replay would not do."""
 
 
 class Recorder(TorchDispatchMode):
-    """Watch one call: while the mode is active, note each allocation, each view and each other op of torch.
+    """Watch one call: while the mode is active, record each allocation, each view and each other op of torch.
 
     Args:
         arguments: arguments of the call.
@@ -78,7 +80,7 @@ class Recorder(TorchDispatchMode):
         self.launches: list[Launch] = []
         self.other_op: str | None = None
         self._origins: dict[int, Origin] = {}
-        self._seen: list[Tensor] = []  # keeps the tensors alive, so that no other object gets their ids
+        self._seen: list[Tensor] = []  # keeps the tensors alive, so that no other object can get their ids
         for place, tensor in enumerate(self.inputs):
             self._note(tensor, Origin(False, place))
 
@@ -87,7 +89,7 @@ class Recorder(TorchDispatchMode):
         self._origins.setdefault(id(tensor), origin)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run an op, and note what it is."""
+        """Run an op of torch, and record it."""
         result = func(*args, **(kwargs or {}))
         if func in _ALLOCATIONS:
             self._note(result, Origin(True, len(self.allocations)))
@@ -112,10 +114,10 @@ class Recorder(TorchDispatchMode):
         return _repeated(self.inputs)
 
     def origin_of(self, tensor: Tensor) -> Origin:
-        """Return where the address of a tensor comes from.
+        """Return the origin of a tensor's address.
 
         Raises:
-            CannotReplay: the tensor is no input, no allocation and no view of them.
+            CannotReplay: the tensor is not an input, a new tensor or a view of either.
         """
         origin = self._origins.get(id(tensor))
         if origin is None:
@@ -123,10 +125,10 @@ class Recorder(TorchDispatchMode):
         return origin
 
     def origin_of_address(self, address: int) -> Origin:
-        """Return where an address comes from.
+        """Return the origin of an address.
 
         Raises:
-            CannotReplay: several tensors have this address, or none has it.
+            CannotReplay: several tensors have this address, or no tensor has this address.
         """
         origins = {self._origins[id(each)] for each in self._seen if each.data_ptr() == address}
         if len(origins) != 1:
@@ -134,10 +136,10 @@ class Recorder(TorchDispatchMode):
         return origins.pop()
 
     def place_of_result(self, tensor: Tensor) -> int:
-        """Return which tensor a result is, a number that counts the inputs first, then the allocations.
+        """Return the number of the tensor that is a result; the numbers count the inputs, then the allocations.
 
         Raises:
-            CannotReplay: the result is a part or another view of such a tensor.
+            CannotReplay: the result is a view of an input or of a new tensor.
         """
         origin = self.origin_of(tensor)
         whole = self.allocations[origin.place] if origin.new else self.inputs[origin.place]
@@ -147,7 +149,7 @@ class Recorder(TorchDispatchMode):
 
 
 class Replay:
-    """The replay of a recorded call. It keeps no tensor.
+    """Replay of a recorded call; it keeps no tensor alive.
 
     Args:
         recorder: record of the call, with its launches.
@@ -155,7 +157,7 @@ class Replay:
         result: result of the call.
 
     Raises:
-        CannotReplay: the call did something else than to allocate tensors and to launch kernels.
+        CannotReplay: the call did something other than allocate tensors and launch kernels.
     """
 
     def __init__(self, recorder: Recorder, arguments: tuple, result: Any):
@@ -176,7 +178,7 @@ class Replay:
         self._driver, self._hooks = driver, knobs.runtime
         self._device = driver.active.get_current_device()
         devices = {each.get_device() for each in (*recorder.inputs, *recorder.allocations)}
-        if not devices <= {-1, self._device}:  # -1: the CPU; the launcher made another device the current one
+        if not devices <= {-1, self._device}:  # -1 is the CPU
             raise CannotReplay("tensors on a device that is not the current one")
         inputs = len(recorder.inputs)
         self._addresses = [(origin.place + inputs * origin.new, origin.offset) for origin in origins]
@@ -185,10 +187,10 @@ class Replay:
         self._one_result = not isinstance(result, tuple)
 
     def run(self, arguments: tuple) -> Any:
-        """Allocate the outputs, launch the kernels and return the result; return MISFIT if only the call can do this.
+        """Allocate tensors, launch the kernels and return the result; return MISFIT if the op's host code must run.
 
-        The call must run if a value is not the recorded one, if other tensors are the same object than in the recorded
-        call, if another device is current, or if a profiler of Triton must see the launches.
+        The host code must run in four cases: an argument that is no tensor has another value, other arguments are the
+        same tensor object than in the recorded call, another device is current, or Triton has a launch hook.
         """
         hooks, active = self._hooks, self._driver.active
         tensors = self._inputs(arguments)
@@ -217,21 +219,21 @@ class _ReplayedLaunch:
     Args:
         recorded: the recorded launch.
         recorder: record of the call.
-        origins: the origins of all addresses that the call needs, with their numbers; this launch adds its own.
+        origins: a number for each origin of an address; this launch adds the origins of its addresses.
     """
 
     def __init__(self, recorded: Launch, recorder: Recorder, origins: dict[Origin, int]):
         self._launch = direct_launch(recorded.compiled, recorded.grid)
-        self._template: list[Any] = []  # one value for each argument of the kernel, and for each field of a record
-        self._filled: list[tuple[int, int]] = []  # (place in the template, number of an address)
-        self._described: list[tuple[int, int, _DescriptorMaker]] = []  # the same, for TMA descriptors
-        self._records: list[tuple[int, Callable]] = []  # (place in the template, how to take its fields from there)
+        self._template: list[Any] = []  # values of all arguments, and of all fields of named tuples
+        self._filled: list[tuple[int, int]] = []  # (place in the template, number of its address)
+        self._described: list[tuple[int, int, _DescriptorMaker]] = []  # likewise for descriptors
+        self._records: list[tuple[int, Callable]] = []  # (place of a named tuple, how to take its fields)
 
         def number_of(origin: Origin) -> int:
             return origins.setdefault(origin, len(origins))
 
         def add(argument: Any) -> int:
-            """Add an argument to the template; return its place."""
+            """Add an argument to the template; return its place in the template."""
             if isinstance(argument, Tensor):
                 self._filled.append((len(self._template), number_of(recorder.origin_of(argument))))
                 argument = None
@@ -256,7 +258,7 @@ class _ReplayedLaunch:
         self._arguments = _picker(places)
 
     def run(self, stream: int, addresses: list[int]) -> None:
-        """Launch the kernel on a stream with the addresses of this call."""
+        """Launch the kernel on a stream, with the addresses of the tensors of this call."""
         values = self._template.copy()
         for place, number in self._filled:
             values[place] = addresses[number]
@@ -268,12 +270,12 @@ class _ReplayedLaunch:
 
 
 class _DescriptorMaker:
-    """Encode a TMA descriptor for each address of its tensor, once.
+    """Encode a descriptor for TMA (the GPU's bulk copy engine), once for each address of the tensor.
 
     Args:
         compiled: Triton's compiled kernel.
         descriptor: the descriptor of the recorded launch.
-        metadata: what Triton noted about this parameter; None if the kernel takes the address itself.
+        metadata: Triton's metadata of this parameter; None if the kernel takes the address itself.
     """
 
     def __init__(self, compiled: Any, descriptor: Any, metadata: Any):
@@ -298,12 +300,12 @@ class _DescriptorMaker:
 
 
 def direct_launch(compiled: Any, grid: tuple[int, int, int]) -> Callable[[int, tuple], None]:
-    """Return a function of (stream, arguments) that launches a compiled kernel, without the checks of Triton's Python.
+    """Return a function of (stream, arguments) that launches a compiled kernel without Triton's Python code.
 
-    Triton has no public function for this. The arguments of its C function are those of Triton 3.6 and 3.7.
+    Triton has no public function for this. The returned function calls the C function of Triton 3.6 or 3.7.
 
     Raises:
-        CannotReplay: another version of Triton, another kind of GPU, or a kernel that needs scratch memory.
+        CannotReplay: Triton has another version, the GPU is not an NVIDIA GPU, or the kernel needs scratch memory.
     """
     launcher = getattr(compiled, "run", None)
     version = tuple(int(part) for part in triton_version().split(".")[:2])
@@ -313,7 +315,7 @@ def direct_launch(compiled: Any, grid: tuple[int, int, int]) -> Callable[[int, t
         raise CannotReplay("a kernel that needs scratch memory")
     start = launcher.launch
     names = getattr(getattr(start, "__code__", None), "co_freevars", ())
-    if "launcher" in names:  # the C function behind the Python function that encodes descriptors
+    if "launcher" in names:  # take the C function out of the Python function that encodes descriptors
         start = start.__closure__[names.index("launcher")].cell_contents
     function, packed = compiled.function, compiled.packed_metadata
     kind = launcher.launch_cooperative_grid, launcher.launch_pdl
@@ -333,12 +335,12 @@ def triton_version() -> str:
 
 
 def _calls_of(hook: Any) -> Any:
-    """Return the functions of a launch hook of Triton; a hook may also be None or one function."""
+    """Return the functions of a launch hook of Triton, which is a list of functions, one function or None."""
     return getattr(hook, "calls", hook)
 
 
 def _flat(values: Any) -> Iterator[Any]:
-    """Yield the values, and the values in records, one after another."""
+    """Yield the values one after another; in place of a tuple, yield its values."""
     for each in values:
         if isinstance(each, tuple):
             yield from _flat(each)
@@ -347,7 +349,7 @@ def _flat(values: Any) -> Iterator[Any]:
 
 
 def _has_tensor(value: Any) -> bool:
-    """Return whether a value is a tensor or a record with a tensor.
+    """Return whether a value is a tensor or a tuple with a tensor.
 
     Raises:
         CannotReplay: a tensor is in a list.
@@ -360,7 +362,7 @@ def _has_tensor(value: Any) -> bool:
 
 
 def _repeated(tensors: list[Tensor]) -> list[int]:
-    """Return, for each tensor, the place where the same object is first; an empty list if all are different objects."""
+    """Return the place of the first occurrence of each tensor object; an empty list if no object occurs twice."""
     if len(set(map(id, tensors))) == len(tensors):
         return []
     first: dict[int, int] = {}
@@ -368,14 +370,14 @@ def _repeated(tensors: list[Tensor]) -> list[int]:
 
 
 def _picker(places: list[int]) -> Callable[[Any], tuple]:
-    """Return a function that takes the values at some places of a sequence, as a tuple."""
+    """Return a function that returns the values at these places of a sequence, as a tuple."""
     if len(places) > 1:
         return itemgetter(*places)
     return lambda values: tuple([values[place] for place in places])
 
 
 def _allocation_like(tensor: Tensor) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """Return size and options with which `torch.empty` allocates such a tensor.
+    """Return size and options with which `torch.empty` allocates a tensor like this tensor.
 
     Raises:
         CannotReplay: the tensor is not contiguous.

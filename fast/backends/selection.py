@@ -1,4 +1,7 @@
-"""Choice of the backend for one request, and resolution of a `backend=` that is given for several ops."""
+"""Choose the backend that serves a request, and find the backend of each op from one argument `backend=`.
+
+A request (`KernelRequest`) has the properties of one call that a backend must support.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ BackendChoice = str | Mapping[str, str] | None  # a name, a mapping from op to n
 
 
 def query_lens_of(num_tokens: int, num_requests: int, max_query_len: int) -> QueryLenSupport:
-    """Return the kind of query lengths of a batch: all lengths are equal if num_tokens is B * max_query_len."""
+    """Return the kind of query lengths of a batch; all are equal if num_tokens = num_requests * max_query_len."""
     if num_tokens != num_requests * max_query_len:
         return QueryLenSupport.VARLEN
     return QueryLenSupport.SINGLE_ONLY if max_query_len <= 1 else QueryLenSupport.UNIFORM
@@ -54,13 +57,13 @@ def select(request: KernelRequest, backend: BackendChoice = None) -> Backend:
     """Return the backend that serves a request.
 
     Args:
-        request: what the call needs.
+        request: properties of the call.
         backend: a name, a mapping from op to name, or None. With None, or with a mapping without this op, the
             result is the backend with the highest priority that can serve the request.
 
     Raises:
         ValueError: no backend has that name, or the mapping is invalid (`bind`).
-        UnsupportedConfiguration: no backend that `backend` allows can serve the request. The error has every reason.
+        UnsupportedConfiguration: no backend that `backend` allows can serve the request; the error lists all reasons.
     """
     check_request(request)
     tried = candidates(request.op, name_for(request.op, backend))
@@ -82,14 +85,14 @@ class BoundOps(dict):
 
 
 def bind(backend: BackendChoice, ops: Iterable[str] | None = None) -> BoundOps | None:
-    """Return the `backend=` of each op from one `backend=` that is given for several ops (see `fast.backends`).
+    """Return a mapping from op to backend name, from one `backend=` that is given for several ops (`fast.backends`).
 
     Args:
         backend: a name, which binds the ops that this backend declares; a mapping from op to name; or None.
         ops: the ops that are called; None for all ops.
 
     Returns:
-        A mapping from op to name, to be passed as `backend=` of these ops; None if `backend` is None.
+        A mapping that can be passed as `backend=` of each op; None if `backend` is None.
 
     Raises:
         ValueError: `backend` has an unknown name, an unknown op, or two names for ops that one backend must serve.
@@ -107,7 +110,7 @@ def bind(backend: BackendChoice, ops: Iterable[str] | None = None) -> BoundOps |
     _check_mapping(backend)
     bound = BoundOps(backend)
     for together in (DECODES, MESSAGES):
-        for name in {backend[op] for op in together if op in backend}:  # a set of at most one name
+        for name in {backend[op] for op in together if op in backend}:  # at most one name
             bound.update((op, name) for op in together if _has(name, op))
     return bound
 
@@ -159,7 +162,7 @@ def decode_request(
     batch_invariant: bool = False,
     graph: GraphSupport = GraphSupport.NONE,
 ) -> KernelRequest:
-    """Return the request of a call of `mla_decode`, or of another op of `DECODES`."""
+    """Return the request for a call of `mla_decode`, or of another op of `DECODES`."""
     return KernelRequest(
         op=op,
         device=device,
@@ -178,12 +181,12 @@ def decode_request(
 
 
 def state_request(op: str, out: torch.Tensor, graph: GraphSupport = GraphSupport.NONE) -> KernelRequest:
-    """Return the request of a call of an op on attention states.
+    """Return the request for a call of an op on attention states.
 
     Args:
         op: name of the op.
         out: [T, N, Dv], output of a state.
-        graph: kind of the CUDA graph that contains the call; NONE if no graph contains the call.
+        graph: kind of the CUDA graph that captures the call; NONE without a graph.
     """
     check_type("graph", graph, GraphSupport)
     return KernelRequest(op, out.device, out.dtype, (("head_dim", out.shape[2]),), graph=graph)
@@ -198,17 +201,17 @@ def cache_request(
     out_dtype: torch.dtype | None = None,
     graph: GraphSupport = GraphSupport.NONE,
 ) -> KernelRequest:
-    """Return the request of a call of an op on a paged cache.
+    """Return the request for a call of an op on a paged cache.
 
     Args:
         op: name of the op.
         kv_cache: the cache, [num_blocks, block_size, columns].
         head_dims: widths of the op's tensors; None for an op that uses only the number of columns.
         cache_format: format of the cache.
-        dtype: dtype of the values that the op writes into the cache or reads from the cache; None takes the dtype of
+        dtype: dtype of the values that the op writes into the cache or reads from the cache; None means the dtype of
             the cache.
         out_dtype: dtype of the output; None for an op whose callers cannot choose the dtype.
-        graph: kind of the CUDA graph that contains the call; NONE if no graph contains the call.
+        graph: kind of the CUDA graph that captures the call; NONE without a graph.
     """
     check_type("graph", graph, GraphSupport)
     widths = (("head_dim", kv_cache.shape[2]),) if head_dims is None else head_dims
@@ -219,7 +222,7 @@ def cache_request(
 
 
 def copy_request(op: str, kv_cache: torch.Tensor) -> KernelRequest:
-    """Return what an op that copies whole cache entries needs from a backend: nothing of their dtype or format.
+    """Return the request for a call of an op that copies whole cache entries, of any dtype and format.
 
     Args:
         op: name of the op.

@@ -1,1 +1,1 @@
-"""Functions that compute the integers of a step, for any attention family."""
+"""Functions that compute the integers which attention needs in a step, such as slots and schedules."""

@@ -1,4 +1,4 @@
-"""Advance of a batch to its next step, on the device of the batch and without the host."""
+"""Turn the batch of a decode step into the batch of the next step, on the device of the batch."""
 
 from __future__ import annotations
 
@@ -33,55 +33,55 @@ def advance_step(
     graph: GraphSupport = GraphSupport.NONE,
     backend: BackendChoice = None,
 ) -> CommonAttentionMetadata:
-    """Advance a batch to the next step, in place: every sampled token becomes the one query token of its request.
+    """Turn the batch of a step into the batch of the next step: each sampled token becomes the query of its request.
 
     See `reference.planning.advance.advance_step` for the rule, for padding rows and for requests without query tokens.
-    On a GPU one kernel writes all tensors, and nothing is copied between host and device. A captured CUDA graph may
-    therefore contain any number of steps.
+    On a GPU, one kernel writes all tensors in place, and nothing is copied between host and device. A CUDA graph may
+    therefore capture several steps.
 
-    `common.seq_lens_cpu` may be None, if the engine does not know the lengths on the host. It then stays None, and
-    `seq_lens_cpu_upper_bound`, if given, rises as the lengths do. If `query_start_loc_cpu` is None too, it stays None,
-    and all bounds above 0 rise. The number of requests with query tokens must then follow from
-    `common.num_actual_tokens` and `common.max_query_len`. This number is known if each request has at most one query
-    token, or if all requests have `max_query_len` query tokens. The reference has the general rule.
+    If the engine does not know the lengths on the host, `common.seq_lens_cpu` is None and stays None. The upper bounds
+    in `seq_lens_cpu_upper_bound`, if given, grow by 1 for every request that grows. If `query_start_loc_cpu` is None
+    too, it stays None, and every upper bound above 0 grows by 1. In this case, `common.num_actual_tokens` and
+    `common.max_query_len` must determine the number of requests with query tokens: each request must have at most one
+    query token, or all requests must have `max_query_len` query tokens. The reference twin has the general rule.
 
-    On a GPU nothing can be raised for a value on the device. Instead:
+    On a GPU, the function cannot raise an error for a value in a tensor. Instead:
 
-    - A request whose next length would exceed `max_seq_len` or the columns of its block table stops: it has this
-      largest length and the last position, and slot -1, so it writes no cache entry. Its outputs have no meaning. The
-      CPU fields of the result follow the same rule.
-    - A token whose block has a negative number gets slot -1.
+    - A request stops if its next length would exceed `max_seq_len` or its block table. A request that has stopped keeps
+      the largest length and the last position. Its slot is -1, so it writes no cache entry. Its outputs have no
+      meaning. The CPU fields of the result follow the same rule.
+    - A token whose block number is negative gets slot -1.
     - A negative length counts as 0.
 
     Args:
-        sampled_token_ids: [B] int32 or int64, the sampled token of each request.
+        sampled_token_ids: [B] int32 or int64, the token that each request generated in this step.
         input_ids: [T], of the dtype of `sampled_token_ids`; written.
         positions: [T]; written.
-        common: batch of the step before. Its `seq_lens`, `query_start_loc` and `slot_mapping` (T slots) are written.
+        common: batch of this step. Its `seq_lens`, `query_start_loc` and `slot_mapping` (T slots) are written.
         block_size: tokens per block.
         ownership: the tokens that this context-parallel rank owns; None if one rank owns all tokens.
         max_seq_len: largest length of a request; None if only the block table limits the lengths.
-        graph: kind of the CUDA graph that contains the call; NONE if no graph contains the call.
+        graph: kind of the CUDA graph that captures this call; NONE without a graph.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
-        The batch of the next step, with the tensors of `common` on the device.
+        The batch of the next step. Its tensors on the device are the tensors of `common`.
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: shapes, dtypes or devices do not match; for CPU tensors, the values are no batch, or have more than
-            T tokens, or a request would exceed `max_seq_len` or its block table, or a bound in
-            `seq_lens_cpu_upper_bound` is below the length; without `seq_lens_cpu`, a bound is negative or below the
-            query tokens of its request; without `query_start_loc_cpu`, the number of tokens of the next step is
-            unknown. The error is raised before anything is written.
+        ValueError: shapes, dtypes or devices do not match. For CPU tensors also: the values are not a valid batch, the
+            next step has more than T tokens, a request would exceed `max_seq_len` or its block table, or an upper bound
+            is below the length. Without `seq_lens_cpu` also: an upper bound is negative, or below the query tokens of
+            its request. Without `query_start_loc_cpu` also: the number of tokens of the next step is unknown. Nothing
+            has been written when the error is raised.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     limit = check_advance(sampled_token_ids, input_ids, positions, common, block_size, ownership, max_seq_len)
     check_type("graph", graph, GraphSupport)
     request = backends.KernelRequest("advance_step", common.block_table.device, graph=graph)
     chosen = backends.select(request, backend)
-    following = advanced_batch(common, limit)  # now: on a CPU the op may write the CPU fields of `common`
-    owned = ONE_RANK if ownership is None or ownership.size == 1 else ownership  # one rank: no effect of the interleave
+    following = advanced_batch(common, limit)  # before the op, which on a CPU may write the CPU fields of `common`
+    owned = ONE_RANK if ownership is None or ownership.size == 1 else ownership  # one rank: `interleave` has no effect
     torch.ops.mla_twins.advance_step(
         sampled_token_ids,
         input_ids,

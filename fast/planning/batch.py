@@ -1,4 +1,4 @@
-"""Split of a batch into decodes and prefills, and swaps of requests after which the decodes come first."""
+"""Split a batch into decodes and prefills, and reorder a batch so that the decodes come first."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from reference.interfaces import (
 def split_decodes_and_prefills(
     common: CommonAttentionMetadata, decode_threshold: int = 1, require_uniform: bool = False
 ) -> BatchSplit:
-    """Count the leading requests that decode, the prefills after the decodes, and the query tokens of both groups.
+    """Count the decodes at the start of a batch, the prefills after them, and the query tokens of both groups.
 
     See `reference.planning.batch.split_decodes_and_prefills` for the rule.
 
     Args:
         common: batch of the step.
-        decode_threshold: longest query of a decode, at least 1 (`reorder_batch_threshold`).
-        require_uniform: if True, all decodes have the query length of the first request with new tokens. The first
-            request with another query length, except 0, starts the prefills.
+        decode_threshold: largest number of query tokens of a decode, at least 1 (`reorder_batch_threshold`).
+        require_uniform: if True, all decodes must have the same query length: that of the first request with query
+            tokens. The prefills then start at the first request with another query length, except 0.
 
     Returns:
         The numbers of requests and of query tokens of both groups.
@@ -52,12 +52,10 @@ def split_decodes_and_prefills(
 def reorder_batch_to_split_decodes_and_prefills(decodes: Bool[Tensor, " B"]) -> tuple[tuple[int, int], ...]:
     """Return the fewest swaps of two requests after which all decodes come first.
 
-    See `reference.planning.batch.reorder_batch_to_split_decodes_and_prefills` for the proof that no fewer swaps
-    suffice.
+    See `reference.planning.batch.reorder_batch_to_split_decodes_and_prefills` for the proof.
 
     Args:
-        decodes: [B], on the CPU; True for a request that decodes (query length <= threshold, or result of
-            `choose_paths`).
+        decodes: [B], on the CPU; True for a request that decodes, for example because its query is short.
 
     Returns:
         Pairs of request indices (i, j), i < j, in the order of the swaps; the tuple is empty if the decodes already

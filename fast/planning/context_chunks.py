@@ -1,4 +1,8 @@
-"""Chunks of cached context that fit into a workspace."""
+"""Divide the cached context of prefills into chunks that fit into a workspace.
+
+The context of a request is the tokens that it had in the cache before this step. A prefill expands its context into
+keys and values, one chunk at a time. The workspace is the memory for the largest chunk.
+"""
 
 from __future__ import annotations
 
@@ -30,22 +34,22 @@ def plan_context_chunks(
     context_parallel_size: int = 1,
     interleave: int = 1,
 ) -> tuple[ContextChunk, ...]:
-    """Cut the cached context of the requests into chunks that fit into the workspace.
+    """Divide the cached context of the requests into chunks that fit into the workspace.
 
     See `reference.planning.context_chunks.plan_context_chunks` for the order and the number of the chunks.
 
     Args:
-        context_lens: [B], on the CPU; 0 = no context.
-        workspace_tokens: upper bound of the tokens in one chunk.
+        context_lens: [B], number of context tokens of each request, on the CPU.
+        workspace_tokens: largest number of tokens of a chunk.
         block_size: tokens per block.
-        context_parallel_size: D, number of ranks that share each context.
-        interleave: I, consecutive tokens on one rank.
+        context_parallel_size: D, number of ranks that divide each context among themselves.
+        interleave: I, number of consecutive tokens that one rank gets before the next rank gets tokens.
 
     Returns:
         The chunks, on the CPU; an empty tuple if no request has context.
 
     Raises:
-        ValueError: the workspace is smaller than one `context_unit`, or a length is negative.
+        ValueError: the workspace is smaller than the smallest chunk (`context_unit`), or a length is negative.
     """
     check_tensor("context_lens", context_lens, ("B",), (torch.int32,), torch.device("cpu"))
     unit = context_unit(block_size, context_parallel_size, interleave)
@@ -57,7 +61,7 @@ def plan_context_chunks(
     if longest == 0:
         return ()
     units = ((context_lens.long() + (unit - 1)) // unit).cumsum(0)
-    if int(units[-1]) * unit <= workspace_tokens:  # the case of most steps: one chunk contains all contexts
+    if int(units[-1]) * unit <= workspace_tokens:  # in most steps one chunk has all contexts
         offsets = torch.zeros(context_lens.shape[0] + 1, dtype=torch.int32, device="cpu")
         torch.cumsum(context_lens, 0, dtype=torch.int32, out=offsets[1:])
         return (ContextChunk(torch.zeros_like(context_lens), offsets, int(offsets[-1]), longest),)
@@ -68,7 +72,9 @@ def plan_context_chunks(
 
 
 def _pack(context_lens: Tensor, ends: Tensor, units_per_chunk: int, unit: int) -> tuple[Tensor, Tensor]:
-    """Lay all contexts end to end, in whole units, and cut this line every `units_per_chunk` units.
+    """Lay all contexts end to end on a line, and cut the line every `units_per_chunk` units.
+
+    A unit is `unit` tokens. On the line, the length of each context is rounded up to whole units.
 
     Args:
         context_lens: [B], in tokens.
@@ -89,15 +95,18 @@ def _pack(context_lens: Tensor, ends: Tensor, units_per_chunk: int, unit: int) -
 
 
 def rank_local_chunk(chunk: ContextChunk, ownership: TokenOwnership) -> ContextParallelChunk:
-    """Return a chunk with the starts and the numbers of its tokens in the cache of each rank.
+    """Return a chunk with the place and the number of its tokens in the cache of each rank.
+
+    With context parallelism, D ranks divide the tokens of each context among themselves. A rank keeps I consecutive
+    tokens before the next rank keeps tokens.
 
     Args:
-        chunk: chunk that `plan_context_chunks` made for the same number of ranks, so that each request starts at a
+        chunk: chunk that `plan_context_chunks` made for D ranks. In such a chunk, the tokens of each request start at a
             multiple of D x I.
-        ownership: tokens that this rank owns.
+        ownership: the tokens that this rank keeps.
 
     Returns:
-        The chunk with the rank-local starts and offsets, on the same device.
+        The chunk with the fields for the tokens of each rank, on the same device.
 
     Raises:
         ValueError: for CPU tensors, a request does not start at a multiple of D x I.
@@ -127,17 +136,18 @@ def rank_local_chunk(chunk: ContextChunk, ownership: TokenOwnership) -> ContextP
 
 
 def clamp_context_chunk(chunk: ContextChunk, context_lens: Int32[Tensor, " B"]) -> ContextChunk:
-    """Return a chunk that was planned from upper bounds of the context lengths, cut to the true lengths.
+    """Return a chunk that was made from upper bounds of the context lengths, shortened to the true lengths.
 
-    See `reference.planning.context_chunks.clamp_context_chunk` for the numbers that stay upper bounds. The host reads
-    no value of the tensors.
+    See `reference.planning.context_chunks.clamp_context_chunk` for the numbers that stay upper bounds. The true lengths
+    may be on a GPU; the host does not read them.
 
     Args:
         chunk: chunk of `plan_context_chunks` or `rank_local_chunk`.
         context_lens: [B], context length of each request; on the device of the chunk.
 
     Returns:
-        The chunk with `bounded` True, other `cu_seq_lens` and, on a rank, other `local_cu_seq_lens`.
+        The chunk with `bounded` True and new `cu_seq_lens`; a chunk of `rank_local_chunk` also with new
+        `local_cu_seq_lens`.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match.
@@ -155,7 +165,7 @@ def clamp_context_chunk(chunk: ContextChunk, context_lens: Int32[Tensor, " B"]) 
 
 
 def _rank_local_offsets(lengths: Tensor, ownership: TokenOwnership) -> Tensor:
-    """Return for each rank the prefix sum of the number of tokens that the rank owns of each request, [D, B + 1]."""
+    """Return [D, B + 1]: for each rank, the first row of each request among the tokens of the rank."""
     lengths = get_dcp_local_seq_lens(lengths, ownership.size, None, ownership.interleave)
     offsets = torch.zeros(ownership.size, lengths.shape[0] + 1, dtype=torch.int32, device=lengths.device)
     torch.cumsum(lengths.T, 1, dtype=torch.int32, out=offsets[:, 1:])

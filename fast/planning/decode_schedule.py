@@ -1,4 +1,4 @@
-"""Schedules of decodes: the assignment of tiles to programs that take about the same time."""
+"""Compute the schedule of a decode: assign tiles of 64 keys to the programs of the decode kernel."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def plan_decode(
 
     Args:
         seq_lens: [B], keys of each request.
-        num_programs: number of programs that run at the same time.
-        costs: costs of the decode kernel, in units of one tile; None takes the defaults of `ScheduleCosts`. Builders
-            pass the costs that were measured on the device (`schedule_costs`).
-        batch_invariant: if True, the splits of a request depend on the length of this request only.
-        graph: kind of the CUDA graph that contains the call; NONE if no graph contains the call.
+        num_programs: number of programs of the decode kernel, which run at the same time.
+        costs: costs of the decode kernel, in units of the time of one tile; None means the defaults of `ScheduleCosts`.
+            `schedule_costs` returns measured costs.
+        batch_invariant: if True, the splits of a request depend on the length of this request alone.
+        graph: kind of the CUDA graph that captures this call; NONE without a graph.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
@@ -51,8 +51,8 @@ def plan_decode(
 
     Raises:
         TypeError: `costs` is neither a `ScheduleCosts` nor None.
-        ValueError: `num_programs` is below 1; for CPU tensors, a length is negative. (A GPU counts a negative length as
-            0.)
+        ValueError: `num_programs` is below 1, or a length in a CPU tensor is negative. (On a GPU, a negative length
+            counts as 0.)
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     costs = check_schedule_costs(costs)

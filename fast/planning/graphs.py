@@ -1,4 +1,4 @@
-"""Decode steps for a few fixed batch sizes, with one CUDA graph for each batch size."""
+"""Run decode steps with a few fixed batch sizes, with one CUDA graph for each batch size."""
 
 from __future__ import annotations
 
@@ -33,48 +33,47 @@ from reference.interfaces import (
 Step = Callable[[Tensor, Tensor, Any], Tensor]
 
 
-WARM_UP_RUNS = 2  # runs before each capture compile Triton kernels and allocate workspaces of libraries
+WARM_UP_RUNS = 2  # runs before each capture, which compile Triton kernels and let libraries allocate memory
 
 
 class DecodeGraph:
-    """A decode step for a few fixed batch sizes, and for any query lengths, lengths, block tables and slots.
+    """A decode step that runs with a few fixed batch sizes; a batch is padded to the next larger size.
 
-    A run pads its batch to the smallest size that is large enough.
+    See `reference.planning.graphs.DecodeGraph` for the padding. Query lengths, sequence lengths, block tables and slots
+    may differ from run to run. On a CUDA device, the constructor captures one graph for each batch size:
 
-    See `reference.planning.graphs.DecodeGraph` for padding rows and padding tokens. On a CUDA device the constructor
-    captures one graph per batch size:
+    - Each graph computes the plan of the step, so a run gets a plan for the lengths of its own batch.
+    - A run copies its batch into buffers, which all graphs read. All graphs also share one memory pool for temporary
+      tensors. `memory` reports the bytes of the buffers and of the pool.
+    - Before each capture, the step runs `WARM_UP_RUNS` times on a batch of padding.
+    - A batch that is larger than every size is an error, because `run` captures no further graph.
 
-    - Each graph contains the planning of the step, so every run is planned from the lengths of its own batch.
-    - All graphs share one memory pool, and the buffers into which a run copies its batch. The temporary tensors of the
-      step are in the pool, so all batch sizes use the same memory. `memory` reports the bytes of both.
-    - Before each capture, the step runs `WARM_UP_RUNS` times over padding rows.
-    - Graphs and buffers are made in the constructor only, so a batch larger than every captured size is an error.
-
-    On a CPU, the class captures no graph and calls the step over the same buffers.
+    On a CPU, the class captures no graph, and calls the step with the same buffers.
 
     Args:
-        step: function (hidden_states [T, H], positions [T], plan) -> [T, H]: one layer over its cache, or all layers of
-            a model. The function must not change its arguments.
-        builder: builder that plans the step (`MLAMetadataBuilder`). If ranks share sequences, every rank
-            constructs a `DecodeGraph` with its own builder, and all ranks run the same batches. A rank passes its own
-            slots.
-        batch_sizes: sizes to which batches are padded, in requests.
-        max_blocks: columns of the widest block table.
-        hidden_size: H.
+        step: function (hidden_states [T, H], positions [T], plan) -> [T, H], such as one layer, or all layers of a
+            model. The function must not change its arguments.
+        builder: builder of the plan, such as `MLAMetadataBuilder`. With context parallelism, every rank constructs a
+            `DecodeGraph` with its own builder. All ranks run the same batches, and each rank passes its own slots.
+        batch_sizes: numbers of requests to which batches are padded.
+        max_blocks: largest number of columns of a block table.
+        hidden_size: H, width of the hidden states.
         dtype: dtype of the hidden states.
         device: device of the step.
-        query_len: largest number of query tokens of a request; with speculation, 1 + the number of drafted tokens.
+        query_len: largest number of query tokens of a request: 1, plus the drafted tokens if there are any.
 
     Attributes:
-        max_seq_len: upper bound of the tokens of a request in any run, from the builder and `max_blocks`.
-        graph_support: ANY if a run may mix query lengths up to `query_len`, ONE_QUERY_LEN otherwise.
-        buffers: tensors that the graphs read (`GraphBuffers`), for the largest batch size. Write values in place.
+        max_seq_len: largest number of tokens that a request may have in a run.
+        graph_support: ANY if a run may mix query lengths up to `query_len`. ONE_QUERY_LEN if every request of a run
+            must have `query_len` tokens.
+        buffers: tensors that the graphs read, for the largest batch size. A caller may write values in place, but must
+            not replace the tensors.
 
     Raises:
         TypeError: `builder` is not a builder.
         ValueError: `batch_sizes` is empty or has a size below 1 or above the builder's maximum; another number is below
-            1; the builder cannot plan captured batches of this query length.
-        UnsupportedConfiguration: on a CUDA device, an op of the step has no backend that such a graph can contain.
+            1; the builder cannot make a plan in a graph for this query length.
+        UnsupportedConfiguration: on a CUDA device, no backend can serve an op of the step inside a graph.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class DecodeGraph:
         self.max_seq_len = most_captured_tokens(builder, max_blocks)
         self.graph_support = graph_support_of(builder, query_len)
         check_graph_query_len(self)
-        with torch.inference_mode(False):  # code in inference mode and code outside it write to these buffers
+        with torch.inference_mode(False):  # code outside inference mode must be able to write the buffers
             self.buffers = GraphBuffers.of_padding(
                 self.batch_sizes[-1], query_len, max_blocks, hidden_size, dtype, self.device
             )
@@ -134,7 +133,7 @@ class DecodeGraph:
         )
 
     def _run_padded(self, size: int) -> Tensor:
-        """Plan and run the step over the first `size` requests of the buffers; a graph captures exactly this call."""
+        """Compute the plan and run the step for the first `size` requests of the buffers; graphs capture this call."""
         tokens, buffers = size * self.query_len, self.buffers
         used = GraphBuffers(
             buffers.hidden_states[:tokens], buffers.positions[:tokens], buffers.seq_lens[:size],
@@ -155,16 +154,16 @@ class DecodeGraph:
         Args:
             hidden_states: [T, H].
             positions: [T].
-            common: batch of the step. Every request has at most `query_len` query tokens, padding rows (S = 0)
-                included; with ONE_QUERY_LEN, `query_len` tokens, or none for requests at the end of the batch.
+            common: batch of the step. Every request has at most `query_len` query tokens. If `graph_support` is
+                ONE_QUERY_LEN, every request has `query_len` query tokens; only requests at the end may have no token.
 
         Returns:
             [T, H]. The values are valid until the next run.
 
         Raises:
             ValueError: the batch has more requests, longer requests or a wider block table than the graphs allow; a
-                query length does not fit; shapes, dtypes or devices do not match; a buffer was replaced. The error is
-                raised before the step runs, and the graphs can still be run.
+                query length does not fit; shapes, dtypes or devices do not match; a buffer was replaced. The step has
+                not run when the error is raised, and later runs are possible.
         """
         check_graph_batch(self, hidden_states, positions, common)
         check_not_replaced(self._captured, self.buffers.named())
@@ -192,7 +191,7 @@ class DecodeGraph:
 
     @torch.no_grad()
     def replay(self, size: int) -> Tensor:
-        """Run one step over the values that the buffers contain.
+        """Run one step on the values that the buffers contain.
 
         Args:
             size: one of `batch_sizes`.

@@ -1,4 +1,8 @@
-"""Chunked local attention as a batch of virtual requests."""
+"""Express chunked local attention as ordinary attention of virtual requests.
+
+In chunked local attention, the positions of a request are divided into chunks, and a token attends only earlier tokens
+of its own chunk. A virtual request is one chunk of a request, with the query tokens in this chunk.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +21,9 @@ from reference.interfaces import (
 def make_local_attention_virtual_batches(
     common: CommonAttentionMetadata, attention_chunk_size: int, block_size: int
 ) -> CommonAttentionMetadata:
-    """Turn chunked local attention into ordinary attention of virtual requests.
+    """Return a batch of virtual requests whose ordinary attention is chunked local attention of the given batch.
 
-    See `reference.planning.local_attention.make_local_attention_virtual_batches` for the virtual requests.
+    See `reference.planning.local_attention.make_local_attention_virtual_batches` for the rule.
 
     Args:
         common: batch of the step.
@@ -27,12 +31,12 @@ def make_local_attention_virtual_batches(
         block_size: tokens per block.
 
     Returns:
-        The batch of virtual requests. A padding row (S = 0) stays one request; a request without new tokens gets no
-            virtual request.
+        The batch of virtual requests. A padding row (S = 0) becomes one virtual request; a request without query tokens
+        becomes no virtual request.
 
     Raises:
-        ValueError: a size is below 1; the slots were made for another block size; `attention_chunk_size` is not a
-            multiple of `block_size`; the block table is narrower than the longest request.
+        ValueError: a size is below 1; the slots were computed for another block size; `attention_chunk_size` is not a
+            multiple of `block_size`; the block table has too few columns for a request.
     """
     check_batch_block_size(common, block_size)
     check_table_width(common, block_size)

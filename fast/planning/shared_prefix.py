@@ -1,4 +1,4 @@
-"""The prefix of blocks that all requests share, and the split of a decode into this prefix and the suffixes."""
+"""Find the prefix that all requests of a decode share, and split the decode into this prefix and the suffixes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from reference.interfaces import (
 
 
 def common_prefix_len(common: CommonAttentionMetadata, block_size: int) -> int:
-    """Return the number of leading context tokens that all requests have in the same blocks of the cache.
+    """Return the number of tokens at the start of the context that all requests have in the same blocks of the cache.
 
-    See `reference.planning.shared_prefix.common_prefix_len` for the upper bound of this number. The function
-    reads the values of the block table; if the table is on a GPU, the host waits for the GPU.
+    The context of a request is the tokens that it had in the cache before this step. The function reads the values of
+    the block table; if the table is on a GPU, the host waits for the GPU.
 
     Args:
         common: batch of the step; padding rows (S = 0) are ignored.
         block_size: tokens per block.
 
     Raises:
-        ValueError: `block_size` is below 1, or the block table is narrower than the longest request.
+        ValueError: `block_size` is below 1, or the block table has too few columns for a request.
     """
     check_table_width(common, block_size)
     check_host_lens(common)
@@ -45,16 +45,14 @@ def split_shared_prefix(
 ) -> CascadeMetadata:
     """Split a decode in two: all query tokens attend the shared prefix, and each request attends its own suffix.
 
-    See `reference.planning.shared_prefix.split_shared_prefix` for what the caller must
-    guarantee.
+    See `reference.planning.shared_prefix.split_shared_prefix` for the conditions that the caller must guarantee.
 
     Args:
         metadata: decode part of the plan.
-        common_prefix_len: number of shared tokens: a multiple of `block_size`, and at most the context of every request
-            except padding rows.
+        common_prefix_len: number of shared tokens, a multiple of `block_size`. Every request except padding rows must
+            have at least this number of context tokens.
         block_size: tokens per block.
-        row: index of a request that is not a padding row; the blocks of the prefix are read from the block table of
-            this request.
+        row: index of a request that is not a padding row; its blocks are used as the blocks of the prefix.
 
     Raises:
         ValueError: `block_size` is not the block size of `metadata`; `common_prefix_len` is not a positive multiple of

@@ -1,4 +1,4 @@
-"""Cache slots of the new tokens of a step."""
+"""Compute the cache slots of the new tokens of a step. A slot is the place of one token in the paged cache."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def slot_mapping(
     block_size: int,
     num_tokens: int,
 ) -> Int64[Tensor, " num_tokens"]:
-    """Return the cache slot of every new token. The new tokens are the last Sq tokens of each request.
+    """Return the cache slot of every new token; the new tokens are the last Sq tokens of each request.
 
     Args:
-        query_start_loc: [B + 1], prefix sum of the query lengths.
-        seq_lens: [B], lengths after this step; 0 for padding rows, whose slots are -1.
-        block_table: [B, W].
+        query_start_loc: [B + 1], prefix sum of the query lengths Sq.
+        seq_lens: [B], tokens S of each request after this step; 0 marks a padding row, whose slots are -1.
+        block_table: [B, W], blocks of each request.
         block_size: tokens per block.
-        num_tokens: length of the result, at least query_start_loc[-1]; the remaining slots are -1.
+        num_tokens: length of the result, at least query_start_loc[-1]. Later tokens are padding and have slot -1.
 
     Returns:
         [num_tokens] int64.
 
     Raises:
-        ValueError: shapes or dtypes do not match; for CPU tensors, offsets decrease, a request has 0 < S < Sq, the
+        ValueError: shapes or dtypes do not match. For CPU tensors also: offsets decrease, a request has 0 < S < Sq, the
             block table has too few columns, or `num_tokens` is too small.
     """
     check_int("block_size", block_size, 1, "at least 1")
@@ -67,21 +67,23 @@ def dcp_slot_mapping(
 ) -> Int64[Tensor, " num_tokens"]:
     """Return the cache slot of every new token that this rank owns, and -1 for tokens of other ranks.
 
+    With context parallelism (DCP), D ranks divide the tokens of each sequence among themselves.
+
     Args:
-        query_start_loc: [B + 1], prefix sum of the query lengths.
-        seq_lens: [B], lengths of the whole sequences after this step; 0 for padding rows, whose slots are -1.
-        block_table: [B, W], the same on all ranks.
+        query_start_loc: [B + 1], prefix sum of the query lengths Sq.
+        seq_lens: [B], tokens S of each request on all ranks after this step; 0 marks a padding row, whose slots are -1.
+        block_table: [B, W], blocks of each request; the same on all ranks.
         block_size: tokens per block, a multiple of I.
-        num_tokens: length of the result, at least query_start_loc[-1]; the remaining slots are -1.
-        context_parallel_size: D, number of ranks that share each sequence.
+        num_tokens: length of the result, at least query_start_loc[-1]. Later tokens are padding and have slot -1.
+        context_parallel_size: D, number of ranks.
         rank: this rank, in [0, D).
-        interleave: I, consecutive tokens on one rank.
+        interleave: I, number of consecutive tokens that one rank gets before the next rank gets tokens.
 
     Returns:
         [num_tokens] int64.
 
     Raises:
-        ValueError: a number is out of range; shapes or dtypes do not match; for CPU tensors, offsets decrease, a
+        ValueError: a number is out of range; shapes or dtypes do not match. For CPU tensors also: offsets decrease, a
             request has 0 < S < Sq, the block table has too few columns, or `num_tokens` is too small.
     """
     check_rank(context_parallel_size, rank, interleave)

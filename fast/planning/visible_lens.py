@@ -1,4 +1,4 @@
-"""The causal mask of decodes, computed on the device as one number for each query token."""
+"""Compute the causal mask of decodes as one number for each query token: the number of keys that it attends."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ def compute_visible_lens(
     and the host does not wait.
 
     Args:
-        query_start_loc: [B + 1], prefix sum of the query lengths.
-        seq_lens: [B], tokens of each request after this step; 0 for padding rows. With `ownership`, the lengths of the
-            whole sequences.
+        query_start_loc: [B + 1], prefix sum of the query lengths Sq.
+        seq_lens: [B], tokens S of each request after this step; 0 for padding rows. With `ownership`, the tokens on all
+            ranks.
         num_tokens: length of the result; tokens from query_start_loc[-1] on are padding.
-        ownership: the tokens that this context-parallel rank owns; the result then counts rank-local keys. None if one
-            rank owns all tokens.
-        graph: kind of the CUDA graph that contains the call; NONE if no graph contains the call.
+        ownership: the tokens that this context-parallel rank owns; the result then counts only keys of this rank. None
+            if one rank owns all tokens.
+        graph: kind of the CUDA graph that captures this call; NONE without a graph.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
         [num_tokens] int32.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match; for CPU tensors, offsets decrease, a request has
-            0 < S < Sq, or `num_tokens` is too small. (On a GPU every number is in [0, S].)
+        ValueError: shapes, dtypes or devices do not match. For CPU tensors also: offsets decrease, a request has
+            0 < S < Sq, or `num_tokens` is too small. (For wrong values on a GPU, the result is still in [0, S].)
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     check_int("num_tokens", num_tokens, 0)

@@ -210,9 +210,8 @@ def _flash_attn_varlen_kernel(
     For a request with Sq queries and S keys, all programs together do 2 Sq S N (P + R + V) floating-point operations.
     With a causal mask and Sq = S, they do about half of these operations.
 
-    Consecutive programs have the same head, so programs that run at the same time read the same keys, mostly from the
-    L2 cache. The tiles of a head start in reverse order: with a causal mask, the last tile of a request sees the most
-    keys and takes the longest time.
+    Programs that run at the same time have the same head and read the same keys, mostly from the L2 cache. The last
+    tile of a request starts first, because this tile sees the most keys under a causal mask.
     """
     # 1. find the head, the request and the rows of this program
     program = tl.program_id(0)
@@ -251,8 +250,7 @@ def _flash_attn_varlen_kernel(
     last_seen = tl.minimum(seen + rows, key_len - 1)
     whole = tl.maximum(tl.minimum(seen + first_row + 1, key_len), 0) // c.BLOCK_N * c.BLOCK_N
     end = tl.minimum(seen + first_row + BLOCK_M, key_len)
-    # without a mask, `_attend_keys` scales the largest score; with a negative scale, this is the smallest scaled score
-    if softmax_scale < 0:
+    if softmax_scale < 0:  # without a mask, `_attend_keys` scales the largest score, which would become the smallest
         whole = 0
     VALUE: tl.constexpr = c.VALUE  # `tl.zeros` accepts no field of a named tuple in its shape
     state = SoftmaxState(
