@@ -206,7 +206,7 @@ class CallsInside:
         return Order(entries, lambda found: self._end(signature, found))
 
     def _end(self, signature: tuple, found: tuple[Entry, ...] | None) -> None:
-        """Keep the recorded calls `found`; if it is None, forget the record, because a call did not match it."""
+        """Keep the recorded calls `found`; if `found` is None, forget the record, because a call did not match."""
         if found is None:
             self._orders.pop(signature, None)
         else:

@@ -110,7 +110,7 @@ class Recorder(TorchDispatchMode):
             kept.clear()
 
     def repeated_inputs(self) -> list[int]:
-        """Return which inputs are the same object (`_repeated`)."""
+        """Return which inputs are the same tensor object, in the form of `_repeated`."""
         return _repeated(self.inputs)
 
     def origin_of(self, tensor: Tensor) -> Origin:
@@ -189,8 +189,12 @@ class Replay:
     def run(self, arguments: tuple) -> Any:
         """Allocate tensors, launch the kernels and return the result; return MISFIT if the op's host code must run.
 
-        The host code must run in four cases: an argument that is no tensor has another value, other arguments are the
-        same tensor object than in the recorded call, another device is current, or Triton has a launch hook.
+        The host code must run in four cases:
+
+        - an argument that is not a tensor has another value than in the recorded call;
+        - two arguments are the same tensor object, but were different objects in the recorded call, or the reverse;
+        - another device is current;
+        - Triton has a launch hook, for example of a profiler.
         """
         hooks, active = self._hooks, self._driver.active
         tensors = self._inputs(arguments)

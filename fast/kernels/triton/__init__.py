@@ -1,4 +1,4 @@
-"""Backend "triton": Triton kernels and their launchers, for every GPU that Triton supports."""
+"""Backend "triton": Triton kernels and their launchers, for NVIDIA GPUs of compute capability 8.0 (Ampere) or later."""
 
 from .. import compile_log
 from .advance import advance_step

@@ -47,7 +47,7 @@ FLOAT32_SUM_COLUMNS = 16  # a float32 dot product is the sum of partial sums ove
 # A wave is a set of programs that run on the GPU at the same time. Each wave makes the decode longer by this fraction,
 # because its programs must start and must write partial outputs.
 WAVE_COST = 0.35
-MOST_WAVES = 4  # a schedule has at most the number of programs that fills 4 waves
+MOST_WAVES = 4  # a schedule has at most as many programs as run in 4 waves
 
 
 @triton.jit(
@@ -325,7 +325,7 @@ def launch_shape(
         shapes = ((16, 16, 4, 2), (16, 16, 4, 1))
     elif request_rows <= 16:  # memory reads limit the speed: small tiles let two programs run on each SM
         shapes = ((16, 32, 4, 3), (16, 32, 4, 2), (16, 16, 4, 2), (16, 16, 4, 1))
-    else:  # Hopper prefers 64 rows, even if half are padding rows: it then multiplies directly from shared memory
+    else:  # Hopper multiplies 64 rows directly from shared memory, so prefer 64, even if half are padding rows
         shapes = ((32, 32, 8, 2), (32, 16, 8, 2), (32, 16, 8, 1))
         if capability[0] == 9:
             shapes = ((64, 32 if block_size == 32 else 64, 8, 2), *shapes)

@@ -86,7 +86,7 @@ def _scheduled_decode_kernel(
         length = tl.maximum(tl.load(seq_lens + request), 0)
         readable = tl.minimum(length, max_keys)
         request_tiles = _tiles(length, SCHEDULE_TILE)
-        request_end = request_tiles  # index behind the program's last tile in this request
+        request_end = request_tiles  # end (exclusive) of the program's tiles in this request
         if request == last_request:
             request_end = tl.minimum(range_end, request_tiles)
         last_tile = request_end
@@ -133,7 +133,7 @@ def _scheduled_decode_kernel(
                     before = load_partial(partials, index, real, request_row, columns, c.LATENT)
                     state = add_partial(before, state)
                     tl.debug_barrier()
-                # write for the combine kernel: number of splits in this sum, number of all splits of the request
+                # write two numbers for the combine kernel: the splits in this sum, and all splits of the request
                 recorded = has_first_split & (row_block == 0)
                 progress = outputs.partial_lse + 2 * num_partials.to(tl.int64) * request_rows + 2 * request
                 progress = progress.to(tl.pointer_type(tl.int32), bitcast=True)
