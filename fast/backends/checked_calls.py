@@ -1,7 +1,7 @@
 """Skip the argument checks of a call if an earlier call with the same signature has passed them.
 
-The checks, the choice of a backend and torch's dispatcher can take longer than a kernel. All three are skipped in a
-later call with the same signature. A *signature* has everything that they read from the arguments: shape, strides,
+The checks, the choice of a backend and torch's dispatcher cost time on the host. A later call with the same signature
+skips all three. A *signature* has everything that the checks and the choice read from the arguments: shape, strides,
 dtype, device and alignment of each tensor, and the type and value of every other argument. The values inside tensors
 are not part of a signature. For CPU tensors, checks of these values run in every call.
 
