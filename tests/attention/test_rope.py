@@ -112,9 +112,10 @@ def deepseek_frequencies(dim: int, theta: float, original: int, betas: tuple[flo
 
 
 def test_yarn_ramp_against_deepseek(ops):
-    """The frequencies equal DeepSeek's for a ramp that ends at a pair, behind the last pair, or at its limit dim - 1.
+    """The frequencies equal DeepSeek's, wherever YaRN's ramp ends.
 
-    The last pair has the index dim // 2 - 1.
+    The ramp is the range of pairs between unchanged and fully scaled frequencies. Its end is at most dim - 1, and can
+    lie behind the last pair, which has the index dim // 2 - 1.
     """
     ends = set()
     for dim, theta, original, betas in YARN_GRID:
@@ -161,7 +162,7 @@ def test_scores_depend_on_distance(first, second, shift, name):
 
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 def test_norm_is_kept(ops, rope):
-    """Rope multiplies the norm of a vector by YaRN's magnitude only; at position 0 rope rotates no pair."""
+    """Rope changes the norm of a vector only by YaRN's magnitude (1 without YaRN); at position 0 it rotates no pair."""
     positions, q_pe, k_pe = draw(9, 2, 16)
     q_out, _k_out = ops.apply_rope(positions, q_pe, k_pe, rope)
     magnitude = 1.0 if rope.yarn is None else rope.yarn.cos_sin_scale

@@ -213,9 +213,10 @@ def test_a_layer_binds_what_a_backend_declares(backend, decoder, launched):
 
 
 def test_a_compound_function_binds_what_a_backend_declares(launched):
-    """A cascade and a decode over ranks use the backend `decoder` for `mla_decode`, and `cpu` for all other ops.
+    """A cascade and a decode over ranks use the named backend for `mla_decode`, and `cpu` for the other ops.
 
-    The caller names `decoder`. `decoder` does not declare the other ops, so they are served by the chosen backend.
+    The named backend is `decoder`, which does not declare the other ops. A cascade is a decode that attends a shared
+    prefix once.
     """
     q, k_pe, cache, plan, scale = decode_arguments()
     cascade = fast.split_shared_prefix(plan, 16, 16, 0)
@@ -272,7 +273,7 @@ WRONG = [
 def test_what_nothing_has_is_refused_at_construction(backend, message, plain_errors):
     """Every function with a parameter `backend` refuses an invalid value with one line, before anything runs.
 
-    A function refuses an invalid mapping even if no op in the mapping is an op of the function.
+    An invalid mapping from op to backend is refused even if the function calls none of its ops.
     """
     state = fast.AttentionState(torch.zeros(2, 3, 4), torch.zeros(3, 2))
     calls = [
@@ -303,7 +304,7 @@ def test_a_backend_declares_kernels_of_its_own(name):
 def test_a_name_at_an_op_is_that_backend_or_every_reason(capability):
     """A call that names a backend runs a kernel of this backend, or raises every reason why the backend cannot serve.
 
-    A backend that serves some ops on a device, but not the called op, is such a case.
+    `hopper`, for example, serves the ops of a decode, but no other op.
     """
     capability(9, 0)
     assert backends.select(ON_GPU, "hopper").name == "hopper"

@@ -69,7 +69,7 @@ def test_a_backend_for_one_op(plain_errors):
 
 @pytest.mark.parametrize("found", [FOREIGN, lambda: FOREIGN, lambda: [FOREIGN]], ids=["a backend", "one", "a list"])
 def test_entry_points(found, monkeypatch):
-    """The backends of entry points are registered once, at the first choice of a backend.
+    """The backends of entry points (of installed packages) are registered once, at the first choice of a backend.
 
     If the code of an entry point raises, its backends are not registered, and a warning names the entry point.
     """
@@ -126,10 +126,7 @@ def test_a_declaration_checks_itself(record, fields, message, plain_errors):
 
 
 def test_a_builder_forgets_programs_of_a_backend_that_is_gone():
-    """A builder uses the number of programs of a backend only while this backend is registered.
-
-    An earlier version kept the number after the backend was removed.
-    """
+    """A builder uses the number of programs that a backend reports only while this backend is registered."""
 
     def planned() -> int:
         builder = fast.MLAMetadataBuilder(DIRECT, 16, 4096, 8)

@@ -107,7 +107,7 @@ def test_gather_in_small_pieces(monkeypatch):
 
 
 def test_gather_out(ops):
-    """A gather of `fast` writes all rows of the caller's `out`, and no other row of the caller's workspace."""
+    """A gather of `fast` writes all rows of `out`, and no other row of the larger tensor that contains `out`."""
     if ops is reference:
         return check_gather(ops, (9,), (0,), (9,), torch.float32)
     batch = make_batch((0,), (9,), 4)

@@ -144,7 +144,7 @@ def test_gather_converts(width, dtype, out_dtype):
 @runs
 @pytest.mark.parametrize("requests", [1, 2, 3, 17, 64])
 def test_gather_many_requests(requests):
-    """The gather's binary search finds the request of every token, also among empty requests."""
+    """A gather finds the request of every token by binary search, also if some requests have no tokens."""
     lengths = torch.randint(0, 4, (requests,))
     lengths[torch.rand(requests) < 0.3] = 0
     entries = noise(requests * 4, 1, 8)

@@ -113,11 +113,11 @@ def test_decode_graphs(merge):
 
 
 # Tests of ranks that die. A run of the serving loop has about 100 exchanges between ranks: 15 steps of two layers, with
-# two or three exchanges in each layer.
+# two or three exchanges in each layer. A request in flight is a request that is not finished.
 
 
 def check_survivor(outcome: Outcome, seconds: float) -> None:
-    """Assert that a rank raised within `seconds`, and that its error names group, operation and open requests."""
+    """Assert that a rank raised within `seconds`, and that its error names group, operation and requests in flight."""
     assert outcome.exit_status == 1, f"{outcome}"
     wanted = r"^StepLost: (cp|tp)_group: all_\w+ of rank \d among ranks \[[\d, ]+\] failed: .*"
     assert re.match(wanted + r"; requests in flight: \d(, \d)*$", outcome.error), outcome.error
@@ -152,7 +152,7 @@ def test_a_rank_that_is_killed(kill):
     outcomes = run_ranks(total, serve_for_ever, 2, "cpu", torch.float32, timeout_s=GROUP_TIMEOUT_S, meanwhile=shoot)
     assert outcomes[victim].exit_status == -signal.SIGKILL
     for rank, outcome in enumerate(outcomes):
-        if rank != victim:  # a rank that was still constructing its loop raises GroupError and has no open requests
+        if rank != victim:  # a rank that was still constructing its loop raises GroupError: it has no requests yet
             assert outcome.exit_status == 1 and outcome.seconds < GROUP_TIMEOUT_S, f"{outcome}"
             wanted = r"^(StepLost|GroupError): (cp|tp)_group: all_\w+ of rank \d among ranks \[[\d, ]+\] failed: "
             assert re.match(wanted, outcome.error), outcome.error
@@ -174,7 +174,7 @@ def test_a_rank_that_stands_still():
     assert re.match(r"^(StepLost|GroupError): (cp|tp)_group: all_\w+ of rank 0 among .* failed: ", outcomes[0].error)
 
 
-# Tests of the main job.
+# Tests of the main job: `python -m fast` serves prompts and compares `reference`, `fast` and transformers.
 
 
 def torchrun(*options: str, processes: int = 4, folder: Path) -> tuple[int, str, str]:
@@ -288,7 +288,7 @@ def compiled():
 def test_nccl_rank_that_dies(kill):
     """If a rank dies, every other rank ends with a non-zero exit status within 1 s after the timeout of the group.
 
-    Its error or its stderr names the group, the operation and the open requests.
+    Its error or its stderr names the group, the operation and the requests in flight.
     """
     draw = random.Random(kill)
     total = 4 if GPUS >= 4 and kill % 2 else 2

@@ -71,8 +71,8 @@ def test_reorg_of_offsets_outside(far):
 def rank_states(size, tokens, heads, value, dtype):
     """Return a state for each rank.
 
-    A row, one (token, head) pair, without keys on a rank has the output NaN there; no merged state may contain this
-    NaN. The row of head 0 and token 1 has no keys on any rank.
+    A row is one (token, head) pair. If a row has no keys on a rank, its output on this rank is NaN. No merged state may
+    contain this NaN. The row of head 0 and token 1 has no keys on any rank.
     """
     states = []
     for _ in range(size):

@@ -116,7 +116,7 @@ def test_empty_batch(ops):
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=5))
 def test_make_accepts_what_it_derives(query_lens):
-    """`CommonAttentionMetadata.make` gives the batch of the constructor, which needs three numbers more."""
+    """`CommonAttentionMetadata.make` computes the maxima and the number of tokens that the constructor needs."""
     assume(sum(query_lens) < 30)
     common = make_batch(query_lens, [q + 3 for q in query_lens]).common
     again = CommonAttentionMetadata(
@@ -264,8 +264,8 @@ def uniform_length(query_lens, threshold):
 def schedule_pays(lens, programs, overhead):
     """Return whether a schedule saves more tiles than it costs.
 
-    It saves the tiles by which all requests together fall short of the longest request. It costs `overhead` tiles for
-    each request and each program.
+    It saves, for each request, the tiles (of 64 keys) by which the request is shorter than the longest request. It
+    costs `overhead` tiles for each request and each program.
     """
     tiles = [-(-length // 64) for length in lens if length > 0]
     return sum(max(tiles) - count for count in tiles) > overhead * (len(tiles) + programs) if tiles else False
@@ -368,7 +368,7 @@ def test_programs_by_query_length(ops):
 def test_captured_plans_are_updated_in_place(ops, plain_errors):
     """`update_captured` writes another batch into the tensors of the captured plan (pitfalls 16 and 17).
 
-    A plan of `build` has a schedule of its own memory.
+    The schedule of a plan from `build` has memory of its own.
     """
     builder = make_builder(ops, num_speculative_tokens=1, num_programs=3, max_model_len=2000)
     captured = builder.build_for_cudagraph_capture(make_batch([2] * 3, [0, 2000, 0]).common)

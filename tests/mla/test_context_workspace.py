@@ -42,9 +42,9 @@ def make_builder(ops, config, **options):
 @pytest.mark.parametrize("config", [DIRECT, LOW_RANK, replace(DIRECT, num_heads=1)])
 @pytest.mark.parametrize("size", [None, 1, 2, 8])
 def test_size(config, size):
-    """The size has room for 1000 gathered cache entries, and behind them for their keys and values.
+    """The workspace for 1000 tokens has room for their cache entries, and for the larger of two further needs.
 
-    On several ranks, the rows that ranks exchange use the memory of the keys and values, so the larger of both counts.
+    The first need is their keys and values. The second need, on `size` ranks, is the rows that the ranks exchange.
     """
     elements, width = context_workspace_size(config, 1000, size), config.head_size
     expanded = 1000 * config.num_heads * (config.qk_nope_head_dim + config.v_head_dim)

@@ -59,8 +59,8 @@ def batch_of(seq_lens, query_len=1, ownership=None):
 def test_lengths_that_differ_are_planned(lens, programs, heads, invariant):
     """A decode is planned if a schedule saves more tiles than it costs.
 
-    It saves the tiles by which all requests together fall short of the longest request. It costs START tiles for each
-    request and each program, and four times as many in a batch-invariant decode.
+    It saves, for each request, the tiles by which the request is shorter than the longest request. It costs START tiles
+    for each request and each program, and four times as many in a batch-invariant decode.
     """
     choice = choose_schedule(integers(*lens).cpu(), programs, measured_schedule_costs(heads), invariant)
     tiles = [len(range(0, length, DECODE_TILE)) for length in lens if length > 0]

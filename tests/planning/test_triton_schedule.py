@@ -2,7 +2,7 @@
 
 A schedule assigns the keys of all requests, in tiles of 64 keys, to programs. A *part* is a whole request, or one of
 the equal parts of a long request. The cases take every branch of the kernel. Without a GPU, one test runs this file
-again in Triton's interpreter. `pytest --device cuda tests/planning/test_schedule.py` tests the kernel with random cases.
+again in Triton's interpreter. On a GPU, `pytest --device cuda tests/planning/test_schedule.py` runs random cases.
 """
 
 from __future__ import annotations
