@@ -1,7 +1,7 @@
 """Tests of cascade decode: the common prefix, the decision for a cascade, and the equality with one decode.
 
-A cascade attends the prefix that all requests share once for all requests. It attends the rest of each request
-separately, and merges the two attention states of each request.
+In a cascade, all requests share a prefix. One call attends this prefix for all requests together, and another call
+attends the rest of each request. The two attention states of each request are then merged.
 """
 
 from __future__ import annotations

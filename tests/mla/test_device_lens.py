@@ -1,8 +1,8 @@
 """Tests of plans for engines that know the lengths of requests on the GPU, but not on the host.
 
 Such a batch has upper bounds of the lengths on the host (`seq_lens_cpu_upper_bound`). A batch of decodes needs no
-lengths on the host at all. `without_lens` makes such a batch: `slack` is how far a bound exceeds its length, and
-`offsets_too` removes the offsets of the queries as well.
+bounds either. `without_lens` removes the lengths on the host from a batch: `slack` is how far a bound exceeds its
+length, and `offsets_too` removes the offsets of the queries as well.
 """
 
 from __future__ import annotations
