@@ -1,6 +1,7 @@
 """Tests of the rotary embedding against complex multiplication, against YaRN in transformers, and by its properties.
 
-The list in `tests/__init__.py` explains the numbers of pitfalls.
+"Pitfall 15" is entry 15 of the list in `tests/__init__.py`. The budget of a result is the largest error that
+docs/correctness.md allows; `compare` computes it from gold (the float64 result).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def draw(tokens: int, heads: int, width: int, dtype=torch.float64):
 
 
 def check_rope(ops, rope: RopeConfig):
-    """Assert that the pairs of the config, and no others, are rotated by position x frequency (pitfall 15)."""
+    """Assert that each pair of elements that the config defines is rotated by position x frequency (pitfall 15)."""
     config = replace(DIRECT, qk_rope_head_dim=32, rope=rope)
     positions, q_pe, k_pe = draw(7, 3, 32)
     positions = positions % 2000  # small positions, so that an angle in float64 has 12 correct digits
@@ -54,7 +55,7 @@ def test_against_complex_numbers(ops, rope):
 
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 def test_yarn_against_transformers(ops, rope):
-    """Frequencies, and the magnitude of cos and sin, equal YaRN's in transformers (pitfall 14)."""
+    """The frequencies and the magnitude of cos and sin equal those of YaRN in transformers (pitfall 14)."""
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -95,7 +96,10 @@ YARN_GRID = [
 
 
 def deepseek_frequencies(dim: int, theta: float, original: int, betas: tuple[float, float], factor: float):
-    """Compute DeepSeek's YaRN frequencies pair by pair in Python floats (find_correction_range, linear_ramp_mask)."""
+    """Return DeepSeek's YaRN frequencies, and the index at which its ramp ends.
+
+    The computation follows `find_correction_range` and `linear_ramp_mask` of DeepSeek's code, in Python floats.
+    """
     fast_pair, slow_pair = (dim * math.log(original / (b * 2 * math.pi)) / (2 * math.log(theta)) for b in betas)
     first, last = max(math.floor(fast_pair), 0), min(math.ceil(slow_pair), dim - 1)
     width = last - first if last != first else 0.001
@@ -108,9 +112,10 @@ def deepseek_frequencies(dim: int, theta: float, original: int, betas: tuple[flo
 
 
 def test_yarn_ramp_against_deepseek(ops):
-    """YaRN's ramp ends at the index that `beta_slow` gives, at most at dim - 1.
+    """The frequencies equal DeepSeek's, wherever YaRN's ramp ends.
 
-    The index dim - 1 lies past the last pair, dim // 2 - 1.
+    The ramp is the range of pairs between unchanged and fully scaled frequencies. Its end is at most dim - 1, and can
+    lie behind the last pair, which has the index dim // 2 - 1.
     """
     ends = set()
     for dim, theta, original, betas in YARN_GRID:
@@ -122,7 +127,7 @@ def test_yarn_ramp_against_deepseek(ops):
 
 
 def test_yarn_ramp_against_transformers(ops):
-    """On the same grid the frequencies are within the budget of YaRN in transformers, which computes in float32."""
+    """The frequencies for YARN_GRID are within the budget that YaRN of transformers in float32 gives."""
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -157,7 +162,7 @@ def test_scores_depend_on_distance(first, second, shift, name):
 
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 def test_norm_is_kept(ops, rope):
-    """Rope multiplies the length of each pair by YaRN's magnitude and by nothing else; position 0 rotates no pair."""
+    """Rope changes the norm of a vector only by YaRN's magnitude (1 without YaRN); at position 0 it rotates no pair."""
     positions, q_pe, k_pe = draw(9, 2, 16)
     q_out, _k_out = ops.apply_rope(positions, q_pe, k_pe, rope)
     magnitude = 1.0 if rope.yarn is None else rope.yarn.cos_sin_scale
@@ -198,7 +203,7 @@ def test_no_tokens(ops):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 def test_parity(rope, dtype):
-    """Rope of `fast` is within the budget, also on strided views such as the projections return."""
+    """Rope of `fast` is within the budget for strided inputs; the projections of a layer return strided views."""
     positions, q_pe, k_pe = draw(40, 3, 24, dtype)
     q_pe, k_pe = q_pe[..., 8:], k_pe[..., 8:]
     gold = reference.apply_rope(positions, q_pe.double(), k_pe.double(), rope)

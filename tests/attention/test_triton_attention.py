@@ -1,7 +1,8 @@
-"""Tests of the Triton varlen attention: calls of its launcher are compared with the reference.
+"""Tests of Triton's `flash_attn_varlen` (attention over packed requests): its results are compared with `reference`.
 
-On a GPU the kernel is compiled. Without a GPU this file runs again in Triton's interpreter. The list in
-`tests/__init__.py` explains the numbers of pitfalls.
+On a GPU the kernel is compiled. Without a GPU, one test runs this file again in Triton's interpreter. "Pitfall 8" is
+entry 8 of the list in `tests/__init__.py`. The budget of a result is the largest error that docs/correctness.md allows.
+Letters: S keys and Sq query tokens of a request; P, R and V are the head dims without rope, of rope, and of values.
 """
 
 from __future__ import annotations
@@ -78,8 +79,9 @@ def check_parity(inputs, query_lens, key_lens, causal, scale=SCALE, out_dtype=No
 def test_small_dims(dims, causal, dtype):
     """Attention is within the budget at small widths and ragged lengths.
 
-    The widths include padded widths, a width that the kernel divides (48 = 32 + 16), and no rope. The lengths include
-    0, 1, one less and one more than a row block, and a request with S < Sq.
+    The kernel computes with powers of two. The widths P, R and V include widths that the kernel pads, a P that the
+    kernel divides (48 = 32 + 16), and R = 0. The query lengths include 0, 1, one less and one more than the 32 rows of
+    a row block in the interpreter. One request has S < Sq.
     """
     check_parity(make_inputs(*RAGGED, 2, dims, dtype), *RAGGED, causal)
 
@@ -154,7 +156,7 @@ def test_unaligned_keys():
 @runs
 @pytest.mark.parametrize("causal", [True, False])
 def test_wide_out(causal):
-    """Outputs can be float32 for inputs of another dtype; a prefill needs such outputs for its running state."""
+    """For float16 inputs, the kernel can return float32 outputs, which a prefill with several chunks needs."""
     check_parity(make_inputs(*RAGGED, 2, (16, 16, 16), torch.float16), *RAGGED, causal, out_dtype=torch.float32)
 
 
@@ -162,7 +164,10 @@ def test_wide_out(causal):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("causal", [True, False])
 def test_written_without_lse(dtype, causal):
-    """Without an LSE the kernel writes the same output, in place, into rows with gaps, and nothing between the rows."""
+    """The kernel writes its output into a strided tensor of the caller, and writes nothing between the rows.
+
+    The output has the same bits with and without a tensor for the LSE.
+    """
     inputs = make_inputs(*RAGGED, 2, (16, 16, 16), dtype)
     cu_q, cu_k = (offsets(lens).to(DEVICE) for lens in RAGGED)
     for out_dtype in (dtype, torch.float32):
@@ -203,12 +208,12 @@ def test_empty_rows(causal):
 @runs
 @pytest.mark.parametrize("causal", [True, False])
 def test_nan_query_row(causal):
-    """NaN in a query makes the results of its row and head NaN, and no other result."""
+    """NaN in the query of one token and head makes only the output and LSE of this token and head NaN."""
     lens = ([9, 40], [33, 70])
     inputs = make_inputs(*lens, 2, (16, 16, 16), torch.float16)
     clean = attend(inputs, *lens, causal)
     poisoned = inputs[0].clone()
-    where = ((12, 1, 3), (0, 0, 20), (48, 1, 20))  # in the nope part, in the rope part
+    where = ((12, 1, 3), (0, 0, 20), (48, 1, 20))  # row, head, column; columns from 16 on are the rope dims
     for row, head, column in where:
         poisoned[row, head, column] = torch.nan
     state = attend((poisoned, *inputs[1:]), *lens, causal)
@@ -242,7 +247,7 @@ def test_bad_keys_stay_with_their_request(dims, causal, bad):
 
 @runs
 def test_hidden_keys_do_not_count():
-    """A causal row does not depend on the keys after it."""
+    """With a causal mask, the result of a token does not depend on later keys."""
     lens = ([40], [40])
     q, k, k_pe, v = make_inputs(*lens, 2, (16, 16, 16), torch.float16)
     whole = attend((q, k, k_pe, v), *lens, True)
@@ -266,7 +271,7 @@ def test_offsets_out_of_range_stay_inside(cu_seqlens):
 
 @runs
 def test_strides_beyond_32_bit():
-    """The bits are the same if the heads are so far apart that offsets exceed 32 bits (pitfall 8)."""
+    """Results have the same bits if the heads are so far apart in memory that offsets exceed 32 bits (pitfall 8)."""
     q, k, k_pe, v = make_inputs([9], [20], 3, (16, 16, 16), torch.float16)
     near = attend((q, k, k_pe, v), [9], [20], True)
     for far in ((far_heads(q), k, k_pe, v), (q, far_heads(k), k_pe, v), (q, k, k_pe, far_heads(v))):
@@ -296,7 +301,7 @@ def test_same_bits_again(dtype):
 @gpu_only
 @pytest.mark.parametrize("dims", [(128, 64, 128), (12, 8, 10)])
 def test_captured_in_a_graph(dims):
-    """A captured graph is also right for other lengths with the same sum: each replay reads the lengths again."""
+    """A replay of a captured graph reads the lengths again, so it is right for other lengths with the same sum."""
     lens, other = ([40, 200], [70, 330]), ([111, 129], [71, 329])
     inputs = make_inputs(*lens, 4, dims, torch.bfloat16)
     cu = [offsets(each).to(DEVICE) for each in lens]

@@ -1,7 +1,10 @@
-"""Tests that no merge hides a bad LSE: NaN or +inf in a row's LSE on one rank, or in one split, gives NaN in that row.
+"""Tests that merges do not hide a bad LSE: if one state has the LSE NaN or +inf in a row, the merged row is NaN.
 
-All other rows stay free of NaN. On a GPU `tl.maximum` drops NaN; in Triton's interpreter it keeps NaN. These tests make
-the interpreter drop NaN as well, so that a kernel which needs NaN from a maximum must pass `propagate_nan`.
+A row is one (token, head) pair. All other rows stay free of NaN. The merged states come from ranks, from two states of
+one rank, or from the splits of a decode.
+
+On a GPU `tl.maximum` drops NaN; in Triton's interpreter it keeps NaN. These tests make the interpreter drop NaN too. A
+kernel that needs NaN from a maximum must then pass `propagate_nan`.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ if ON_GPU or INTERPRETED:
     from fast.kernels import combine
     from fast.kernels.triton import merge
 
-NEIGHBOURS = (0.5, -torch.inf, torch.inf, torch.nan)  # if one rank has a bad LSE: the LSE of the row on all other ranks
+NEIGHBOURS = (0.5, -torch.inf, torch.inf, torch.nan)  # LSEs of a row on all other ranks if one rank has a bad LSE
 HEADS, TOKENS = 6, len(NEIGHBOURS) + 1
 
 
@@ -74,7 +77,7 @@ BAD = pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("merge", ["a2a", "ag_rs"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_of_any_rank(ops, size, merge, bad):
-    """In both packages a bad LSE on any rank makes only the merged row of this LSE NaN."""
+    """A bad LSE on any rank makes only its own merged row NaN, in both packages."""
     check_bad_rows(over_ranks(ops, states_with(bad, size, torch.float64), merge), size)
 
 
@@ -83,9 +86,9 @@ def test_of_any_rank(ops, size, merge, bad):
 @pytest.mark.parametrize("merge", [weight_and_sum, pack_and_combine], ids=["ag_rs", "a2a"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_of_any_rank_in_triton(size, merge, bad):
-    """In the Triton merges over ranks a bad LSE on any rank makes only the merged row of this LSE NaN.
+    """A bad LSE on any rank makes only its own merged row NaN in the Triton kernels of the merges over ranks.
 
-    The test fails if the maximum drops the NaN of one rank, because that rank then counts as a rank without keys.
+    The test fails if a kernel's maximum drops the NaN of a rank: this rank then counts as a rank without keys.
     """
     check_bad_rows(merge(states_with(bad, size, torch.float32), size, torch.float32), size)
 
@@ -103,10 +106,7 @@ def test_of_either_state_in_triton(bad):
 @pytest.mark.parametrize("cut", ["evenly", "scheduled", "batch-invariant", "batch-invariant, planned"])
 @pytest.mark.parametrize("requests", [1, 2])
 def test_of_any_split_in_triton(requests, cut, other):
-    """NaN in the largest score or in the sum of weights of a row makes only this row of the output NaN.
-
-    This holds for NaN in any split.
-    """
+    """NaN in the largest score or in the sum of weights that one split gives for a row makes only this row NaN."""
     splits, latent = 3, 24
     # The first `splits` rows have NaN in the largest score of one split each, the next `splits` rows have NaN in the
     # sum of weights of one split each, and the last 2 rows have no NaN.

@@ -1,4 +1,4 @@
-"""Tests of the backend of a call: the choice by declared capabilities, and backends that the caller names."""
+"""Tests of the choice of a backend: by declared capabilities and priority, or by the name that the caller gives."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def decode_arguments():
 
 
 def test_schedule_changes_no_value(ops):
-    """A decode of requests with one tile each gives the same bits with a schedule as without a schedule."""
+    """If each request has one tile (64 keys), a decode gives the same bits with a schedule as without a schedule."""
     q, k_pe, cache, plan, scale = decode_arguments()
     schedule = DecodeSchedule(integers(0, 0, 0, 1, 0).view(1, 5), integers(0, 1, 2))
     with_schedule, without = (
@@ -213,7 +213,11 @@ def test_a_layer_binds_what_a_backend_declares(backend, decoder, launched):
 
 
 def test_a_compound_function_binds_what_a_backend_declares(launched):
-    """A cascade and a decode over ranks use the named backend for the decode, and a chosen backend for other ops."""
+    """A cascade and a decode over ranks use the named backend for `mla_decode`, and `cpu` for the other ops.
+
+    The named backend is `decoder`, which does not declare the other ops. A cascade is a decode that attends a shared
+    prefix once.
+    """
     q, k_pe, cache, plan, scale = decode_arguments()
     cascade = fast.split_shared_prefix(plan, 16, 16, 0)
     fast.cascade_attention(q, k_pe, cache, cascade, scale, backend="decoder")
@@ -269,7 +273,7 @@ WRONG = [
 def test_what_nothing_has_is_refused_at_construction(backend, message, plain_errors):
     """Every function with a parameter `backend` refuses an invalid value with one line, before anything runs.
 
-    A function also refuses an invalid mapping if the mapping names none of the ops of the function.
+    An invalid mapping from op to backend is refused even if the function calls none of its ops.
     """
     state = fast.AttentionState(torch.zeros(2, 3, 4), torch.zeros(3, 2))
     calls = [
@@ -298,9 +302,9 @@ def test_a_backend_declares_kernels_of_its_own(name):
 
 
 def test_a_name_at_an_op_is_that_backend_or_every_reason(capability):
-    """An op with a named backend runs a kernel of this backend, or raises every reason why this backend cannot serve.
+    """A call that names a backend runs a kernel of this backend, or raises every reason why the backend cannot serve.
 
-    The op also raises if the named backend serves other ops on the device of the call.
+    `hopper`, for example, serves the ops of a decode, but no other op.
     """
     capability(9, 0)
     assert backends.select(ON_GPU, "hopper").name == "hopper"
@@ -359,7 +363,7 @@ def test_ops_say_which_output_they_need(capability):
 
 @pytest.mark.parametrize("found, served", [((8, 9), "triton"), ((9, 0), "hopper"), ((10, 0), "triton")])
 def test_capability_end(found, served, capability):
-    """The `hopper` backend serves compute capability 9.0; it serves neither earlier nor later GPUs such as 10.0."""
+    """The `hopper` backend serves compute capability 9.0, and neither 8.9 nor 10.0."""
     capability(*found)
     assert backends.select(ON_GPU).name == served
     if served != "hopper":
@@ -374,7 +378,7 @@ def test_rocm_is_refused_by_name(capability, monkeypatch):
     A backend that declares `rocm=True` serves an MI300.
     """
     capability(9, 4)
-    assert backends.select(ON_GPU).name == "hopper"  # the same numbers on an NVIDIA GPU
+    assert backends.select(ON_GPU).name == "hopper"  # as if an NVIDIA GPU reported (9, 4)
     monkeypatch.setattr(torch.version, "hip", "6.4.1")
     for name in ("hopper", "triton"):
         reason = f"{name}: is not tested on ROCm and serves only NVIDIA GPUs, got ROCm 6.4.1"
@@ -386,9 +390,9 @@ def test_rocm_is_refused_by_name(capability, monkeypatch):
 
 
 def test_an_mi300_is_no_hopper_for_the_launchers(monkeypatch):
-    """The launchers of the `triton` backend do not take an MI300 for a Hopper GPU.
+    """The launchers of the `triton` backend do not treat an MI300 as a Hopper GPU.
 
-    The MI300 reports major capability 9, but has neither a copy engine (TMA) nor dependent launches.
+    The MI300 reports major capability 9, but has neither a copy engine (TMA) nor programmatic dependent launch.
     """
     pytest.importorskip("triton")
     from fast.kernels.device import device_facts

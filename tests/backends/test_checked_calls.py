@@ -1,4 +1,8 @@
-"""Tests of calls that were checked before: what a second call skips, and what it must not skip."""
+"""Tests of repeated calls: a second call with the same signature skips most checks of its arguments.
+
+The *signature* of a call is what the checks read on the host: shapes, strides, dtypes and devices of the tensors, and
+all other arguments.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +32,14 @@ def decode_inputs(dtype=torch.float32):
 
 @pytest.fixture
 def selections(monkeypatch):
-    """Return a list that gets the op of each choice of a backend."""
+    """Return a list to which every choice of a backend appends the name of its op."""
     chosen, right = [], backends.select
     monkeypatch.setattr(backends, "select", lambda request, *given: chosen.append(request.op) or right(request, *given))
     return chosen
 
 
 def test_a_second_call_is_not_checked_again(selections):
-    """Equal signatures share one check and one choice, and the result is that of the dispatcher."""
+    """A second call with the same signature chooses no backend, and gives the same bits as a call that is checked."""
     inputs = decode_inputs()
     first, second = (fast.mla_decode(*inputs) for _ in range(2))
     assert selections == ["mla_decode"]
@@ -49,7 +53,10 @@ def test_a_second_call_is_not_checked_again(selections):
 
 
 def test_bad_input_after_good_input(plain_errors):
-    """A call that differs from an earlier call in what a check reads is checked, values on a CPU in every call too."""
+    """A valid call does not make a later invalid call pass: another signature is checked again.
+
+    The values of CPU tensors are not part of the signature, and are checked in every call.
+    """
     q, q_pe, cache, plan, scale = decode_inputs()
     fast.mla_decode(q, q_pe, cache, plan, scale)
     bad = [
@@ -70,7 +77,7 @@ def test_bad_input_after_good_input(plain_errors):
 
 
 def test_overlap_is_checked_in_every_call(plain_errors):
-    """Whether `out` overlaps an input is not part of a signature."""
+    """A call whose `out` overlaps an input is refused even after a valid call with the same signature."""
     q, q_pe, cache, plan, scale = decode_inputs()
     fast.mla_decode(q, q_pe, cache, plan, scale, out=torch.empty_like(q))
     with pytest.raises(ValueError, match="^out: "):
@@ -89,7 +96,11 @@ def test_another_backend_is_chosen_again():
 
 
 def test_the_dispatcher_sees_what_only_it_can_serve():
-    """Gradients, negated views, plain mappings, profilers and dispatch modes take the way through the dispatcher."""
+    """A call that torch's dispatcher must see goes through the dispatcher; every other call is launched directly.
+
+    The dispatcher must see calls with gradients, negated views, meta tensors or a plain mapping as backend, and calls
+    under a profiler, `check_every_call` or a dispatch mode.
+    """
     calls = checked_calls.CheckedCalls(lambda *_: "dispatched", lambda *_: "launched")
 
     def way(*arguments):
@@ -112,7 +123,7 @@ def test_the_dispatcher_sees_what_only_it_can_serve():
 
 
 def test_number_of_kept_signatures(monkeypatch):
-    """The oldest signature is forgotten when there are too many."""
+    """If more than MOST_SIGNATURES signatures were seen, the oldest signatures are forgotten."""
     monkeypatch.setattr(checked_calls, "MOST_SIGNATURES", 3)
     calls = checked_calls.CheckedCalls(lambda *_: None, lambda *_: None)
     signatures = [calls.signature(torch.zeros(size)) for size in range(5)]
@@ -122,7 +133,7 @@ def test_number_of_kept_signatures(monkeypatch):
 
 
 def test_a_plan_is_not_kept_alive():
-    """A signature keeps no tensor and no plan."""
+    """A stored signature keeps neither tensors nor the plan of its call alive."""
     inputs = decode_inputs()
     fast.mla_decode(*inputs)
     kept = [weakref.ref(each) for each in inputs[:4]]
@@ -132,7 +143,7 @@ def test_a_plan_is_not_kept_alive():
 
 
 def test_a_write_counts_as_a_change():
-    """An op that writes in place raises the version of the tensor, as the dispatcher does."""
+    """An op that writes a tensor raises the tensor's version, also in a call that skips torch's dispatcher."""
     batch = make_batch([1, 1], [20, 33])
     cache = new_cache(batch, DIRECT.head_size, torch.float32)
     arguments = torch.zeros(2, DIRECT.kv_lora_rank), torch.zeros(2, DIRECT.qk_rope_head_dim), cache
@@ -144,7 +155,7 @@ def test_a_write_counts_as_a_change():
 
 
 def test_layer_that_checks_every_call(selections):
-    """`check_every_call` lets every op of a layer choose its backend in every call."""
+    """The ops of a layer choose backends in every call with `check_every_call`, else only in the first call."""
     batch = make_batch([1, 1], [20, 33])
     weights, plan = make_weights(DIRECT, torch.float32), fast.build_mla_metadata(batch.common, 16, 64)
     x, positions = torch.randn(2, DIRECT.hidden_size), torch.tensor([19, 32])
@@ -162,7 +173,7 @@ def test_layer_that_checks_every_call(selections):
 
 
 class FakeKernel:
-    """A kernel with Triton's interface, which counts searches for a compiled kernel and launches."""
+    """A replacement of a Triton kernel that counts searches for a compiled kernel and records launches."""
 
     arg_names = ("pointer", "number", "WIDTH")
 
@@ -190,7 +201,7 @@ class Compiled:
 
 
 def test_repeated_launches():
-    """The second call takes the compiled kernels of the first one, with its own grid and arguments."""
+    """The second call launches the compiled kernels of the first call with its own grids and arguments."""
     kernel, launches = FakeKernel(), Launches()
 
     def call(first, second):
@@ -201,12 +212,15 @@ def test_repeated_launches():
     launches.run(call, 3, 4)
     assert kernel.searches == 2
     assert kernel.launches[2:] == [((3, 1, 1), ("a", 3, 4), None), ((4, 2, 1), ("b", 4, 8), None)]
-    call(5, 6)  # outside a repeated call, Triton searches
+    call(5, 6)  # outside of `launches.run`, each launch searches for its compiled kernel
     assert kernel.searches == 4
 
 
 def test_a_check_runs_once_for_each_signature():
-    """A check that passed is not repeated; another shape, another plan or a failed check is checked again."""
+    """A check that passed is not repeated for the same signature; a check that failed is repeated.
+
+    Another shape or another plan object gives another signature.
+    """
     seen = []
 
     def refuse_long(x, plan):
@@ -230,7 +244,7 @@ def test_a_check_runs_once_for_each_signature():
 
 
 def test_a_checked_plan_is_not_kept_alive():
-    """The signatures of checks keep no tensor and no plan either."""
+    """`CheckedOnce` keeps neither tensors nor plans alive."""
     check, (q, _, _, plan, _) = backends.CheckedOnce(lambda *_: None), decode_inputs()
     check(q, plan)
     kept = weakref.ref(q), weakref.ref(plan)
@@ -240,7 +254,10 @@ def test_a_checked_plan_is_not_kept_alive():
 
 
 def test_a_layer_checks_bad_input_after_good_input(plain_errors):
-    """A layer that accepted a step refuses another plan, and the same plan whose values changed on a CPU."""
+    """A layer that accepted a step refuses a later step with invalid arguments.
+
+    The layer also refuses the accepted plan after one of its slots was changed to an invalid value.
+    """
     layer = make_layer(fast, DIRECT, make_weights(DIRECT, torch.float32), torch.float32)
     batch = make_batch([1, 5], [20, 33])
     cache = torch.zeros(batch.num_blocks, 16, DIRECT.head_size)
@@ -263,7 +280,10 @@ def test_a_layer_checks_bad_input_after_good_input(plain_errors):
 
 
 def test_equal_configs_share_signatures(monkeypatch):
-    """A new record with equal values counts as the same argument, and the number of kept records is limited."""
+    """A new `ScheduleCosts` object with equal values counts as the same argument.
+
+    At most MOST_CONFIGS objects are kept, so a check may run again after that many objects.
+    """
     monkeypatch.setattr(checked_calls, "MOST_CONFIGS", 5)
     seen = []
     check = backends.CheckedOnce(lambda costs: seen.append(costs.request_cost))

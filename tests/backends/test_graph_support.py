@@ -1,7 +1,7 @@
 """Tests that every op of a captured decode step is served by a backend that can be captured.
 
-Faults that were planted once to see a test of this file fail: a layer does not pass `graph` to an op, and an op does
-not pass `graph` to the choice of the backend.
+The argument `graph` of an op says that the op is captured. The tests fail if a layer does not pass `graph` to an op, or
+if an op does not pass `graph` to the choice of the backend.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from reference.interfaces import GraphSupport, UnsupportedConfiguration
 from ..support.backends import registered
 from ..support.factories import DIRECT, make_batch, make_layer, make_weights, new_cache
 
-STEP = ("rope_norm_and_cache", "mla_decode", "plan_decode")  # the ops of a planned decode step on one rank
+STEP = ("rope_norm_and_cache", "mla_decode", "plan_decode")  # the ops of a decode step with a schedule on one rank
 MERGES = {"ag_rs": ("weight_attn_out",), "a2a": ("pack_attn_state", "merge_packed_attn_states")}
 
 
@@ -43,7 +43,11 @@ def launched():
 
 
 def one_step(captured, attention=False, ranks=None):
-    """Run a layer over two requests with one new token each, with a plan for a graph or for one step."""
+    """Run a layer over two requests with one new token each.
+
+    The plan is for the capture of a CUDA graph if `captured`, else for one ordinary step. With `attention`, only
+    `project` and `forward_attention` of the layer run.
+    """
     config = replace(DIRECT, num_heads=4)
     batch = make_batch([1, 1], [20, 33])
     cache = new_cache(batch, config.head_size, torch.float32)
@@ -68,7 +72,7 @@ def one_step(captured, attention=False, ranks=None):
 def test_a_decode_step(launched):
     """No op of a captured decode step is served by a backend that cannot be captured, except `apply_rope` of `project`.
 
-    `forward` writes the cache with the fused op, and `forward_attention` writes the cache with a separate op.
+    `forward` writes the cache with `rope_norm_and_cache`, and `forward_attention` with `concat_and_cache_mla`.
     """
     one_step(captured=False)
     assert launched == set(STEP)
@@ -79,7 +83,7 @@ def test_a_decode_step(launched):
     assert launched == {"apply_rope", "concat_and_cache_mla", "mla_decode", "plan_decode"}
     launched.clear()
     one_step(captured=True, attention=True)
-    # `project` gets no plan and cannot know that the step is captured; engines capture `forward`, which does
+    # `project` gets no plan, so it cannot know that the step is captured; `forward` gets the plan
     assert launched == {"apply_rope"}
 
 
@@ -94,7 +98,7 @@ def test_a_merge_over_ranks(launched, merge):
 
 
 def test_a_named_backend_is_not_replaced(launched, plain_errors):
-    """A caller who names a backend that cannot be captured gets the reason as an error."""
+    """A call for a captured step that names a backend without graph support raises the reason."""
     state = fast.AttentionState(torch.ones(2, 3, 4), torch.zeros(3, 2))
     fast.merge_attn_states(state, state, backend="eager")
     assert launched == {"merge_attn_states"}

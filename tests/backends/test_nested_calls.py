@@ -1,4 +1,10 @@
-"""Tests of calls inside a function whose signature is known: what they skip, and what they must not skip."""
+"""Tests of calls inside a function, such as the ops that a layer calls, when the function runs again.
+
+The *signature* of a call is what checks read on the host: shapes, strides and dtypes of tensors, and all other
+arguments. The first call of a function makes *notes*: the calls inside it in their order, with the outcomes of their
+checks. A later call of the function with the same signature follows these notes: the calls inside it compute no
+signatures and skip their checks.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +29,14 @@ from ..support.factories import DIRECT, make_batch, make_layer, make_weights, ne
 
 @pytest.fixture
 def signatures(monkeypatch):
-    """Return a list that gets the arguments of each signature of an op."""
+    """Return a list to which each computation of a signature appends the arguments of the call."""
     computed, right = [], checked_calls.signature_of
     monkeypatch.setattr(checked_calls, "signature_of", lambda given: computed.append(given) or right(given))
     return computed
 
 
 class Step:
-    """A layer with a mixed batch: two decodes, a prompt with context and a prompt without.
+    """A layer with a mixed batch: two decodes, a prefill with context, and a prefill without context.
 
     Attributes:
         layer: the layer.
@@ -66,13 +72,16 @@ class Wrapped(torch.nn.Module):
 
 
 def checked(step):
-    """Return the output of a step whose calls are all checked."""
+    """Return the output of a step in which every call is checked."""
     with backends.check_every_call():
         return step()
 
 
 def test_a_later_step_computes_no_signature_inside(signatures):
-    """The second step with one plan follows the notes of the first step, with the same output."""
+    """Later steps with the same plan object follow the notes of the first step, and give the same output.
+
+    A step with another plan object, even with equal fields, computes signatures again.
+    """
     step = Step()
     first = step()
     assert len(signatures) > 5
@@ -81,13 +90,13 @@ def test_a_later_step_computes_no_signature_inside(signatures):
         assert step().equal(first)
     assert signatures == []
     assert checked(step).equal(first)
-    step.plan = replace(step.plan)  # an engine plans each step anew
+    step.plan = replace(step.plan)  # an engine makes a new plan for each step
     assert step().equal(first)
     assert signatures
 
 
 def test_forward_attention_and_forward_prefill(signatures):
-    """The layer's second entry point and `forward_prefill` keep orders of their own."""
+    """`forward_attention` and `forward_prefill`, called directly, make and follow notes too."""
     step = Step()
     q, kv_c, k_pe = step.layer.project(*step.inputs)
     w_uk, w_uv = step.layer.up_projections()
@@ -111,7 +120,10 @@ def test_forward_attention_and_forward_prefill(signatures):
 
 
 def test_an_output_of_a_projection_may_change(plain_errors):
-    """Dtype and strides of what a projection returns are compared in every step."""
+    """A step whose projection returns another dtype, shape or strides does not follow the notes.
+
+    The checks then run: other strides are right, and another dtype or shape is refused.
+    """
     step = Step()
     first = step()
     right = step.layer.kv_a_proj_with_mqa
@@ -131,7 +143,7 @@ def test_an_output_of_a_projection_may_change(plain_errors):
 
 
 def test_calls_of_a_projection_are_checked(plain_errors):
-    """A projection may call functions of `fast` itself, with other arguments in every step."""
+    """Calls of `fast` in a user's projection are checked in every step, because their arguments may differ."""
     step = Step()
     right, extra = step.layer.kv_a_proj_with_mqa, []
 
@@ -155,7 +167,10 @@ def test_calls_of_a_projection_are_checked(plain_errors):
 
 
 def test_values_are_checked_in_every_step(plain_errors):
-    """Values of CPU tensors are no part of a signature, and an error leaves nothing behind."""
+    """Values of CPU tensors are checked in every step, also in a step that follows notes.
+
+    After a refused step, the next valid step gives the right output.
+    """
     step = Step()
     first = step()
     step()
@@ -169,7 +184,7 @@ def test_values_are_checked_in_every_step(plain_errors):
 
 
 def test_bad_input_after_good_input(plain_errors):
-    """Another shape or dtype of an argument is another signature, whose calls are checked."""
+    """After valid steps, a step with another shape or dtype of an argument is checked, and refused if invalid."""
     step = Step()
     step()
     step()
@@ -185,7 +200,7 @@ def test_bad_input_after_good_input(plain_errors):
 
 
 def test_a_workspace_may_be_replaced():
-    """The memory of a workspace is compared in every step that gathers context."""
+    """A step gives the right output after the memory of the workspace was replaced by memory with another alignment."""
     memory = torch.zeros(1 << 20, dtype=torch.float64)
     step = Step(workspace=ContextWorkspace(memory))
     first = step()
@@ -195,7 +210,10 @@ def test_a_workspace_may_be_replaced():
 
 
 def test_weights_may_change():
-    """A layer uses changed, replaced and moved weights, although it keeps views of them."""
+    """A layer uses the current weights after they were changed in place, replaced or converted.
+
+    The layer keeps views of its weights. After a conversion of the layer, the old memory is freed.
+    """
     step = Step()
     first = step()
     step()
@@ -223,7 +241,7 @@ def test_weights_may_change():
 
 
 def test_settings_of_a_layer_may_change(plain_errors):
-    """A layer reads its settings in every call, also after a step that made notes."""
+    """A changed `workspace_tokens` or `backend` of a layer takes effect in the next step, although notes exist."""
     step = Step()
     first = step()
     step()
@@ -239,7 +257,7 @@ def test_settings_of_a_layer_may_change(plain_errors):
 
 
 def test_copies_have_no_views():
-    """A copy of a layer makes its own views of its own weights."""
+    """A deep copy of a layer keeps no views of the original's weights, but makes views of its own weights."""
     step = Step()
     first = step()
     twin = copy.deepcopy(step.layer)
@@ -250,7 +268,10 @@ def test_copies_have_no_views():
 
 
 def test_subclasses_and_autocast_make_no_notes():
-    """The output of a projection may be a subclass of `Tensor`; autocast changes products inside the layer."""
+    """Steps with a projection that returns a subclass of `Tensor`, and calls under autocast, follow no notes.
+
+    Autocast changes the dtypes of products inside `forward_prefill`, so a check refuses this call.
+    """
     step = Step()
     first = step()
 
@@ -282,7 +303,7 @@ def test_subclasses_and_autocast_make_no_notes():
 
 
 def test_outputs_of_other_backends_are_compared(plain_errors):
-    """A launcher of another project may return another dtype in a later call."""
+    """A step raises if the launcher of a registered backend returns another dtype than in the first step."""
     changes: list[torch.dtype] = []
 
     def decode(*arguments):
@@ -307,7 +328,7 @@ def test_outputs_of_other_backends_are_compared(plain_errors):
 
 
 def test_a_new_backend_ends_the_notes(signatures):
-    """Notes name backends, so they are dropped with all other choices."""
+    """`forget_calls`, which runs when a backend is registered, also drops the notes: they name backends."""
     step = Step()
     first = step()
     step()
@@ -318,7 +339,10 @@ def test_a_new_backend_ends_the_notes(signatures):
 
 
 def test_another_order_of_calls():
-    """A function whose calls do not follow its notes computes the signatures again, and makes new notes later."""
+    """If the calls inside a function come in another order than in its notes, no call gets another call's result.
+
+    The notes are dropped, and the next call of the function makes new notes.
+    """
     inside, x = CallsInside(), torch.zeros(3)
     ran: list[str] = []
     first, second = (CheckedOnce(lambda *_, name=name: ran.append(name) or name) for name in ("first", "second"))
@@ -340,7 +364,7 @@ def test_another_order_of_calls():
 
 
 def test_functions_inside_each_other():
-    """A function inside another such function adds its calls to the outer notes."""
+    """If a function with notes calls another function with notes, only the outer function keeps notes, of all calls."""
     outer, inner, x = CallsInside(), CallsInside(), torch.zeros(3)
     check = CheckedOnce(lambda *_: 7)
 
@@ -357,7 +381,7 @@ def test_functions_inside_each_other():
 
 
 def test_no_notes_of_a_call_that_is_checked_in_full():
-    """`check_every_call`, gradients and errors make no notes."""
+    """A call makes no notes if it raises, runs under `check_every_call`, or has an argument without a signature."""
     inside, x = CallsInside(), torch.zeros(3)
     check = CheckedOnce(lambda *_: 7)
 

@@ -1,4 +1,4 @@
-"""Tests of backends that are registered directly or by an entry point, of declarations, and of cache formats."""
+"""Tests of registered backends: registration by a call or an entry point, declared capabilities, and cache formats."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def test_a_backend_for_one_op(plain_errors):
 
 @pytest.mark.parametrize("found", [FOREIGN, lambda: FOREIGN, lambda: [FOREIGN]], ids=["a backend", "one", "a list"])
 def test_entry_points(found, monkeypatch):
-    """Entry points are read once, at the first choice of a backend.
+    """The backends of entry points (of installed packages) are registered once, at the first choice of a backend.
 
-    An entry point that fails is left out with a warning that names the entry point.
+    If the code of an entry point raises, its backends are not registered, and a warning names the entry point.
     """
     registry = sys.modules["fast.backends.registry"]
 
@@ -119,17 +119,14 @@ def test_entry_points(found, monkeypatch):
     ids=lambda value: str(value) if isinstance(value, str) else "",
 )
 def test_a_declaration_checks_itself(record, fields, message, plain_errors):
-    """The constructor of a declaration refuses invalid fields, which would otherwise break the choice for every op."""
+    """The constructors of `Backend` and `OpSupport` refuse invalid fields with one line that begins with the field."""
     with pytest.raises((ValueError, TypeError)) as error:
         replace(record, **fields)
     assert str(error.value).startswith(message)
 
 
 def test_a_builder_forgets_programs_of_a_backend_that_is_gone():
-    """A builder uses the number of programs of a backend only while this backend is registered.
-
-    An earlier version kept the number after the backend was removed.
-    """
+    """A builder uses the number of programs that a backend reports only while this backend is registered."""
 
     def planned() -> int:
         builder = fast.MLAMetadataBuilder(DIRECT, 16, 4096, 8)
@@ -142,9 +139,9 @@ def test_a_builder_forgets_programs_of_a_backend_that_is_gone():
 
 
 def test_builders_pass_the_costs_of_the_backend(plain_errors):
-    """A builder plans with the schedule costs of the backend, unless the caller gives other costs.
+    """A builder makes schedules with the costs that the backend reports, unless the caller gives other costs.
 
-    The test fails if a builder plans with the neutral costs instead.
+    The test fails if a builder uses the neutral costs (`ScheduleCosts()`) instead.
     """
     own = ScheduleCosts(request_cost=11, split_cost=3, split_rule=InvariantSplitRule(2, 3, 6, 9), invariant_starts=1)
     lens, config = [9000, 20, 300], DIRECT
@@ -171,9 +168,9 @@ def test_builders_pass_the_costs_of_the_backend(plain_errors):
 
 
 def test_no_backend_has_to_tell_programs_or_costs(monkeypatch):
-    """Without a backend that reports programs and costs, decodes are not planned by default.
+    """If no backend reports a number of programs and costs, a decode gets no schedule by default.
 
-    A caller who gives a number of programs gets a schedule with neutral costs.
+    A caller who gives a number of programs gets a schedule with the neutral costs (`ScheduleCosts()`).
     """
     ops = {op: support for op, support in CPU_BACKEND.ops.items() if op not in ("decode_programs", "schedule_costs")}
     with_backends(monkeypatch, replace(CPU_BACKEND, ops=ops))
@@ -194,10 +191,7 @@ def test_no_backend_has_to_tell_programs_or_costs(monkeypatch):
 
 
 def test_a_captured_decode_asks_for_a_backend_that_can_be_captured():
-    """A captured decode is not served by a backend that cannot be captured.
-
-    In an earlier version backends declared whether they can be captured, but the choice ignored the declaration.
-    """
+    """A captured decode is not served by a backend that declares that it cannot be captured."""
     launched = set()
 
     def noted(op):
@@ -224,10 +218,9 @@ OTHER_FORMAT = CacheFormat("other")
 
 
 def test_a_format_reaches_every_op(monkeypatch):
-    """A layer passes its cache format to every op that reads or writes the cache.
+    """A layer, a cascade and a decode over ranks pass the cache format to every op that reads or writes the cache.
 
-    A backend for this format alone therefore serves all these ops. The test fails if the layer, its prefill or its
-    cascade does not pass the format.
+    The backend `formatted` serves only the format `other`. It must therefore serve all these ops.
     """
     reading = [op for op in OPS if op in ("mla_decode", "decode_programs", "gather_and_maybe_dequant_cache",
                                           "rope_norm_and_cache", "concat_and_cache_mla")]  # fmt: skip
@@ -250,10 +243,7 @@ def test_a_format_reaches_every_op(monkeypatch):
 
 
 def test_a_format_that_nothing_implements_is_refused(ops):
-    """Both packages refuse a cache format that no kernel implements, and do not write the cache.
-
-    An earlier version of `reference` accepted any format and wrote its own format.
-    """
+    """Both packages refuse a cache format that no kernel implements, and do not write the cache."""
     q, k_pe, cache, plan, scale = decode_arguments()
     before = cache.clone()
     calls = [
@@ -272,7 +262,7 @@ def test_a_format_that_nothing_implements_is_refused(ops):
 def test_declarations_import_no_kernel():
     """Neither `import fast` nor the choice of a backend imports kernels; the first call of an op imports kernels.
 
-    `rotate` is not an op and imports no kernels. In an earlier version the module of `rotate` imported all cpu kernels.
+    The function `rotate` is not an op, and a call of `rotate` imports no kernels.
     """
     code = """
 import sys, torch, fast
@@ -298,10 +288,7 @@ def test_a_priority_of_one_op(monkeypatch):
 
 
 def test_explain_asks_what_the_ops_ask(monkeypatch):
-    """`explain` names a backend only if the backend serves the widths of the model.
-
-    An earlier version of `explain` ignored the widths, and named backends that refused the call.
-    """
+    """`explain` names a backend for an op only if the backend serves the head dims of the model."""
     only_512 = {
         op: OpSupport(print, head_dims={"kv_lora_rank": (512,)}) for op in ("concat_and_cache_mla", "mla_decode")
     }
@@ -316,7 +303,7 @@ def test_explain_asks_what_the_ops_ask(monkeypatch):
 
 
 def test_a_backend_without_lse_serves_no_attention(monkeypatch, plain_errors):
-    """`mla_decode` and `flash_attn_varlen` return the LSE, so a backend that has none is not chosen for them."""
+    """A backend that returns no LSE does not serve `mla_decode` or `flash_attn_varlen`, whose results have an LSE."""
     q, k_pe, cache, plan, scale = decode_arguments()
     attention = {op: replace(CPU_BACKEND.ops[op], lse=False) for op in ("mla_decode", "flash_attn_varlen")}
     with_backends(monkeypatch, CPU_BACKEND, Backend("outputs", 50, "cpu", attention))
@@ -332,7 +319,7 @@ def test_a_backend_without_lse_serves_no_attention(monkeypatch, plain_errors):
 
 
 def test_copies_know_no_dtype_and_no_format(monkeypatch):
-    """A backend copies blocks of a cache whose dtype and format none of its other ops reads."""
+    """`copy_blocks` and `swap_blocks` copy bytes, so the `cpu` backend serves them for every cache dtype and format."""
     formats = sys.modules["reference.interfaces.cache_format"]
     narrow = CacheFormat("narrow", torch.float8_e4m3fn)
     monkeypatch.setattr(formats, "CACHE_FORMATS", {"compute_dtype": COMPUTE_FORMAT, "narrow": narrow})

@@ -1,4 +1,9 @@
-"""Tests of replayed calls with stand-ins for compiled kernels; `tests/gpu/test_replays.py` replays real kernels."""
+"""Tests of replayed calls: a repeated call only allocates its outputs and launches the kernels of an earlier call.
+
+The first two calls with the same arguments run; the second call is recorded. Later calls are replays of the record, if
+the call did nothing but allocate and launch. Here, fake classes replace Triton's kernels, launcher and driver, so these
+tests need no GPU. `tests/gpu/test_replays.py` replays real kernels.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +25,14 @@ triton = pytest.importorskip("triton")
 
 
 class Pair(NamedTuple):
-    """A record of kernel arguments."""
+    """Two kernel arguments in a named tuple."""
 
     first: Tensor
     second: Tensor
 
 
 class CudaLauncher:
-    """Triton's launcher of one kernel, which notes each launch. Its class has the name of Triton's class."""
+    """A fake of Triton's launcher of one kernel: it appends each launch to `seen`. Triton's class has the same name."""
 
     launch_cooperative_grid, launch_pdl = False, True
     arg_annotations, kernel_signature = "annotations", "signature"
@@ -53,12 +58,12 @@ class CudaLauncher:
 
 
 def make_tensordesc_arg(descriptor, metadata):
-    """Encode a descriptor; Triton has this function in the module of its launcher."""
+    """Encode a TMA descriptor as a list of kernel arguments; Triton has this function in the module of its launcher."""
     return [f"{metadata} at {descriptor.base.data_ptr()}", *descriptor.shape, *descriptor.strides]
 
 
 class FakeKernel:
-    """A kernel with Triton's interface: `called` are the launches through Triton, `launcher.seen` the replayed ones."""
+    """A fake Triton kernel: `called` lists launches through Triton, `launcher.seen` lists launches by a replay."""
 
     arg_names = ("first", "second", "number", "WIDTH")
 
@@ -78,7 +83,7 @@ class FakeKernel:
 
 
 class FakeDriver:
-    """Triton's driver, with one stream for each device."""
+    """A fake of Triton's driver, with one stream for each device."""
 
     device = 3
 
@@ -91,14 +96,14 @@ class FakeDriver:
 
 @pytest.fixture(params=["3.6.0", "3.7.1"])
 def version(request, monkeypatch):
-    """Both versions of Triton whose launches are known."""
+    """Run a test once for each version of Triton whose launch arguments `replayed_calls` knows."""
     monkeypatch.setattr(replayed_calls, "triton_version", lambda: request.param)
     return request.param
 
 
 @pytest.fixture(autouse=True)
 def driver(monkeypatch):
-    """A driver that needs no GPU."""
+    """Replace Triton's driver by a `FakeDriver`, which needs no GPU."""
     fake = FakeDriver()
     monkeypatch.setattr(triton.runtime.driver, "_active", fake, raising=False)
     monkeypatch.setattr(type(triton.runtime.driver), "active", property(lambda _: fake), raising=False)
@@ -106,7 +111,7 @@ def driver(monkeypatch):
 
 
 def test_a_replay_launches_with_new_addresses(version):
-    """From the third call on, a call allocates its outputs and launches with the addresses of its own tensors."""
+    """From the third call on, calls are replayed: each allocates new outputs and launches with its own addresses."""
     kernel, launches = FakeKernel(version), Launches()
 
     def call(x, pair, number):
@@ -132,7 +137,7 @@ def test_a_replay_launches_with_new_addresses(version):
 
 
 def test_a_replay_encodes_a_descriptor_once_for_each_address(version):
-    """A descriptor gets the address of the call's own tensor, and is encoded once for each address."""
+    """A replay passes a TMA descriptor of the call's own tensor; the descriptor is encoded once for each address."""
     kernel, launches = FakeKernel(version, described=True), Launches()
     encoded = []
 
@@ -154,7 +159,10 @@ def test_a_replay_encodes_a_descriptor_once_for_each_address(version):
 
 @pytest.mark.parametrize("case", ["other op", "slice", "unknown", "list", "nothing", "scratch", "columns", "address"])
 def test_a_call_that_does_more_is_not_replayed(version, case):
-    """A call that does more than to allocate and launch runs every time."""
+    """A call that does more than to allocate and launch runs every time.
+
+    The cases include a tensor that is no argument of the call, and a result that is a slice of a new tensor.
+    """
     kernel, outside = FakeKernel(version, case == "address", 64 * (case == "scratch")), torch.zeros(3)
     launches, calls = Launches(), []
 
@@ -164,7 +172,7 @@ def test_a_call_that_does_more_is_not_replayed(version, case):
         if case == "other op":
             out.zero_()
         second = outside if case == "unknown" else x
-        if case == "address":  # `others` begins at the same address: nobody knows which tensor the descriptor is of
+        if case == "address":  # `others` begins at the same address, so the descriptor could belong to either tensor
             second = box_descriptor(x.data_ptr(), x.dtype, (8, 16), (16, 1), (4, 8))
         if case != "nothing":
             launch(kernel, (1,), out, second, 3, WIDTH=4)
@@ -180,7 +188,7 @@ def test_a_call_that_does_more_is_not_replayed(version, case):
 
 
 def test_another_version_of_triton_is_not_replayed(monkeypatch):
-    """The arguments of Triton's C function are private, so only the known versions are called directly."""
+    """With an unknown version of Triton, no call is replayed: the arguments of Triton's C function are private."""
     monkeypatch.setattr(replayed_calls, "triton_version", lambda: "3.99.0")
     kernel, launches = FakeKernel("3.6.0"), Launches()
     for _ in range(3):
@@ -189,7 +197,11 @@ def test_another_version_of_triton_is_not_replayed(monkeypatch):
 
 
 def test_a_call_that_does_not_fit_runs(version, driver, monkeypatch):
-    """Another value, other equal tensors, another device or a profiler of Triton: the call itself runs."""
+    """The call runs instead of its replay if the replay would launch with wrong arguments, device or hooks.
+
+    The cases are another number, one tensor where the recorded call had two (or the reverse), another current device,
+    and a launch hook of a Triton profiler.
+    """
     kernel, launches = FakeKernel(version), Launches()
 
     def call(x, y, number):
@@ -218,7 +230,7 @@ def test_a_call_that_does_not_fit_runs(version, driver, monkeypatch):
 
 
 def test_a_replay_keeps_no_tensor(version, monkeypatch):
-    """Inputs, allocations and results are freed at once after the recorded call and after a replay."""
+    """No tensor of a call stays alive after the recorded call or after a replay."""
     kernel, launches, kept = FakeKernel(version), Launches(), []
     monkeypatch.setattr(kernel, "called", deque(maxlen=0))
 
@@ -241,7 +253,7 @@ def test_a_replay_keeps_no_tensor(version, monkeypatch):
 
 
 def test_an_interrupted_first_call_leaves_no_launch_out(version):
-    """If an error ends the first call between two launches, the replay has both launches all the same."""
+    """If an error ends the first call between two launches, a later replay still has both launches."""
     kernel, launches, fails = FakeKernel(version), Launches(), [True]
 
     def call(x):
@@ -260,7 +272,10 @@ def test_an_interrupted_first_call_leaves_no_launch_out(version):
 
 
 def test_tensors_on_another_device_are_not_replayed(version, monkeypatch):
-    """The launcher makes the device of its tensors the current one, and a replay would not."""
+    """A call with tensors on a device that is not the current device is never replayed.
+
+    Triton's launcher makes the device of the tensors the current device, and a replay does not.
+    """
     kernel, launches = FakeKernel(version), Launches()
     monkeypatch.setattr(Tensor, "get_device", lambda _: 1)
     for _ in range(4):
@@ -270,7 +285,7 @@ def test_tensors_on_another_device_are_not_replayed(version, monkeypatch):
 
 @pytest.mark.parametrize("hook", [None, print])
 def test_a_hook_of_another_kind(version, monkeypatch, hook):
-    """Triton allows a hook that is None or one function; a call runs if there is a function."""
+    """If Triton's launch hook is a function, calls run instead of their replay; if it is None, calls are replayed."""
     kernel, launches = FakeKernel(version), Launches()
     monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", hook)
     for _ in range(4):
@@ -279,7 +294,7 @@ def test_a_hook_of_another_kind(version, monkeypatch, hook):
 
 
 def test_a_backend_of_another_project_is_not_replayed(version):
-    """Nobody knows what else the launcher of another project does, so it runs in every call."""
+    """The launcher of another project's backend runs in every call, because it may do more than allocate and launch."""
     kernel, counted = FakeKernel(version), []
 
     def call(x, backend):

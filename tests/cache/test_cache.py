@@ -1,6 +1,6 @@
 """Tests of the paged cache: its contents are compared bit by bit with the entries that each request owns.
 
-The list in `tests/__init__.py` explains the numbers of pitfalls.
+"Pitfall 6" is entry 6 of the list in `tests/__init__.py`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ def check_write(ops, query_lens, seq_lens, dtype, latent: int = 12, rope: int = 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lens", LENGTHS)
 def test_write(ops, lens, dtype):
-    """A write changes only the slots of new tokens; padding rows in and after the batch write nothing (pitfall 6)."""
+    """A write changes only the slots of new tokens (pitfall 6).
+
+    Padding rows (requests of length 0) and tokens after the last request write nothing.
+    """
     check_write(ops, *lens, dtype)
 
 
@@ -83,7 +86,10 @@ def check_gather(ops, seq_lens, starts, lengths, dtype, block_size=16):
     ],
 )
 def test_gather(ops, seq_lens, starts, lengths, dtype):
-    """NaN in the tail of a request's last block, and garbage table entries after it, reach no result (pitfall 7)."""
+    """A gather reads neither the unused end of a request's last block nor the table entries after it (pitfall 7).
+
+    The unused end contains NaN, and the table entries contain garbage.
+    """
     check_gather(ops, seq_lens, starts, lengths, dtype)
 
 
@@ -101,7 +107,7 @@ def test_gather_in_small_pieces(monkeypatch):
 
 
 def test_gather_out(ops):
-    """A gather of `fast` writes all rows of the caller's `out`, and no other row of the caller's workspace."""
+    """A gather of `fast` writes all rows of `out`, and no other row of the larger tensor that contains `out`."""
     if ops is reference:
         return check_gather(ops, (9,), (0,), (9,), torch.float32)
     batch = make_batch((0,), (9,), 4)
@@ -116,7 +122,7 @@ def test_gather_out(ops):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_copy_and_swap(ops, dtype):
-    """Copies and swaps copy whole blocks, also NaN, and change no other byte."""
+    """`copy_blocks` and `swap_blocks` copy whole blocks bit by bit, also NaN, and change no other byte."""
     caches = [torch.randn(6, 4, 5).to(dtype) for _ in range(2)]
     caches[1][2, 3] = torch.nan
     pairs = {2: 0, 5: 4}
@@ -153,7 +159,7 @@ def test_allocate(ops):
 def test_offsets_beyond_32_bit(ops):
     """Cache ops give right results if the element offset of a slot exceeds 2^31 (pitfall 8).
 
-    The ops access few blocks, so the test needs memory for few blocks only.
+    The cache has 4 GiB of virtual memory, but only the few blocks that the ops access need physical memory.
     """
     head_size, block_size, num_blocks = 1024, 64, 2**15 + 2  # 2^31 + 2^17 elements of 16 bits
     torch.utils.deterministic.fill_uninitialized_memory = False

@@ -1,7 +1,7 @@
-"""Tests of cache formats: a gather converts values, and a prefill computes in the dtype of the queries.
+"""Tests of cache formats whose dtype differs from the dtype of the queries.
 
-`STORED` is a format that only these tests define: its values are stored in float16 and converted when a gather reads
-the cache. An op fails these tests if it assumes that cache and queries have the same dtype.
+`STORED` is a format that only these tests define. The cache stores float16, and a gather converts the values to the
+dtype of the queries, float32 or float64. An op fails these tests if it assumes that cache and queries have one dtype.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PACKED = replace(STORED, dims=(DIRECT.kv_lora_rank, DIRECT.qk_rope_head_dim))
 
 @pytest.fixture(params=[STORED, PACKED], ids=["any dims", "dims of its own"])
 def stored(request, monkeypatch):
-    """Register a format whose dtype differs from the dtype of the queries, and a backend that gathers this format."""
+    """Register the format STORED or PACKED, and a backend whose gather reads this format; return the format."""
     formats = sys.modules["reference.interfaces.cache_format"]
     monkeypatch.setattr(formats, "CACHE_FORMATS", {**formats.CACHE_FORMATS, "stored": request.param})
     op = "gather_and_maybe_dequant_cache"
@@ -59,7 +59,7 @@ def pieces(dtype, block_size=4):
 @pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gather_converts(ops, dtype, out_dtype):
-    """A gather into another dtype rounds each element once, as `Tensor.to` does, also from a strided cache."""
+    """A gather into another dtype rounds each element once, as `Tensor.to` does, from a contiguous or strided cache."""
     cache, arguments, rows = pieces(dtype)
     wanted = rows.to(out_dtype)
     strided = torch.stack((cache, cache), -1)[..., 0]
@@ -73,7 +73,7 @@ def test_gather_converts(ops, dtype, out_dtype):
 
 
 def test_gather_keeps_the_dtype_of_the_cache(ops):
-    """Without `out_dtype` a gather keeps the dtype of an ordinary cache; `out` must have the dtype of the result."""
+    """Without `out_dtype`, a gather returns the dtype of the cache; `out` must have the dtype of the result."""
     cache, arguments, rows = pieces(torch.bfloat16)
     assert_same_bits(ops.gather_and_maybe_dequant_cache(cache, *arguments), rows)
     if ops is fast:
@@ -93,9 +93,9 @@ def test_gather_refuses_other_dtypes(ops, wrong, plain_errors):
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.float64])
 def test_gather_of_a_stored_format(ops, stored, out_dtype):
-    """A gather of a stored format has the dtype that the caller requests.
+    """A gather from a float16 cache of the format `stored` returns the dtype that the caller requests.
 
-    The test fails if a package allocates the result in `kv_cache.dtype`.
+    The test fails if the result is allocated in the dtype of the cache.
     """
     cache, arguments, rows = pieces(torch.float16)
     got = ops.gather_and_maybe_dequant_cache(cache, *arguments, stored, out_dtype)
@@ -104,9 +104,9 @@ def test_gather_of_a_stored_format(ops, stored, out_dtype):
 
 @pytest.mark.parametrize("out_dtype", [None, torch.float16, torch.bfloat16])
 def test_a_stored_format_needs_a_dtype_of_its_queries(ops, stored, out_dtype):
-    """A gather from a stored format raises an error if `out_dtype` is not one of the format's query dtypes.
+    """A gather from the format `stored` raises an error if `out_dtype` is neither float32 nor float64.
 
-    None raises an error too: the format has a storage dtype of its own, so `out_dtype` has no default.
+    None raises an error too: the dtype of the cache, float16, is no dtype for the result.
     """
     cache, arguments, _ = pieces(torch.float16)
     message = f"^out_dtype: expected one of torch.float32, torch.float64, got {out_dtype}$"
@@ -117,7 +117,10 @@ def test_a_stored_format_needs_a_dtype_of_its_queries(ops, stored, out_dtype):
 
 
 def test_a_stored_format_of_other_dims(ops, stored):
-    """If a format is defined for one pair of dimensions, a gather of a cache of another width raises an error."""
+    """If a format is defined for one pair (Lkv, R), a gather from a cache of another width raises an error.
+
+    `stored.dims` is this pair, or None if the format allows any width.
+    """
     cache, arguments, _ = pieces(torch.float16)
     wider = torch.cat((cache, cache[..., :1]), -1)
     if stored.dims is None:
@@ -140,7 +143,10 @@ def prefill_inputs(ops, dtype):
 
 
 def test_prefill_over_a_stored_format(ops, stored):
-    """A float64 prefill over a stored format equals a prefill over a float64 cache with the same values."""
+    """A float64 prefill gives the same state over a float16 cache of the format `stored` and over a float64 cache.
+
+    Both caches have the same values.
+    """
     queries, cache, plan, weights = prefill_inputs(ops, torch.float64)
     wanted = reference.forward_prefill(*queries, cache.double(), plan, *weights, 0.3)
     state = ops.forward_prefill(*queries, cache, plan, *weights, 0.3, cache_format=stored)
@@ -151,7 +157,7 @@ def test_prefill_over_a_stored_format(ops, stored):
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_context_of_all_ranks_in_a_stored_format(ops, stored, size):
-    """Rows that ranks exchange have the dtype of the queries, and the workspace must have this dtype as well."""
+    """With ranks that share a sequence, the gathered context and the workspace have the dtype of the queries."""
     entries = torch.randn(24, DIRECT.head_size).half()
     chunk = ops.plan_context_chunks(integers(24), 96, 4, size, 1)[0]
     plan = reference.interfaces.PrefillMetadata(integers(0, 1, 2, 3, 4, 5).view(1, 6), offsets([1]), 1, (), 4)
@@ -176,7 +182,7 @@ def test_context_of_all_ranks_in_a_stored_format(ops, stored, size):
 
 
 def test_bytes_of_an_entry():
-    """The bytes of an entry follow from the storage dtype, or from the queries' dtype if there is no storage dtype."""
+    """The bytes of a cache entry follow from the format's storage dtype; without one, from the dtype of the queries."""
     for dtype, size in ((torch.float64, 8), (torch.float32, 4), (torch.bfloat16, 2), (torch.float16, 2)):
         assert element_bytes(dtype) == size
         assert COMPUTE_FORMAT.entry_bytes(512, 64, dtype) == 576 * size

@@ -1,7 +1,7 @@
 """Tests of the Triton kernels for the cache, the merge, rope, and for rope, norm and cache write in one launch.
 
-On a GPU the kernels are compiled. Without a GPU this file runs again in Triton's interpreter. The list in
-`tests/__init__.py` explains the numbers of pitfalls.
+On a GPU the kernels are compiled. Without a GPU, one test runs this file again in Triton's interpreter. "Pitfall 8" is
+entry 8 of the list in `tests/__init__.py`. The budget of a result is the largest error that docs/correctness.md allows.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ def long(values) -> torch.Tensor:
 
 
 def poisoned_cache(num_blocks: int, block_size: int, width: int, dtype, layers: int = 0, order: str = "blocks"):
-    """Return a cache filled with NaN; if `layers` is not 0, the cache is a strided view of one layer of several."""
+    """Return a cache filled with NaN.
+
+    If `layers` is not 0, the cache is a strided view: one layer of a tensor with `layers` layers.
+    """
     if not layers:
         return torch.full((num_blocks, block_size, width), torch.nan, dtype=dtype, device=DEVICE)
     shape = (num_blocks, layers, block_size, width) if order == "blocks" else (num_blocks, block_size, layers, width)
@@ -56,7 +59,7 @@ def poisoned_cache(num_blocks: int, block_size: int, width: int, dtype, layers: 
 
 
 def payloads(x: torch.Tensor) -> torch.Tensor:
-    """Write NaNs of two payloads and a negative zero to the first row of a tensor and return the tensor."""
+    """Write two NaNs with different bits and a negative zero to the first row of a tensor, and return the tensor."""
     bits = x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
     quiet = torch.full((), torch.nan, dtype=x.dtype).view(bits.dtype).item()
     bits[0, :3] = torch.tensor([quiet + 1, quiet - 1, torch.iinfo(bits.dtype).min], device=x.device)
@@ -93,7 +96,7 @@ def test_write(shape, dtype):
 @pytest.mark.parametrize("dtype", MOVED)
 @pytest.mark.parametrize("block_size, width", [(16, 128), (64, 96), (1, 80), (7, 27)])
 def test_gather(block_size, width, dtype):
-    """A gather returns token ranges with any start and length, also with strided tensors, and writes only `out`."""
+    """A gather returns token ranges with any start and length, and writes only `out`; its tensors may be strided."""
     starts, lengths = [0, 5, 63, 0, 2], [33, 0, 2, 1, 20]
     columns = -(-70 // block_size)
     table = torch.full((5, columns + 2), GARBAGE, dtype=torch.int32)
@@ -141,7 +144,7 @@ def test_gather_converts(width, dtype, out_dtype):
 @runs
 @pytest.mark.parametrize("requests", [1, 2, 3, 17, 64])
 def test_gather_many_requests(requests):
-    """The gather's binary search finds the request of every token, also among empty requests."""
+    """A gather finds the request of every token by binary search, also if some requests have no tokens."""
     lengths = torch.randint(0, 4, (requests,))
     lengths[torch.rand(requests) < 0.3] = 0
     entries = noise(requests * 4, 1, 8)
@@ -175,7 +178,7 @@ def test_gather_outside_the_cache(bad):
     "cu_seq_lens, starts", [((0, 2**31 - 1, 0), (0, 0)), ((7, 3, 9), (-4, -9)), ((-5, 4, 10), (0, 2**31 - 1))]
 )
 def test_gather_wild_offsets(cu_seq_lens, starts):
-    """With decreasing offsets or negative starts each row is some entry of the cache or 0, and no error is raised."""
+    """With invalid offsets or starts, a gather does not raise; each row is 0 or an entry of the cache."""
     entries, table = noise(4, 4, 8), torch.arange(4, dtype=torch.int32, device=DEVICE).view(2, 2)
     out = torch.full((10, 8), torch.nan, device=DEVICE)
     cache.gather_and_maybe_dequant_cache(
@@ -252,7 +255,7 @@ def test_nothing_to_move():
 
 @gpu_only
 def test_offsets_beyond_32_bit():
-    """The kernels give right results if element offsets of the cache or of states exceed 2^31 (pitfall 8)."""
+    """The kernels give right results if offsets in elements exceed 2^31 in the cache or in the states (pitfall 8)."""
     width, block_size, num_blocks = 576, 64, 2**16
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
@@ -332,9 +335,9 @@ def test_merge(shape, dtype):
 @runs
 @pytest.mark.parametrize("dtype", COMPUTED)
 def test_merge_identity(dtype):
-    """If a row has keys in one state only, the merge returns the bits of that state (pitfalls 2 and 3).
+    """If a row has keys in one state only, the merge returns the bits of this state (pitfalls 2 and 3).
 
-    If a row has keys in no state, its output stays 0 and its LSE -inf.
+    If a row has keys in neither state, its output is 0 and its LSE is -inf.
     """
     a, a_lse, b, b_lse = make_states(7, 5, 24, dtype)
     a[0, 0, :2] = torch.tensor([-0.0, torch.nan])
@@ -365,7 +368,7 @@ def test_merge_refuses_to_hide(bad, other):
 @runs
 @pytest.mark.parametrize("dtype", COMPUTED)
 def test_merge_in_place(dtype):
-    """A merge writes into one of its states, or rounds to an output of another dtype; the values are the same."""
+    """A merge may overwrite one of its states, or round into an output of another dtype; its values are the same."""
     a, a_lse, b, b_lse = (x.contiguous() for x in make_states(19, 5, 24, dtype))
     wanted, wanted_lse = merge.merge_attn_states(a, a_lse, b, b_lse)
     rounded, lse = torch.empty_like(a, dtype=torch.float16), torch.empty_like(a_lse)
@@ -409,7 +412,7 @@ def magnitude_of(config):
 
 
 def check_rope(value, positions, x, frequencies, config):
-    """Assert that rope is within the budget of the reference; gold computes with the float32 angles in float64."""
+    """Assert that rope is within the budget; the gold result is computed in float64 from the same float32 angles."""
     positions, x, frequencies, value = (t.cpu() for t in (positions, x, frequencies, value))
     assert value.is_contiguous() and value.shape == x.shape
     low_angles = positions.float()[:, None] * frequencies
@@ -493,7 +496,7 @@ def test_rope_nothing():
         assert q.shape == shape and k.shape == (tokens, width)
     entries, none = noise(2, 4, 24), torch.empty(0, dtype=torch.int64, device=DEVICE)
     was, weight, frequencies = entries.clone(), noise(16), torch.zeros(4, device=DEVICE)
-    for tokens, held in ((0, entries), (3, entries[:0]), (3, entries)):  # no token, no cache, no slot
+    for tokens, held in ((0, entries), (3, entries[:0]), (3, entries)):  # no token; no cache block; no slot
         positions = torch.zeros(tokens, dtype=torch.int64, device=DEVICE)
         q, normed, k = rope.rope_norm_and_cache(
             positions, noise(tokens, 2, 8), noise(tokens, 16), noise(tokens, 8), held, none, weight, 1e-6, frequencies,
@@ -505,7 +508,7 @@ def test_rope_nothing():
 
 @gpu_only
 def test_under_a_graph():
-    """A captured graph gives the bits of an ordinary call after the values in its tensors have changed."""
+    """After the values of its input tensors changed, a captured graph gives the bits of an ordinary call."""
     positions, q_pe, kv_c, k_pe, frequencies = rope_inputs(6, 3, 512, 64, torch.bfloat16, YARN)
     weight, slots = noise(512, dtype=torch.bfloat16), long([3, -1, 40, 17, 63, 5])
     entries, mapping = noise(4, 16, 576, dtype=torch.bfloat16), long([[0, 1]])

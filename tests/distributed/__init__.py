@@ -1,1 +1,1 @@
-"""Tests of the exchange of states and context between ranks."""
+"""Tests of the exchange of attention states and context between context-parallel ranks."""

@@ -1,4 +1,8 @@
-"""Tests of merges over simulated ranks: values, ranks without keys, infinite LSEs, and exchanged bytes."""
+"""Tests of merges over simulated ranks: values, ranks without keys, infinite LSEs, and exchanged bytes.
+
+Each rank has an attention state over its own keys. A merge joins the states of all ranks, by an all-to-all (`a2a`), or
+by an all-gather of LSEs and a reduce-scatter of outputs (`ag_rs`). Afterwards each rank keeps some of the heads.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +34,9 @@ def test_merge_over_ranks(ops, size, merge):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("merge", MERGES)
 def test_merge_within_budget(merge, dtype):
-    """A merge of `fast` is within the budget that the same merge of `reference` in the same dtype gives.
+    """A merge of `fast` is within the budget: the largest error against float64 that docs/correctness.md allows.
 
-    The merged LSE is float32 for every dtype of the outputs.
+    The budget follows from the error of the same merge of `reference` in the same dtype. The merged LSE is float32.
     """
     states = rank_states(4, 33, 8, 20, dtype)
     gold = [AttentionState(s.out.double(), s.lse.double()) for s in states]
@@ -61,7 +65,7 @@ def test_infinite_lse_is_nan(ops, merge, bad):
 
 @pytest.mark.parametrize("merge", MERGES)
 def test_a_rank_without_keys_counts_nothing(ops, merge):
-    """A row with LSE -inf on a rank changes no result, even if the output of this row on the rank is NaN."""
+    """A rank whose LSE of a row is -inf does not change the merged row, even if the rank's output of the row is NaN."""
     states = rank_states(3, 4, 6, 5, torch.float64)
     wanted = over_ranks(ops, states, merge)
     for state in states:
@@ -102,9 +106,9 @@ def test_one_rank_with_keys_comes_back_bitwise(ops, merge):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_bytes_received(ops, size, dtype, merge):
-    """A decode receives as many bytes as `dcp_wire_bytes` computes.
+    """In a decode, each rank receives as many bytes as `dcp_wire_bytes` computes.
 
-    Only the all-to-all messages of `fast` may be longer, because `fast` pads both parts of a message to 16 bytes.
+    The all-to-all messages of `fast` may be longer: `fast` pads the LSEs and the outputs of a message to 16 bytes each.
     """
     tokens, latent, rope = 6, 32, 16
     batch = make_batch([1] * tokens, [40] * tokens, 16)
@@ -127,7 +131,7 @@ def test_bytes_received(ops, size, dtype, merge):
 
 
 def test_all_to_all_moves_less():
-    """A rank receives the LSEs of all heads in the merge `ag_rs`, and only the LSEs of its owned heads in `a2a`."""
+    """With `a2a` a rank receives the LSEs of its 16 heads only; with `ag_rs` it receives the LSEs of all 128 heads."""
     sizes = (32, 128, 512, 64, 8)
     ag_rs, a2a = (reference.dcp_wire_bytes(*sizes, merge, 2) for merge in MERGES[::-1])
     assert sum(ag_rs.values()) - sum(a2a.values()) == 7 * 32 * (128 - 16) * 4

@@ -41,7 +41,7 @@ on_gpus = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 
 
 def simulated(size, total, interleave, dtype):
-    """Return the results of every rank in the simulator."""
+    """Return the results that every rank has if one process simulates all ranks."""
     with torch.device("cpu"):
         packages = {"reference": reference, "fast": fast}
         return fast.simulate(size, interleave, lambda ranks: everything(ranks, packages, dtype, "cpu"), total)
@@ -49,7 +49,7 @@ def simulated(size, total, interleave, dtype):
 
 @pytest.mark.parametrize(("size", "total", "interleave"), [(2, 2, 1), (4, 4, 16), (2, 4, 4)])
 def test_processes_equal_the_simulator(size, total, interleave):
-    """Over gloo, merges and layers give the float64 results of the simulator, and two runs give the same bits."""
+    """Over gloo, merges and layers give the float64 results of simulated ranks, and two runs give the same bits."""
     runs = [values_of(run_ranks(total, exchange_everything, size, interleave, torch.float64, "cpu")) for _ in range(2)]
     wanted = simulated(size, total, interleave, torch.float64)
     for rank in range(total):
@@ -93,28 +93,31 @@ def test_ranks_that_disagree(facts, message):
     ids=["block-size", "eos", "tokens", "refused-by-one"],
 )
 def test_loops_that_disagree(options, message):
-    """Serving loops compare the options of all ranks before a step, and before a check that only one rank fails."""
+    """If ranks start serving loops with different options, every rank raises an error that names the option.
+
+    The ranks compare their options before a check that only one rank fails, so no rank waits for a rank that raised.
+    """
     for outcome in run_ranks(2, disagree_in_a_loop, 2, options):
         assert outcome.error.startswith(f"ValueError: {message}") and outcome.seconds < 10, outcome
 
 
 @pytest.mark.parametrize("merge", ["a2a", "ag_rs"])
 def test_decode_graphs(merge):
-    """A decode graph over processes gives the outputs of the same steps without a graph.
+    """With a process for each rank, a `DecodeGraph` gives the outputs of the same steps without a graph.
 
-    On a CPU, a decode graph runs its steps eagerly over its own buffers.
+    On a CPU, a `DecodeGraph` captures nothing: it copies its inputs to its buffers and runs the steps eagerly.
     """
     for found, _ in values_of(run_ranks(2, replay_decodes, 2, merge, 2, "cpu", torch.float64)):
         for eager, captured in found:
             assert_close64(captured, eager)
 
 
-# Tests of ranks that die. A run of the loop has about 100 exchanges: 15 steps of two layers, with two or three
-# exchanges in each layer.
+# Tests of ranks that die. A run of the serving loop has about 100 exchanges between ranks: 15 steps of two layers, with
+# two or three exchanges in each layer. A request in flight is a request that is not finished.
 
 
 def check_survivor(outcome: Outcome, seconds: float) -> None:
-    """Assert that a rank raised in time, and that its error has the group, the operation and the requests in flight."""
+    """Assert that a rank raised within `seconds`, and that its error names group, operation and requests in flight."""
     assert outcome.exit_status == 1, f"{outcome}"
     wanted = r"^StepLost: (cp|tp)_group: all_\w+ of rank \d among ranks \[[\d, ]+\] failed: .*"
     assert re.match(wanted + r"; requests in flight: \d(, \d)*$", outcome.error), outcome.error
@@ -123,7 +126,7 @@ def check_survivor(outcome: Outcome, seconds: float) -> None:
 
 @pytest.mark.parametrize("kill", range(14))
 def test_a_rank_that_dies_in_a_step(kill):
-    """If a rank dies at any exchange of two or four ranks, every other rank raises and no rank hangs."""
+    """If one of two or four ranks dies at an exchange, every other rank raises within the timeout."""
     draw = random.Random(kill)
     total = (2, 4)[kill % 2]
     victim, exchange = draw.randrange(total), draw.randrange(1, 90) if kill else 1  # exchange 1 precedes the first step
@@ -137,7 +140,7 @@ def test_a_rank_that_dies_in_a_step(kill):
 
 @pytest.mark.parametrize("kill", range(6))
 def test_a_rank_that_is_killed(kill):
-    """If a rank is killed from outside at any moment, all other ranks raise."""
+    """If another process kills a rank at a random moment, all other ranks raise."""
     draw = random.Random(100 + kill)
     total = (2, 4)[kill % 2]
     victim = draw.randrange(total)
@@ -149,7 +152,7 @@ def test_a_rank_that_is_killed(kill):
     outcomes = run_ranks(total, serve_for_ever, 2, "cpu", torch.float32, timeout_s=GROUP_TIMEOUT_S, meanwhile=shoot)
     assert outcomes[victim].exit_status == -signal.SIGKILL
     for rank, outcome in enumerate(outcomes):
-        if rank != victim:  # a loop under construction has no request in flight
+        if rank != victim:  # a rank that was still constructing its loop raises GroupError: it has no requests yet
             assert outcome.exit_status == 1 and outcome.seconds < GROUP_TIMEOUT_S, f"{outcome}"
             wanted = r"^(StepLost|GroupError): (cp|tp)_group: all_\w+ of rank \d among ranks \[[\d, ]+\] failed: "
             assert re.match(wanted, outcome.error), outcome.error
@@ -157,7 +160,7 @@ def test_a_rank_that_is_killed(kill):
 
 
 def test_a_rank_that_stands_still():
-    """If a rank is stopped by a signal but has not ended, the other rank raises after the timeout of the group."""
+    """If SIGSTOP stops one of two ranks, the other rank raises after the timeout of the group, 4 s."""
     stopped = []
 
     def stop(processes: list[int]) -> None:
@@ -166,12 +169,12 @@ def test_a_rank_that_stands_still():
 
     outcomes = run_ranks(2, serve_for_ever, 2, "cpu", torch.float32, timeout_s=4.0, limit_s=40.0, meanwhile=stop,
                          stands_still=1)  # fmt: skip
-    assert outcomes[1].exit_status is None  # the stopped rank had not ended
+    assert outcomes[1].exit_status is None  # the stopped process did not end
     assert outcomes[0].exit_status == 1 and 3 < outcomes[0].ended - stopped[0] < 2 * 4.0
     assert re.match(r"^(StepLost|GroupError): (cp|tp)_group: all_\w+ of rank 0 among .* failed: ", outcomes[0].error)
 
 
-# Tests of the main job.
+# Tests of the main job: `python -m fast` serves prompts and compares `reference`, `fast` and transformers.
 
 
 def torchrun(*options: str, processes: int = 4, folder: Path) -> tuple[int, str, str]:
@@ -196,7 +199,10 @@ def torchrun(*options: str, processes: int = 4, folder: Path) -> tuple[int, str,
 
 @pytest.mark.parametrize(("size", "interleave", "merge", "ops"), [(4, 1, "a2a", "both"), (2, 16, "ag_rs", "fast")])
 def test_main_job(tmp_path, size, interleave, merge, ops):
-    """Four ranks, in groups of four or of two ranks that share each sequence, generate the tokens of a single rank."""
+    """The main job on four ranks generates the tokens of a single rank.
+
+    `size` ranks share each sequence.
+    """
     pytest.importorskip("transformers")
     status, output, errors = torchrun(
         "--context-parallel", str(size), "--interleave", str(interleave), "--merge", merge, "--max-new-tokens", "12",
@@ -232,9 +238,10 @@ def test_main_job_refusals(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("total", [2, 4])
 def test_nccl_within_budget(total, dtype):
-    """Over NCCL, the results of `fast` are within the budget.
+    """Over NCCL, the results of `fast` are within the budget: the largest error that docs/correctness.md allows.
 
-    Low is `reference` on the same ranks, and gold is `reference` on simulated ranks in float64.
+    The error is measured against `reference` on simulated ranks in float64. The budget follows from the error of
+    `reference` over NCCL in the same dtype.
     """
     if total > GPUS:
         pytest.skip(f"needs {total} GPUs")
@@ -252,9 +259,9 @@ def test_nccl_within_budget(total, dtype):
 @pytest.mark.parametrize("query_len", [1, 2])
 @pytest.mark.parametrize("merge", ["a2a", "ag_rs"])
 def test_nccl_graphs(merge, query_len):
-    """A captured step with exchanges is within the budget if it is replayed with other lengths, blocks and slots.
+    """Replays of a captured step with exchanges are within the budget for other lengths, blocks and slots.
 
-    The reserved memory does not grow.
+    The reserved GPU memory does not grow during the replays.
     """
     gold = values_of(run_ranks(2, replay_decodes, 2, merge, query_len, "cpu", torch.float64))
     outcomes = run_ranks(2, replay_decodes, 2, merge, query_len, "cuda", torch.float32, backend="nccl", limit_s=180.0)
@@ -267,7 +274,7 @@ def test_nccl_graphs(merge, query_len):
 
 @pytest.fixture(scope="module")
 def compiled():
-    """Fill Triton's disk cache before the tests, so that no rank waits long for another rank that compiles."""
+    """Compile all kernels into Triton's disk cache, so that later no rank waits for a rank that compiles."""
     for total in {2, min(GPUS, 4)}:
         served = run_ranks(total, serve_and_die, 2, None, 0, "cuda", torch.bfloat16, backend="nccl", timeout_s=120.0,
                            limit_s=180.0)  # fmt: skip
@@ -279,9 +286,9 @@ def compiled():
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("kill", range(20))
 def test_nccl_rank_that_dies(kill):
-    """If a rank dies, every other rank ends in time with a non-zero exit status.
+    """If a rank dies, every other rank ends with a non-zero exit status within 1 s after the timeout of the group.
 
-    Error or stderr of such a rank has the group, the operation and the requests in flight.
+    Its error or its stderr names the group, the operation and the requests in flight.
     """
     draw = random.Random(kill)
     total = 4 if GPUS >= 4 and kill % 2 else 2
@@ -298,7 +305,10 @@ def test_nccl_rank_that_dies(kill):
 
 
 def test_served_alone():
-    """Every request of the loop generates more than three different tokens, so texts are not equal by chance."""
+    """Every request of the serving loop generates more than three different tokens.
+
+    With fewer different tokens, the tests above could find equal texts by chance.
+    """
     with torch.device("cpu"):
         requests = make_loop(fast, RANK_CONFIG, None, "cpu", torch.float64).run()
     assert all(len(set(request.generated_ids)) > 3 for request in requests)

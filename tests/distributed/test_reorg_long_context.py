@@ -1,4 +1,7 @@
-"""Tests of `reorg_kvcache` with more than the 4096 tokens that the cpu kernel reorders at once."""
+"""Tests of `reorg_kvcache`, which puts the gathered tokens of all ranks into the order of each sequence.
+
+The tests have more tokens than the 4096 tokens that the cpu kernel reorders at once.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the simulator of ranks: exchanges, the caller's torch modes, ranks that wait for each other, and errors."""
+"""Tests of `simulate`, which runs several ranks in one process: exchanges, torch modes, deadlocks and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Tests of the Triton kernels that prepare data for exchanges between ranks, or process received data."""
+"""Tests of the Triton kernels that prepare data for exchanges between ranks, or process received data.
+
+The merges `ag_rs` and `a2a` join the attention states of all ranks: `ag_rs` by an all-gather and a reduce-scatter,
+`a2a` by an all-to-all. Without a GPU, one test runs this file again in Triton's interpreter.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +42,7 @@ def gathered_rows(size, interleave, lens, width, dtype):
 @runs
 @pytest.mark.parametrize(("size", "interleave", "width"), [(1, 1, 7), (2, 1, 96), (3, 4, 7), (4, 16, 576), (7, 2, 96)])
 def test_reorg(size, interleave, width):
-    """The kernel gives the bits of the reference, also for inputs and outputs with gaps between rows."""
+    """`reorg_kvcache` gives the bits of `reference` for rows with and without gaps, and does not write to the gaps."""
     for dtype in DTYPES if width == 96 else DTYPES[:1]:
         gathered, chunk = gathered_rows(size, interleave, (5, 0, 33, 1, 70), width, dtype)
         wanted = reference.reorg_kvcache(gathered, chunk)
@@ -53,10 +57,7 @@ def test_reorg(size, interleave, width):
 @runs
 @pytest.mark.parametrize("far", [-5, 2147480000])
 def test_reorg_of_offsets_outside(far):
-    """If the offsets of a rank lie outside the input, the kernel writes 0 to the rows of this rank and does not raise.
-
-    The kernel reads nothing outside the input.
-    """
+    """If the offsets of a rank lie outside the input, `reorg_kvcache` returns 0 for the tokens of this rank."""
     gathered, chunk = gathered_rows(4, 2, (30, 11), 12, torch.float32)
     local = chunk.local_cu_seq_lens.clone()
     local[1] = far
@@ -70,8 +71,8 @@ def test_reorg_of_offsets_outside(far):
 def rank_states(size, tokens, heads, value, dtype):
     """Return a state for each rank.
 
-    If a row has no key on a rank, the output of this row on the rank is NaN, and no result may contain this NaN. The
-    row of head 0 and token 1 has no key on any rank.
+    A row is one (token, head) pair. If a row has no keys on a rank, its output on this rank is NaN. No merged state may
+    contain this NaN. The row of head 0 and token 1 has no keys on any rank.
     """
     states = []
     for _ in range(size):
@@ -157,7 +158,11 @@ def test_infinite_lse_is_nan(merge, bad):
 @pytest.mark.parametrize("merge", ["ag_rs", "a2a"])
 @pytest.mark.parametrize(("size", "total"), [(4, 4), (2, 4)])
 def test_layers(size, total, merge, dtype):
-    """The outputs of a layer on simulated ranks of one GPU are within the budget, which comes from `reference`."""
+    """The outputs of a layer on simulated ranks of one GPU are within the budget.
+
+    The budget is the largest error that docs/correctness.md allows. It follows from the error of `reference` in the
+    same dtype.
+    """
     steps = Steps(STEPS, 16, 4 * 16 * size * 4, 2)
 
     def served(ops, dtype, device):
@@ -176,7 +181,7 @@ def test_layers(size, total, merge, dtype):
 @pytest.mark.parametrize("merge", ["ag_rs", "a2a"])
 def test_a_step_is_captured(merge):
     """A step that gathers queries, decodes and merges can be captured and then replayed with other lengths."""
-    # The test has one rank: several simulated ranks cannot be captured, because the host runs the ranks alternately.
+    # one rank only: several simulated ranks cannot be captured, because the host switches between them
     (wanted,) = fast.simulate(1, 1, lambda ranks: captured_twice(ranks, replay=False), merge=merge)
     (found,) = fast.simulate(1, 1, lambda ranks: captured_twice(ranks, replay=True), merge=merge)
     assert found.out.equal(wanted.out) and found.lse.equal(wanted.lse)

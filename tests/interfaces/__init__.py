@@ -1,1 +1,1 @@
-"""Tests of the contract: configurations, metadata, formulas for integers, checks of arguments."""
+"""Tests of the contract `reference.interfaces`: configurations, metadata, formulas for integers, argument checks."""

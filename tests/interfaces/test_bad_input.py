@@ -1,6 +1,6 @@
-"""Tests of bad input: an error of one line has the argument, the expected and the given value.
+"""Tests of bad input: a function refuses it with one line, before the function writes anything.
 
-The error is raised before the function writes anything.
+The line is "argument: expected ..., got ...".
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ pytestmark = pytest.mark.usefixtures("plain_errors")
 
 
 def refuses(call, argument: str, *written: torch.Tensor):
-    """Check that a call raises an error of one line that begins with the argument, and changes no tensor in `written`.
+    """Assert that a call raises an error of one line that begins with `argument`, and changes no tensor in `written`.
 
     Args:
         call: function without arguments that makes the call.
         argument: name of the bad argument.
-        written: tensors that the call would write.
+        written: tensors that a valid call would write.
     """
     before = [t.clone() for t in written]
     with pytest.raises((ValueError, TypeError)) as error:
@@ -58,11 +58,12 @@ def meta(t: torch.Tensor) -> torch.Tensor:
     return t.to("meta")
 
 
-# Tests of calls with one bad argument. Each case is (function, argument, change of the argument, name in the message).
+# Tests of calls with one bad argument. Each case of BAD is (function, argument, function that makes the argument bad,
+# name at the beginning of the message).
 
 
 def arguments():
-    """Return new valid arguments of every function that checks its arguments."""
+    """Return valid arguments for each function under test, by the name of the function."""
     batch = make_batch([1, 2, 3], [20, 33, 16])
     entries = make_entries(batch, DIRECT.head_size, torch.float32)
     cache = make_cache(batch, entries, DIRECT.head_size, torch.float32)
@@ -119,7 +120,7 @@ def arguments():
 
 
 def field(name, change):
-    """Return a function that changes one field of a dataclass argument."""
+    """Return a function that replaces one field of a dataclass by `change` of this field."""
     return lambda value: replace(value, **{name: change(getattr(value, name))})
 
 
@@ -337,7 +338,7 @@ def test_make_refuses(argument, change, named):
     refuses(lambda: CommonAttentionMetadata.make(**(GOOD | {argument: change(GOOD[argument])})), named)
 
 
-# Tests of a whole step. A layer that refuses a step changes nothing.
+# Tests of a step of a layer with a bad plan or a bad tensor.
 
 
 def decode_field(name, change):
@@ -446,7 +447,7 @@ def test_layer_refuses(ops, which, change, named):
      (2, short, "k_pe"), (2, half, "k_pe"), (4, narrow, "output"), (4, half, "output")],
 )  # fmt: skip
 def test_layer_attention_refuses(ops, which, change, named):
-    """`forward_attention`, which integrations call directly, refuses bad input and changes neither cache nor output."""
+    """`forward_attention` refuses bad input and changes neither cache nor output; integrations call it directly."""
     layer, hidden, positions, cache, plan = step_inputs(ops)
     q, kv_c, k_pe = layer.project(hidden, positions)
     output = torch.zeros(14, DIRECT.num_heads, DIRECT.v_head_dim)
@@ -456,7 +457,7 @@ def test_layer_attention_refuses(ops, which, change, named):
 
 
 def test_decode_refuses_a_bound_below_its_queries(ops, plain_errors):
-    """A decode refuses a `max_query_len` that is too small, because the kernels would leave rows unwritten."""
+    """A decode refuses a `max_query_len` below the longest query: its kernels would not write all query tokens."""
     cache = torch.randn(2, 4, 10)
     seen = integers(4, 2, 3, 4)
     plan = reference.DecodeMetadata(integers(0, 1)[:, None], integers(4, 4), offsets([1, 3]), 1, seen, 4, 4)
@@ -468,8 +469,7 @@ def test_decode_refuses_a_bound_below_its_queries(ops, plain_errors):
 def test_decode_refuses_half_a_schedule(ops, plain_errors):
     """A decode refuses an incomplete schedule.
 
-    A schedule without `tile_ranges` must be batch-invariant and must not have `split_offsets`. A schedule
-    with `tile_ranges` must have `split_offsets`.
+    A schedule has both `tile_ranges` and `split_offsets`. A batch-invariant schedule may have neither of them.
     """
     plan = DecodeMetadata(integers(0)[:, None], integers(4), offsets([1]), 1, integers(4), 4, 4)
     arguments = torch.randn(1, 2, 8), torch.randn(1, 2, 2), torch.randn(1, 4, 10), plan, 0.3
@@ -487,7 +487,10 @@ def test_decode_refuses_half_a_schedule(ops, plain_errors):
 
 
 def test_decode_takes_fewer_keys_than_queries(ops):
-    """A decode accepts fewer keys than query tokens, as on a context-parallel rank; `visible_lens` is the mask."""
+    """A decode accepts a request with fewer keys than query tokens; `visible_lens` says how many keys each token sees.
+
+    On a rank that shares sequences with other ranks, a request can have fewer rank-local keys than query tokens.
+    """
     cache = torch.randn(2, 4, 10)
     plan = DecodeMetadata(integers(0)[:, None], integers(1), offsets([2]), 2, integers(0, 1), 1, 4)
     state = ops.mla_decode(torch.randn(2, 3, 8), torch.randn(2, 3, 2), cache, plan, 0.3)
@@ -496,7 +499,7 @@ def test_decode_takes_fewer_keys_than_queries(ops):
 
 
 def test_out_dtype_decides_the_lse(ops):
-    """The LSE is float64 if the output is float64 and float32 otherwise, so that every two states can be merged."""
+    """The LSE is float64 with a float64 output, else float32, for any input dtype; both states can be merged."""
     q, k, v, starts = torch.randn(4, 2, 6), torch.randn(4, 2, 6), torch.randn(4, 2, 5), offsets([4])
     for dtype in (torch.float32, torch.float64):
         for out_dtype in (torch.float32, torch.float64):
@@ -515,7 +518,7 @@ def test_overlapping_views_are_no_two_caches(ops):
 
 @pytest.mark.parametrize("device", ["meta"])
 def test_default_device_moves_no_plan(ops, device):
-    """Plans and rope frequencies are made on the CPU for every default device."""
+    """With another default device, plans and cosines stay on the CPU, where the inputs are."""
     batch = make_batch([1, 3], [20, 33])
     torch.set_default_device(device)
     try:
@@ -527,7 +530,7 @@ def test_default_device_moves_no_plan(ops, device):
 
 
 def test_layer_leaves_no_graph(ops):
-    """Neither the cache nor the output of a layer requires gradients, even if the parameters of the layer do."""
+    """Neither the cache nor the output of a layer requires gradients, even if the layer's parameters require them."""
     layer, hidden, positions, cache, plan = step_inputs(ops)
     for parameter in layer.parameters():
         parameter.requires_grad_(True)
@@ -536,7 +539,7 @@ def test_layer_leaves_no_graph(ops):
 
 
 def test_empty_batches_are_legal(ops):
-    """Without tokens and requests, every function returns an empty result."""
+    """For a batch without tokens and requests, every function returns an empty result."""
     none = offsets([])
     q = torch.zeros(0, 3, 8)
     state = ops.flash_attn_varlen(q, q, q[..., :5], none, none, 0, 0, 0.3, True)

@@ -1,4 +1,8 @@
-"""Tests of every metadata builder against the protocol `AttentionMetadataBuilder`, for all attention families."""
+"""Tests of every metadata builder against the protocol `AttentionMetadataBuilder`.
+
+A builder makes the plan of a step: all integers that the attention of a batch needs. Each attention family has its own
+builder, and all builders follow the protocol.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +68,7 @@ def test_signatures(builder):
 
 
 def test_build(builder):
-    """A batch that was reordered by the swaps of `reorder_batch` gets a plan of all its tokens."""
+    """After the swaps of `reorder_batch`, a plan has all tokens of the batch, and the three short requests decode."""
     query_lens, contexts = integers(30, 1, 2, 1), integers(0, 100, 31, 5)
     order = list(range(4))
     for here, there in builder.reorder_batch(query_lens, contexts):
@@ -89,7 +93,7 @@ def test_refusals(builder, plain_errors):
 
 
 def test_captured_plans(builder):
-    """`update_captured` writes the plan of another batch of the same shape into the captured tensors, in place."""
+    """`update_captured` writes the plan of another batch of the same shape into the tensors of a captured plan."""
     assert builder.graph_support is not GraphSupport.NONE
     first, second = (make_batch([2, 2, 2], lens, BLOCK).common for lens in ([40, 7, 200], [3, 90, 18]))
     assert builder.can_run_in_cudagraph(first)
@@ -101,13 +105,16 @@ def test_captured_plans(builder):
     builder.update_captured(captured, second)
     assert {name: tensor.data_ptr() for name, tensor in tensors_of(captured).items()} == held
     wanted, got = tensors_of(builder.build_for_cudagraph_capture(second)), tensors_of(captured)
-    for name in wanted.keys() & got.keys():  # lengths, block table and slots are the caller's own buffers
+    for name in wanted.keys() & got.keys():  # the caller itself writes lengths, block table and slots
         if name.startswith("schedule.") or name == "decode.visible_lens":
             assert got[name].equal(wanted[name]), name
 
 
 def test_shared_prefixes(builder):
-    """A builder chooses a cascade if `use_cascade_attention` does, but never if the builder is batch-invariant."""
+    """A builder chooses a cascade (the shared prefix is attended once) if the function `use_cascade_attention` does.
+
+    A batch-invariant builder never chooses a cascade.
+    """
     query_lens, lens = integers(*[1] * 6), integers(*[4096] * 6)
     asked = builder.use_cascade_attention(4000, query_lens, lens)
     assert asked is (not builder.batch_invariant and fast.use_cascade_attention(4000, query_lens, lens, DIRECT))
@@ -115,7 +122,7 @@ def test_shared_prefixes(builder):
 
 
 def test_a_graph_over_any_builder(builder):
-    """`DecodeGraph` works with any builder of the protocol, and every run gets a plan of its own batch."""
+    """`DecodeGraph` works with any builder of the protocol, and plans the batch of every run."""
     ops = reference if type(builder).__module__.startswith("reference.") else fast
     planned = []
 

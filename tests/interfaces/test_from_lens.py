@@ -1,4 +1,8 @@
-"""Tests of `CommonAttentionMetadata.from_lens`, which derives the offsets, maxima and slots of a batch on any rank."""
+"""Tests of `CommonAttentionMetadata.from_lens`.
+
+The function computes offsets, maxima and slots of a batch from its lengths and its block table. With context
+parallelism it computes the slots of one rank.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +48,7 @@ def test_from_lens_is_make_over_the_loops_slots(requests, block_size):
 
 @pytest.mark.parametrize("size, interleave", [(1, 1), (2, 1), (3, 4), (2, 16)])
 def test_rank_local_slots(size, interleave):
-    """Each rank gets the slots that `dcp_slot_mapping` gives, and every token has a slot on exactly one rank."""
+    """`from_lens` gives a rank the slots of `dcp_slot_mapping`, and every token has a slot on exactly one rank."""
     query_lens, seq_lens = LENS
     table = table_for(seq_lens, 16)
     found = []
@@ -130,14 +134,14 @@ def test_from_lens_refuses_tables_and_sizes(plain_errors):
 
 
 def test_shares_reach_further(plain_errors):
-    """Under context parallelism with D ranks, a column of the block table stands for D blocks of tokens."""
+    """If D = 2 ranks share each sequence, a column of the block table covers 2 x 16 tokens, one block on each rank."""
     common = CommonAttentionMetadata.from_lens([1, 1], [20, 65], TABLE, 16, TokenOwnership(2, 0))
     assert common.slot_mapping.tolist() == [-1, 6 * 16 + 0]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_padding_rows_have_no_slot(size):
-    """A padding row (length 0, one query token) gets slot -1 from every function that computes slots."""
+    """The query token of a padding row (a request of length 0) gets slot -1 from every function that computes slots."""
     for rank in range(size):
         common = CommonAttentionMetadata.from_lens([1, 1], [5, 0], TABLE, 16, TokenOwnership(size, rank))
         for ops in (reference, fast):
@@ -148,10 +152,7 @@ def test_padding_rows_have_no_slot(size):
 
 
 def test_a_column_that_the_table_lacks_has_no_slot():
-    """A token whose block lies after the last column of the block table gets slot -1.
-
-    On a GPU, no check refuses such a block table.
-    """
+    """A token whose block would be after the last column of the block table gets slot -1 from `slots_of_tokens`."""
     table = TABLE.to(torch.get_default_device())
     found = slots_of_tokens(offsets([3, 1]), integers(66, 64), table, 16, 5)
     assert found.tolist() == [int(TABLE[0, 3]) * 16 + 15, -1, -1, int(TABLE[1, 3]) * 16 + 15, -1]

@@ -1,6 +1,7 @@
-"""Tests of the contract: configurations, presets, formulas for integers, the softmax scale and the checks.
+"""Tests of `reference.interfaces`: configurations, presets, formulas for integers, the softmax scale, checks.
 
-The pitfall numbers refer to the list in tests/__init__.py.
+`from_hf` makes an `MLAConfig` from a config of transformers. P and R are the head dims without and of rope. "Pitfall
+14" is entry 14 of the list in tests/__init__.py.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ def hf(**fields):
 
 
 def check_scale_law(config: MLAConfig):
-    """Check that the softmax scale is (P + R)^-1/2, and with YaRN this times m(f, mscale_all_dim)^2 (pitfall 14)."""
+    """Assert that the softmax scale is (P + R)^-1/2, multiplied by m(f, mscale_all_dim)^2 with YaRN (pitfall 14).
+
+    f is YaRN's factor, and m(f, s) = 0.1 s ln(f) + 1.
+    """
     assert math.isclose(config.softmax_scale, softmax_scale(config), rel_tol=1e-12)
     assert not math.isclose(config.softmax_scale, config.head_size**-0.5, rel_tol=1e-3)
 
@@ -60,10 +64,10 @@ def test_scale_law(config):
 @pytest.mark.parametrize("mscale", [None, 0.707, 1.0])
 @pytest.mark.parametrize("mscale_all_dim", [None, 0.707, 1.0])
 def test_yarn_scales(mscale, mscale_all_dim):
-    """The magnitudes of YaRN multiply cos and sin, and the softmax scale (pitfall 14).
+    """YaRN multiplies cos and sin, and the softmax scale, by functions of m(f, s) = 0.1 s ln(f) + 1 (pitfall 14).
 
-    - cos and sin are multiplied by m(f, mscale) / m(f, mscale_all_dim) if both are given, else by m(f, 1);
-    - the softmax scale is multiplied by m(f, mscale_all_dim)^2 if mscale_all_dim is given, else by 1.
+    - cos and sin are multiplied by m(f, mscale) / m(f, mscale_all_dim) if both are given, else by m(f, 1).
+    - The softmax scale is multiplied by m(f, mscale_all_dim)^2 if mscale_all_dim is given, else by 1.
     """
     yarn = YarnConfig(40.0, 4096, mscale=mscale, mscale_all_dim=mscale_all_dim)
     config = MLAConfig(64, 4, None, 32, 16, 8, 12, rope=RopeConfig(yarn=yarn))
@@ -89,7 +93,7 @@ def test_presets(name):
         MLAConfig.from_preset("llama")
 
 
-# theta, factor, beta_fast and mscale (equal to mscale_all_dim) of each config.json, and the softmax scale
+# preset: theta, YaRN's factor, beta_fast and mscale (equal to mscale_all_dim) of its config.json, and its softmax scale
 PUBLISHED_SCALES = {
     "deepseek-v2-lite": (1e4, 40, 32, 0.707, 0.114721),
     "deepseek-v2": (1e4, 40, 32, 0.707, 0.114721),
@@ -122,7 +126,7 @@ def test_fields_replace_those_of_a_preset():
 
 
 def test_a_preset_without_its_rope_is_refused(plain_errors):
-    """The preset of MiniCPM3 needs a given rope, because no `RopeConfig` expresses its LongRoPE."""
+    """The preset of MiniCPM3 needs the argument `rope`, because no `RopeConfig` can express its LongRoPE."""
     with pytest.raises(UnsupportedConfiguration, match="^rope: expected a RopeConfig for 'minicpm3', whose LongRoPE "):
         MLAConfig.from_preset("minicpm3")
     rope = RopeConfig(interleaved=False)
@@ -134,7 +138,7 @@ def test_a_preset_without_its_rope_is_refused(plain_errors):
 
 
 def test_a_computed_scale_is_computed_anew():
-    """A computed softmax scale is computed again for a copy of a config with other dims or another rope."""
+    """If the softmax scale was not given, a copy of a config with other dims or another rope computes it again."""
     config = MLAConfig.from_preset("deepseek-v3")
     for changes in (dict(qk_nope_head_dim=64), dict(rope=RopeConfig()), dict(qk_nope_head_dim=192, v_head_dim=256)):
         changed = dataclasses.replace(config, **changes)
@@ -155,7 +159,7 @@ def test_a_given_scale_is_kept():
     computed = dataclasses.replace(config, softmax_scale=None)
     assert computed == MLAConfig(64, 4, None, 32, 16, 8, 12) != config and computed.softmax_scale == 24**-0.5
     kept = dataclasses.replace(computed, softmax_scale=computed.softmax_scale, qk_nope_head_dim=8)
-    assert kept.softmax_scale == 24**-0.5  # a given scale, although its value equals the computed scale
+    assert kept.softmax_scale == 24**-0.5  # the scale was given, so the smaller head dim does not change it
     assert type(MLAConfig(64, 4, None, 32, 16, 8, 12, softmax_scale=1).softmax_scale) is float
     parameter = inspect.signature(MLAConfig).parameters["softmax_scale"]
     assert parameter.default is None and "given_softmax_scale" not in inspect.signature(MLAConfig).parameters
@@ -168,7 +172,7 @@ def test_a_scale_that_is_no_finite_number_is_refused(scale, plain_errors):
     assert "\n" not in str(error.value) and len(str(error.value)) < 130
 
 
-# H, N, Lq, Lkv, P, R and V of the config.json of each checkpoint
+# preset: hidden size, heads, query latent, key/value latent, P, R and value dim of its config.json
 PUBLISHED = {
     "deepseek-v2-lite": [2048, 16, None, 512, 128, 64, 128],
     "deepseek-v2": [5120, 128, 1536, 512, 128, 64, 128],
@@ -186,7 +190,7 @@ def test_presets_are_the_published_dims():
 
 
 def test_presets_against_transformers():
-    """The preset deepseek-v3 has the dims that transformers has as defaults of `DeepseekV3Config`."""
+    """The dims of the preset deepseek-v3 equal the defaults of `DeepseekV3Config` in transformers."""
     transformers = pytest.importorskip("transformers")
     v3 = transformers.DeepseekV3Config()
     names = ("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim",
@@ -327,7 +331,7 @@ SWITCHED_OFF = [
 
 @pytest.mark.parametrize("fields", OTHER_ATTENTION, ids=lambda fields: ", ".join(fields))
 def test_from_hf_refuses_other_attention(fields):
-    """A config with a kind of attention that is not implemented is refused, and the reason names the config's field."""
+    """A config that asks for attention that is not implemented is refused, and the reason names the config's field."""
     with pytest.raises(UnsupportedConfiguration) as error:
         MLAConfig.from_hf(hf(**fields))
     (reason,) = error.value.reasons
@@ -382,7 +386,7 @@ def test_from_hf_accepts_what_is_switched_off(fields):
     ids=str,
 )
 def test_from_hf_refuses_a_malformed_field_by_name(fields, reason, plain_errors):
-    """The error about a malformed field names the field, and is not an error such as `'int' object is not iterable`."""
+    """A malformed field gives an error that names the field, and no error such as `'int' object is not iterable`."""
     with pytest.raises(UnsupportedConfiguration) as error:
         MLAConfig.from_hf(hf(**fields))
     assert [got[: len(reason)] for got in error.value.reasons] == [reason]
@@ -398,7 +402,7 @@ def test_from_hf_refuses_a_malformed_dim_by_name(field, plain_errors):
 
 
 def test_from_hf_refuses_rope_by_layer_type():
-    """A config with one rope for each layer type is refused; otherwise `from_hf` would read the default rope."""
+    """A config with one rope for each layer type, or with the field `llama_4_scaling_beta`, is refused."""
     for parameters in (dict(full_attention=YARN_HF), YARN_HF | dict(llama_4_scaling_beta=0.1)):
         with pytest.raises(UnsupportedConfiguration, match="^config.rope_parameters: (rope param|llama_4_scaling)"):
             MLAConfig.from_hf(hf(rope_parameters=parameters))
@@ -422,7 +426,9 @@ def test_from_hf_takes_stock_configs():
 def test_workspace_size(max_model_len, max_num_seqs, block_size, ranks):
     """The workspace is a multiple of the unit and has at least one unit for each sequence.
 
-    The workspace is at least as large as in vLLM, unless one more unit would exceed vLLM's limit of 65536 tokens.
+    The unit is the block size. On D ranks that share sequences in turns of I tokens, the unit is the smallest multiple
+    of the block size that D x I divides. The workspace is at least as large as in vLLM, unless one more unit would
+    exceed vLLM's limit of 65536 tokens.
     """
     size = reference.chunked_prefill_workspace_size(max_model_len, max_num_seqs, block_size, *ranks)
     wanted = sorted((max_model_len * 8, max_num_seqs * block_size * 4))[1]
@@ -544,7 +550,7 @@ def test_check_tensor_wants_a_tensor(plain_errors):
 
 
 def test_checks_pass_good_values():
-    """The checks accept valid values: S = 0 is a padding row, and block numbers after the last block are not read."""
+    """The checks accept length 0 (a padding row), slot -1, and any number behind the last block of a request."""
     check_lengths(integers(0, 3, 3), integers(0, 7))
     check_blocks(integers(2, 2147480000).view(1, 2), [4], 4, 3)
     check_slots(torch.tensor([-1, 0, 3]), 4)

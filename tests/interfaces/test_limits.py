@@ -1,7 +1,7 @@
 """Tests of the limits of arguments: a value on a limit is accepted, and the next value beyond the limit is refused.
 
-If a limit moves by one, or if "at most" becomes "less than", a case of ACCEPTED or of REFUSED fails. The last tests
-check the staging memory through which plans go to a GPU.
+If a limit moves by one, a case of ACCEPTED or of REFUSED fails. The last tests check the staging memory: pinned host
+memory from which plans are copied to a GPU.
 """
 
 from __future__ import annotations
@@ -33,11 +33,14 @@ V3 = MLAConfig.from_preset("deepseek-v3")
 
 @pytest.fixture(autouse=True)
 def _plain(plain_errors):
-    """Use the error messages that a user sees, without the run-time check of annotations."""
+    """Turn off the run-time check of annotations, so that the tests see the error messages that a user sees."""
 
 
 def slots(ops, block_size=4, tokens=3, ranks=None, table=((5, 2**31 - 1),), lens=(6,)):
-    """Return the slots of the last two tokens of one request; `ranks` is None or (size, rank, interleave)."""
+    """Return `tokens` slots, of which the first two belong to the last two tokens of one request.
+
+    `ranks` is None, or (size, rank, interleave) of a rank that shares the request with other ranks.
+    """
     arguments = integers(0, 2), integers(*lens), torch.tensor(table, dtype=torch.int32), block_size, tokens
     return (ops.slot_mapping(*arguments) if ranks is None else ops.dcp_slot_mapping(*arguments, *ranks)).tolist()
 
@@ -83,7 +86,7 @@ def ownership(_, size=1, rank=0, interleave=1):
     return TokenOwnership(size, rank, interleave).count(5)
 
 
-# name: (call with values on the limits, expected result)
+# name: (function that makes a call with values on the limits, expected result)
 ACCEPTED = {
     "slots of blocks of one token": (lambda ops: slots(ops, 1, 2, table=[[7, 8, 9]], lens=[3]), [8, 9]),
     "the last block that int32 can name": (slots, [(2**31 - 1) * 4, (2**31 - 1) * 4 + 1, -1]),
@@ -113,7 +116,7 @@ ACCEPTED = {
     "an interleave of a whole block": (lambda ops: check_interleave(4, 4), None),
     "no tokens and no context": (lambda ops: ops.choose_path(0, 0, V3), "absorbed"),
 }  # fmt: skip
-# name: (call with a value beyond a limit, beginning of the message)
+# name: (function that makes a call with a value beyond a limit, beginning of the message)
 REFUSED = {
     "blocks of no token": (lambda ops: slots(ops, 0), "block_size: expected at least 1, got 0"),
     "fewer slots than tokens": (lambda ops: slots(ops, tokens=1), "num_tokens: expected at least 2, got 1"),
@@ -182,7 +185,7 @@ def test_past_the_bound(ops, case):
 
 
 def test_a_table_without_columns(ops):
-    """Padding rows and empty requests get a plan from a block table without columns; no block is read."""
+    """A batch in which no request has keys gets a plan from a block table without columns."""
     table, lens = torch.zeros(2, 0, dtype=torch.int32), integers(0, 0)
     common = CommonAttentionMetadata.make(
         integers(0, 2, 2).cpu(), lens.cpu(), table, torch.full((2,), -1, dtype=torch.int64)
@@ -199,7 +202,7 @@ def test_a_table_without_columns(ops):
 
 
 def test_a_workspace_larger_than_needed(ops):
-    """A workspace may have more rows than a chunk of context needs, and the rows that are not needed do not change."""
+    """`dcp_gather_context` accepts a workspace with more rows than it needs, and does not change the other rows."""
     chunk = ops.plan_context_chunks(integers(50).cpu(), 64, 4, 2, 1)[0]
     cache, table = torch.randn(9, 4, 6), torch.arange(8, dtype=torch.int32)[None]
     plan = PrefillMetadata(table, offsets([1]), 1, (), 4)
@@ -215,7 +218,11 @@ def test_a_workspace_larger_than_needed(ops):
 
 
 def test_the_choice_of_one_is_the_choice_of_many(ops):
-    """The decodes are the requests before the first request that gets the expanded path."""
+    """The decodes of a batch are the requests before the first request for which the expanded path is cheaper.
+
+    With a kernel that supports one query length only, they are the requests before the first request with several
+    query tokens.
+    """
     absorb_all, expand_all = PathCosts(expanded_request=1e15), PathCosts(absorbed_request=1e15)
     for lens in ([9], [1, 9], [9, 12, 7], [1, 9, 1, 12]):
         common = make_batch(lens, [n + 20 for n in lens]).common
@@ -230,11 +237,11 @@ def test_the_choice_of_one_is_the_choice_of_many(ops):
 
 
 def test_a_tie_is_no_gain(ops):
-    """A cascade that saves exactly as many bytes as it costs is not chosen.
+    """A cascade, which reads a shared prefix once, is not chosen if it saves exactly as many bytes as it costs.
 
-    With 76 requests of one token, 75 requests do not read the prefix again: 75 x prefix x 32 elements of 2 bytes. The
-    additional states cost 16 bytes x 76 requests x 3 heads x 25 elements. Savings and costs are
-    equal for a prefix of 19 tokens.
+    With 76 requests of one token, 75 requests do not read the prefix: this saves 75 x prefix x 32 elements of 2 bytes.
+    The additional attention states cost 16 bytes x 76 requests x 3 heads x 25 elements. Savings and costs are equal for
+    a prefix of 19 tokens.
     """
     lens = integers(*[1] * 76).cpu(), integers(*[40] * 76).cpu()
     assert 16 * 76 * DIRECT.num_heads * (DIRECT.kv_lora_rank + 1) == 75 * 19 * 32 * 2
@@ -244,9 +251,9 @@ def test_a_tie_is_no_gain(ops):
 @pytest.mark.parametrize("threshold", [1, 2, 3])
 @pytest.mark.parametrize("chosen", [False, True], ids=["by threshold", "by costs"])
 def test_every_small_batch(ops, threshold, chosen):
-    """Rows, masks and maxima of the plan are right for every batch of up to 3 requests with 0 to 3 new tokens each.
+    """The plan is right for every batch of up to 3 requests with 0 to 3 query tokens each.
 
-    Among these batches are some with as many tokens as requests, but not one token for each request.
+    Some of these batches have as many tokens as requests, but not one token for each request.
     """
     options = dict(config=DIRECT, costs=PathCosts(expanded_request=1e15)) if chosen else {}
     for lens in (lens for requests in range(4) for lens in itertools.product(range(4), repeat=requests)):
@@ -265,7 +272,10 @@ def test_every_small_batch(ops, threshold, chosen):
 
 @pytest.mark.parametrize(("size", "interleave"), [(1, 1), (2, 1), (3, 2), (4, 4)])
 def test_chunks_begin_at_multiples_of_d_i(ops, size, interleave):
-    """The tokens of a request in a chunk must begin at a multiple of D x I tokens; other starts are refused."""
+    """`rank_local_chunk` refuses a chunk in which a request does not begin at a multiple of D x I tokens.
+
+    D ranks share each sequence, and each rank in turn holds I tokens (`size`, `interleave`).
+    """
     period, ownership = size * interleave, TokenOwnership(size, 0, interleave)
     for start in range(3 * period + 1):
         chunk = ContextChunk(integers(0, start, period), offsets([3, 2, 5]), 10, 5)
@@ -283,12 +293,12 @@ def test_chunks_begin_at_multiples_of_d_i(ops, size, interleave):
                 ops.rank_local_chunk(chunk, ownership)
 
 
-# Plans go to a GPU through pinned memory. The tests below check, without a GPU, in which order this memory is read and
-# written.
+# Tests of the pinned memory from which plans are copied to a GPU. Without a GPU, these tests check that the host does
+# not write memory from which a copy has still to read.
 
 
 class Event:
-    """A replacement of CUDA events that logs its creation and each record; a test sets `ran` after a record."""
+    """A fake CUDA event that logs its creation and each record; a test sets `ran` to say that the copy has run."""
 
     def __init__(self, log):
         self.log, self.ran = log, True
@@ -305,7 +315,7 @@ class Event:
 
 @pytest.fixture
 def without_a_gpu(monkeypatch):
-    """Replace CUDA events by `Event`, and list the tensors that should be pinned instead of pinning these tensors."""
+    """Replace CUDA events by `Event`, and collect the tensors that should be pinned instead of pinning them."""
     found, empty = SimpleNamespace(log=[], pinned=[]), torch.empty
 
     def unpinned(*shape, pin_memory=False, **options):
@@ -320,11 +330,15 @@ def without_a_gpu(monkeypatch):
 
 
 def test_staging_writes_only_what_has_been_copied(without_a_gpu):
-    """A plan takes memory whose copy has run, or new memory; it never waits."""
+    """`StagingBuffer.send` uses memory whose last copy has run, or new memory, and never waits.
+
+    Each piece of memory has an event, which is recorded after each copy from this memory.
+    """
     from fast.mla.builder import StagingBuffer
 
     staging, log, made = StagingBuffer(), without_a_gpu.log, []
-    # sizes of the plan, the copies that have run before it, and the event that the plan takes: None means a new one
+    # for each plan: sizes of its tensors, events whose copies have run before, and the event that the plan uses; None
+    # means a new event
     for number, (sizes, ran, taken) in enumerate([
         ((3, 2), (), None), ((1,), (), None), ((4,), (0,), 0), ((2,), (), None), ((11,), (1, 2), 1), ((9,), (), 2)
     ]):  # fmt: skip
@@ -337,12 +351,12 @@ def test_staging_writes_only_what_has_been_copied(without_a_gpu):
         assert len(recorded) == 1 and log[-1][0] == "record", "the event is not recorded after the copy"
         made += recorded if taken is None else []
         assert recorded == [made[-1 if taken is None else taken]]
-    # memory that is too small is replaced by memory for twice the needed elements, here for 5, 1, 2, 11 and 9 elements
+    # new memory has twice the needed elements; the plans that needed new memory have 5, 1, 2, 11 and 9 elements
     assert [memory.shape[0] for memory in without_a_gpu.pinned] == [10, 2, 4, 22, 18]
 
 
 def test_staging_in_and_outside_of_inference_mode(without_a_gpu):
-    """Memory that was made in inference mode is written outside of it."""
+    """Memory that was allocated in inference mode can be written outside of inference mode."""
     from fast.mla.builder import StagingBuffer
 
     staging, piece = StagingBuffer(), torch.arange(3, dtype=torch.int32)
@@ -355,7 +369,7 @@ def test_staging_in_and_outside_of_inference_mode(without_a_gpu):
 
 
 def test_plans_go_to_a_device_in_one_copy(without_a_gpu):
-    """Tensors keep their order and shapes if one copy sends all tensors to a device, with or without staging memory."""
+    """`to_device` sends all tensors in one copy, with or without staging memory, and keeps their names and shapes."""
     from fast.mla.staging import to_device
 
     tensors = [integers(1, 2, 3), integers(4), torch.arange(6, dtype=torch.int32).view(2, 3), integers()]

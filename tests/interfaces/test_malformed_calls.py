@@ -1,6 +1,7 @@
-"""Tests of thousands of calls with one malformed argument: an error of one line must name the argument.
+"""Tests of thousands of calls with one malformed argument: each must raise one line that names the argument.
 
-The calls run in another process (`malformed_calls`), where no import hook checks the annotations.
+The calls run in another process (`tests.malformed_calls`), because this process checks annotations at run time. The
+report of that process has the outcome of each call.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from ..support.malformed_values import tensors
 PACKAGES = ("reference", "fast")
 REFUSALS = ("ValueError", "TypeError", "UnsupportedConfiguration")
 
-# The constructors of these records check nothing. A function that takes a record checks the fields of the record.
+# The constructors of these dataclasses check nothing. A function with such an argument checks the fields.
 UNCHECKED = {"AttentionState", "BatchSplit", "CascadeMetadata", "ContextChunk", "ContextParallelChunk",
              "ContextParallelMetadata", "ChunkRows", "DecodeMetadata", "DecodeSchedule", "GlobalHyperparameters",
              "GraphBuffers", "GraphMemory", "MLAMetadata", "PrefillMetadata", "PrefillPart",
              "ScheduleChoice"}  # fmt: skip
 NOT_CALLED = UNCHECKED | {"PRESETS", "GraphSupport", "QueryLenSupport", "GroupError", "UnsupportedConfiguration"}
 
-# Calls that may succeed with a malformed value: regular expressions for (call, argument, value), and the reason.
+# Calls that may succeed with a malformed value: regular expressions for call, argument and value, and the reason.
 LEGITIMATE = {
     (r"run_prefill_.*|gather_context|dcp_gather_context", r"metadata\.(context_chunks|parts).*", r".*"):
         "the functions read only the chunk that is passed",
@@ -50,13 +51,13 @@ LEGITIMATE = {
     (r"forward_prefill|simulate", r"gather|program", r"a class"): "a class can be called; the class raises the error",
 }  # fmt: skip
 
-# Names that messages use for the elements of an argument.
+# Argument: name that messages use for an element of this argument.
 ALSO_NAMED = {"kv_caches": "kv_cache"}
 
 
 @pytest.fixture(scope="module")
 def reports() -> dict[str, dict]:
-    """Return the report of all calls for each package."""
+    """Return the report of all calls, by the name of the package."""
     commands = {name: [sys.executable, "-m", "tests.malformed_calls", name] for name in PACKAGES}
     running = {
         name: subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -94,7 +95,7 @@ def fault(row: list, arguments: list[str]) -> str | None:
     named = re.match(r"(\w+)[\w.\[\]()]*: ", message)
     if kind == "UnsupportedConfiguration" and named and named[1] in ("cpu", "triton", "hopper"):
         return None  # the message lists every backend with its reasons
-    # if the value has the right type, or is a tensor on another device, the error may name another argument
+    # for a value of the right type, or a tensor on another device, the error may name the argument that it does not fit
     may_be_named = {argument, ALSO_NAMED.get(argument)}
     if type_is_right or value.startswith("a meta tensor"):
         may_be_named |= set(arguments)
@@ -103,7 +104,7 @@ def fault(row: list, arguments: list[str]) -> str | None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_good_calls_succeed(reports, package):
-    """Every call succeeds with valid arguments; otherwise the refusals below could have another reason."""
+    """Every call succeeds with valid arguments, so a refusal in the tests below is due to the malformed value."""
     assert reports[package]["failed"] == {}
 
 
@@ -118,7 +119,7 @@ def test_every_public_name_is_called(reports, package):
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_argument_is_replaced(reports, package):
-    """The report has every parameter of every public function, so that no parameter is untested."""
+    """The report has malformed values for every parameter of every public function."""
     module = {"reference": reference, "fast": fast}[package]
     for name, given in reports[package]["arguments"].items():
         target = getattr(module, name, None)
@@ -140,7 +141,7 @@ def test_refused(reports, package):
 
 
 def test_both_packages_say_the_same(reports):
-    """Both packages give the same message for the same fault, except for messages about an unsuitable backend."""
+    """Both packages give the same message for the same malformed value, except for messages of backends of `fast`."""
     said = {package: {tuple(row[:3]): row[5] for row in reports[package]["calls"] if row[4]} for package in PACKAGES}
     both = said["reference"].keys() & said["fast"].keys()
     assert len(both) > 10_000
@@ -153,7 +154,7 @@ def test_both_packages_say_the_same(reports):
 
 
 def test_no_exception_is_idle(reports):
-    """Every exception of LEGITIMATE is needed by some call."""
+    """Every entry of LEGITIMATE is needed: without the entry, some call would count as a fault."""
     rows = [row for package in PACKAGES for row in reports[package]["calls"]]
     for pattern in LEGITIMATE:
         fits = [row for row in rows if all(re.fullmatch(p, part) for p, part in zip(pattern, row, strict=False))]
@@ -164,18 +165,18 @@ def test_no_exception_is_idle(reports):
 
 
 def unchecked(config, seq_lens):
-    """Return a sum without checking the arguments."""
+    """Return a sum; a function under test that forgets to check its arguments."""
     return config.num_heads + int(seq_lens.max())
 
 
 def late(config, kv_cache):
-    """Write the cache and then check `config`."""
+    """Write the cache, then check `config`; a function under test that checks too late."""
     kv_cache.add_(1)
     check_type("config", config, MLAConfig)
 
 
 def test_an_unchecked_function_is_seen(plain_errors):
-    """`fault` reports errors of inner functions, writes before a refusal, and malformed values that were accepted."""
+    """`fault` reports unchecked arguments, writes before a refusal, and malformed values that were accepted."""
     config, seq_lens, kv_cache = DIRECT, integers(3, 4), torch.zeros(2, 2, 2)
     kinds = {"config": "MLAConfig", "seq_lens": "Tensor", "kv_cache": "Tensor"}
     rows = report_of(
@@ -210,7 +211,7 @@ def test_judge(message, kind, wanted):
 
 
 def test_malformed_tensors_are_malformed():
-    """Every malformed tensor differs from the valid one in the property of its name."""
+    """Every malformed tensor has the property that its name says."""
     made = tensors(torch.ones(2, 3))
     assert made["a sparse COO tensor"].layout == torch.sparse_coo
     assert made["a sparse CSR tensor"].layout == torch.sparse_csr

@@ -1,1 +1,1 @@
-"""Tests of kernels that call the launchers of a backend instead of the public functions."""
+"""Tests of kernels: they call a backend's launchers, the Python functions that launch kernels, directly."""

@@ -1,4 +1,4 @@
-"""Fixtures for tests that change how a launcher chooses its sizes: no call may use what an earlier call kept."""
+"""A fixture for tests that change how a launcher chooses its sizes: a call must not reuse sizes of an earlier call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LAUNCHERS = {"fast.kernels.hopper.mla_decode.launch", "fast.kernels.triton.atten
 
 @pytest.fixture(autouse=True)
 def nothing_kept(monkeypatch):
-    """Dispatch every call, let Triton find each compiled kernel, and compute the sizes of each launch."""
+    """Turn off all reuse between calls: of checks, of compiled kernels, and of launch sizes."""
     monkeypatch.setattr(checked_calls, "must_be_dispatched", lambda: True)
     if importlib.util.find_spec("triton") is not None:
         for name in LAUNCHERS & sys.modules.keys():

@@ -1,6 +1,7 @@
-"""Tests of the chunks of the cpu kernels: a chunk is as large as its limit allows and contains only visible keys.
+"""Tests of the chunk sizes of the cpu kernels.
 
-The size of a chunk changes no value, so a comparison of values cannot detect a wrong size; these tests check the sizes.
+Here, a chunk is what a kernel processes in one iteration of its loop. The size of a chunk changes no result, so a
+comparison of results cannot detect a wrong size. These tests record the sizes.
 """
 
 from __future__ import annotations
@@ -56,10 +57,10 @@ PAGE = BLOCK * WIDTH * 8  # bytes in float64
 )
 @pytest.mark.parametrize("spread", [True, False], ids=["pages apart", "pages side by side"])
 def test_decode_reads_as_many_pages_as_fit(monkeypatch, room_bytes, pages, spread):
-    """A decode reads as many blocks at a time as fit into `CHUNK_BYTES`.
+    """A decode reads as many blocks (pages) at a time as fit into `CHUNK_BYTES`.
 
-    A chunk has at least one block, and at most as many blocks as the longest request. The buffer has the size of a
-    chunk, and the last chunk of a request may be shorter.
+    A chunk has at least one block, and at most as many blocks as the longest request. The last chunk of a request may
+    be shorter.
     """
     decode, reads = cpu_module("decode"), []
 
@@ -95,9 +96,9 @@ def test_decode_reads_as_many_pages_as_fit(monkeypatch, room_bytes, pages, sprea
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("rows", "keys"), [(3, 5), (4, 4), (1, 7), (64, 64)])
 def test_attention_multiplies_what_is_seen(monkeypatch, rows, keys, causal):
-    """The kernel multiplies a block of queries and a block of keys only if the last of these queries sees a key.
+    """The attention kernel multiplies a block of queries with the keys that the last of these queries sees.
 
-    The kernel masks the product only if the first of these queries sees fewer of these keys than the last query.
+    The kernel masks the product only if the first of these queries sees fewer of these keys than the last.
     """
     attention = cpu_module("attention")
     monkeypatch.setattr(attention, "QUERY_BLOCK", rows)
@@ -125,7 +126,7 @@ def test_attention_multiplies_what_is_seen(monkeypatch, rows, keys, causal):
 @pytest.mark.parametrize("piece", [1, 5, 64])
 @pytest.mark.parametrize("apart", [True, False], ids=["apart", "whole"])
 def test_reorg_in_pieces(monkeypatch, piece, apart):
-    """A reorg gives the right order of tokens in chunks of any size, and no index tensor is longer than a chunk."""
+    """`reorg_kvcache` gives the right order for any chunk size, and its index tensors have the length of a chunk."""
     kernel = cpu_module("context_parallel").reorg_kvcache
     monkeypatch.setattr(cpu_module("context_parallel"), "CHUNK_TOKENS", piece)
     size, interleave, lens = 3, 2, (5, 0, 23, 1)
@@ -160,7 +161,7 @@ def test_ranks_without_keys_have_weight_zero():
 
 @pytest.mark.parametrize("piece", [1, 5, 64])
 def test_gather_in_pieces(monkeypatch, piece):
-    """A gather is right in chunks of any size, and no index tensor is longer than a chunk."""
+    """A gather from the cache is right for any chunk size, and its index tensors have the length of a chunk."""
     monkeypatch.setattr(cpu_module("cache"), "CHUNK_TOKENS", piece)
     batch = make_batch([1, 1, 1], [20, 1, 33], 4)
     entries = make_entries(batch, 6, torch.float32)

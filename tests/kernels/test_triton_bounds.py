@@ -1,7 +1,8 @@
 """Tests that the sizes of a Triton decode follow from `max_seq_len` and not from the width of the block table.
 
-These sizes are the number of splits and the sizes of the buffers. On a GPU the kernels are compiled and have the widths
-of real models. Without a GPU this file runs again in Triton's interpreter.
+The sizes are the number of splits of a request and the lengths of the buffers. The tests run decodes without a schedule
+(`evenly`), with a schedule, and batch-invariant decodes (a request has the same bits in every batch) with and without a
+schedule (`planned`). Without a GPU, one test runs this file again in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -58,10 +59,7 @@ def test_a_wide_table_costs_nothing(cut):
 
 @runs
 def test_one_short_request_is_cut_into_few_splits():
-    """With 128 heads and 132 multiprocessors, a request of 1024 tokens has 16 splits.
-
-    A request of 40960 tokens has 66 splits.
-    """
+    """With 128 heads and 132 multiprocessors, a request of 1024 keys has 16 splits, and one of 40960 keys has 66."""
     found = [decode._num_splits(programs=2, rows=128, keys=keys, processors=132) for keys in (1024, 40960)]
     assert found == [16, 66]
 
@@ -70,7 +68,10 @@ def test_one_short_request_is_cut_into_few_splits():
 @pytest.mark.parametrize("dtype", DTYPES if ON_GPU else DTYPES[:1], ids=str)
 @pytest.mark.parametrize("cut", CUTS)
 def test_longer_lengths_are_read_as_the_bound(cut, dtype):
-    """If a length in `seq_lens` exceeds `max_seq_len`, the kernel reads `max_seq_len` keys, however wide the table."""
+    """If a length in `seq_lens` exceeds `max_seq_len`, the kernel reads `max_seq_len` keys.
+
+    This holds for any width of the block table.
+    """
     ql, q_pe, cache, plan = make_inputs([1, 2, 1], [200, 150, 130], 3, dtype)
     bound = 140
     lying = replace(plan, max_seq_len=bound)
@@ -87,7 +88,7 @@ def test_longer_lengths_are_read_as_the_bound(cut, dtype):
 @runs
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_bound_of_zero(cut):
-    """If `max_seq_len` is 0, as in a batch of padding rows, no key is read: outputs are 0 and LSEs -inf."""
+    """If `max_seq_len` is 0, the kernel reads no key, whatever `seq_lens` says: outputs are 0 and LSEs are -inf."""
     ql, q_pe, cache, plan = make_inputs([1, 1], [0, 0], 3)
     assert plan.max_seq_len == 0
     hostile = replace(plan, seq_lens=integers(5, 2**31 - 1), visible_lens=integers(5, 7))

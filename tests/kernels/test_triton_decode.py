@@ -1,8 +1,9 @@
 """Tests of the Triton decode kernel against the reference: splits, block sizes, masks and invalid values.
 
-On a GPU the kernel is compiled and has the widths of real models. Without a GPU this file runs again in Triton's
-interpreter, with small widths. `test_triton_scheduled_decode` tests decodes with a schedule. The list in
-`tests/__init__.py` explains the numbers of pitfalls.
+On a GPU the kernel is compiled and has the widths of real models. Without a GPU, one test runs this file again in
+Triton's interpreter, with small widths. `test_triton_scheduled_decode` tests decodes with a schedule. "Pitfall 2" is
+entry 2 of the list in `tests/__init__.py`. `verdict` asserts that a result is within the budget, the largest error that
+docs/correctness.md allows. A row is one (query token, head) pair.
 """
 
 from __future__ import annotations
@@ -83,7 +84,10 @@ def test_widths(widths, dtype):
 @runs
 @pytest.mark.parametrize("splits", [1, 2, 9])
 def test_splits(splits, monkeypatch):
-    """A decode is within the budget if a request has more splits than tiles, so that some have no keys (pitfall 2)."""
+    """A decode is within the budget if a request has more splits than tiles of 64 keys.
+
+    Some splits then have no keys (pitfall 2).
+    """
     monkeypatch.setattr(decode, "_num_splits", lambda *bounds: splits)
     for heads in (4, 40):
         check_parity([1, 0, 2, 1], [90, 9, 67, 0], heads, DTYPES[-1])
@@ -93,9 +97,9 @@ def test_splits(splits, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cut", ["whole", "split", "scheduled"])
 def test_rising_scores(cut, dtype, monkeypatch):
-    """The kernel rescales its sums at tiles where the largest score of some rows rises."""
-    # Scores are in the hundreds. If two keys have nearly equal largest scores, the rounding of these scores determines
-    # a float32 result. With few rows the error of the reference can be small by chance, and so the budget as well.
+    """A decode is within the budget if the largest score of some rows rises at a later tile, and sums are rescaled."""
+    # Scores are in the hundreds, so the rounding of nearly equal scores dominates the error of a float32 result. The
+    # budget follows from the error of `reference`, which can be small by chance with few rows: 64 heads give many rows.
     heads = 64 if dtype == torch.float32 else 4
     inputs = rising_inputs(heads, dtype, WIDTH)
     monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if cut == "split" else 1)
@@ -106,7 +110,7 @@ def test_rising_scores(cut, dtype, monkeypatch):
 @runs
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_wide_output(scheduled):
-    """Outputs can be float32, for states that are merged later; a narrow output equals the rounded float32 output."""
+    """A float32 output, rounded to the dtype of the queries, has the bits of an output in this dtype."""
     inputs = make_inputs([1, 2], [300, 131], 4, DTYPES[-1])
     schedule = schedule_of(inputs[3], 4, 3) if scheduled else None
     wide = launch(*inputs, schedule=schedule, out_dtype=torch.float32)
@@ -116,9 +120,9 @@ def test_wide_output(scheduled):
 
 @runs
 def test_choice_of_splits():
-    """A request has many splits if there are few programs, and one split if programs fill the GPU.
+    """A long request has many splits if it is alone, and one split if the batch has enough programs to fill the GPU.
 
-    A request with few keys has one split as well.
+    A request with few keys has one split.
     """
     assert decode._num_splits(programs=1, rows=16, keys=131072, processors=132) > 100
     assert decode._num_splits(programs=128, rows=2048, keys=4096, processors=132) == 1
@@ -128,7 +132,7 @@ def test_choice_of_splits():
 
 @runs
 def test_mask_is_data():
-    """A row may have any visible length, as in context parallelism; it may even see fewer keys than an earlier row."""
+    """Each query token sees as many keys as `visible_lens` says, even if an earlier token of the request sees more."""
     ql, q_pe, cache, plan = make_inputs([4, 2, 3], [150, 70, 40], 5, DTYPES[-1])
     plan = replace(plan, visible_lens=integers(150, 0, 64, 1, 0, 0, 39, 40, 3))
     verdict(launch(ql, q_pe, cache, plan), ql, q_pe, cache, plan)
@@ -138,7 +142,7 @@ def test_mask_is_data():
 @pytest.mark.parametrize("heads", [4, 40])
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_values_outside_the_tensors(heads, block_size):
-    """The kernel masks blocks outside the cache and clamps lengths to the block table (pitfall 8)."""
+    """The kernel skips the tokens of blocks outside the cache, and clamps lengths to the block table (pitfall 8)."""
     latent, rope = WIDTH
     width, dtype = latent + rope, DTYPES[-1]
     cache = torch.randn(9, block_size, width).to(dtype)
@@ -148,7 +152,7 @@ def test_values_outside_the_tensors(heads, block_size):
     plan = DecodeMetadata(table, lengths, offsets([1, 1, 1]), 1, visible, 2**31 - 1, block_size)
     state = launch(ql, q_pe, cache, plan)
 
-    # `same` has the same requests without the masked tokens; each request has one block
+    # the plan `same` has the same requests without the skipped tokens; each request has one block
     kept = [[(0, cache[3]), (2, cache[0]), (3, cache[7])], [(2, cache[8])], []]
     own = [torch.cat([page[: max(0, int(n) - at * block_size)] for at, page in pages] or [cache[0, :0]])
            for pages, n in zip(kept, lengths, strict=True)]  # fmt: skip
@@ -170,7 +174,7 @@ def test_values_outside_the_tensors(heads, block_size):
 
 @runs
 def test_nan_stays_with_its_owner():
-    """NaN in a query changes only the row of this query; NaN in a cache entry changes only the request that owns it."""
+    """NaN in one row of the queries changes only this row; NaN in a cache entry changes only its own request."""
     ql, q_pe, cache, plan = make_inputs([2, 1, 1], [70, 130, 17], 3, DTYPES[-1])
     clean = launch(ql, q_pe, cache, plan)
     spoilt = ql.clone()
@@ -230,7 +234,7 @@ def test_float64_is_refused_by_name():
 @runs
 @pytest.mark.parametrize("starts", [(2**31 - 1, 8), (-(2**31), 8), (0, 2**31 - 1), (5, 2), (9, 9)], ids=str)
 def test_query_offsets_out_of_range(starts):
-    """The kernel clamps query offsets to the tokens, so it accesses no memory outside queries and outputs."""
+    """The kernel clamps the offsets in `query_start_loc`, so it accesses no memory outside queries and outputs."""
     ql, q_pe, cache, plan = make_inputs([8], [40], 40)
     assert launch(ql, q_pe, cache, replace(plan, query_start_loc=integers(*starts))).out.shape == ql.shape
 
@@ -263,7 +267,7 @@ def test_offsets_beyond_32_bit(heads, block_size):
 @gpu_only
 @pytest.mark.parametrize("heads", [16, 128])
 def test_graph_replays_with_other_lengths(heads):
-    """Each replay of a captured decode reads the lengths that the plan's buffers hold at the time of the replay."""
+    """A replay of a captured decode uses the lengths that were written to the plan's tensors after the capture."""
     ql, q_pe, cache, plan = make_inputs([2, 1], [300, 150], heads, torch.bfloat16)
     buffers = on_device(plan)
     graph, out, lse = captured(decode, ql, q_pe, cache, buffers)

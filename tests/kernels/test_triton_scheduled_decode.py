@@ -1,7 +1,13 @@
 """Tests of the Triton decode with a schedule: partial outputs, the combine kernel, and batch invariance.
 
-On a GPU the kernels are compiled and have the widths of real models. Without a GPU this file runs again in Triton's
-interpreter, with small widths. The list in `tests/__init__.py` explains the numbers of pitfalls.
+A schedule divides the keys of each request into splits and assigns them to programs. Each split gives a partial output
+and its LSE. The combine kernel adds the partial outputs of a request with softmax weights. In a batch-invariant decode,
+the other requests of the batch change no bit of a request. Planned means: with a schedule that has work for each
+program (`tile_ranges`).
+
+On a GPU the kernels are compiled and have the widths of real models. Without a GPU, one test runs this file again in
+Triton's interpreter, with small widths. "Pitfall 19" is entry 19 of the list in `tests/__init__.py`. `verdict` asserts
+that a result is within the budget, the largest error that docs/correctness.md allows.
 """
 
 from __future__ import annotations
@@ -33,7 +39,13 @@ def test_in_the_interpreter():
 
 
 def combined_in_float64(largest, totals, values):
-    """Return the output, the LSE and the rounding bounds of both, for partial outputs [splits, rows, latent]."""
+    """Combine partial outputs in float64; return the output, the LSE, and the largest rounding errors of both.
+
+    Args:
+        largest: [splits, rows], largest score of a row in a split, in base 2.
+        totals: [splits, rows], sum of the weights.
+        values: [splits, rows, latent], weighted sum of the latents.
+    """
     splits = largest.shape[0]
     if splits == 0:
         empty = torch.zeros(values.shape[1:], dtype=torch.float64)
@@ -53,7 +65,7 @@ def combined_in_float64(largest, totals, values):
     [(1, 4, 3), (1, 4, 20), (1, 4, 140), (2, 4, 20), (2, 4, 140), (1, 128, 3), (1, 128, 20), (1, 128, 70)],
 )
 def test_many_parts(requests, heads, splits):
-    """The combine kernel agrees with float64 for every tile, also with more splits than it loads at a time."""
+    """The combine kernel agrees with float64 for few and many rows, and for more splits than it loads at a time."""
     latent, rows = 40, requests * heads
     values = torch.randn(splits, rows, latent)
     largest, totals = 5 * torch.randn(splits, rows), torch.rand(splits, rows) + 0.5
@@ -66,8 +78,8 @@ def test_many_parts(requests, heads, splits):
     assert ((lse.T.flatten().cpu() - wanted_lse).abs() <= lse_bound).all()
 
 
-MANY = [1] * 1100  # more requests than several chunks
-MANY[3], MANY[255], MANY[256], MANY[700], MANY[1099] = 2, 3, 0, 2, 4  # the last requests of two chunks, no split in one
+MANY = [1] * 1100  # the combine kernel reads the split counts of the requests in chunks; these are several chunks
+MANY[3], MANY[255], MANY[256], MANY[700], MANY[1099] = 2, 3, 0, 2, 4  # requests with several splits, or with none
 PLANNED_SPLITS = {  # heads, splits of each request
     "none is split": (3, [1] * 5), "one is split": (64, [1, 1, 3, 1]), "all are split": (3, [2, 5, 3, 2, 4, 2, 2]),
     "some have no keys": (3, [0, 2, 1, 0, 0, 3, 0]), "none has keys": (3, [0, 0, 0]), "one request": (3, [20]),
@@ -79,10 +91,10 @@ PLANNED_SPLITS = {  # heads, splits of each request
 @pytest.mark.parametrize("processors", [1, 3, None])
 @pytest.mark.parametrize("heads, splits", PLANNED_SPLITS.values(), ids=PLANNED_SPLITS)
 def test_what_a_schedule_splits_is_combined(heads, splits, processors, monkeypatch):
-    """The combine kernel combines what the schedule has split, with any number of programs, and writes no other row.
+    """The combine kernel writes the rows of the requests with several splits or none, and writes no other row.
 
-    Some requests have no query tokens, the last tokens belong to no request, and the partial outputs of all rows that
-    the combine kernel must not read are NaN. The results are compared with float64.
+    Some requests have no query tokens, and the last tokens belong to no request. Partial outputs that the kernel must
+    not read are NaN. `processors` limits the number of programs. The results are compared with float64.
     """
     if processors is not None:  # fewer programs than tiles
         facts = combine_launch.device_facts(DEVICE)._replace(processors=processors)
@@ -136,10 +148,10 @@ def test_what_a_schedule_splits_is_combined(heads, splits, processors, monkeypat
     (2, 2, 98, "FOR_MANY_SPLITS", 8),
 ])  # fmt: skip
 def test_launch_after_a_schedule(requests, heads, programs, tile, launched, monkeypatch):
-    """After a planned decode, the combine kernel has a program for each tile, but not more than run at a time.
+    """After a planned decode, the combine kernel has one program for each tile, up to the number that run at a time.
 
-    One request has the tile that it would have without a schedule and with as many splits as the schedule has programs.
-    Several requests with many splits have whole rows as tiles, unless there are few rows.
+    A tile is the rows and columns of the output that one program computes at once. The test expects the tile shape that
+    `tile` names, and `launched` programs, on 132 multiprocessors.
     """
     launches = []
     monkeypatch.setattr(combine_launch, "launch", lambda _, grid, *__, **constants: launches.append((grid, constants)))
@@ -165,9 +177,8 @@ def test_launch_after_a_schedule(requests, heads, programs, tile, launched, monk
 def test_folds_are_the_same_bits_however_many_at_a_time(monkeypatch):
     """The number of splits that the combine kernel loads at a time changes no bit of a batch-invariant decode.
 
-    While the largest score does not rise, the kernel adds partial outputs directly. Where the score rises, the kernel
-    rescales its sums, split by split. Some rows have no keys in the first, the last or an inner split, and some values
-    are 0.0 or -0.0.
+    Where the largest score of a row rises, the kernel rescales its sums. Some rows have no keys in the first, the last
+    or an inner split, and some values are 0.0 or -0.0.
     """
     latent, heads, splits = 40, 8, 21
     values = torch.randn(splits, heads, latent)
@@ -195,11 +206,11 @@ def test_folds_are_the_same_bits_however_many_at_a_time(monkeypatch):
     (1, 4, 3, 1), (1, 4, 12, 5), (1, 4, 70, 7), (1, 4, 5, 5), (2, 4, 20, 3), (2, 4, 20, 19), (3, 3, 5, 5),
 ])  # fmt: skip
 def test_folded_parts(requests, heads, splits, folded, planned):
-    """In a batch-invariant decode the combine kernel adds the sum at partial index 0 and the remaining splits.
+    """The combine kernel of a batch-invariant decode continues the combination that the decode kernel began.
 
-    The partial output at index 0 contains the first `folded` splits. Partial outputs that no program writes are NaN. If
-    index 0 contains all splits, the decode kernel has written the output, and the combine kernel must not write it. The
-    results are compared with float64.
+    The decode kernel has combined the first `folded` splits of a request into the partial output at index 0. The
+    combine kernel adds the remaining splits. If no split remains, it must not write the output. Partial outputs that no
+    program writes are NaN. The results are compared with float64.
     """
     latent, slots = 160, splits + 2
     values = torch.randn(splits, requests, heads, latent)
@@ -233,7 +244,7 @@ def test_folded_parts(requests, heads, splits, folded, planned):
         return
     summed_values, highest, total = summed(0, splits)
     most = (values.abs() * torch.exp2(largest.double() - highest)[..., None]).sum(0) / total[..., None]
-    rounded = (splits + 16) * 2.0**-24  # as above; below the bound is doubled, because index 0 was rounded before
+    rounded = (splits + 16) * 2.0**-24  # relative rounding error; doubled below, because index 0 is rounded to float32
     assert ((out.cpu() - summed_values / total[..., None]).abs() <= 2 * rounded * most).all()
     wanted_lse = (highest + total.log2()) * math.log(2)
     assert ((lse.T.cpu() - wanted_lse).abs() <= 2 * rounded * (1 + wanted_lse.abs())).all()
@@ -242,7 +253,7 @@ def test_folded_parts(requests, heads, splits, folded, planned):
 @runs
 @pytest.mark.parametrize("programs, num_runs", [(1, 0), (3, 0), (0, 1), (0, 3)])
 def test_rising_folds(programs, num_runs, monkeypatch):
-    """A decode is within the budget if the largest score rises so much between splits that sums are rescaled."""
+    """A batch-invariant decode is within the budget if the largest score rises between splits, so sums are rescaled."""
     inputs = rising_inputs(4, DTYPES[-1], WIDTH)  # with 4 heads the longest request has three splits
     monkeypatch.setattr(decode, "_num_splits", lambda *_: num_runs)
     verdict(launch(*inputs, schedule=schedule_of(inputs[3], 4, programs, True)), *inputs)
@@ -256,8 +267,8 @@ def test_rising_folds(programs, num_runs, monkeypatch):
 def test_scheduled(programs, batch_invariant, dtype):
     """A decode with a schedule is within the budget.
 
-    The batch has requests that the schedule splits and requests that it does not split, rows without keys, and requests
-    without queries. Some programs are idle. If `programs` is 0, the schedule has no plan.
+    The batch has requests with one and with several splits, rows without keys, and requests without queries. With 40
+    programs, some programs are idle. With 0 programs, the schedule is batch-invariant and has no `tile_ranges`.
     """
     if programs == 0 and not batch_invariant:
         pytest.skip("neither scheduled nor batch-invariant")
@@ -279,7 +290,7 @@ def test_scheduled_shapes(widths, block_size):
 @runs
 @pytest.mark.parametrize("cut", [InvariantSplitRule(2, 3, 6, 7), InvariantSplitRule(8, 1, 8, 1)], ids=str)
 def test_any_invariant_cut(cut, monkeypatch):
-    """For any `InvariantSplitRule`, a batch-invariant decode gives the same bits with a plan and without a plan."""
+    """For any `InvariantSplitRule`, a batch-invariant decode gives the same bits with and without `tile_ranges`."""
     inputs = make_inputs([1, 2, 0, 1], [2950, 70, 20, 700], 4, DTYPES[-1], next(iter(NARROW.values())))
     planned = reference.plan_decode(inputs[3].seq_lens, 3, ScheduleCosts(split_rule=cut), True)
     states = [launch(*inputs, schedule=planned)]
@@ -303,8 +314,7 @@ def test_nothing_but_padding_is_scheduled():
 def test_batch_invariance(monkeypatch):
     """With a batch-invariant schedule the other requests of a batch change no bit of a request's result (pitfall 19).
 
-    The requests have few and many splits and different numbers of query tokens. The decodes run with and without a
-    plan, and with few and many programs.
+    Each request is decoded alone and in the batch, with and without `tile_ranges`, and with few and many programs.
     """
     lens, query_lens = [1100, 70, 5200, 64, 0, 20], [1, 1, 1, 2, 1, 0]
     ql, q_pe, cache, plan = make_inputs(query_lens, lens, 16, DTYPES[-1], next(iter(NARROW.values())))
@@ -340,13 +350,13 @@ def test_lengths_beyond_the_table(programs, batch_invariant, length, monkeypatch
     for readable in (64, 1152):  # one block, and the whole table, which is more than one split
         ql, q_pe, cache, plan = make_inputs([1, 1, 1], [1100, readable, 70], 4, DTYPES[-1], next(iter(NARROW.values())))
         far = replace(plan, seq_lens=integers(1100, length, 70))
-        # planned by `fast`: the reference would loop over 2^25 tiles
+        # `plan_decode` of `fast`, because `plan_decode` of `reference` would loop over 2^25 tiles
         schedule = schedule_of(far, 4, 0, True)
         if programs > 0:
             costs = measured_schedule_costs(4)
             schedule = fast.plan_decode(far.seq_lens, programs, costs, batch_invariant=batch_invariant)
         state = launch(ql, q_pe, cache, far, schedule=schedule)
-        verdict(state, ql, q_pe, cache, plan)  # the second request still sees as many keys as `visible_lens` says
+        verdict(state, ql, q_pe, cache, plan)  # `visible_lens` of request 1 is unchanged
 
 
 @runs
@@ -354,9 +364,9 @@ def test_lengths_beyond_the_table(programs, batch_invariant, length, monkeypatch
 @pytest.mark.parametrize("splits", [0, 2])
 @pytest.mark.parametrize("starts", [(2, -536870913), (1, -(2**31)), (-(2**31), 8), (0, 2**31 - 1), (2, 1)], ids=str)
 def test_merge_of_query_offsets_out_of_range(starts, splits, batch_invariant):
-    """With query offsets out of range the combine kernel writes no memory past the tokens.
+    """If `query_start_loc` is out of range, the combine kernel writes no memory behind `out` and `lse`.
 
-    This holds for a request without keys and for a request with several splits.
+    The batch has one request, without keys (`splits` = 0) or with two splits.
     """
     tokens, latent, spare = 2, 24, 64
     for heads in (1, 4):

@@ -1,7 +1,4 @@
-"""Tests that functions refuse a cache whose block size differs from the block size of the plan.
-
-Before this check existed, a layer read the wrong blocks: values of at most 0.127 had errors of 0.107.
-"""
+"""Tests that functions refuse a cache whose block size differs from the block size of the plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Tests of the plan of a step, compared with brute force over tokens and bit by bit between both packages."""
+"""Tests of the plan of a step, compared with brute force over tokens and bit by bit between both packages.
+
+A plan has all integers that the attention of a step needs. The first requests of a batch are decodes (absorbed path),
+the other requests are prefills (expanded path). "Pitfall 12" is entry 12 of the list in `tests/__init__.py`.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +86,7 @@ def test_plan(lens, block_size, extra, threshold):
 
 @given(batches(), st.sampled_from([2, 16]), st.booleans())
 def test_parts_agree(lens, block_size, uniform):
-    """Each function that computes a part of a plan gives the same result in both packages (tier 1)."""
+    """The functions that split a batch and compute its slots give the same bits in both packages."""
     query_lens, seq_lens = lens
     common = make_batch(query_lens, seq_lens, block_size).common
     for threshold in (1, 3):
@@ -112,7 +116,7 @@ def test_empty_batch(ops):
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=5))
 def test_make_accepts_what_it_derives(query_lens):
-    """`CommonAttentionMetadata.make` derives the values that a caller of the constructor has to compute."""
+    """`CommonAttentionMetadata.make` computes the maxima and the number of tokens that the constructor needs."""
     assume(sum(query_lens) < 30)
     common = make_batch(query_lens, [q + 3 for q in query_lens]).common
     again = CommonAttentionMetadata(
@@ -132,8 +136,8 @@ def test_planning_does_not_write_its_input(package):
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-# Tests of which requests are decodes. The decodes depend on the threshold, on the query lengths that the kernel
-# supports, and on the choice of the path.
+# Tests of which requests are decodes. This depends on `decode_threshold` (query lengths that always decode), on the
+# query lengths that the decode kernel supports, and on the cheaper path of each request (`choose_path`).
 
 
 def decodes_of(ops, query_lens, seq_lens, **options):
@@ -158,7 +162,7 @@ def test_choices_agree(lens, threshold, support, asked, ordered):
 
 
 def test_path_choice_makes_decodes(ops):
-    """The leading requests that get the absorbed path are decodes, whatever their query lengths are."""
+    """The requests before the first request with the expanded path are decodes, whatever their query lengths are."""
     lens = [8, 1, 20, 600, 1], [5000, 30, 4000, 900, 77]
     assert decodes_of(ops, *lens) == 0
     assert decodes_of(ops, *lens, config=V3) == 3
@@ -175,10 +179,7 @@ def test_path_choice_makes_decodes(ops):
     ("query_lens", "seq_lens"), [([2, 0], [9000, 4]), ([0, 3, 1, 0], [4, 9000, 30, 7]), ([2, 0, 600], [9000, 4, 900])]
 )
 def test_as_many_tokens_as_decodes_are_not_one_each(ops, query_lens, seq_lens):
-    """The plan is right if the decodes have one token on average, although some decode has no token.
-
-    The test fails if the planner concludes from equal numbers of tokens and decodes that each decode has one token.
-    """
+    """The plan is right if there are as many tokens as decodes, although the decodes do not have one token each."""
     plan = ops.build_mla_metadata(make_batch(query_lens, seq_lens).common, 16, 8192, config=V3)
     decodes = sum(query_len < 600 for query_len in query_lens)
     assert plan.num_decodes == plan.num_decode_tokens == decodes
@@ -188,7 +189,7 @@ def test_as_many_tokens_as_decodes_are_not_one_each(ops, query_lens, seq_lens):
 
 
 def test_order_required(ops, plain_errors):
-    """The error about an absorbed request that stands behind an expanded request names both requests."""
+    """With `require_order`, an absorbed request behind an expanded request raises an error that names both requests."""
     common = make_batch([1, 30, 2, 1], [40, 90, 9, 8]).common
     wanted = "^common: expected every absorbed request before the first expanded request, number 1, got the absorbed"
     with pytest.raises(ValueError, match=f"{wanted} request 3 behind it$"):
@@ -261,17 +262,18 @@ def uniform_length(query_lens, threshold):
 
 
 def schedule_pays(lens, programs, overhead):
-    """Return whether padding all requests to the longest costs more tiles than the starts of requests and programs."""
+    """Return whether a schedule saves more tiles than it costs.
+
+    It saves, for each request, the tiles (of 64 keys) by which the request is shorter than the longest request. It
+    costs `overhead` tiles for each request and each program.
+    """
     tiles = [-(-length // 64) for length in lens if length > 0]
     return sum(max(tiles) - count for count in tiles) > overhead * (len(tiles) + programs) if tiles else False
 
 
 @given(batches(), st.sampled_from(sorted(OPTIONS)), st.sampled_from([0, 3]), st.booleans(), st.sampled_from([0, 5]))
 def test_builders_agree(lens, name, drafted, fast_build, programs):
-    """A builder plans every batch that was put into the order of `reorder_batch`.
-
-    The builders of both packages give the same plan.
-    """
+    """A builder accepts every batch in the order of `reorder_batch`, and both packages give the same plan."""
     options = {"num_programs": programs, "num_speculative_tokens": drafted, "max_model_len": 50_000} | OPTIONS[name]
     support, threshold = options.get("query_len_support", VARLEN), 1 if name == "one token" else 1 + drafted
     query_lens, seq_lens = list(lens[0]), [length and length + 20_000 * (name == "many heads") for length in lens[1]]
@@ -313,9 +315,11 @@ def test_builders_agree(lens, name, drafted, fast_build, programs):
 
 
 def test_builder_for_graphs(ops, plain_errors):
-    """A batch can be captured if its queries are within the threshold, and for one query length if they are equal.
+    """A batch can be captured in a CUDA graph if no query is longer than the threshold, here 2.
 
-    The batch may contain padding rows, and requests without tokens at its end. With ANY the lengths may be mixed.
+    With graph support ONE_QUERY_LEN, all queries must also have one length, except requests without tokens at the end
+    of the batch. With ANY, the lengths may be mixed. `kinds` has the expected support of each batch for both builders:
+    `none` if it is refused, None if it lacks slots for padding.
     """
     one_length = make_builder(ops, num_speculative_tokens=1, num_programs=3, graph_support=GraphSupport.ONE_QUERY_LEN)
     never = make_builder(ops, num_speculative_tokens=1, num_programs=3, graph_support=GraphSupport.NONE)
@@ -335,7 +339,7 @@ def test_builder_for_graphs(ops, plain_errors):
                 text = "one query length up to 2" if made is one_length else "up to 2"
                 with pytest.raises(ValueError, match=f"^common: expected decodes of {text} tokens, got"):
                     made.build_for_cudagraph_capture(common)
-            elif kind is None:  # a request without tokens needs a slot of padding in a plan for one query length
+            elif kind is None:  # for one query length, a request without tokens needs slots for padding tokens
                 with pytest.raises(ValueError, match="^common.slot_mapping: expected at least [246] slots, got"):
                     made.build_for_cudagraph_capture(common)
             else:
@@ -362,9 +366,9 @@ def test_programs_by_query_length(ops):
 
 
 def test_captured_plans_are_updated_in_place(ops, plain_errors):
-    """`update_captured` writes into the tensors of the captured plan (pitfalls 16 and 17).
+    """`update_captured` writes another batch into the tensors of the captured plan (pitfalls 16 and 17).
 
-    A plan of `build` shares no tensor with the captured plan.
+    The schedule of a plan from `build` has memory of its own.
     """
     builder = make_builder(ops, num_speculative_tokens=1, num_programs=3, max_model_len=2000)
     captured = builder.build_for_cudagraph_capture(make_batch([2] * 3, [0, 2000, 0]).common)
@@ -390,7 +394,7 @@ def test_captured_plans_are_updated_in_place(ops, plain_errors):
 
 
 def test_captured_plans_of_another_builder_are_refused(ops, plain_errors):
-    """`update_captured` refuses, and does not write, a plan that a builder with other schedule options captured."""
+    """`update_captured` refuses, without writing, the captured plan of a builder with other schedule options."""
     common = make_batch([1] * 3, [20, 70, 5]).common
     kinds = {
         "planned": {"num_programs": 3},
@@ -416,13 +420,13 @@ def test_captured_plans_of_another_builder_are_refused(ops, plain_errors):
 
 
 def test_requests_without_new_tokens_take_no_path(ops):
-    """A request without new tokens may stand behind the prefills, because some engines pad a batch at its end."""
+    """A request without new tokens is accepted behind the prefills, because some engines pad a batch at its end."""
     plan = make_builder(ops).build(0, make_batch([1, 50, 0], [10, 50, 0]).common)
     assert (plan.num_decodes, plan.num_prefills) == (1, 2)
 
 
 def test_uniform_batches_keep_their_drafts_together(ops, plain_errors):
-    """Requests with draft tokens stay decodes if one request of the batch has no draft tokens."""
+    """With a kernel for one query length, requests with 3 draft tokens decode; a request without drafts prefills."""
     builder = make_builder(ops, num_speculative_tokens=3, query_len_support=UNIFORM)
     swaps = builder.reorder_batch(integers(1, 4, 4, 4).cpu(), integers(49, 56, 0, 76).cpu())
     assert swaps == ((0, 3),)
@@ -434,7 +438,7 @@ def test_uniform_batches_keep_their_drafts_together(ops, plain_errors):
 
 
 def test_the_most_frequent_length_decodes(ops):
-    """The requests of the most frequent query length are decodes, whether this length is short or long."""
+    """With a kernel for one query length, `reorder_batch` puts the requests of the most frequent length first."""
     builder = make_builder(ops, num_speculative_tokens=5, query_len_support=UNIFORM)
     for most in range(1, 7):
         query_lens = [6, 1, most, most, most, 5]
@@ -445,7 +449,7 @@ def test_the_most_frequent_length_decodes(ops):
 
 
 def test_a_loose_bound_changes_nothing(ops):
-    """A `max_query_len` above the true maximum changes no plan, because plans are computed from the true lengths."""
+    """A `max_query_len` above the longest query of the batch changes no plan."""
     for lens in (([1, 1], [9, 30]), ([1, 0, 9], [9, 4, 30]), ([2, 2], [9, 0])):
         exact = make_batch(*lens).common
         loose = replace(exact, max_query_len=exact.max_query_len + 30)
@@ -458,7 +462,7 @@ def test_a_loose_bound_changes_nothing(ops):
 
 
 def test_early_refusals(ops, plain_errors):
-    """Invalid options of prefills are refused even for a batch without prefills."""
+    """A workspace below one block is refused even for a batch without prefills."""
     common = make_batch([1], [4]).common
     with pytest.raises(ValueError, match="^workspace_tokens: expected at least one unit of 16 tokens, got 15$"):
         ops.build_mla_metadata(common, 16, 15)
@@ -479,7 +483,7 @@ def test_builder_refuses(ops, plain_errors):
         make_builder(ops).build(0, make_batch([9, 1], [9, 30]).common)
 
 
-# Tests on a GPU. The host reads no value back, and writes no buffer from which a copy still reads.
+# Tests on a GPU: planning must not wait for the GPU, and must not write pinned memory from which a copy still reads.
 
 
 def test_planning_does_not_wait():
@@ -523,7 +527,7 @@ def to_cpu(value):
 
 
 def test_staging_survives_many_plans():
-    """Every plan arrives unchanged if hundreds of plans are copied behind a busy stream without a wait."""
+    """All of 300 plans reach the GPU unchanged, although the host sends them faster than the busy GPU copies them."""
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     from fast.mla.builder import StagingBuffer

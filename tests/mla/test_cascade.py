@@ -1,4 +1,8 @@
-"""Tests of cascade decode: the common prefix, the decision for a cascade, and the equality with one decode."""
+"""Tests of cascade decode: the common prefix, the decision for a cascade, and the equality with one decode.
+
+In a cascade, all requests share a prefix. One call attends this prefix for all requests together, and another call
+attends the rest of each request. The two attention states of each request are then merged.
+"""
 
 from __future__ import annotations
 
@@ -89,9 +93,9 @@ def check_cascade(ops, pairs, shared):
 
 @given(LENS, st.integers(1, 6))
 def test_cascade_is_the_whole(pairs, shared):
-    """In float64 a cascade equals one decode, also with padding rows and several query tokens.
+    """In float64 a cascade gives the result of one decode, also with padding rows and several query tokens.
 
-    Both packages plan the same cascade.
+    Both packages give the same plan for the cascade.
     """
     found = []
     for ops in (reference, fast):
@@ -103,7 +107,10 @@ def test_cascade_is_the_whole(pairs, shared):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_parity(dtype):
-    """A cascade is within the budget of one decode, because attention states stay in float32 until the merge."""
+    """A cascade is within the budget that docs/correctness.md gives to one decode.
+
+    The attention states must therefore stay in float32 until they are merged.
+    """
     num_blocks, common = shared_batch([1, 2, 1], [33, 40, 21], 5)
     plan = reference.build_mla_metadata(common, 4, 64, 2).decode
     cascade = fast.split_shared_prefix(plan, 20, 4)
@@ -116,7 +123,7 @@ def test_parity(dtype):
 
 
 def counted(prefix, query_lens, seq_lens, config, stored=2, state=4):
-    """Return whether a cascade pays, counted request by request.
+    """Return whether a cascade is faster than one decode, from bytes and FLOPs counted request by request.
 
     `stored` is the bytes of one element of the cache, `state` the bytes of one element of an attention state.
     """
@@ -148,9 +155,9 @@ def test_decision(pairs, prefix, config, sizes):
 
 
 def test_bytes_come_from_the_format(ops, monkeypatch):
-    """The decision for a cascade counts the bytes of the cache format, here 1 byte an element.
+    """The decision for a cascade counts the bytes of the cache format: 1 byte for each element in this test.
 
-    The test fails if the decision counts 2 bytes an element for every cache.
+    The test fails if the decision counts 2 bytes for each element of any cache.
     """
     stored = CacheFormat("stored", torch.float8_e4m3fn, (torch.bfloat16,))
     monkeypatch.setattr(sys.modules["reference.interfaces.cache_format"], "CACHE_FORMATS", {"stored": stored})
@@ -164,10 +171,10 @@ def test_bytes_come_from_the_format(ops, monkeypatch):
 
 
 def test_when_it_pays(ops):
-    """With few heads a cascade pays for a long prompt that many requests share.
+    """A cascade is chosen for a model with few heads and a long prefix that many requests share.
 
-    A cascade does not pay with one request or with a short prefix. With the 128 heads of DeepSeek-V3, a cascade does
-    not pay, because matrix products and not bytes limit the speed.
+    A cascade is not chosen for one request, or for a short prefix. It is not chosen for the 128 heads of DeepSeek-V3
+    either: matrix products limit their speed, and a cascade saves only bytes.
     """
     many, one = (integers(*[1] * n).cpu() for n in (64, 1))
     lens = integers(*[8192] * 64).cpu()
@@ -181,7 +188,7 @@ def test_when_it_pays(ops):
 def test_layer_takes_the_cascade(ops):
     """A layer gives the same output for a plan with a cascade as for a plan without a cascade.
 
-    The builder plans a cascade only if neither `fast_build` nor `batch_invariant` is set.
+    A builder with `batch_invariant`, and a build with `fast_build`, make a plan without a cascade.
     """
     from ..support.factories import make_layer, make_weights
 

@@ -1,4 +1,8 @@
-"""Tests of the choice between the absorbed and the expanded path, compared with a count of all matrix products."""
+"""Tests of the choice between the absorbed and the expanded path, compared with a count of all matrix products.
+
+The absorbed path attends over the cached latents themselves. The expanded path first turns the latents into keys and
+values of every head. In comments, FLOPs are floating-point operations; the other letters are those of docs/glossary.md.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +78,10 @@ def test_against_a_count(preset, query_len, context_len, costs, dtype):
     st.sampled_from(list(QueryLenSupport)), st.sampled_from(sorted(ELEMENTS, key=str)),
 )  # fmt: skip
 def test_packages_agree(lens, config, costs, threshold, support, dtype):
-    """Both packages make the same choices, and a request in a batch gets the same path as the request alone."""
+    """Both packages make the same choices, and `choose_paths` gives each request the path of `choose_path`.
+
+    Requests with at most `threshold` query tokens always get the absorbed path.
+    """
     query_lens, context_lens = (integers(*(pair[i] for pair in lens)).cpu() for i in (0, 1))
     ours, theirs = (
         ops.choose_paths(query_lens, context_lens, threshold, config, costs, support, dtype=dtype)
@@ -88,9 +95,9 @@ def test_packages_agree(lens, config, costs, threshold, support, dtype):
 
 
 def test_crossover_of_flops(ops):
-    """With a long context, both paths need equally many FLOPs at Lkv (P + V) / (2 Lkv - P - V) query tokens.
+    """With a long context, both paths need equal FLOPs at Lkv (P + V) / (2 Lkv - P - V) query tokens.
 
-    For DeepSeek-V3 these are 171 query tokens.
+    For DeepSeek-V3 (Lkv = 512, P = V = 128) the choice changes at 171 query tokens.
     """
     assert round(512 * 256 / (1024 - 256)) == 171
     for preset in ("deepseek-v3", "deepseek-v2", "kimi-k2", "glm-5", "moonlight"):
@@ -107,10 +114,10 @@ STORED = CacheFormat("stored", torch.float8_e4m3fn, (torch.bfloat16, torch.float
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_bytes_come_from_the_format(ops, dtype, monkeypatch, plain_errors):
-    """The choice counts the bytes of the cache format (1 byte an element) and not the bytes of the queries (2 or 4).
+    """The choice counts 1 byte for each cache element, as the cache format says, and not the 2 or 4 bytes of queries.
 
-    Both paths read the cache once, so the bytes of the cache matter only together with the arithmetic. The test makes
-    the FLOPs of the absorbed path cost slightly less or slightly more than the bytes of the expanded path.
+    The test makes the FLOPs of the absorbed path cost slightly less or slightly more than the bytes of the expanded
+    path. The choice is then right only if the bytes of the cache are right.
     """
     monkeypatch.setattr(sys.modules["reference.interfaces.cache_format"], "CACHE_FORMATS", {"stored": STORED})
     config, element = V3, ELEMENTS[dtype]
@@ -137,7 +144,7 @@ def test_ends(ops):
 
 
 def test_measured_path_costs(monkeypatch, tmp_path):
-    """Measured costs are looked up by the name of the GPU and by the nearest number of heads (logarithmic scale)."""
+    """`measured_path_costs` finds the file of the GPU with the nearest number of heads, on a logarithmic scale."""
     from fast.mla import choose_path as path
 
     assert path.costs_file("NVIDIA H200", 16) == "h200-16.json"
@@ -180,7 +187,7 @@ def test_costs(tmp_path, plain_errors):
 
 
 def test_a_query_token_sees_itself(ops):
-    """A query of q tokens without context has q (q + 1) / 2 pairs of query and key, because each token sees itself."""
+    """A request of q query tokens without context has q (q + 1) / 2 pairs of query and key: each token sees itself."""
     config = V3
     pair = 2 * config.num_heads * (2 * config.kv_lora_rank + config.qk_rope_head_dim)
     for tokens, pairs in ((1, 1.0), (3, 6.0), (8, 36.0)):

@@ -1,6 +1,7 @@
-"""Tests that context which is gathered from all ranks has the bits and the order that a single rank reads.
+"""Tests that context gathered from several ranks has the bits and the order that a single rank would read.
 
-The last test plants mistakes and expects that the comparison fails for each mistake.
+D ranks share each sequence: each rank in turn holds I consecutive tokens (`interleave`). The last test replaces the
+gather by wrong versions and asserts that `test_reorg` fails for each of them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from ..support.ranks import owners
 @pytest.mark.parametrize("interleave", [1, 3, 16])
 @pytest.mark.parametrize("size", [1, 2, 4, 7])
 def test_reorg(ops, size, interleave, dtype):
-    """The reordered context has the bits of the cache entries, and no NaN from rows that no rank filled."""
+    """`reorg_kvcache` gives the bits of the cache entries in the order of each sequence.
+
+    The rows behind the tokens of a rank are NaN and must not reach the result.
+    """
     turn = size * interleave
     lens, starts = (5, 0, 1, turn, 3 * turn + 2, 200), (0, 0, 0, 0, turn, 2 * turn)
     ends = [start + length for start, length in zip(starts, lens, strict=True)]
@@ -45,7 +49,10 @@ def test_reorg(ops, size, interleave, dtype):
 @pytest.mark.parametrize(("size", "interleave", "cut"), [(1, 1, "packed"), (2, 1, "packed"), (3, 16, "even"),
                                                             (4, 4, "packed"), (8, 2, "even")])  # fmt: skip
 def test_gather_equals_one_rank(ops, size, interleave, cut):
-    """Each rank gathers a chunk with the bits that a single rank would read; slots without a token hold NaN."""
+    """`dcp_gather_context` gives every rank the context of a chunk, with the bits that a single rank would read.
+
+    Slots of the cache without a token are NaN.
+    """
     contexts, block_size, width = (333, 0, 5, 64, 1), 16, 7
     entries = [torch.randn(length, width) for length in contexts]
     unit = reference.interfaces.context_unit(block_size, size, interleave)
@@ -77,7 +84,10 @@ def test_gather_equals_one_rank(ops, size, interleave, cut):
 
 
 def test_gather_in_a_workspace():
-    """A workspace of (D + 1) / D times the rows of a chunk is enough for the rank-local rows and the gathered rows."""
+    """On D = 4 ranks, a gather needs a workspace of D + 1 times the rows of one rank, and one row less is refused.
+
+    The workspace holds the rows of this rank and the gathered rows of all ranks.
+    """
     config = CONFIGS["direct"]
     cache = torch.randn(30, 16, config.head_size)
     table = torch.arange(12, dtype=torch.int32)[None]
@@ -99,10 +109,10 @@ def test_gather_in_a_workspace():
 
 
 def context_left_in_the_order_of_ranks(patch):
-    """Plant a gather that leaves the tokens in the order of the ranks.
+    """Replace `reorg_kvcache` by a function that leaves the tokens in the order of the ranks.
 
-    Cache entries already contain rope, so attention without a mask gives the same result for any order of tokens. Only
-    a comparison of bits detects the mistake.
+    Attention over context has no mask, so it gives the same result for any order of tokens. Only a comparison of the
+    gathered rows detects the mistake.
     """
 
     def wrong(gathered, chunk):
@@ -117,7 +127,7 @@ def context_left_in_the_order_of_ranks(patch):
 
 
 def padding_taken_for_tokens(patch):
-    """Plant a gather that reads the rows of all ranks at the offsets of rank 0 (vLLM #28526)."""
+    """Replace `reorg_kvcache` by a function that uses the offsets of rank 0 for every rank (vLLM #28526)."""
 
     def wrong(gathered, chunk):
         rows, size, interleave = [], chunk.ownership.size, chunk.ownership.interleave

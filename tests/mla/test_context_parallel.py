@@ -1,7 +1,8 @@
 """Tests of layers and serving loops on ranks that share sequences, compared with one rank that holds all tokens.
 
-The ranks of these tests are simulated; `test_process_groups` runs the same tasks in real processes. The last test
-plants mistakes and expects that the comparison fails for each mistake.
+D ranks share each sequence: each rank in turn holds I consecutive tokens. The ranks of these tests are simulated;
+`test_process_groups` runs the same tasks in real processes. The last test replaces functions by wrong versions and
+asserts that the comparison fails for each of them.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from ..support.context_parallel import CONFIGS, HEADS, INTERLEAVES, MERGES, SIZE
 from ..support.factories import DIRECT, assert_close64, integers, make_batch, make_weights
 from ..support.ranks import Steps, make_loop, make_rank_layer, owners, serve
 
-# (new tokens, tokens after the step) of each request in four steps: first prompts, then decodes of one to three tokens
-# beside prefills with context. Some ranks own no token of a request.
+# (new tokens, tokens after the step) of each request in four steps. The first step has prompts. The later steps have
+# decodes of one to three tokens, and prefills with context. Some ranks own no token of a request.
 GROWING = (((40, 40), (5, 5), (7, 7)), ((1, 41), (3, 8), (90, 97)), ((2, 43), (1, 9), (1, 98)),
            ((3, 46), (60, 69), (50, 148)))  # fmt: skip
 
@@ -41,7 +42,10 @@ def alone(config: str) -> tuple[torch.Tensor, ...]:
 
 
 def check_ranks_are_one(ops, config, size, interleave, merge="a2a", units=40, total=None):
-    """Assert that in each step every rank has the output of a single rank that holds all tokens."""
+    """Assert that a layer on each of `size` ranks gives the outputs of a single rank that holds all tokens.
+
+    The workspace has `units` of the smallest size, so `units` = 1 gives several chunks of context.
+    """
     unit = reference.interfaces.context_unit(64, size, interleave)
     steps = Steps(GROWING, 64, units * unit, 3)
     program = functools.partial(serve, ops, CONFIGS[config], steps)
@@ -54,9 +58,9 @@ def check_ranks_are_one(ops, config, size, interleave, merge="a2a", units=40, to
 @pytest.mark.parametrize("interleave", INTERLEAVES)
 @pytest.mark.parametrize("size", SIZES)
 def test_ranks_are_one(ops, size, interleave, units):
-    """Every rank gives the output of a single rank, with context in one chunk and in several chunks.
+    """Every rank gives the output of a single rank, with the context in one chunk (`whole`) or in several chunks.
 
-    The steps contain decodes of one to three tokens, and requests that are shorter than I tokens.
+    Some requests have fewer than I = `interleave` tokens.
     """
     check_ranks_are_one(ops, "low-rank", size, interleave, MERGES[size % 2], units)
 
@@ -87,7 +91,10 @@ def test_64_ranks(ops):
 
 @pytest.mark.parametrize("merge", MERGES)
 def test_low_precision(merge):
-    """A bfloat16 decode of `fast` on four ranks is within the budget of a `reference` decode on four ranks."""
+    """A bfloat16 decode of `fast` on four ranks is within the budget.
+
+    The budget follows from the error of a bfloat16 decode of `reference` on four ranks (docs/correctness.md).
+    """
     config = CONFIGS["low-rank"]
     batch = make_batch([1, 2, 1, 0], [70, 130, 3, 0], 16)
     entries = [torch.randn(length, config.head_size).bfloat16() for length in batch.seq_lens]
@@ -130,7 +137,7 @@ def test_memory_profile_run(ops):
 
 @pytest.mark.parametrize("query_len", [1, 2])
 def test_graphs(ops, query_len):
-    """A decode graph with padding rows gives the outputs that the layer gives with the plan of the step."""
+    """A `DecodeGraph` that pads three requests to four gives the outputs that the layer gives without a graph."""
     config = CONFIGS["low-rank"]
     lens = (70, 9, 33)
 
@@ -163,7 +170,7 @@ def test_graphs(ops, query_len):
 
 
 def test_serving(ops):
-    """D ranks generate the same tokens as a single rank, and the caches of D ranks hold D times the tokens of one."""
+    """A serving loop on D ranks generates the tokens of a single rank, and its caches hold D times as many tokens."""
     config = CONFIGS["low-rank"]
     wanted = [request.generated_ids for request in make_loop(ops, config, None, "cpu", torch.float64).run()]
     assert len({tuple(ids) for ids in wanted}) == 4 and all(len(set(ids)) > 3 for ids in wanted)
@@ -178,7 +185,7 @@ def test_serving(ops):
 
 
 def test_no_step_follows_a_lost_one(ops):
-    """A loop refuses further steps after a failed step, because other ranks may still be inside the failed step."""
+    """A serving loop refuses further steps after a failed step, because other ranks may still be in the failed step."""
 
     def program(ranks):
         loop = make_loop(ops, CONFIGS["direct"], ranks, "cpu", torch.float64)
@@ -194,7 +201,8 @@ def test_no_step_follows_a_lost_one(ops):
     assert ops.simulate(2, 1, program) == [40, 40]
 
 
-# Planted mistakes. Each mistake makes `check_ranks_are_one` fail.
+# Functions that plant a mistake: each replaces a function of `reference` by a wrong one, so that `check_ranks_are_one`
+# must fail.
 
 
 def ranks_in_the_wrong_order(patch):
@@ -204,10 +212,7 @@ def ranks_in_the_wrong_order(patch):
 
 
 def causal_bound_of_the_local_position(patch):
-    """Plant a mask in which the last query token sees all rank-local keys and each earlier token sees one key fewer.
-
-    vLLM had this mistake (#50391).
-    """
+    """Plant a mask in which each query token sees one rank-local key more than the token before it (vLLM #50391)."""
 
     def wrong(common, *args, ownership, build=reference.build_mla_metadata, **kwargs):
         plan = build(common, *args, ownership=ownership, **kwargs)
@@ -245,7 +250,7 @@ def a_rank_is_left_out(patch):
 
 
 def owner_without_interleave(patch):
-    """Plant masks for an interleave of 1 over a cache with a larger interleave."""
+    """Plant masks that assume an interleave of 1, although the cache has a larger interleave."""
 
     def wrong(common, *args, ownership, build=reference.build_mla_metadata, **kwargs):
         plan = build(common, *args, ownership=ownership, **kwargs)

@@ -1,4 +1,7 @@
-"""Tests of the plans of ranks that share sequences, compared with a list of the rank that holds each token."""
+"""Tests of the plans of ranks that share sequences.
+
+The expected numbers come from a list that names, for each token, the rank that holds it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from ..support.ranks import owners
 def test_plans(batch, size, interleave, units, threshold):
     """Both packages give the same plan for each rank.
 
-    Lengths and masks count the rank-local tokens, and the chunks cover the context of every prefill.
+    Lengths and visible lengths count the tokens of this rank. The chunks cover the whole context of every prefill.
     """
     query_lens, seq_lens = batch
     # a padding row is legal only among the decodes
@@ -69,7 +72,7 @@ def check_rank_plan(batch, plan, ownership, workspace):
 
 @pytest.mark.parametrize("merge", MERGES)
 def test_builder(ops, merge):
-    """The builder of a rank plans for this rank, with a schedule for the rank-local lengths and without a cascade."""
+    """The builder of a rank makes a schedule for the lengths on this rank, and never chooses a cascade."""
     batch, config = make_batch([1, 1, 40], [7000, 9, 100], 16), CONFIGS["direct"]
 
     def program(ranks):
@@ -86,7 +89,7 @@ def test_builder(ops, merge):
 
 @pytest.mark.parametrize("query_len", [1, 3])
 def test_captured_plans(ops, query_len):
-    """`update_captured` writes the rank-local lengths, the masks and the schedule into the captured plan."""
+    """`update_captured` writes the lengths, visible lengths and schedule of this rank into the captured plan."""
     first, second = ([(query_len, s) for s in lens] for lens in ((70, 9, 33), (17, 64, 65)))
 
     def program(ranks):

@@ -1,4 +1,4 @@
-"""Tests of malformed input of context parallelism: an error of one line names the argument before any exchange."""
+"""Tests of bad input with context parallelism: one line names the argument, before ranks exchange anything."""
 
 from __future__ import annotations
 
@@ -73,10 +73,7 @@ class TestBadInput:
                 ops.simulate(2, 1, lambda ranks, merge=merge, narrow=narrow: merge(narrow, ranks.cp_group))
 
     def test_batch_invariance(self, ops):
-        """A batch-invariant builder refuses the merge `ag_rs`.
-
-        The communication library chooses the order in which a reduce-scatter adds.
-        """
+        """A batch-invariant builder refuses the merge `ag_rs`, whose reduce-scatter has no fixed order of additions."""
         ranks = ops.simulate(2, 1, lambda ranks: ranks, merge="ag_rs")[0]
         wanted = '^batch_invariant: expected False, or groups with merge "a2a", got True with "ag_rs"$'
         with pytest.raises(ValueError, match=wanted):
@@ -87,7 +84,7 @@ class TestBadInput:
                                    context_parallel=ops.simulate(2, 3, lambda ranks: ranks)[0])  # fmt: skip
 
     def test_gather(self, ops):
-        """A chunk for another ownership, or without ownership, is refused before any exchange."""
+        """`dcp_gather_context` refuses a chunk of another rank, or a chunk of no rank, and exchanges no bytes."""
         plain = ContextChunk(integers(0), offsets([5]), 5, 5)
         plan = reference.interfaces.PrefillMetadata(integers(0)[None], offsets([1]), 1, (), 16)
         chunk = ops.rank_local_chunk(plain, TokenOwnership(2, 0))
@@ -129,7 +126,7 @@ class TestBadInput:
         - an output projection with a bias, which every rank would add;
         - a plan with a cascade.
 
-        A plan for one of two ranks is refused if the batch has slots for the tokens of both ranks.
+        `build_mla_metadata` for one of two ranks refuses a batch with slots for the tokens of both ranks.
         """
         config = CONFIGS["direct"]
         batch = make_batch([1, 20], [20, 40], 16)
@@ -169,10 +166,7 @@ class TestBadInput:
         assert cache.eq(0).all()
 
     def test_shares_of_projections(self, ops):
-        """`shard_linear` refuses a module with a hook, a replaced forward or a bias.
-
-        A slice of the weight would not contain the hook, the forward or the bias.
-        """
+        """`shard_linear`, which slices the weight of a projection, refuses a hook, a replaced forward or a bias."""
         ranks = ops.simulate(2, 1, lambda ranks: ranks)[1]
         plain = torch.nn.Linear(8, 12, bias=False)
         assert ranks.shard_linear("q_proj", plain, 0, 4).weight.equal(plain.weight[6:])

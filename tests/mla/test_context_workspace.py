@@ -1,4 +1,8 @@
-"""Tests of the workspace for gathered and expanded context: its owner, its size, and the memory of a step."""
+"""Tests of the workspace: the memory in which a prefill gathers and expands one chunk of its context.
+
+The memory-profile run is a call of a layer without a plan. An engine measures the memory of this run, so no later step
+may need more.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ SMALL_LATENT = replace(DIRECT, kv_lora_rank=12)  # a prefill of this config need
 
 
 def one_step(layer, config, query_lens, context_lens, builder):
-    """Run a step with random inputs, the same for every layer; return the output and the plan."""
+    """Run a step of a layer with fixed random inputs; return the output and the plan."""
     torch.manual_seed(0)
     dtype = layer.kv_a_layernorm.weight.dtype
     batch = make_batch(query_lens, [q + c for q, c in zip(query_lens, context_lens, strict=True)])
@@ -38,7 +42,10 @@ def make_builder(ops, config, **options):
 @pytest.mark.parametrize("config", [DIRECT, LOW_RANK, replace(DIRECT, num_heads=1)])
 @pytest.mark.parametrize("size", [None, 1, 2, 8])
 def test_size(config, size):
-    """The size has room for S gathered entries and their keys and values; an exchange uses the memory of the latter."""
+    """The workspace for 1000 tokens has room for their cache entries, and for the larger of two further needs.
+
+    The first need is their keys and values. The second need, on `size` ranks, is the rows that the ranks exchange.
+    """
     elements, width = context_workspace_size(config, 1000, size), config.head_size
     expanded = 1000 * config.num_heads * (config.qk_nope_head_dim + config.v_head_dim)
     exchanged = 0 if size is None else (size + 1) * -(-1000 // size) * width
@@ -48,7 +55,7 @@ def test_size(config, size):
 
 
 def test_one_workspace_for_all_layers(ops):
-    """A builder's plans share its workspace, all layers use it, and its memory stays where it is."""
+    """All plans of a builder and all layers use the builder's workspace, which is allocated once."""
     config = LOW_RANK
     builder = make_builder(ops, config)
     layers = [make_layer(ops, config, make_weights(config, torch.float32), torch.float32) for _ in range(3)]
@@ -67,7 +74,7 @@ def test_one_workspace_for_all_layers(ops):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_workspace_changes_no_result(ops, dtype):
-    """A layer gives the same bits with its own workspace, a given memory, and the workspace of the plan."""
+    """A layer gives the same bits with the workspace of the plan, with its own workspace, and with given memory."""
     config, weights = LOW_RANK, make_weights(LOW_RANK, dtype)
     size = context_workspace_size(config, TOKENS)
     memory = torch.full((size + 7,), torch.nan, dtype=dtype)
@@ -83,7 +90,7 @@ def test_a_workspace_changes_no_result(ops, dtype):
 
 
 def test_given_memory_that_does_not_fit(ops, plain_errors):
-    """A given memory of another size, dtype or device is refused in one line, before the cache is written."""
+    """Given memory that is too small, or has another dtype or device, is refused before the cache is written."""
     config, size = DIRECT, context_workspace_size(DIRECT, TOKENS)
     weights = make_weights(config, torch.float32)
     for memory, message in (
@@ -112,7 +119,7 @@ def test_given_memory_that_does_not_fit(ops, plain_errors):
 
 
 def test_a_workspace_of_its_own_follows_the_layers():
-    """A workspace without given memory allocates other memory for more elements, another dtype or another device."""
+    """A workspace without given memory allocates again only for more elements, another dtype or another device."""
     workspace, cpu = fast.ContextWorkspace(), torch.device("cpu")
     memory = workspace.reserve(100, torch.float32, cpu)
     assert memory.shape == (100,) and workspace.reserve(60, torch.float32, cpu) is memory
@@ -121,7 +128,7 @@ def test_a_workspace_of_its_own_follows_the_layers():
 
 
 def test_workspaces_of_the_ops(ops, plain_errors):
-    """The gather and the expansion write into the given memory; one that is too small or has gaps is refused."""
+    """`gather_context` and `expand_kv` write into given memory, and refuse memory that is too small or has gaps."""
     batch = make_batch([2], [40])
     plan = ops.build_mla_metadata(batch.common, 16, TOKENS).prefill
     (chunk,) = plan.context_chunks
@@ -153,7 +160,7 @@ def test_workspaces_of_the_ops(ops, plain_errors):
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_ranks_in_one_workspace(ops, size):
-    """Under context parallelism a chunk is exchanged and gathered inside the workspace, with the bits of one rank."""
+    """On ranks that share sequences, `dcp_gather_context` returns the right rows inside the given workspace."""
     config = replace(DIRECT, num_heads=4)
     contexts, entries = [100, 9], torch.randn(109, config.head_size)
 
@@ -182,11 +189,20 @@ def test_ranks_in_one_workspace(ops, size):
         assert_same_bits(found, entries)
 
 
-# Memory of a step. The host code is seen, and not what the kernels of the cpu backend allocate inside an op.
+# Tests of the memory of a step. `HeldMemory` counts the tensors of the host code. It does not count what a cpu kernel
+# allocates inside an op.
 
 
 def peaks(config, dtype, tokens, workspace, steps):
-    """Return the peak memory in bytes of the memory-profile run, and of each step, for steps of `tokens` tokens."""
+    """Return the peak memory in bytes of the memory-profile run and of each step.
+
+    Args:
+        config: config of the layer.
+        dtype: dtype of the layer.
+        tokens: query tokens of the memory-profile run and of each step.
+        workspace: "layer" for a workspace of the layer, "plan" for the workspace of the plan.
+        steps: (query lengths, context lengths, whether all requests decode) of each step.
+    """
     layer = make_layer(
         fast, config, make_weights(config, dtype), dtype, workspace_tokens=TOKENS,
         workspace=fast.ContextWorkspace() if workspace == "layer" else None,
@@ -216,7 +232,7 @@ def peaks(config, dtype, tokens, workspace, steps):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("workspace", ["layer", "plan"])
 def test_a_prefill_needs_what_the_profile_run_touched(workspace, dtype):
-    """The peak memory of a prefill with context is that of the profile run, however long the context is."""
+    """A prefill with context needs exactly the peak memory of the memory-profile run, for any context length."""
     contexts = ([20, 1], [60, 60], [700, 30], [1, 1900])
     steps = [([11, 9], lens, False) for lens in contexts] + [([20], [1500], False)]
     profile, *found = peaks(SMALL_LATENT, dtype, 20, workspace, steps)
@@ -225,10 +241,10 @@ def test_a_prefill_needs_what_the_profile_run_touched(workspace, dtype):
 
 @pytest.mark.parametrize("config", [SMALL_LATENT, DIRECT, LOW_RANK])
 def test_no_step_needs_more_than_the_profile_run(config):
-    """No kind of step needs more memory than the profile run; the largest kind of step needs exactly as much."""
+    """No kind of step needs more memory than the memory-profile run; the largest kind needs exactly as much."""
     steps = [
         ([12, 8], [0, 0], False),  # prompts
-        ([12, 8], [300, 0], False),  # parts
+        ([12, 8], [300, 0], False),  # a prefill with context and a prefill without
         ([3, 12, 5], [200, 0, 900], False),
         ([20], [900], False),
         ([10, 10], [40, 700], True),  # all tokens decode
@@ -239,7 +255,7 @@ def test_no_step_needs_more_than_the_profile_run(config):
 
 
 def test_growth_is_seen(monkeypatch):
-    """Without a workspace, the memory of a prefill follows its context, and the comparison above fails."""
+    """If layers use no workspace, `peaks` reports more memory for a longer context, so the tests above would fail."""
     reserve = memory_profile.reserve_for_step
     monkeypatch.setattr(mla_layer, "reserve_for_step", lambda layer, metadata, q: (None, None) if metadata else
                         reserve(layer, metadata, q))  # fmt: skip
@@ -249,7 +265,7 @@ def test_growth_is_seen(monkeypatch):
 
 
 def test_steps_in_and_outside_of_inference_mode(ops):
-    """A workspace that a step in inference mode allocated serves a step outside of this mode, and the other way."""
+    """A workspace that was allocated in inference mode also works outside of this mode, and vice versa."""
     for modes in ((torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)):
         builder = make_builder(ops, DIRECT)
         layer = make_layer(ops, DIRECT, make_weights(DIRECT, torch.float32), torch.float32)
@@ -259,7 +275,7 @@ def test_steps_in_and_outside_of_inference_mode(ops):
 
 
 def test_expansion_refuses_overlap(ops, plain_errors):
-    """Keys and values must not be written over the latents from which they are computed."""
+    """`expand_kv` refuses a workspace that overlaps the latents, from which it computes keys and values."""
     memory = torch.randn(10_000)
     latents = memory[:64].view(4, 16)
     w_uk, w_uv = torch.randn(16, 3, 12), torch.randn(16, 3, 10)

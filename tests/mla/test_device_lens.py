@@ -1,4 +1,9 @@
-"""Tests of plans for engines that give no lengths on the host: plans from upper bounds and from the device alone."""
+"""Tests of plans for engines that know the lengths of requests on the GPU, but not on the host.
+
+Such a batch has upper bounds of the lengths on the host (`seq_lens_cpu_upper_bound`). A batch of decodes needs no
+bounds either. `without_lens` removes the lengths on the host from a batch: `slack` is how far a bound exceeds its
+length, and `offsets_too` removes the offsets of the queries as well.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +52,7 @@ def make_builder(ops, **options):
 @pytest.mark.parametrize("offsets_too", [False, True])
 @pytest.mark.parametrize("lens", DECODES.values(), ids=DECODES)
 def test_decodes(ops, lens, offsets_too):
-    """A step of decodes needs no lengths on the host: its tensors are those of the plan with lengths."""
+    """A batch of decodes without lengths on the host gets the tensors of the plan with lengths."""
     common = make_batch(*lens, BLOCK).common
     builder = make_builder(ops)
     wanted = builder.build(0, common)
@@ -64,7 +69,7 @@ def test_decodes(ops, lens, offsets_too):
 
 @given(batches(), st.sampled_from([0, 1, 40]), st.sampled_from([1, 3]), st.sampled_from([None, (2, 0, 4), (3, 2, 1)]))
 def test_twins(lens, slack, threshold, ranks):
-    """Both packages give the same plan, and with exact bounds the plan has the integers of the plan with lengths."""
+    """Both packages give the same plan; with bounds equal to the lengths, it equals the plan with lengths."""
     query_lens, seq_lens = lens
     common = make_batch(query_lens, seq_lens, BLOCK).common
     ownership = None if ranks is None else TokenOwnership(*ranks)
@@ -82,7 +87,7 @@ def test_twins(lens, slack, threshold, ranks):
     wanted = fast.build_mla_metadata(common, BLOCK, workspace, threshold, ownership=ownership)
     if slack == 0:
         exact = tuple(replace(chunk, bounded=False) for chunk in plans[1].prefill.context_chunks)
-        undivided = replace(wanted, prefill=replace(wanted.prefill, parts=()))  # parts need the lengths on the host
+        undivided = replace(wanted, prefill=replace(wanted.prefill, parts=()))  # `parts` needs the lengths on the host
         same(replace(plans[1], prefill=replace(plans[1].prefill, context_chunks=exact)), undivided)
     for chunk in plans[0].prefill.context_chunks:
         assert chunk.bounded and int(chunk.cu_seq_lens[-1]) <= chunk.num_tokens <= workspace
@@ -93,7 +98,7 @@ def test_twins(lens, slack, threshold, ranks):
 @pytest.mark.parametrize("slack", [0, 7, 1000])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_layers(ops, config, slack):
-    """A layer gives the output of the plan with lengths, however loose the upper bounds are."""
+    """A layer gives the same output with a plan from upper bounds as with the plan from lengths, for any slack."""
     with torch.device("cpu"):
         batch = make_batch(*MIXED, BLOCK)
         layer = make_layer(ops, config, make_weights(config, torch.float64), torch.float64)
@@ -138,7 +143,7 @@ def test_layers_on_ranks(ops, merge):
 
 
 def test_schedules(ops):
-    """Without lengths a decode has a schedule unless no batch within the bounds could gain by one."""
+    """Without lengths on the host, a decode gets a schedule if one could save time for some lengths in the bounds."""
     builder = make_builder(ops, num_programs=8)
     long, short = make_batch([1] * 4, [4000, 9, 9, 9], BLOCK).common, make_batch([1] * 4, [60, 9, 9, 9], BLOCK).common
     assert builder.build(0, without_lens(long, 0, True)).schedule_choice.planned
@@ -198,7 +203,7 @@ def test_refusals(ops, plain_errors):
 
 @pytest.mark.parametrize("query_len", [1, 3])
 def test_graphs(ops, query_len, plain_errors):
-    """Decode graphs and `update_captured` take batches without lengths on the CPU."""
+    """`DecodeGraph` and `update_captured` accept batches without lengths on the CPU, with the same results."""
     config = DIRECT
     lens = ([1, 1], [40, 9]) if query_len == 1 else ([3, 1], [40, 9])
     with torch.device("cpu"):
@@ -241,7 +246,10 @@ def test_graphs(ops, query_len, plain_errors):
 
 @pytest.fixture
 def meta_backend(monkeypatch):
-    """Register a backend for the device "meta", whose kernels are never launched, and send plans without a GPU."""
+    """Register a backend for the device "meta", and copy plans to this device by `Tensor.to`.
+
+    The kernels of the backend must not be launched: an op on a meta tensor only computes the shapes of its results.
+    """
 
     def never(*_):
         raise AssertionError("a kernel of the device meta was launched")
@@ -265,7 +273,7 @@ def devices_of(value):
 
 @pytest.mark.parametrize("ranks", [None, (2, 1, 4)])
 def test_no_value_is_read(meta_backend, ranks):
-    """No call of the builder reads a value of a tensor on the device, with or without lengths on the host."""
+    """No method of the builder reads a value of a tensor on the device, with or without lengths on the host."""
     ownership = None if ranks is None else TokenOwnership(*ranks)
     with torch.device("cpu"):
         for invariant in (False, True):
@@ -285,7 +293,7 @@ def test_no_value_is_read(meta_backend, ranks):
             plan = builder.build(0, without_lens(common, 9))
             assert plan.prefill.context_chunks and devices_of(plan) == {"meta"}
     with pytest.raises((RuntimeError, NotImplementedError)):
-        common.seq_lens.tolist()  # the test would see a read
+        common.seq_lens.tolist()  # reading a value raises, so the test would detect it
 
 
 # Tests on a GPU.
@@ -294,7 +302,7 @@ def test_no_value_is_read(meta_backend, ranks):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("invariant", [False, True])
 def test_no_synchronisation(invariant):
-    """No builder call and no op of a step waits for the GPU, with and without lengths on the host."""
+    """Neither the builder nor the ops of a step wait for the GPU, with and without lengths on the host."""
     config = replace(DIRECT, kv_lora_rank=64, qk_rope_head_dim=32)
     dtype, device = torch.bfloat16, "cuda"
     with torch.device("cpu"):
@@ -341,7 +349,7 @@ def test_no_synchronisation(invariant):
 
 
 def test_bounds_that_are_too_small(ops, plain_errors):
-    """A bound below the query tokens of its request is refused, and on a CPU a bound below its length too."""
+    """A bound below the query tokens of its request is refused; on a CPU, a bound below the length is refused too."""
     with torch.device("cpu"):
         common = make_batch([1, 10], [9, 30], BLOCK).common
         for bounds, message in (([9, 5], "at least the 10 query tokens of the request, got 5 at request 1"),

@@ -1,4 +1,8 @@
-"""Tests of the zeros for padding tokens of a captured decode."""
+"""Tests of `zero_padding_tokens`, which writes zeros for padding tokens.
+
+Padding tokens are the query tokens behind the last request: a captured CUDA graph has a fixed number of tokens, and a
+replay may have fewer. Without a GPU, one test runs this file again in Triton's interpreter.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ def test_refusals(plain_errors):
 
 
 def test_zeros():
-    """Only the rows behind the last request become 0."""
+    """Only the tokens behind the last request become 0."""
     output = torch.full((5, 3, 4), torch.nan)
     output[:3] = 7
     zero_padding_tokens(output, offsets([2, 1, 0]))
@@ -41,7 +45,7 @@ def test_in_the_interpreter():
 @runs
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_kernel_of_zeros(dtype):
-    """The kernel writes all elements of the padding rows and no other element, for any strides."""
+    """The Triton kernel writes all elements of the padding tokens and no other element, for any strides."""
     for heads, value in ((3, 10), (16, 128), (1, 1), (130, 24)):
         for query_lens in ([2, 1, 0], [0, 0, 0], [5, 1, 0], [5, 1, 9]):
             starts, tokens = offsets(query_lens).to(DEVICE), 6

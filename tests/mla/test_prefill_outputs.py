@@ -1,4 +1,8 @@
-"""Tests of the outputs of a prefill: final outputs without LSE, states of the requests with context, and `out=`."""
+"""Tests of the outputs of a prefill: outputs without LSE, parts, and outputs in a tensor of the caller (`out=`).
+
+A *part* of a prefill is consecutive requests that all have context, or that all have no context. Requests without
+context need no LSE and no merge, so their outputs can be written directly.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,7 @@ from ..support.factories import (
 from ..support.planning import expanding_plan
 from ..support.properties import given, st
 
-MIXED = ([5, 2, 1, 4, 3], [0, 40, 9, 0, 0])  # query and context lengths; parts without, with and without context
+MIXED = ([5, 2, 1, 4, 3], [0, 40, 9, 0, 0])  # query and context lengths; three parts: without, with, without context
 
 
 def prefill_inputs(config, query_lens, context_lens, dtype, workspace=32):
@@ -46,12 +50,12 @@ def prefill_inputs(config, query_lens, context_lens, dtype, workspace=32):
     return q, kv_c, k_pe, cache, plan, *make_up_projections(config, dtype), 0.3
 
 
-# Parts of a prefill.
+# Tests of the parts of a prefill.
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.sampled_from([0, 0, 1, 16, 40])), min_size=1, max_size=8))
 def test_parts(lens):
-    """The parts have all tokens and keys once, consecutive requests of one kind, and both packages agree."""
+    """The parts contain each token and each context key once; both packages give the same parts."""
     query_lens, context_lens = [q for q, _ in lens], [c for _, c in lens]
     batch = make_batch(query_lens, [q + c for q, c in lens])
     plans = [expanding_plan(ops, batch, 32, parts=True) for ops in (reference, fast)]
@@ -82,7 +86,7 @@ def test_parts(lens):
 
 
 def test_planned_parts(ops):
-    """The plan of a step has the parts of its prefills, after its decodes."""
+    """The plan of a step has parts if its prefills differ in having context; decodes belong to no part."""
     batch = make_batch([1, 1, 5, 2, 4], [20, 1, 5, 42, 4])
     plan = ops.build_mla_metadata(batch.common, 16, 32)
     assert plan.num_decodes == 2
@@ -97,7 +101,8 @@ def test_planned_parts(ops):
 def test_parts_change_nothing(ops, lens, dtype):
     """A prefill gives the same result with parts and without parts, with the LSE and without the LSE.
 
-    The reference gives the same bits. The products of the cpu backend round in another order for other addresses.
+    `reference` gives the same bits. `fast` gives the same values up to rounding: the matrix products of a CPU may add
+    in another order at other addresses.
     """
 
     def check_same(actual, expected):
@@ -127,12 +132,12 @@ def test_twins_agree_in_float64():
     assert_close64(ours.lse, theirs.lse)
 
 
-# Output without LSE.
+# Tests of outputs without LSE.
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_new_tokens_without_lse(ops, dtype):
-    """Without the LSE, the output is the rounded output of the state."""
+    """Without the LSE, `run_prefill_new_tokens` returns its wide output, rounded to the dtype of the queries."""
     q, k, k_pe, v = (torch.randn(7, *shape).to(dtype) for shape in ((3, 20), (3, 12), (8,), (3, 10)))
     plan = PrefillMetadata(torch.zeros(2, 1, dtype=torch.int32), offsets([5, 2]), 5, (), 16)
     state = ops.run_prefill_new_tokens(q, k, k_pe, v, plan, 0.3)
@@ -165,7 +170,7 @@ def record(layer, inputs, plan):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_prompts_take_one_kernel(dtype):
-    """A step of prompts without context writes its output by one kernel, without LSE, state or conversion."""
+    """For prompts without context, one call of `flash_attn_varlen` writes the output, and no LSE is stored."""
     layer = make_layer(fast, DIRECT, make_weights(DIRECT, dtype), dtype)
     batch = make_batch([5, 9], [5, 9])
     calls, output = record(layer, layer_inputs(DIRECT, batch, dtype), fast.build_mla_metadata(batch.common, 16, 32))
@@ -178,7 +183,7 @@ def test_prompts_take_one_kernel(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_row_is_written_once(dtype):
-    """A mixed step writes each row of the output once, and only the requests with context have states."""
+    """A mixed step writes each token of the output once; only requests with context have attention states."""
     config = LOW_RANK
     layer = make_layer(fast, config, make_weights(config, dtype), dtype)
     batch = make_batch([1, 1, 5, 2, 1, 4], [20, 1, 5, 82, 41, 4], padding=3)
@@ -206,7 +211,7 @@ def test_each_row_is_written_once(dtype):
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_layer_with_strided_output(ops, config):
-    """An output whose rows are apart in memory gets the same bits as a contiguous output."""
+    """A layer writes the same bits into strided and contiguous outputs."""
     layer = make_layer(ops, config, make_weights(config, torch.float32), torch.float32)
     batch = make_batch([1, 3, 4], [20, 40, 4], padding=1)
     inputs = layer_inputs(config, batch, torch.float32, 1)
@@ -220,7 +225,7 @@ def test_layer_with_strided_output(ops, config):
         assert_same_bits(output, outputs[0])
 
 
-# `out=`.
+# Tests of `out=`.
 
 
 def test_out_of_forward_prefill():
@@ -315,7 +320,7 @@ def test_refusals_of_out(plain_errors):
 
 
 def test_refused_parts(ops, plain_errors):
-    """Parts that leave out tokens, requests or keys are refused."""
+    """`forward_prefill` refuses parts that do not cover all tokens and all keys of the prefill."""
     arguments = prefill_inputs(DIRECT, *MIXED, torch.float32)
     plan = arguments[4]
     first, second, third = plan.parts
@@ -337,7 +342,7 @@ def test_refused_parts(ops, plain_errors):
 
 
 def test_many_parts(ops):
-    """A prefill has at most `MOST_PARTS` parts; beyond them, each kernel runs once for all requests."""
+    """A prefill that would have more than `MOST_PARTS` parts is not divided: `parts` is empty."""
     for requests in (MOST_PARTS, MOST_PARTS + 1):
         lens = [2] * requests, [2 + 9 * (request % 2) for request in range(requests)]
         plan = ops.build_mla_metadata(make_batch(*lens).common, 16, 512).prefill

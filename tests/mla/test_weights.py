@@ -1,4 +1,8 @@
-"""Tests of `kv_b_proj`: the split into W_UK and W_UV, their absorption, and the weight of any linear module."""
+"""Tests of the weights of a layer: W_UK and W_UV of `kv_b_proj`, and the weight of any linear module.
+
+W_UK turns a latent into the keys of all heads, and W_UV turns a latent into their values. A module may keep its weight
+in another form, for example in int8. The layer then recovers the weight from the module's products (`dense_weight`).
+"""
 
 from __future__ import annotations
 
@@ -40,7 +44,10 @@ class Int8Linear(nn.Module):
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_split_is_what_the_projection_does(ops, config):
-    """`kv_b_proj` has P key rows and then V value rows for each head, and the split copies no row."""
+    """`split_kv_b_proj` and `absorb` return views of the weight, which give the keys and values of `kv_b_proj`.
+
+    For each head, the weight has P rows for the key, then V rows for the value.
+    """
     c = config
     projection = linear(make_weights(c, torch.float64)["kv_b_proj"])
     latent = torch.randn(5, c.kv_lora_rank, dtype=torch.float64)
@@ -56,7 +63,10 @@ def test_split_is_what_the_projection_does(ops, config):
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_absorption_moves_the_product(ops, config):
-    """(W_UK c) . q equals c . (W_UK^T q), and W_UV can be applied after the weighted sum over keys."""
+    """Absorbed weights give the same results: for a latent c, (W_UK c) . q = c . (W_UK^T q).
+
+    W_UV can be applied after the weighted sum over the latents.
+    """
     w_uk, w_uv = make_up_projections(config, torch.float64)
     w_uk_t, w_uv_absorbed = ops.absorb(w_uk, w_uv)
     assert w_uk_t.shape == (config.num_heads, config.qk_nope_head_dim, config.kv_lora_rank)
@@ -163,7 +173,7 @@ def test_layer_of_linears_that_return_pairs(ops, config):
 
 @pytest.mark.parametrize("name", ["q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"])
 def test_layer_refuses_a_bias_beside_the_product(ops, name, plain_errors):
-    """A layer refuses, and does not drop, a bias that a module returns beside the product (`skip_bias_add`)."""
+    """A layer refuses a bias that a module returns beside the product (`skip_bias_add`); it must not drop this bias."""
     config = CONFIGS["direct" if name == "q_proj" else "low-rank"]
     weights = make_weights(config, torch.float32)
     modules = modules_of(weights, PairLinear)
@@ -181,9 +191,9 @@ def test_linear_output_refuses(output, plain_errors):
 
 
 def test_refresh_in_place(ops):
-    """`refresh_weights` writes a recovered weight in place, so that captured graphs read the new weight.
+    """`refresh_weights` writes a recovered weight into the same memory, which captured graphs read.
 
-    A layer of plain linear modules recovers no weight and reads the parameter itself.
+    A layer whose `kv_b_proj` is a plain linear module recovers no weight: it reads the parameter itself.
     """
     config = CONFIGS["direct"]
     weights = make_weights(config, torch.float32)
@@ -213,10 +223,7 @@ def test_refresh_in_place(ops):
 
 
 class Doubling(torch.Tensor):
-    """A tensor subclass whose value is twice its data.
-
-    Like a quantised weight of torchao, the tensor reports an ordinary dtype.
-    """
+    """A tensor subclass whose products use twice its data; like a quantised weight, it reports an ordinary dtype."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -245,9 +252,9 @@ def replaced(w):
 
 @pytest.mark.parametrize("wrap", [doubled, hooked, replaced])
 def test_a_linear_that_is_more_than_its_parameter_is_recovered(ops, wrap, plain_errors):
-    """The weight is recovered from products if its type is a subclass, or the module has a hook or another forward.
+    """If a linear module multiplies by something else than `.weight`, the weight is recovered from its products.
 
-    For such a module the parameter `.weight` is not the weight of the products.
+    The cases are a weight of a tensor subclass, a forward hook, and a replaced `forward`.
     """
     weight = torch.randn(10, 6)
     module = wrap(weight)
@@ -257,7 +264,7 @@ def test_a_linear_that_is_more_than_its_parameter_is_recovered(ops, wrap, plain_
 
 
 def test_layer_reads_norms_that_were_replaced(ops):
-    """A layer computes with the new parameter of a norm after `load_state_dict(assign=True)` replaced the parameter."""
+    """A layer uses the new weight of a norm after the parameter object was replaced."""
     config = CONFIGS["direct"]
     layer = make_layer(ops, config, make_weights(config, torch.float32), torch.float32)
     hidden, positions = torch.randn(2, config.hidden_size), torch.arange(2)

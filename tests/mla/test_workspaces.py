@@ -1,4 +1,8 @@
-"""Tests that the chunks of a plan fit into the workspace that the layer allocated in its memory-profile run."""
+"""Tests that the chunks of a plan fit into the workspace of the layer.
+
+The workspace is the memory in which a prefill expands one chunk of context. The memory-profile run, a call without a
+plan, allocates it, so an engine can measure it.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +33,7 @@ def test_the_plan_says_its_workspace(ops):
 
 
 def test_a_chunk_beyond_the_profiled_workspace_raises(ops, plain_errors):
-    """A layer refuses a plan whose chunks exceed the workspace of the layer, and does not write the cache.
-
-    Before this check existed, a layer with a workspace of 8192 tokens expanded 65536 tokens of a long context.
-    """
+    """A layer refuses a plan whose chunks exceed the workspace of the layer, and does not write the cache."""
     batch = make_batch([9], [100])
     layer = make_layer(ops, CONFIG, make_weights(CONFIG, torch.float32), torch.float32, workspace_tokens=48)
     entries = make_entries(batch, CONFIG.head_size, torch.float32)
@@ -78,9 +79,10 @@ def test_the_profile_run_touches_the_workspace(ops, monkeypatch):
 @pytest.mark.parametrize("block_size", [16, 48, 96, 100, 65536])
 @pytest.mark.parametrize("size", [1, 3])
 def test_defaults_fit_together(ops, block_size, size):
-    """A builder's default workspace is at most a layer's default workspace or one unit, whichever is larger.
+    """By default, a builder's workspace is the largest multiple of its unit that fits into a layer's workspace.
 
-    Some units of the test do not divide 65536 tokens.
+    The unit is the smallest workspace for the block size and the number of ranks. If it exceeds a layer's workspace, a
+    builder's workspace is one unit.
     """
     ranks = None if size == 1 else ops.simulate(size, 1, lambda ranks: ranks, tensor_parallel_size=3)[0]
     layer = make_layer(ops, CONFIG, make_weights(CONFIG, torch.float32), torch.float32)
@@ -93,10 +95,7 @@ def test_defaults_fit_together(ops, block_size, size):
 
 
 def test_a_loop_expands_no_more_than_the_layers_of_its_model(ops, plain_errors):
-    """A serving loop refuses a workspace that exceeds the workspace of the model's layers.
-
-    Without this refusal the loop would fail later, at a long prompt.
-    """
+    """A serving loop refuses a workspace above that of the model's layers; it would fail later, at a long prompt."""
     pytest.importorskip("transformers")
     from transformers import AutoModelForCausalLM
 

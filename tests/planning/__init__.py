@@ -1,1 +1,1 @@
-"""Tests of the planners, which compute all integers of a step."""
+"""Tests of the planners: the functions that compute all integers that the attention of a step needs."""

@@ -1,9 +1,10 @@
-"""Tests of `advance_step`: integers against a brute-force loop, several steps of a layer, and refused arguments.
+"""Tests of `advance_step`, which turns the batch of a step into the batch of the next step.
 
-Faults that were planted once to see a test of this file fail: the position of the new token is its length, a padding
-row grows, a request without query tokens gets a token, the tail of the buffers keeps old ids, a rank takes the slot of
-a token that another rank owns, an upper bound does not rise, the bound of a padding row rises, and a batch is advanced
-although the number of its requests with tokens is unknown.
+The sampled token of each request becomes its one query token. `advance_step` writes ids, positions, slots, lengths and
+offsets into the tensors of the batch. The tests compare these integers with a loop over all tokens.
+
+A padding row is a request of length 0. "Without lengths on the host" means: the lengths are on the GPU only, and the
+host has upper bounds of the lengths, or nothing. `without_lens` makes such a batch.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def brute_force(sampled, common, tokens, block_size, ownership):
        blocks=st.integers(1, 3), padding=st.integers(0, 2), ops=PACKAGES,
        ids=st.sampled_from([torch.int32, torch.int64]), steps=st.integers(1, 3))  # fmt: skip
 def test_integers(batch, size, interleave, blocks, padding, ops, ids, steps):
-    """Every step has the integers of the brute-force loop on every rank, and exactly one rank owns a new token."""
+    """Every step gives the integers of the brute-force loop on every rank, and exactly one rank owns a new token."""
     query_lens, seq_lens = batch
     block_size, tokens = interleave * blocks, sum(batch[0]) + padding
     width = -(-(max(seq_lens, default=0) + steps) // block_size)
@@ -94,7 +95,10 @@ def test_integers(batch, size, interleave, blocks, padding, ops, ids, steps):
 
 
 def test_prefills_become_decodes(ops):
-    """After a mixed step, each request has one token; padding rows stay, and the rest of the buffers is padding."""
+    """After a step with prefills, each request with query tokens has one token.
+
+    Padding rows do not grow, and the rest of the buffers becomes padding: id 0, position 0, slot -1.
+    """
     table = integers(7, 3, 9, 1, 0, 5, 2, 8, 6, 4).view(5, 2)
     common = CommonAttentionMetadata.from_lens([1, 1, 3, 0, 2], [4, 0, 6, 5, 2], table, BLOCK)
     input_ids, positions = torch.arange(50, 57), torch.arange(7)
@@ -110,7 +114,7 @@ def test_prefills_become_decodes(ops):
 
 
 def test_nothing_to_advance(ops):
-    """A batch without requests or without tokens is legal, and its buffers become padding."""
+    """For a batch without requests or without tokens, the buffers become padding: id 0, position 0, slot -1."""
     for query_lens, seq_lens, tokens in (([], [], 0), ([], [], 3), ([0, 0], [3, 0], 2)):
         given = buffers(query_lens, seq_lens, 1, tokens)
         following = ops.advance_step(*given, BLOCK)
@@ -119,7 +123,7 @@ def test_nothing_to_advance(ops):
 
 
 def test_twins_agree_on_views():
-    """Both packages write the same bits into strided views, and touch nothing between the elements of a view."""
+    """Both packages write the same bits into strided views, and write nothing between the elements of a view."""
     wide = [torch.full((x.shape[0], 2), 99, dtype=x.dtype) for x in buffers([1, 2], [5, 2], 2)[:3]]
     given = buffers([1, 2], [5, 2], 2)
     results = []
@@ -135,12 +139,12 @@ def test_twins_agree_on_views():
 
 
 def upper_bounds(common, longest):
-    """Return the batch of a captured graph: the CPU fields have an upper bound in place of the lengths."""
+    """Return the batch with an upper bound in place of the lengths on the CPU, as the batch of a captured graph has."""
     return replace(common, seq_lens_cpu=torch.full_like(common.seq_lens_cpu, longest), max_seq_len=longest)
 
 
 def test_upper_bounds_stay_in_bounds(ops):
-    """CPU fields that are upper bounds stay upper bounds, and never exceed the block table or `max_seq_len`."""
+    """If the lengths on the CPU are upper bounds, they never exceed the block table or `max_seq_len`."""
     for max_seq_len, bound in ((None, 8), (7, 7)):
         given = buffers([1, 1], [3, 4], 2)
         common = upper_bounds(given[3], bound)
@@ -150,11 +154,11 @@ def test_upper_bounds_stay_in_bounds(ops):
         assert common.seq_lens.tolist() == [6, 7]
 
 
-# Batches without lengths on the host.
+# Tests of batches without lengths on the host.
 
 
 def knows_its_requests(query_lens):
-    """Return whether every batch with the same largest query and number of tokens has as many requests with tokens."""
+    """Return whether the number of requests with tokens follows from the largest query and the number of tokens."""
     longest, tokens = max(query_lens, default=0), sum(query_lens)
     return longest <= 1 or -(-tokens // longest) == min(len(query_lens), tokens)
 
@@ -162,7 +166,11 @@ def knows_its_requests(query_lens):
 @given(batch=batches(), ops=PACKAGES, offsets_too=st.sampled_from([False, True]), slack=st.sampled_from([0, 3]),
        bounds=st.sampled_from([False, True]))  # fmt: skip
 def test_without_lengths(batch, ops, offsets_too, slack, bounds):
-    """Without lengths on the host the tensors have the bits of the batch with lengths; upper bounds stay bounds."""
+    """Without lengths on the host, three steps give the tensors of the batch with lengths.
+
+    The upper bounds of requests with tokens rise by 1 in each step. Without offsets on the host, a batch is refused if
+    the number of its requests with tokens is unknown.
+    """
     width = -(-(max(batch[1], default=0) + 3 + slack) // BLOCK)
     with torch.device("cpu"):
         start = buffers(*batch, width, 2)
@@ -192,7 +200,7 @@ def test_without_lengths(batch, ops, offsets_too, slack, bounds):
 
 
 def test_bounds_over_steps(ops):
-    """Over 5 steps no bound is below its length or above its limit, and the bounds of padding rows stay 0."""
+    """Over 5 steps, no upper bound is below its length or above the limit, and the bounds of padding rows stay 0."""
     query_lens, seq_lens = [1, 1, 4, 0, 1], [4, 0, 6, 5, 20]
     for slack, max_seq_len in ((0, None), (2, None), (100, None), (100, 26)):
         *given, common = buffers(query_lens, seq_lens, 7, 2)
@@ -212,7 +220,7 @@ def test_bounds_over_steps(ops):
     *given, common = buffers([1, 1, 1, 0], [4, 0, 6, 5], 4)
     bounds = integers(5, 0, 7, 8).cpu()
     common = replace(without_lens(common, 1, offsets_too=True), seq_lens_cpu_upper_bound=bounds)
-    for step in range(1, 6):  # without offsets on the host all bounds above 0 rise
+    for step in range(1, 6):  # without offsets on the host, the bounds of requests without query tokens rise too
         common = ops.advance_step(*given, common, BLOCK)
         given[1:] = [x[:3] for x in given[1:]]
         assert common.seq_lens_cpu_upper_bound.tolist() == [5 + step, 0, 7 + step, 8 + step]
@@ -220,7 +228,7 @@ def test_bounds_over_steps(ops):
 
 
 def test_bounds_beside_lengths(ops):
-    """Upper bounds that a batch has beside its lengths rise too, and are not checked, because no plan reads them."""
+    """If a batch has lengths on the host and upper bounds too, the bounds rise without a check: no plan reads them."""
     given = buffers([1, 1, 0], [4, 0, 6], 3)
     common = replace(given[3], seq_lens_cpu_upper_bound=integers(9, 0, 3).cpu())
     following = ops.advance_step(*given[:3], common, BLOCK)
@@ -228,7 +236,7 @@ def test_bounds_beside_lengths(ops):
 
 
 def test_drafted_tokens(ops):
-    """Requests that all have the largest number of query tokens need no offsets on the host."""
+    """A batch without offsets on the host can be advanced if all its requests have equally many query tokens."""
     given = buffers([3, 3], [9, 5], 3)
     common = without_lens(given[3], offsets_too=True)
     following = ops.advance_step(*given[:3], common, BLOCK)
@@ -240,7 +248,7 @@ def test_drafted_tokens(ops):
 @pytest.mark.parametrize("offsets_too", [False, True])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_plans_without_lengths(ops, config, offsets_too):
-    """The builder plans the advanced batches without lengths, and a layer gives the output of plans with lengths."""
+    """Over several steps without lengths on the host, a layer gives the outputs and the cache of steps with lengths."""
     dtype, width, query_lens, seq_lens = torch.float64, 10, [1, 1, 5, 7, 0], [20, 0, 21, 7, 0]
     with torch.device("cpu"):
         if offsets_too:
@@ -273,12 +281,12 @@ def test_plans_without_lengths(ops, config, offsets_too):
             assert_close64(held, cache_wanted)
 
 
-# Steps of a layer.
+# Tests of several steps of a layer.
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_steps_of_a_layer(config):
-    """k steps advanced by the op have the bits of k steps whose batches the host makes; the first step is mixed."""
+    """5 steps with `advance_step`, the first with prefills, have the bits of 5 steps whose batches the host makes."""
     dtype, steps, width = torch.float32, 5, 10
     layer = make_layer(fast, config, make_weights(config, dtype), dtype)
     table = torch.randperm(5 * width).view(5, width).int()
@@ -290,7 +298,7 @@ def test_steps_of_a_layer(config):
     def run(cache, ids, positions, common):
         plan = fast.build_mla_metadata(common, BLOCK, 64)
         hidden = layer(embedding[ids], positions, cache, plan)
-        last = (common.query_start_loc[1:] - 1).long()  # a request without tokens samples from another request's row
+        last = (common.query_start_loc[1:] - 1).long()  # a request without tokens gets a token, which nothing reads
         return hidden, (hidden[last] @ embedding.T).argmax(-1)
 
     def first_step():
@@ -321,9 +329,9 @@ def test_steps_of_a_layer(config):
 @pytest.mark.parametrize("on_host", [True, False])
 @pytest.mark.parametrize("programs", [0, 3])
 def test_steps_over_buffers(ops, programs, on_host):
-    """Steps over the buffers of a graph have the bits of steps that the host makes; plans follow the lengths.
+    """Steps that update the buffers of a CUDA graph on the device have the bits of steps whose batches the host makes.
 
-    The batch of the buffers has upper bounds as its lengths on the host, or no lengths and no offsets there.
+    On the host, the batch has upper bounds in place of the lengths (`on_host`), or neither lengths nor offsets.
     """
     dtype, steps, lens, ids = torch.float32, 4, [14, 0, 1, 33], [3, 0, 9, 41]
     loop = make_loop(ops, DIRECT, dtype, torch.device("cpu"), len(lens), steps, programs)
@@ -343,7 +351,7 @@ def test_steps_over_buffers(ops, programs, on_host):
         check_against_the_host(loop, lens, ids, held, outputs)
 
 
-# Refused arguments and backends.
+# Tests of refused arguments, and of backends.
 
 REFUSED = {
     "ids of another dtype": (
@@ -466,7 +474,10 @@ def test_wrong_types(ops, plain_errors):
 
 
 def test_backends(plain_errors):
-    """`backend=` and `graph=` choose who serves the op; a backend that cannot be captured is not taken for a graph."""
+    """A backend that cannot be captured serves an ordinary call, and not a call with `graph=`.
+
+    The backend that `backend=` names serves the call, or the call raises.
+    """
     served = []
 
     def noted(*given):
@@ -493,7 +504,7 @@ def test_backends(plain_errors):
 
 
 def test_inside_a_compiled_function():
-    """A compiled step that contains the op writes the same integers as an eager step."""
+    """A function that calls the op writes the same integers under `torch.compile` as without it."""
     with torch.device("cpu"):
         given = buffers([1, 1, 3], [4, 0, 6], 2)
     eager, compiled = copies(given), copies(given)

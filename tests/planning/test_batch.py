@@ -1,4 +1,7 @@
-"""Tests of the split into decodes and prefills, reordering, slots and virtual batches, against brute force."""
+"""Tests of functions on a batch, against brute force: decodes and prefills, reordering, slots, local attention.
+
+A query token is also called a new token. "Pitfall 8" is entry 8 of the list in `tests/__init__.py`.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def test_slot_mapping(lens, block_size, padding, ops):
 
 
 def test_slot_mapping_is_64_bit(ops):
-    """Slots are right if block x block_size exceeds 2^31 (pitfall 8); the test needs no cache of that size."""
+    """Slots are right if block x block_size exceeds 2^31 (pitfall 8)."""
     table = integers(2**31 - 2, 40_000_000).view(1, 2)
     slots = ops.slot_mapping(integers(0, 2), integers(65), table, 64, 3)
     assert slots.dtype == torch.int64
@@ -106,11 +109,12 @@ def test_reorder_keeps_every_request(flags):
     assert [flags[place] for place in order] == sorted(flags, reverse=True)
 
 
-# Tests of chunked local attention.
+# Tests of chunked local attention, in which a token at position i attends the positions from (i // chunk) * chunk to i.
+# A virtual batch has one virtual request for each chunk of a request, so that ordinary attention gives this result.
 
 
 def local_attention(ops, batch, chunk, q, entries):
-    """Return the virtual batch and its attention state over the paged cache: out [T, N, Dv], lse [N, T]."""
+    """Return the virtual batch and its attention state over the paged cache: out [T, N, head dim], lse [N, T]."""
     virtual = ops.make_local_attention_virtual_batches(batch.common, chunk, batch.block_size)
     lens = virtual.seq_lens
     ends = offsets(lens.tolist())
@@ -146,7 +150,7 @@ def check_virtual_batches(ops, query_lens, seq_lens, chunk, block_size):
 
 @pytest.mark.parametrize("length", range(1, 26))
 def test_local_attention_of_every_length(length, ops):
-    """With chunks of three blocks, every query length gives the result of attention with an explicit mask."""
+    """With chunks of three blocks, every query length gives the result of attention over the keys of one chunk."""
     for query_len in range(1, length + 1):
         check_virtual_batches(ops, [query_len], [length], 6, 2)
 

@@ -1,6 +1,7 @@
-"""Tests of `DecodeGraph`, which pads a batch to the next captured size and replays with new lengths, tables and slots.
+"""Tests of `DecodeGraph`: it pads a batch to the next captured batch size and replays the CUDA graph of this size.
 
-On a CPU, `fast` runs the step eagerly over the same buffers. On a GPU, the same tests capture and replay CUDA graphs.
+On a CPU, `DecodeGraph` captures nothing and runs the step eagerly over its buffers. With `--device cuda`, the tests
+capture and replay CUDA graphs. The budget of a result is the largest error that docs/correctness.md allows.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def make_builder(ops, config=DIRECT, query_len=1, **options):
 
 
 def judged_steps(config, weights, dtype, query_len):
-    """Yield the tuples of `steps`, each with the output of the reference layer in float64 and in `dtype`."""
+    """Yield the tuples of `steps`, each with the reference layer's output in float64 (gold) and in `dtype` (low)."""
     with torch.device("cpu"):
         gold_layer = make_layer(reference, config, {n: w.double() for n, w in weights.items()}, torch.float64)
         low_layer = make_layer(reference, config, weights, dtype)
@@ -72,7 +73,7 @@ def judged_steps(config, weights, dtype, query_len):
 @pytest.mark.parametrize("query_len", [1, 2])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_replays(config, query_len, programs, invariant):
-    """Each replayed step is within the budget of the reference layer, and writes the same slots as the reference."""
+    """Each replayed step is within the budget, and writes the same cache slots as `DecodeGraph` of `reference`."""
     dtype = torch.float32
     weights = {name: weight.cpu() for name, weight in make_weights(config, dtype).items()}
     options = {"num_programs": programs, "batch_invariant": invariant}
@@ -96,7 +97,7 @@ def test_replays(config, query_len, programs, invariant):
 
 
 def test_a_run_leaves_nothing_behind():
-    """A small batch after a large batch gets padding rows that hold no value of the large batch."""
+    """If a small batch follows a large batch, its padding rows hold no value of the large batch."""
     config, dtype = DIRECT, torch.float32
     seen = []
 
@@ -135,10 +136,7 @@ def test_a_run_leaves_nothing_behind():
 
 
 def test_in_any_grad_mode():
-    """A graph that is made in inference mode also runs outside inference mode.
-
-    A graph that is made outside inference mode also runs in inference mode.
-    """
+    """A graph that is made in inference mode also runs outside of this mode, and vice versa."""
     for make_mode, run_mode in ((torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)):
         with torch.device("cpu"):
             with make_mode():
@@ -160,10 +158,7 @@ def test_nothing_to_do(ops):
 
 
 def test_refusals(ops, plain_errors):
-    """A batch that exceeds the captured sizes raises before the step runs.
-
-    A graph with invalid sizes raises in the constructor.
-    """
+    """A batch that fits no captured size raises before the step runs; invalid sizes raise in the constructor."""
     steps_run = []
 
     def step(hidden_states, positions, metadata):
@@ -221,7 +216,7 @@ def test_refusals(ops, plain_errors):
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 def test_captured_memory_stands_still():
-    """Hundreds of replays with other lengths repeat their outputs and leave no new memory allocated (pitfall 17)."""
+    """Hundreds of replays repeat their outputs bit by bit and allocate no memory (entry 17 in `tests/__init__.py`)."""
     config, dtype = DIRECT, torch.bfloat16
     weights = {name: weight.cpu() for name, weight in make_weights(config, dtype).items()}
     _, held, graph = make_graph(fast, config, weights, dtype, DEVICE, 1, num_programs=4)

@@ -1,6 +1,8 @@
-"""Tests of decode graphs over batches that mix query lengths, and over batches that end in requests without tokens.
+"""Tests of `DecodeGraph` with batches that mix query lengths, and with batches that end in requests without tokens.
 
-On a CPU, `fast` runs the step eagerly over the same buffers. On a GPU, the same tests capture and replay CUDA graphs.
+On a CPU, `DecodeGraph` captures nothing and runs the step eagerly over its buffers. With `--device cuda`, the tests
+capture and replay CUDA graphs. Padding tokens fill a batch up to the tokens of a captured size. The budget of a result
+is the largest error that docs/correctness.md allows.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ def mixed_steps(config, dtype, steps=STEPS):
 @pytest.mark.parametrize("programs, invariant", [(0, False), (3, False), (0, True), (5, True)])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_replays(config, programs, invariant):
-    """Each step is within the budget of the reference layer and writes its slots; padding tokens get output 0."""
+    """Each step is within the budget and writes the same slots as `reference`; padding tokens get output 0."""
     dtype, options = torch.float32, {"num_programs": programs, "batch_invariant": invariant}
     weights = {name: weight.cpu() for name, weight in make_weights(config, dtype).items()}
     with torch.device("cpu"):
@@ -72,14 +74,14 @@ def test_replays(config, programs, invariant):
         assert graph.replay(size).shape[0] == 3 * size
         assert graph.replay(size)[batch.num_tokens :].eq(0).all(), "padding tokens are not 0"
         assert held.cpu().isnan().equal(ref_held.isnan()), "fast and reference write different slots"
-    found = {name: torch.cat(outputs) for name, outputs in results.items()}  # one step has too few errors for a budget
+    found = {name: torch.cat(outputs) for name, outputs in results.items()}  # one step has too few values for a budget
     for name in ("eager", "graph"):
         parity = compare(name, found[name], found["low"], found["gold"])
         assert parity.passed, parity
 
 
 def test_graph_is_the_plan_of_the_step(ops):
-    """In float64, a mixed captured step equals the step with its own plan, and no slot differs."""
+    """In float64, `DecodeGraph.run` gives the output and the cache that the layer gives with the plan of the step."""
     config = CONFIGS["low-rank"]
     with torch.device("cpu"):
         weights = make_weights(config, torch.float64)
@@ -94,7 +96,7 @@ def test_graph_is_the_plan_of_the_step(ops):
 
 
 def test_padding_of_one_query_length(ops):
-    """A graph for one query length takes batches that end in requests without tokens, and no other mix."""
+    """A graph for one query length accepts requests without tokens at the end of a batch, and refuses them inside."""
     config, options = DIRECT, {"num_programs": 2, "graph_support": GraphSupport.ONE_QUERY_LEN}
     with torch.device("cpu"):
         weights = make_weights(config, torch.float64)
@@ -114,7 +116,7 @@ def test_padding_of_one_query_length(ops):
 
 
 def test_buffers_of_a_run(ops):
-    """A small batch after a large batch gets padding that holds no value of the large batch."""
+    """If a small batch follows a large batch, its padding holds no value of the large batch."""
     seen = []
 
     def step(hidden_states, positions, plan):
@@ -140,7 +142,7 @@ def test_buffers_of_a_run(ops):
 
 
 def test_batch_invariance():
-    """The decode of a request has the same bits alone and in every mixed batch, whatever its neighbours are."""
+    """With a batch-invariant builder, the decode of a request has the same bits alone and in mixed batches."""
     heads, latent, rope = DIRECT.num_heads, DIRECT.kv_lora_rank, DIRECT.qk_rope_head_dim
     with torch.device("cpu"):
         cache = torch.randn(BLOCKS, BLOCK, latent + rope)
@@ -170,7 +172,10 @@ def test_batch_invariance():
 
 @pytest.mark.parametrize("merge", ["ag_rs", "a2a"])
 def test_context_parallelism(ops, merge):
-    """On ranks that share sequences, a mixed captured step equals the step with its own plan."""
+    """On ranks that share sequences, `DecodeGraph.run` gives the output of the layer with the plan of the step.
+
+    `update_captured` writes the visible lengths of this rank: how many keys each query token sees.
+    """
     config = CONFIGS["low-rank"]
     query_lens, seq_lens = [3, 1, 2], [70, 9, 33]
 
@@ -216,9 +221,9 @@ def host(ops, query_lens, seq_lens):
 
 
 def test_update_captured(ops, plain_errors):
-    """`update_captured` writes masks and schedules of mixed batches in place; a replaced tensor is an error.
+    """`update_captured` writes visible lengths and schedules of mixed batches into the tensors of a captured plan.
 
-    After every error, the captured plan is as before and takes the next batch.
+    A plan in which the caller replaced a tensor is refused. A refused call does not change the captured plan.
     """
     with torch.device("cpu"):
         builder = make_builder(ops, query_len=3, num_programs=3)
@@ -266,7 +271,7 @@ def test_update_captured(ops, plain_errors):
 
 
 def test_refused_batches(ops, plain_errors):
-    """A batch that no graph can hold raises before the step runs, and the next run works."""
+    """A batch that fits no captured graph raises before the step runs, and the next run works."""
     steps_run = []
 
     def step(hidden_states, positions, plan):
@@ -296,7 +301,7 @@ def test_refused_batches(ops, plain_errors):
 
 
 def test_replaced_buffers(plain_errors):
-    """A buffer that the caller replaced raises before a replay; with the captured buffer the graph works again."""
+    """If the caller replaced a buffer of a graph, a run raises; with the captured buffer, the graph works again."""
     config, dtype = DIRECT, torch.float32
     weights = {name: weight.cpu() for name, weight in make_weights(config, dtype).items()}
     _, held, graph = make_graph(fast, config, weights, dtype, DEVICE, 3)
@@ -316,7 +321,7 @@ def test_replaced_buffers(plain_errors):
 
 
 def test_memory():
-    """The memory of the captured set is the bytes of its buffers, which all sizes share, and of one pool on a GPU."""
+    """`DecodeGraph.memory` reports the bytes of the buffers, which all batch sizes share, and of the GPU's pool."""
     config, dtype = DIRECT, torch.float32
     weights = {name: weight.cpu() for name, weight in make_weights(config, dtype).items()}
     tokens, requests = 6 * 3, 6
@@ -331,7 +336,7 @@ def test_memory():
 
 
 def leaves_padding(*given):
-    """Compute `mla_decode` as a GPU kernel does: the rows of no request stay undefined."""
+    """Compute `mla_decode` as a GPU kernel does: the outputs of padding tokens stay undefined, here NaN."""
     out, lse = backends.kernel("cpu", "mla_decode")(*given)
     used = int(given[5][-1])
     out[used:], lse[:, used:] = torch.nan, torch.nan
@@ -339,7 +344,10 @@ def leaves_padding(*given):
 
 
 def test_undefined_rows_become_zeros():
-    """The layer writes zeros for rows that the decode kernel left undefined, with and without its fused projections."""
+    """A layer returns 0 for padding tokens whose outputs the decode kernel left undefined.
+
+    This holds for a call of the layer and for a call of `forward_attention`.
+    """
     config = DIRECT
     with registered(Backend("gpu_like", 50, "cpu", {"mla_decode": OpSupport(leaves_padding)})), torch.device("cpu"):
         layer = make_layer(fast, config, make_weights(config, torch.float64), torch.float64)
@@ -362,9 +370,9 @@ def test_undefined_rows_become_zeros():
 
 @pytest.mark.parametrize("op", ["mla_decode", "rope_norm_and_cache", "compute_visible_lens", "zero_padding_tokens"])
 def test_backends_for_one_query_length(op):
-    """A backend that serves one query length is not used in a mixed capture; if the caller names it, it is refused.
+    """A backend with graph support for one query length serves a capture for one query length, but no mixed capture.
 
-    Without the mix, the same backend serves the capture.
+    If the caller names this backend, a mixed capture raises.
     """
     launched = set()
 
@@ -426,7 +434,7 @@ def test_mixed_replays_stand_still():
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 def test_more_sizes_share_one_pool():
-    """Graphs of smaller sizes fit into the memory of the largest graph."""
+    """Four captured batch sizes need at most twice the memory pool of the largest size alone."""
     weights = {name: weight.cpu() for name, weight in make_weights(DIRECT, torch.bfloat16).items()}
     layer = make_layer(fast, DIRECT, weights, torch.bfloat16).to(DEVICE)
     held = torch.zeros(BLOCKS, BLOCK, DIRECT.head_size, dtype=torch.bfloat16, device=DEVICE)
@@ -442,7 +450,10 @@ def test_more_sizes_share_one_pool():
 
 
 def test_requests_without_tokens_between_others(ops, plain_errors):
-    """Without offsets on the host, a graph of one query length refuses them, and a plan for mixed lengths is right."""
+    """Requests without tokens between other requests are refused by a graph of query length 1.
+
+    A captured plan for mixed query lengths accepts them. Both hold with and without lengths on the host.
+    """
     with torch.device("cpu"):
         batch = make_batch([1, 0, 1], [20, 0, 9], BLOCK)
         bare = replace(batch.common, seq_lens_cpu=None, query_start_loc_cpu=None)
@@ -470,7 +481,7 @@ def test_requests_without_tokens_between_others(ops, plain_errors):
 
 
 def test_numbers_of_tokens_that_contradict_the_offsets(ops, plain_errors):
-    """A graph and a captured plan refuse a batch whose number of tokens is not its last offset."""
+    """`DecodeGraph` and `update_captured` refuse a batch whose `num_actual_tokens` contradicts its offsets."""
     with torch.device("cpu"):
         batch = make_batch([2, 2], [9, 20], BLOCK)
         wrong = replace(batch.common, num_actual_tokens=3)

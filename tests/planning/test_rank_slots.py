@@ -1,4 +1,8 @@
-"""Tests of rank-local lengths and slots, compared with a loop that assigns token after token to ranks."""
+"""Tests of the lengths and slots of one rank, compared with a loop that assigns token after token to ranks.
+
+D ranks share each sequence: each rank in turn holds `interleave` consecutive tokens. A token has a slot in the cache of
+its rank, and slot -1 on the other ranks.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +54,7 @@ def dealt_slots(batch, table, block_size, size, rank, interleave):
 @given(batch=batches(), size=st.sampled_from([1, 2, 3, 4, 8]), interleave=st.sampled_from([1, 2, 4, 8]),
        blocks=st.integers(1, 3), padding=st.integers(0, 2))  # fmt: skip
 def test_slots(batch, size, interleave, blocks, padding):
-    """Every new token has a slot on exactly one rank, and each rank fills its blocks in token order."""
+    """Every query token has a slot on exactly one rank, and each rank fills its blocks in the order of the tokens."""
     block_size = interleave * blocks
     batch = make_batch(*batch, block_size, padding)
     common, tokens = batch.common, batch.num_tokens + padding

@@ -1,4 +1,16 @@
-"""Tests of context chunks and decode schedules, against brute force and bit by bit between both packages."""
+"""Tests of context chunks and decode schedules, against brute force and bit by bit between both packages.
+
+A decode schedule assigns the keys of all requests, in tiles of 64 keys, to the programs of the decode kernel. The
+planner places the requests one after another on a *time line*, whose unit is the time of one tile. The start of a
+request takes `overhead` further units. The line is divided into one *segment* of equal length for each program.
+
+- *Balanced*: a program gets the tiles that start in its segment.
+- *Whole parts*: a program gets the parts that start in its segment. A part is a whole request, or one of the equal
+  parts of a long request.
+
+The tiles that a program gets of one request are a *split*. A combine kernel adds the partial outputs of the splits. In
+a *batch-invariant* schedule, the splits of a request depend on its own length only (`InvariantSplitRule`).
+"""
 
 from __future__ import annotations
 
@@ -25,6 +37,8 @@ CONTEXTS = st.lists(st.sampled_from([0, 1, 15, 16, 17, 31, 97, 200]), max_size=6
 
 def check_chunks(ops, context_lens, workspace, block_size, ranks=1, interleave=1):
     """Plan context chunks, assert their properties, and return the chunks.
+
+    The unit is `block_size`, or with several ranks the least common multiple of `block_size` and D x I.
 
     - Every context token is in exactly one chunk.
     - The tokens of a request in a chunk start at a multiple of the unit.
@@ -66,14 +80,17 @@ def test_context_chunks(context_lens, block_size, extra, ops):
     st.integers(0, 90), PACKAGES,
 )  # fmt: skip
 def test_context_chunks_of_ranks(context_lens, block_size, ranks, interleave, extra, ops):
-    """For any block size, D and I, chunks start at multiples of D x I tokens (pitfall 10)."""
+    """For any block size, D ranks and I tokens in turn, chunks start at multiples of D x I tokens.
+
+    This is pitfall 10 of the list in `tests/__init__.py`.
+    """
     unit = math.lcm(block_size, ranks * interleave)
     check_chunks(ops, context_lens, unit + extra, block_size, ranks, interleave)
 
 
 @given(CONTEXTS, st.sampled_from([1, 3, 16]), st.integers(0, 90), st.sampled_from([(1, 1), (1, 64), (3, 16), (4, 1)]))
 def test_chunk_planners_agree(context_lens, block_size, extra, ranks):
-    """Both packages give the same chunks (tier 1), and never more chunks than the simpler `even_chunks`."""
+    """Both packages give the same chunks, and never more chunks than the simpler `even_chunks`."""
     unit = block_size if ranks[0] == 1 else math.lcm(block_size, math.prod(ranks))
     workspace = max(1, sum(n > 0 for n in context_lens)) * unit + extra
     ours, theirs = (
@@ -149,11 +166,11 @@ def check_schedule(ops, lens, programs, overhead, per_tile=8):
     """Assert the properties of a schedule.
 
     - Each tile occurs once and in order.
-    - No program has more than an equal part of the total cost, the cost of starting one request, and what a schedule of
-      whole parts saves in the combination.
+    - No program takes longer than the bound of a balanced schedule: one segment, the start of one request, and the time
+      to combine the most splits, at `per_tile` splits in a unit.
     - The programs of a request have the split numbers 0, 1, 2 and so on.
-    - Fewer splits than `programs` + requests exist: decode launchers allocate this number of partial outputs.
-    - Each program has the tiles of `line_of_units`.
+    - There are fewer splits than programs and requests together: decode launchers allocate that many partial outputs.
+    - Each program has the tiles that `line_of_units` gives.
     """
     costs = ScheduleCosts(request_cost=overhead, splits_per_tile=per_tile)
     schedule = ops.plan_decode(integers(*lens), programs, costs)
@@ -183,9 +200,9 @@ def check_schedule(ops, lens, programs, overhead, per_tile=8):
 def line_of_units(tiles, programs, overhead, per_tile=8):
     """Return the tiles [(request, tile), ...] of each program, and whether the schedule consists of whole parts.
 
-    Two lists have one entry for each unit of the time line: a tile, or None. The first list is the line of a balanced
-    schedule. The second list is the line of whole parts, in which only the first unit of a part is not None; this unit
-    has all tiles of the part. A program takes the entries of its segment.
+    The time lines are lists with one entry for each unit. In `balanced`, an entry is one tile, or None for the start of
+    a request. In `whole`, the first entry of a part has all tiles of the part, and its other entries are None. A
+    program takes the entries of its segment.
     """
     total = sum(tiles)
     balanced, whole, part_lengths, most_parts = [], [], [], 0
@@ -217,7 +234,7 @@ def test_schedule(lens, programs, overhead, per_tile, ops):
 
 @given(st.integers(1, 200), st.integers(2, 60), st.integers(1, 59), st.sampled_from([0, 1, 5, 8, 20]), PACKAGES)
 def test_equal_lengths_of_many_requests(tiles, requests, programs, overhead, ops):
-    """With more requests of one length than programs, a schedule of whole parts splits no request."""
+    """If there are more requests of one length than programs, a schedule of whole parts splits no request."""
     programs = min(programs, requests - 1)
     schedule = check_schedule(ops, requests * [64 * tiles], programs, overhead)
     if line_of_units(requests * [tiles], programs, overhead)[1]:
@@ -234,13 +251,13 @@ def test_decode_planners_agree(lens, programs, overhead, heads, batch_invariant)
 
 @pytest.mark.parametrize("heads", [16, 17])
 def test_planners_agree_on_long_requests(heads):
-    """The planners agree on every branch of the batch-invariant cut, up to the largest number of splits."""
+    """Both packages give the same batch-invariant schedule for lengths that take every branch of the split rule."""
     lens = integers(8193, 17_000, 70_000, 140_000)
     same(*(ops.plan_decode(lens, 33, measured_schedule_costs(heads), True) for ops in (reference, fast)))
 
 
 def test_costs_decide_where_programs_begin():
-    """A schedule without given costs uses the neutral costs, which are the same in both packages."""
+    """Without costs, `plan_decode` uses the defaults of `ScheduleCosts`; another `request_cost` moves the segments."""
     lens = integers(700, 64, 3000, 129)
     for ops in (reference, fast):
         neutral, given_them, none = (
@@ -251,7 +268,7 @@ def test_costs_decide_where_programs_begin():
 
 
 def test_measured_schedule_costs_by_heads():
-    """The measured costs equal the constants of earlier versions of `fast`, which had no `splits_per_tile`."""
+    """The measured costs of `fast` have the expected constants for each number of heads."""
     few, some, many = (
         InvariantSplitRule(4, 32, 16, 128),
         InvariantSplitRule(16, 8, 32, 64),
@@ -265,9 +282,10 @@ def test_measured_schedule_costs_by_heads():
 
 @pytest.mark.parametrize("heads, each, sizes", [(16, 1, (10, 4, 4)), (17, 4, (32, 16, 16))])
 def test_splits_cost_a_part_of_a_request(heads, each, sizes, ops):
-    """The measured costs decide at which split each program begins.
+    """In a batch-invariant schedule, the measured costs decide at which split each program begins.
 
-    Every split of a request costs `each` tiles. The first split costs 5 - `each` additional tiles.
+    Every split of a request takes `each` units and one unit for each tile. The first split takes 5 - `each` more units.
+    `sizes` are the tiles of a split for the three requests.
     """
     tiles, starts, place = (300, 40, 100), [], 0
     for request, (count, size) in enumerate(zip(tiles, sizes, strict=True)):
@@ -303,12 +321,12 @@ def test_most_batch_invariant_splits(heads):
 
 @given(st.integers(1, 20), st.integers(1, 20), st.integers(0, 20), st.integers(0, 60), st.integers(0, 3000))
 def test_buffers_hold_the_splits_of_any_cut(small_pairs, small_splits, more_pairs, more_splits, tiles):
-    """For any cut, no request with at most `tiles` tiles has more splits than `most_invariant_splits(tiles)`.
+    """For any `InvariantSplitRule`, no request of at most `tiles` tiles has more than `most_invariant_splits` splits.
 
-    `most_invariant_splits` gives the sizes of buffers.
+    Launchers allocate buffers for `most_invariant_splits(tiles)` splits of a request.
     """
     cut = InvariantSplitRule(2 * small_pairs, small_splits, 2 * (small_pairs + more_pairs), small_splits + more_splits)
-    ScheduleCosts(split_rule=cut)  # the constructor accepts the cut
+    ScheduleCosts(split_rule=cut)  # the constructor accepts the rule
     bound = most_invariant_splits(tiles, cut)
     for count in {*range(max(0, tiles - 40), tiles + 1), *range(0, tiles, 7)}:
         assert -(-count // invariant_split_tiles(count, cut)) <= bound
@@ -322,7 +340,7 @@ def test_batch_invariant_schedule(lens, programs, overhead, heads, ops):
     """
     costs = replace(measured_schedule_costs(heads), request_cost=overhead)
     schedule = ops.plan_decode(integers(*lens), programs, costs, True)
-    assert schedule.split_rule == costs.split_rule  # the kernel reads the cut from the schedule
+    assert schedule.split_rule == costs.split_rule  # the kernel reads the rule from the schedule
     tiles, ranges = tiles_of(lens), taken_by(schedule, lens)
     everything = [(request, tile) for request, count in enumerate(tiles) for tile in range(count)]
     assert [item for own, _ in ranges for item in own] == everything and schedule.batch_invariant
@@ -340,7 +358,7 @@ def test_batch_invariant_schedule(lens, programs, overhead, heads, ops):
             (request, tile), (last, last_tile) = own[0], own[-1]
             assert tile % sizes[request] == 0 and split == tile // sizes[request]
             assert (last_tile + 1) % sizes[last] == 0 or last_tile + 1 == tiles[last]
-            # a program's splits start within its equal part of the cost; its last split may extend beyond
+            # a program's splits start in its segment; the last split may end behind the segment
             last_split = last_tile - last_tile // sizes[last] * sizes[last] + 1
             splits = {(request, tile // sizes[request]) for request, tile in own}
             begun = {request for request, tile in own[1:] if tile == 0}
@@ -361,13 +379,13 @@ def test_schedule_of_nothing(ops):
 
 @pytest.mark.parametrize("lens", [(64 * 10, 64 * 10), (64 * 25,), (64 * 3, 64 * 3, 64 * 30)])
 def test_schedule_by_hand(lens, ops):
-    """Three schedules equal schedules that were computed by hand, for two programs and a cost of 2 tiles a request.
+    """Schedules for two programs and 2 units for each start equal schedules that were computed by hand.
 
-    1. The requests are whole parts of length 12. A program takes 12 units.
-    2. Two parts have 13 tiles and the length 15. A program takes at most 15 units; the upper bound of a balanced
-       schedule is 14 + 2 units.
-    3. The parts have the lengths 5, 5 and 32. A program could take 20 - 1 + 32 units, so the schedule is balanced: a
-       program takes 21 of 42 units, and at most 2 more units.
+    1. 10 and 10 tiles: each request is a whole part of 12 units, and each program gets one request.
+    2. 25 tiles: the request has two parts of at most 13 tiles, 15 units each. A program takes 15 units. The upper bound
+       of a balanced schedule is 14 + 2 units.
+    3. 3, 3 and 30 tiles: the whole parts have 5, 5 and 32 units, so a program could take 21 - 1 + 32 units. The
+       schedule is balanced: a program takes 21 units, and at most 2 units for one more start.
     """
     expected = {
         (640, 640): [[0, 0, 0, 10, 0], [1, 1, 0, 10, 0]],
@@ -384,7 +402,8 @@ def test_schedule_by_hand(lens, ops):
 def test_whole_requests_by_hand(tiles, requests, overhead, segment, counts, ops):
     """If there are more equal requests than programs, each program gets the whole requests that start in its segment.
 
-    With 66 programs, a segment has ceil(256 * 24 / 66) = 94 or ceil(128 * 72 / 66) = 140 units.
+    With 66 programs and 8 units for each start, a segment has ceil(256 * (16 + 8) / 66) = 94 units, or
+    ceil(128 * (64 + 8) / 66) = 140 units.
     """
     schedule = check_schedule(ops, requests * [64 * tiles], 66, overhead)
     starts = [min(-(-program * segment // (tiles + overhead)), requests) for program in range(67)]
@@ -404,8 +423,8 @@ def test_whole_requests_by_hand(tiles, requests, overhead, segment, counts, ops)
 def test_equal_parts_by_hand(tiles, requests, programs, overhead, size, ops):
     """If there are fewer equal requests than programs, each program gets one of the equal parts, or no part.
 
-    The parts of a request of 128 tiles have at least sqrt(128 / 8) = 4 tiles, and those of 64 tiles at least
-    sqrt(64 / 8), rounded up to an even number: 4 tiles.
+    A part of a request of 128 tiles has at least sqrt(128 / 8) = 4 tiles. A part of a request of 64 tiles has at least
+    sqrt(64 / 8) tiles, rounded up to an even number: 4 tiles.
     """
     schedule = check_schedule(ops, requests * [64 * tiles], programs, overhead)
     parts = math.ceil(tiles / size)
@@ -420,7 +439,7 @@ def test_equal_parts_by_hand(tiles, requests, programs, overhead, size, ops):
     "tiles, requests, programs, overhead", [(16, 256, 66, 8), (64, 128, 66, 8), (256, 8, 66, 8), (64, 16, 132, 5)]
 )
 def test_similar_lengths_take_whole_parts(tiles, requests, programs, overhead, ops):
-    """Lengths that differ by at most 2 % give whole parts, and as many splits as equal lengths."""
+    """For lengths that differ by at most 2 %, the schedule has whole parts, and as many splits as for equal lengths."""
     draw = random.Random(tiles)
     lens = [draw.randint(64 * tiles * 98 // 100, 64 * tiles) for _ in range(requests)]
     schedule = check_schedule(ops, lens, programs, overhead)
@@ -431,14 +450,15 @@ def test_similar_lengths_take_whole_parts(tiles, requests, programs, overhead, o
 
 @pytest.mark.parametrize("tiles, splits", [(16, 16), (128, 32)])
 def test_combination_decides(tiles, splits, ops):
-    """Counting the combination decides between a balanced schedule and whole parts, at 10 splits in a unit.
+    """The time to combine the splits decides between a balanced schedule and whole parts.
 
-    There are 66 programs, and a start costs 8 tiles.
+    There are 66 programs, a start takes 8 units, and the combine kernel adds 10 splits in one unit. The planner
+    compares upper bounds of both schedules. In tenths of a unit, a bound is 10 for each unit and 1 for each split.
 
-    - 16 tiles: 8 whole parts of 2 tiles take 10 units and 8 splits, 108 tenths. A balanced schedule has segments of 1
-      unit and takes 9 units and 16 splits, 106 tenths, so the schedule is balanced.
-    - 128 tiles: 32 whole parts of 4 tiles take 12 units and 32 splits, 152 tenths. A balanced schedule has segments of
-      3 units and takes 11 units and at most 44 splits, 154 tenths, so the schedule consists of whole parts.
+    - 16 tiles: 8 whole parts of 2 tiles take 10 units and 8 splits, 108 tenths. A balanced schedule takes 1 + 8 units
+      and 16 splits, 106 tenths, so the schedule is balanced.
+    - 128 tiles: 32 whole parts of 4 tiles take 12 units and 32 splits, 152 tenths. A balanced schedule takes 3 + 8
+      units and at most 44 splits, 154 tenths, so the schedule consists of whole parts.
     """
     assert check_schedule(ops, [64 * tiles], 66, 8, 10).split_offsets.tolist() == [0, splits]
 
@@ -446,11 +466,12 @@ def test_combination_decides(tiles, splits, ops):
 def test_consecutive_parts_are_one_split(ops):
     """A program that gets several consecutive parts of a request has one split of this request.
 
-    There are 10 programs, a start costs 20 tiles, and all requests except the first one have 1 tile.
+    There are 10 programs, a start takes 20 units, and all requests except the first request have 1 tile.
 
-    - A request of 5 tiles and 17 short requests: the parts of the long request have 3 and 2 tiles and start at 0 and
-      23. A segment has ceil((2 * 23 + 17 * 21) / 10) = 41 units, so program 0 gets both parts.
-    - A request of 7 tiles and 15 short requests: the parts start at 0, 23 and 46, and a segment has 39 units.
+    - 5 tiles and 17 short requests: the parts of the first request have 3 and 2 tiles and start at the units 0 and 23.
+      A segment has ceil((2 * 23 + 17 * 21) / 10) = 41 units, so program 0 gets both parts.
+    - 7 tiles and 15 short requests: the parts of the first request start at the units 0, 23 and 46. A segment has 39
+      units, so program 0 gets two parts, and program 1 gets the third part.
     """
     for first_tiles, others, ranges in (
         (5, 17, [[0, 0, 0, 5, 0], [1, 2, 0, 1, 0]]), (7, 15, [[0, 0, 0, 6, 0], [0, 1, 6, 1, 1]])
@@ -462,7 +483,10 @@ def test_consecutive_parts_are_one_split(ops):
 
 
 def test_huge_lengths():
-    """A product of programs and tiles beyond 32 bits does not overflow. (The reference would create 2^26 entries.)"""
+    """`plan_decode` of `fast` is right if programs x tiles exceeds 32 bits.
+
+    The expected ranges are written by hand, because `reference` would make lists of 2^26 entries.
+    """
     programs = 4096
     schedule = fast.plan_decode(integers(2**31 - 1, 2**31 - 1), programs)
     size = 2**26 // programs

@@ -1,4 +1,8 @@
-"""Tests of the default choice of schedules: which decodes get a schedule, and what a plan records of the choice."""
+"""Tests of `choose_schedule`: which decodes get a schedule by default, and `plan.schedule_choice`, the record of this.
+
+A schedule assigns the keys of all requests, in tiles of 64 keys, to the programs of the decode kernel. Without a
+schedule, all requests are split for equally many programs. A decode with a schedule is called *planned*.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ from ..support.properties import given, st
 
 CONFIG = CONFIGS["direct"]
 EQUAL, RAGGED = [3000] * 6, [30_000, 64, 200, 1000, 90, 130]
-START = {1: 5, 32: 5, 33: 8, 128: 8}  # measured cost of starting a request, in tiles, by number of heads
+START = {1: 5, 32: 5, 33: 8, 128: 8}  # number of heads: measured cost of starting a request, in tiles
 
 
 @pytest.fixture(params=["reference", "fast"])
@@ -32,7 +36,7 @@ def ops(request):
 
 @pytest.fixture
 def eight_programs(monkeypatch):
-    """Let the device report eight programs, and return the list of the calls of `decode_programs`."""
+    """Replace `decode_programs` by a function that returns 8, and return the list of its calls."""
     calls = []
 
     def decode_programs(config, **given):
@@ -53,9 +57,10 @@ def batch_of(seq_lens, query_len=1, ownership=None):
 
 @given(st.lists(st.integers(0, 9000), max_size=8), st.integers(0, 9), st.sampled_from(sorted(START)), st.booleans())
 def test_lengths_that_differ_are_planned(lens, programs, heads, invariant):
-    """A decode is planned if padding all requests to the longest request costs more than a schedule.
+    """A decode is planned if a schedule saves more tiles than it costs.
 
-    The cost of a schedule is the cost of starting all requests and programs.
+    It saves, for each request, the tiles by which the request is shorter than the longest request. It costs START tiles
+    for each request and each program, and four times as many in a batch-invariant decode.
     """
     choice = choose_schedule(integers(*lens).cpu(), programs, measured_schedule_costs(heads), invariant)
     tiles = [len(range(0, length, DECODE_TILE)) for length in lens if length > 0]
@@ -74,9 +79,9 @@ TIMES = json.loads((Path(__file__).parents[2] / "docs/results/h200-schedule-choi
 
 @pytest.mark.parametrize("invariant, most", [(False, 1.042), (True, 1.056)])
 def test_the_choice_is_nearly_the_faster_way(invariant, most):
-    """For every shape that was timed on an H200, the chosen way takes at most `most` times as long as the faster way.
+    """For each of 25 shapes timed on an H200, the choice takes at most `most` times as long as the faster way.
 
-    The two ways are a decode with a schedule and a decode without a schedule, both replayed from a CUDA graph.
+    The two ways are a decode with a schedule and a decode without. The times are those of replays of a CUDA graph.
     `docs/log.md` states the same two limits.
     """
     lost = {}
@@ -120,7 +125,7 @@ def test_zero_never_plans(ops, eight_programs):
 
 
 def test_the_device_of_the_reference_runs_one_program():
-    """In `reference`, and on a CPU in `fast`, `num_programs=None` means one program, which needs no schedule."""
+    """In `reference`, and in `fast` on a CPU, `num_programs=None` means one program, so a decode gets no schedule."""
     plan = reference.build_mla_metadata(batch_of(RAGGED), 64, 4096, config=CONFIG)
     assert plan.schedule is None and plan.schedule_choice == ScheduleChoice(1, 6, 469, 495, False)
     plan = fast.build_mla_metadata(batch_of(RAGGED), 64, 4096, config=CONFIG)
@@ -134,7 +139,7 @@ def test_the_device_of_the_reference_runs_one_program():
 def test_both_make_the_same_choice(lens, programs, size):
     """With the same number of programs and the same costs, both packages make the same choice.
 
-    Both packages choose and plan with the rank-local lengths.
+    On ranks that share sequences (`size` = 3), the choice counts the tokens of this rank.
     """
     plans = []
     for ops in (reference, fast):
@@ -152,7 +157,10 @@ def test_both_make_the_same_choice(lens, programs, size):
 
 
 def test_invariant_cuts_are_chosen_alike(ops):
-    """A batch-invariant builder gives every decode batch-invariant splits, whether the decode is planned or not."""
+    """A batch-invariant builder gives every decode a batch-invariant schedule.
+
+    If the decode is planned, the schedule has `tile_ranges`, the work of each program; otherwise it has none.
+    """
     builder = ops.MLAMetadataBuilder(CONFIG, 64, 40_000, 8, num_programs=5, batch_invariant=True)
     ragged, equal = (builder.build(0, batch_of(lens)) for lens in (RAGGED, EQUAL))
     assert ragged.schedule.batch_invariant and ragged.schedule.tile_ranges.shape == (5, 5)
@@ -181,9 +189,10 @@ def test_captured_plans_do_not_look_at_lengths(ops, plain_errors):
 
 
 def test_bounds_of_a_plan(ops, plain_errors):
-    """`max_seq_len` of a decode plan is the largest rank-local length of the decodes.
+    """`max_seq_len` of a decode plan is the longest decode, or the larger `max_seq_len` that the engine gave.
 
-    A larger `max_seq_len` of a batch of decodes is kept. A `max_seq_len` below the longest request is refused.
+    On ranks that share sequences, it is the most tokens that any rank holds of a decode. A `max_seq_len` of the batch
+    below its longest request is refused.
     """
     common = make_batch([1, 1, 30], [20, 33, 400]).common
     plan = ops.build_mla_metadata(common, 16, 512)

@@ -1,7 +1,7 @@
-"""Tests that the Triton kernel of `advance_step` gives the integers of the reference, and what it does out of range.
+"""Tests that the Triton kernel of `advance_step` gives the integers of `reference`, also for values out of range.
 
-Faults that were planted once to see a test of this file fail: the end of the last chunk is loaded again after it was
-overwritten, the padding behind the requests is not written, and a stopped request gets a slot.
+`advance_step` turns the batch of a step into the batch of the next step, in which each request has one query token.
+Without a GPU, one test runs this file again in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -36,7 +36,18 @@ def strided(x):
 
 
 def launch(sampled, input_ids, positions, common, block_size, ownership=ONE_RANK, limit=None, move=None):
-    """Launch the kernel on copies of the tensors; return ids, positions, slots, lengths and offsets on the CPU."""
+    """Launch the kernel on copies of the tensors; return ids, positions, slots, lengths and offsets on the CPU.
+
+    Args:
+        sampled: sampled token of each request.
+        input_ids: ids of the query tokens, written.
+        positions: positions of the query tokens, written.
+        common: the batch.
+        block_size: tokens per block.
+        ownership: tokens that this rank owns.
+        limit: largest length of a request; None means the tokens of the block table.
+        move: function that copies a tensor to the device; None means a contiguous copy.
+    """
     move = move or (lambda x: x.clone().to(DEVICE))
     written = [move(x) for x in (input_ids, positions, common.seq_lens, common.query_start_loc, common.slot_mapping)]
     table = common.block_table.clone().to(DEVICE)
@@ -47,7 +58,7 @@ def launch(sampled, input_ids, positions, common, block_size, ownership=ONE_RANK
 
 
 def check(query_lens, seq_lens, block_size, padding=0, ids=torch.int64, size=1, interleave=1, move=None):
-    """Compare the kernel with the reference on every rank, over two steps."""
+    """Assert that the kernel gives the integers of `reference` on each of `size` ranks, over two steps."""
     width = -(-(max(seq_lens, default=0) + 2) // (block_size * size)) + 1
     with torch.device("cpu"):
         start = buffers(query_lens, seq_lens, width, padding, ids, block_size, size)
@@ -134,7 +145,10 @@ def test_a_request_stops_at_its_limit(size):
 
 @runs
 def test_out_of_range():
-    """A negative block gives slot -1, a far block a 64-bit slot, and offsets past T write no token."""
+    """A negative block gives slot -1, and the largest int32 block gives a 64-bit slot.
+
+    If `query_start_loc` has more tokens than `input_ids`, the kernel writes nothing behind `input_ids`.
+    """
     with torch.device("cpu"):
         sampled, input_ids, positions, common = buffers([1, 1], [5, 6], 2)
     table = torch.tensor([[0, -3], [1, 2**31 - 1]], dtype=torch.int32, device="cpu")

@@ -1,7 +1,8 @@
-"""Tests that the Triton planner of decode schedules gives the integers of the reference.
+"""Tests that the Triton kernel of `plan_decode` gives the integers of `reference`.
 
-The cases of this file take every branch of the kernel. On a GPU, `pytest --device cuda tests/planning/test_schedule.py`
-tests the kernel with random cases.
+A schedule assigns the keys of all requests, in tiles of 64 keys, to programs. A *part* is a whole request, or one of
+the equal parts of a long request. The cases take every branch of the kernel. Without a GPU, one test runs this file
+again in Triton's interpreter. On a GPU, `pytest --device cuda tests/planning/test_schedule.py` runs random cases.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def test_many_requests(requests, batch_invariant):
     [(16, 256, 66, 8), (64, 128, 66, 8), (64, 16, 66, 8), (128, 1, 66, 8), (64, 16, 132, 5), (3, 1500, 132, 5)],
 )
 def test_whole_parts(tiles, requests, programs, overhead):
-    """Equal and similar lengths, with and without requests of length 0, give the integers of the reference."""
+    """For equal and similar lengths, with and without length 0, schedules have the integers of `reference`."""
     draw = random.Random(tiles)
     for shortest, empty in ((1, 0), (0.98, 0.2)) if requests > 1 else ((1, 0),):
         lens = [draw.randint(int(64 * tiles * shortest), 64 * tiles) for _ in range(requests)]
@@ -88,7 +89,7 @@ def test_whole_parts(tiles, requests, programs, overhead):
 
 @runs
 def test_consecutive_parts_are_one_split():
-    """A program gets several consecutive parts of a request: two of two parts, and two of three parts."""
+    """The kernel is right if a program gets several parts of a request: two of two parts, or two of three parts."""
     for first_tiles, others in ((5, 17), (7, 15)):
         check([64 * first_tiles] + others * [64], 10, 128, 20, False)
 
@@ -108,7 +109,7 @@ def test_random_lengths(seed):
 def test_extreme_lengths():
     """A negative length counts as 0, and the largest int32 length does not overflow.
 
-    The second schedule has whole parts, and the product of programs and tiles exceeds 32 bits.
+    In the second schedule, the product of programs and tiles exceeds 32 bits.
     """
     lens = torch.tensor([-5, 2**31 - 1, -(2**31), 64], dtype=torch.int32, device=DEVICE)
     ranges, offsets = schedule.plan_decode(lens, 2, 5, 1, 8, NEUTRAL_SPLIT_RULE, False)

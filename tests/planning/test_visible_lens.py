@@ -1,4 +1,8 @@
-"""Tests of the mask of decodes, computed on the device."""
+"""Tests of `compute_visible_lens`, which computes for each query token of a decode how many keys it sees.
+
+On ranks that share sequences, the number counts the keys that this rank owns. Padding tokens are the query tokens
+behind the last request. Without a GPU, one test runs this file again in Triton's interpreter.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,7 @@ ON_RANKS = (None, TokenOwnership(2, 1), TokenOwnership(3, 0, 4), TokenOwnership(
 
 
 def brute_force(query_lens, seq_lens, padding, ownership):
-    """Return for each token the number of owned keys at positions up to the token's own position."""
+    """Return for each query token the number of owned keys at positions up to its own position."""
     visible = []
     for query_len, length in zip(query_lens, seq_lens, strict=True):
         for position in range(length - query_len, length) if length else [-1] * query_len:
@@ -48,7 +52,7 @@ def brute_force(query_lens, seq_lens, padding, ownership):
 @pytest.mark.parametrize("ownership", ON_RANKS, ids=str)
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 def test_masks(ops, batch, ownership):
-    """The mask of every token equals brute force, and padding sees no key."""
+    """The visible length of every token equals brute force, and padding tokens see no key."""
     query_lens, seq_lens, padding = batch
     found = ops.compute_visible_lens(offsets(query_lens), integers(*seq_lens), sum(query_lens) + padding, ownership)
     assert found.dtype == torch.int32 and found.tolist() == brute_force(*batch, ownership)
@@ -65,7 +69,7 @@ def test_twins(lens, padding):
 
 
 def test_refusals(ops, plain_errors):
-    """Values are checked on a CPU; a GPU reads no value on the host."""
+    """On a CPU, invalid values are refused; on a GPU, no values are checked, because the host does not read them."""
     if torch.get_default_device().type != "cpu":
         pytest.skip("values are checked on a CPU")
     with pytest.raises(ValueError, match="^num_tokens: expected at least 3, got 2$"):
@@ -81,7 +85,7 @@ def test_refusals(ops, plain_errors):
 
 
 def test_refusals_of_fast(plain_errors):
-    """The twin in `fast` refuses a backend that cannot be captured."""
+    """`fast.compute_visible_lens` refuses a named backend that cannot serve the captured call."""
     if torch.get_default_device().type != "cpu":
         pytest.skip("registers a backend for the CPU")
     with pytest.raises(TypeError, match="^graph: expected a GraphSupport, got str$"):
@@ -118,9 +122,9 @@ def test_kernel(batch, ownership):
 
 @runs
 def test_kernel_with_any_values():
-    """No value of the lengths or offsets gives a number below 0 or above the length of the token's request.
+    """For any lengths and offsets, the kernel gives numbers from 0 to the length of the token's request.
 
-    The kernel finds the request of a token by bisection, also among offsets that decrease, as `bisect_right` does.
+    The request of a token is the one that `bisect_right` finds, even if the offsets decrease.
     """
     lens = torch.tensor([-5, 2**31 - 1, -(2**31), 64], dtype=torch.int32, device=DEVICE)
     most = [*lens.clamp(min=0).tolist(), 0]  # a token behind the last request sees no key
