@@ -11,8 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .gluon_versions import partition_barrier
 
-# True only under racecheck, NVIDIA's detector of data races (`tests/sanitizers.py`). Racecheck considers only the memory
-# accesses of threads that arrive at an mbarrier, and would report the other threads of the group. Tests set this
+# True only under racecheck, NVIDIA's detector of data races (`tests/sanitizers.py`). Racecheck considers only the
+# accesses of the threads that arrive at an mbarrier, and would report the other threads of the group. Tests set this
 # constant before Triton hashes a kernel, because the cache key of a compiled kernel contains the constant.
 EVERY_THREAD_ARRIVES = gl.constexpr(False)
 
