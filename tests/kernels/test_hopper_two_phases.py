@@ -131,7 +131,7 @@ def test_hostile_lists():
     ql, q_pe, cache, plan = make_inputs([1, 1, 1], [1100, 640, 70], 64, BF16)
     for lens in ((2**31 - 1, 640, 70), (-5, 2147480000, 0)):
         check_same_bits(ql, q_pe, cache, replace(plan, seq_lens=integers(*lens)))
-    # With these lengths, a split has more pairs of tiles than the kernel checks at a time (8).
+    # With these lengths, a split has more pairs of tiles than the kernel checks at a time.
     long = make_inputs([1], [8000], 64, BF16)
     for length in (2**31 - 1, 300_000, 262_145):
         check_same_bits(*long[:3], replace(long[3], seq_lens=integers(length), visible_lens=integers(length)))
