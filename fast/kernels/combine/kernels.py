@@ -7,10 +7,11 @@ independently. The decode kernel then writes two float32 results for each row an
 - The partial LSE consists of two numbers: the reference score, and the sum of exp2(score - reference).
 
 The reference score of a row is the number that is subtracted from all its scores before exp2. It is the largest score,
-or a number a little below the largest score; the code calls it `largest`. Scores and reference scores are divided by
-ln 2, because the kernels use exp2 in place of exp.
+or a number a little below the largest score; the code calls it `largest`. Scores and reference scores are in
+base 2: they are divided by ln 2, because the kernels use exp2 in place of exp.
 
-In the layouts below, T is the number of query tokens, N of heads, Lkv of latent columns and B of requests.
+In the layouts below, T is the number of query tokens, N of heads, Lkv of latent columns and B of requests. A schedule
+assigns the keys of all requests to programs, in tiles of 64 keys.
 
 | how the decode splits requests | layout of partial outputs | layout of partial LSEs |
 |---|---|---|
@@ -31,7 +32,7 @@ requests often have one split and need no combining, and the host does not know 
 tile would then mostly find no work. The kernel for a schedule therefore has a limited number of programs:
 
 - If there are fewer programs than combine tiles, each program reads `split_offsets` to find the requests to combine. It
-  processes every n-th combine tile of these requests, where n is the number of programs.
+  processes every P-th combine tile of these requests, where P is the number of programs.
 - Otherwise each program has one combine tile, and reads only the splits of its own request, which is faster.
 
 The kernel for a schedule may begin while the decode kernel still runs. It reads `split_offsets` and `query_start_loc`
@@ -108,8 +109,8 @@ class TilePlace(NamedTuple):
 
     Attributes:
         request: index of the request.
-        row_tile: index of the tile's rows: row_tile * ROWS is its first row.
-        column_tile: index of the tile's columns: column_tile * COLUMNS is its first column.
+        row_tile: the first row of the tile is row_tile * ROWS.
+        column_tile: the first column of the tile is column_tile * COLUMNS.
     """
 
     request: Any
@@ -329,8 +330,9 @@ def _combine_scheduled_kernel(
     """Combine the requests that a schedule has split, in combine tiles of ROWS rows and COLUMNS columns.
 
     The decode kernel has already written the output of a request with one split. A request without keys has no split;
-    this kernel writes its output 0 and LSE -inf. If there are fewer programs than combine tiles, a program processes
-    the tiles program_id, program_id + number of programs, and so on. Only requests to combine are counted for that.
+    this kernel writes its output 0 and LSE -inf. If there are fewer programs than combine tiles, only the combine tiles
+    of requests to combine are numbered. A program then processes the tiles program_id, program_id + number of programs,
+    and so on.
     """
     if DEPENDENT:
         gdc_launch_dependents()

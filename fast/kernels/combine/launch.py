@@ -22,7 +22,7 @@ FOR_FEW_SPLITS = (CombineTile(2, 512, 4, 4), CombineTile(1, 512, 4, 2))  # (few 
 FOR_MANY_SPLITS = CombineTile(1, 32, 128, 4)  # several requests with many splits
 FOR_MANY_ROWS = CombineTile(1, 64, 64, 2)  # one request with many splits and many rows
 FOR_FEW_ROWS = CombineTile(1, 32, 64, 2)  # one request with many splits and few rows
-# several requests with a schedule; the number of programs is limited, so narrower tiles would give more turns only
+# several requests with a schedule: the number of programs is limited, so narrower tiles would not give more programs
 FOR_PLANNED = CombineTile(1, 512, 16, 4)
 FEW_PLANNED_SPLITS = (4, MANY_SPLITS)  # up to this many, FOR_FEW_SPLITS is faster: (few heads, many heads)
 MOST_PLANNED_SPLITS = 48  # with more splits and few rows, FOR_MANY_SPLITS is faster, as it gives more programs

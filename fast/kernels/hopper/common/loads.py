@@ -25,7 +25,7 @@ def rows_at(block, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
     """Return the `Rows` of a row block: tensors of shape [ROWS] in the layout LAYOUT."""
     number = gl.arange(0, ROWS, LAYOUT)
     first = block.number * ROWS
-    if block.num_heads % ROWS == 0:  # all rows have the same token: each thread computes it once
+    if block.num_heads % ROWS == 0:  # all rows have the same token, so the token is a scalar
         token = block.query_start + first // block.num_heads + number * 0
         head, bounded = first % block.num_heads + number, first + number * 0
     else:
@@ -104,7 +104,7 @@ def visible_keys(
     rows = rows_at(row_block_of(item, sizes, HEADS), ROWS, LAYOUT)
     visible = gl.where(rows.real, gl.load(inputs.visible_lens + rows.token, mask=rows.real, other=0), item.length)
     table_row = inputs.block_table + gl.maximum(item.request, 0).to(gl.int64) * strides.table_row
-    end_key = gl.minimum(item.stop * TILE, item.length)  # the block table may end inside a tile
+    end_key = gl.minimum(item.stop * TILE, item.length)  # the last tile may extend beyond the block table
     blocks = BlockTableRow(table_row, strides.table_entry, end_key)
     return visible, _load_block_numbers(item.begin * TILE // BLOCK_SIZE, blocks, BLOCK_SIZE, 4)
 
@@ -165,7 +165,7 @@ def cache_block_of(key, blocks, BLOCK_SIZE: gl.constexpr):
     A TMA load of block -1 fills shared memory with zeros.
     """
     cache_block = gl.to_tensor(-1)
-    if (key >= 0) & (key < blocks.end_key):  # key is negative if an invalid plan overflows int32
+    if (key >= 0) & (key < blocks.end_key):  # with invalid lengths, `key` may overflow int32 and become negative
         cache_block = gl.load(blocks.entries + gl.to_tensor(key // BLOCK_SIZE).to(gl.int64) * blocks.stride)
     return cache_block
 

@@ -8,15 +8,21 @@ kernel passes seven functions of its own to `run_work_items`:
 |---|---|
 | `prefetch_next(item, wanted, ctx, c)` | If `wanted`, issue the loads of the item's queries. |
 | `attend(begin, stop, end, visibility, ctx, counters, c)` | Attend tiles [begin, stop); return state, counters. |
-| `with_kept(state, kept_values, ctx, counters, c)` | Combine the kept state with `state`; return state, counters. |
 | `keep(state, kept_values, ctx, c)` | Store a state until the next split of the work item is attended. |
+| `with_kept(state, kept_values, ctx, counters, c)` | Combine the kept state with `state`; return state, counters. |
 | `to_base_two(state, scale_log2)` | Return the state with its reference scores in base 2. |
 | `write_partial(state, block, partial, scale_log2, ctx, c, OF_REQUEST)` | Write a partial output. |
 | `write_whole(state, block, scale_log2, following, wanted, ctx, c)` | Write outputs; prefetch the next queries. |
 
-A state is a `RowState` or `HalfState`. `ctx` is a `Context`: its `shared` has `items` and `queries`, and its `bars` has
-the barriers `item_written` and `item_begun`. `c` is a `Constants`. `counters` are numbers of the main loop, such as the
-number of tiles processed so far; the main loop computes the phases of its barriers from `counters`.
+A split is consecutive tiles of one request that give one partial output. Only in a batch-invariant decode may a work
+item have several splits. The arguments are:
+
+- `state`: `RowState` or `HalfState`. `kept_values`: pointer to global memory for kept states.
+- `following`: the next work item. `wanted`: whether the queries of `following` (or `item`) must be loaded now.
+- `block`: the `RowBlock` of the work item. `partial`: its partial index.
+- `ctx`: `Context`. Its `shared` has `items` and `queries`; its `bars` has `item_written` and `item_begun`.
+- `c`: `Constants`.
+- `counters`: counts of the main loop, such as the tiles so far, from which it computes the phases of its barriers.
 """
 
 from __future__ import annotations

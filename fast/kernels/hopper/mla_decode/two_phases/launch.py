@@ -1,4 +1,4 @@
-"""Launcher of a decode in two phases: it allocates buffers, then launches a kernel that clears and the main kernel.
+"""Launcher of a decode in two phases: it allocates buffers, and launches a small kernel and the main kernel.
 
 A score block is a pair of tiles (64 keys each) of one request, for one row block of 64 rows.
 """
@@ -33,7 +33,8 @@ def launch_two_phases(
 ) -> None:
     """Launch the two phases as one cooperative kernel, in which all programs run at the same time.
 
-    A kernel before it fills the words with which the programs wait for each other.
+    Before it, a small kernel fills the words in global memory with NOT_WRITTEN. Programs of the cooperative kernel wait
+    for each other until words have other values.
 
     Args:
         inputs: queries, descriptors of the cache, and the tensors that describe the batch.
