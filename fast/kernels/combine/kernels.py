@@ -7,8 +7,8 @@ independently. The decode kernel then writes two float32 results for each row an
 - The partial LSE consists of two numbers: the reference score, and the sum of exp2(score - reference).
 
 The reference score of a row is the number that is subtracted from all its scores before exp2. It is the largest score,
-or a number a little below the largest score; the code calls it `largest`. Scores and reference scores are in
-base 2: they are divided by ln 2, because the kernels use exp2 in place of exp.
+or a little below; the code calls it `largest`. Scores and reference scores are in base 2: they are divided by ln 2,
+because the kernels use exp2 in place of exp.
 
 In the layouts below, T is the number of query tokens, N of heads, Lkv of latent columns and B of requests. A schedule
 assigns the keys of all requests to programs, in tiles of 64 keys.
@@ -52,8 +52,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LN_2 = tl.constexpr(math.log(2))
-# `add_partial` replaces a reference score only by a reference score that is larger by more than this number. Weights
-# then stay at or below 2^64, and float32 ends at 2^128.
+# `add_partial` replaces a reference score only if the new one is larger by more than this number. Weights thus stay at
+# or below 2^64, and float32 ends at 2^128.
 REFERENCE_GROWTH = tl.constexpr(64.0)
 
 
@@ -330,9 +330,7 @@ def _combine_scheduled_kernel(
     """Combine the requests that a schedule has split, in combine tiles of ROWS rows and COLUMNS columns.
 
     The decode kernel has already written the output of a request with one split. A request without keys has no split;
-    this kernel writes its output 0 and LSE -inf. If there are fewer programs than combine tiles, only the combine tiles
-    of requests to combine are numbered. A program then processes the tiles program_id, program_id + number of programs,
-    and so on.
+    this kernel writes its output 0 and LSE -inf.
     """
     if DEPENDENT:
         gdc_launch_dependents()

@@ -25,7 +25,7 @@ def rows_at(block, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
     """Return the `Rows` of a row block: tensors of shape [ROWS] in the layout LAYOUT."""
     number = gl.arange(0, ROWS, LAYOUT)
     first = block.number * ROWS
-    if block.num_heads % ROWS == 0:  # all rows have the same token, so the token is a scalar
+    if block.num_heads % ROWS == 0:  # all rows have the same token: one division for all
         token = block.query_start + first // block.num_heads + number * 0
         head, bounded = first % block.num_heads + number, first + number * 0
     else:

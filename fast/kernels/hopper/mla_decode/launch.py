@@ -1,7 +1,7 @@
 """Launcher of the absorbed decode on Hopper.
 
 A row is one (query token, head) pair, and a row block is the rows of a request that one program processes together.
-`select.py` chooses the number of rows of a row block. This number determines the kernel:
+`select.py` chooses the number of rows of a row block, and the kernel:
 
 | decode | kernel |
 |---|---|
