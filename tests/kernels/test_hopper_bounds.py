@@ -25,6 +25,7 @@ from fast.kernels.hopper.mla_decode import select
 
 on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 launch = partial(decode_inputs.launch, decode)
+# How requests are divided: "evenly" is into the same number of splits, "scheduled" and "planned" are by a schedule.
 CUTS = ["evenly", "scheduled", "batch-invariant", "batch-invariant, planned"]
 
 

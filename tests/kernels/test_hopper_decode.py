@@ -540,7 +540,7 @@ def test_parts_beyond_32_bit(planned, heads, requests, monkeypatch):
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("heads", [16, 128])
 def test_graph_replays_with_other_lengths(heads, batch_invariant):
-    """A captured decode uses the lengths that the plan's buffers hold at the time of each replay."""
+    """A decode in a CUDA graph uses the lengths that the plan's buffers hold at the time of each replay."""
     ql, q_pe, cache, plan = make_inputs([2, 1], [300, 150], heads, BF16)
     buffers = on_device(plan)
     graph, out, lse = captured(decode, ql, q_pe, cache, buffers, schedule=schedule_of(plan, heads, 0, batch_invariant))

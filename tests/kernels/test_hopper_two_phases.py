@@ -184,7 +184,7 @@ def test_same_bits_a_thousand_times(heads, lens):
 
 
 def test_graph_replays_with_other_lengths():
-    """A captured decode in two phases uses the lengths that the plan's buffers hold at the time of each replay."""
+    """A decode in a CUDA graph uses the lengths that the plan's buffers hold at the time of each replay."""
     ql, q_pe, cache, plan = make_inputs([2, 1], [1300, 1150], 128, BF16)
     buffers = on_device(plan)
     graph, out, lse = captured(decode, ql, q_pe, cache, buffers, schedule=UNPLANNED)
