@@ -53,8 +53,8 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 BF16 = torch.bfloat16
 DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 H200 = DeviceFacts(132, (9, 0), 232448)
-# How a request is divided among programs. "planned" is with a schedule. "sliced": two programs share each work item, and
-# each computes half of the output columns. "two phases": programs first compute all scores, then all outputs.
+# How a request is divided among programs. "planned" is with a schedule. "sliced": two programs share each work item,
+# and each computes half of the output columns. "two phases": programs first compute all scores, then all outputs.
 CUTS = ("whole", "split", "scheduled", "batch-invariant", "batch-invariant, planned", "batch-invariant, sliced",
         "batch-invariant, two phases")  # fmt: skip
 ONLY_MANY = CUTS[-2:]  # these two exist only for more than 32 heads
