@@ -285,8 +285,8 @@ def test_choice_of_runs():
 def test_choice_of_rows():
     """A single request gets the smallest row blocks whose programs, with 4 tiles each, all run at the same time.
 
-    If even smaller row blocks would give too many programs, or if there are several requests, the size stays as
-    `rows_of_a_program` chose it.
+    If row blocks of 16 and of 32 rows would give too many programs, or if there are several requests, the function
+    returns its argument `program_rows`.
     """
     for requests, rows, keys, chosen in (
         (1, 128, 8192, 32), (1, 64, 8192, 16), (1, 128, 1024, 16), (1, 128, 0, 16), (16, 128, 64, 64),
@@ -381,7 +381,7 @@ def test_room_for_parts(heads, cut, runs, programs, slots, partial_rows, kept, m
     """The buffers have room for all partial outputs and for the weighted sums that programs keep between splits.
 
     The request has 40 tiles. A batch-invariant decode makes 3 splits of at most 16 tiles, or 10 splits of 4 tiles for
-    16 heads. A schedule of 3 programs has fewer than 1 + 3 splits. `partial_rows` is the number of partial outputs of
+    16 heads. A schedule of 3 programs gets room for 1 + 3 splits. `partial_rows` is the number of partial outputs of
     each row, and `kept` the number of float32 values that each program keeps.
     """
     launches = watched(monkeypatch)

@@ -1,8 +1,8 @@
 """Tests that a batch-invariant Hopper decode in two phases gives the same bits as the kernel `row_blocks_64`.
 
 In two phases, programs first compute the scores of all tiles (64 keys each), and then the columns of all outputs.
-`row_blocks_64` processes a tile completely before the next tile. A batch-invariant decode may use either kernel, and
-its bits must not depend on this choice.
+`row_blocks_64` computes scores and output columns of one pair of tiles after another. A batch-invariant decode may use
+either kernel, and its bits must not depend on this choice.
 """
 
 from __future__ import annotations
