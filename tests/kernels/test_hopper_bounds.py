@@ -1,7 +1,7 @@
-"""Tests that the sizes of a Hopper decode follow from `max_seq_len` and not from the width of the block table.
+"""Tests that a Hopper decode chooses its splits and buffer sizes by `max_seq_len`, not by the block table's width.
 
-These sizes are the number of splits and the sizes of the buffers. Tests that only compute sizes run on any machine;
-tests that launch kernels need a Hopper GPU.
+A split is a part of the keys of one request that is attended independently. Tests that only compute sizes run on any
+machine; tests that launch kernels need a Hopper GPU.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from fast.kernels.hopper.mla_decode import select
 
 on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 launch = partial(decode_inputs.launch, decode)
+# How requests are divided: "evenly" is into the same number of splits, "scheduled" and "planned" are by a schedule.
 CUTS = ["evenly", "scheduled", "batch-invariant", "batch-invariant, planned"]
 
 
@@ -35,9 +36,9 @@ def schedule_for(cut, plan, heads):
 
 
 def test_one_short_request_is_cut_into_few_splits():
-    """With 128 heads and 132 multiprocessors, a request of 1024 tokens has 8 splits and 2 MiB of partial outputs.
+    """A request of 1024 tokens gets 8 splits and 2 MiB of partial outputs, a request of 40960 tokens 64 and 16 MiB.
 
-    A request of 40960 tokens has 64 splits and 16 MiB of partial outputs.
+    The request has 128 heads, and the GPU has 132 multiprocessors.
     """
     processors, heads, latent = 132, 128, 512
     for keys, splits in ((1024, 8), (2560 * 16, 64)):
@@ -47,7 +48,7 @@ def test_one_short_request_is_cut_into_few_splits():
 
 
 def test_choices_are_made_once_in_a_tile_of_steps():
-    """The number of splits is computed once for all lengths from 1025 to 1088 tokens, because all have 17 tiles."""
+    """The number of splits is computed once for all lengths from 1025 to 1088: they have 17 tiles of 64 tokens."""
     select.best_num_splits.cache_clear()
     for keys in range(1025, 1089):
         select.assign_evenly(4, 4 * 128, 64, 2, keys, 132)
@@ -58,7 +59,7 @@ def test_choices_are_made_once_in_a_tile_of_steps():
 @pytest.mark.parametrize("heads", [16, 64, 128])
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_wide_table_costs_nothing(cut, heads):
-    """A much wider block table changes neither the sizes of the buffers nor any bit of the result."""
+    """A block table with 2544 more columns changes neither the sizes of the buffers nor any bit of the result."""
     ql, q_pe, cache, plan = make_inputs([1], [1024], heads, torch.bfloat16)
     schedule = schedule_for(cut, plan, heads)
     tails = torch.full((1, 2544), GARBAGE, dtype=torch.int32)
@@ -75,7 +76,7 @@ def test_a_wide_table_costs_nothing(cut, heads):
 @pytest.mark.parametrize("heads", [3, 16, 40, 64, 128])
 @pytest.mark.parametrize("cut", CUTS)
 def test_longer_lengths_are_read_as_the_bound(cut, heads):
-    """If a length in `seq_lens` exceeds `max_seq_len`, the kernel reads `max_seq_len` keys, however wide the table."""
+    """If a length in `seq_lens` exceeds `max_seq_len`, the kernel reads only `max_seq_len` keys of that request."""
     ql, q_pe, cache, plan = make_inputs([1, 2, 1], [700, 650, 330], heads, torch.bfloat16)
     bound = 600
     lying = replace(plan, max_seq_len=bound)
@@ -92,7 +93,7 @@ def test_longer_lengths_are_read_as_the_bound(cut, heads):
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_bound_of_zero(cut, heads):
-    """If `max_seq_len` is 0, as in a batch of padding rows, no key is read: outputs are 0 and LSEs -inf."""
+    """If `max_seq_len` is 0, the kernel reads no key, whatever `seq_lens` says: outputs are 0 and LSEs -inf."""
     ql, q_pe, cache, plan = make_inputs([1, 1], [0, 0], heads, torch.bfloat16)
     hostile = replace(plan, seq_lens=integers(5, 2**31 - 1), visible_lens=integers(5, 7))
     state = launch(ql, q_pe, cache, hostile, schedule=schedule_for(cut, plan, heads))
@@ -102,7 +103,10 @@ def test_a_bound_of_zero(cut, heads):
 @on_hopper
 @pytest.mark.parametrize("heads", [16, 64, 128])
 def test_neighbours_bounds_change_no_bit(heads):
-    """A batch-invariant decode gives a request the same bits for every `max_seq_len` and table width of the batch."""
+    """A batch-invariant decode gives a request the same bits for every `max_seq_len` and width of the block table.
+
+    In a batch, both are set by the longest request.
+    """
     ql, q_pe, cache, plan = make_inputs([1], [1500], heads, torch.bfloat16)
     schedule = schedule_of(plan, heads, 0, True)
     states = [launch(ql, q_pe, cache, replace(plan, max_seq_len=bound), schedule=schedule) for bound in

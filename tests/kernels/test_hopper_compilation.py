@@ -1,7 +1,10 @@
 """Tests that compile the Hopper kernels for sm_90 without a GPU, and tests of launch choices and of warm-up.
 
-If registers are spilled in a main loop, or if the assembler serialises matrix products, a kernel loses a third of its
-speed, but no test of results fails. Compilers change, so this file runs with any installed version of Triton.
+If the compiler spills registers in a main loop, or if the assembler serialises matrix products, a kernel is a third
+slower, but no test of results fails. These tests find both faults, with any installed version of Triton.
+
+A row is one (query token, head) pair, and a row block is the 16, 32 or 64 rows of a request that a program processes
+together. A split is a part of the keys of a request, in tiles of 64 keys, that is attended independently.
 """
 
 from __future__ import annotations
@@ -50,16 +53,18 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 BF16 = torch.bfloat16
 DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 H200 = DeviceFacts(132, (9, 0), 232448)
+# How a request is divided among programs. "planned" is with a schedule. "sliced": two programs share each work item,
+# and each computes half of the output columns. "two phases": programs first compute all scores, then all outputs.
 CUTS = ("whole", "split", "scheduled", "batch-invariant", "batch-invariant, planned", "batch-invariant, sliced",
         "batch-invariant, two phases")  # fmt: skip
-ONLY_MANY = CUTS[-2:]  # exist only for more than 32 heads
+ONLY_MANY = CUTS[-2:]  # these two exist only for more than 32 heads
 LAUNCHED_BY = {row_blocks_16_32._row_blocks_16_32_kernel: decode, row_blocks_64._row_blocks_64_kernel: decode,
                two_phases_kernels._two_phases_kernel: two_phases_launch,
                two_phases_kernels._clear_kernel: two_phases_launch}  # fmt: skip
 
 
 def record(monkeypatch, launches: dict) -> None:
-    """Replace the Hopper kernels, so that a launch stores in `launches` the variant that Triton would compile."""
+    """Replace the Hopper kernels: a launch then only stores in `launches` which variant Triton would compile."""
     for kernel, launcher in LAUNCHED_BY.items():
         monkeypatch.setattr(launcher, kernel.fn.__name__, RecordedGluon(kernel, launches))
 
@@ -68,7 +73,7 @@ def recorded(
     monkeypatch, heads, cut="whole", block_size=64, widths=(512, 64), dtype=torch.bfloat16, as_chosen=False,
     out_dtype=None,
 ):  # fmt: skip
-    """Record a launch of `mla_decode` on one request; return the kernel, the kinds of the arguments, and constants."""
+    """Record a launch of `mla_decode` on one request, for an H200; return kernel, argument kinds and constants."""
     launches = {}
     record(monkeypatch, launches)
     monkeypatch.setattr(decode, "combine_partial_outputs", lambda *_, **__: None)
@@ -91,12 +96,12 @@ def recorded(
         torch.zeros(40, block_size, latent + rope, dtype=dtype), plan.block_table, plan.seq_lens, plan.query_start_loc,
         plan.visible_lens, 1, plan.max_seq_len, 0.1, out_dtype or dtype, *cut_of(schedule),
     )  # fmt: skip
-    *_, launch = launches.values()  # take the last launch: before two phases the launcher launches `_clear_kernel`
+    *_, launch = launches.values()  # the last launch: `_two_phases_kernel` comes after `_clear_kernel`
     return launch
 
 
 def watched(monkeypatch) -> list[tuple]:
-    """Return a list that collects the kernel name, the grid and the arguments by name of every recorded launch."""
+    """Return a list to which every recorded launch appends its kernel name, grid and arguments by name."""
     launches = []
 
     def noted(self, grid):
@@ -127,7 +132,7 @@ def product_loops(disassembly: str) -> list[list[str]]:
     loops = []
     for end, text in enumerate(instructions):
         found = re.search(r"\bBRA\b.*`\((\.L\w+)\)", text)
-        if text.startswith("BRA `"):  # an unconditional branch returns from polling a barrier and ends no loop
+        if text.startswith("BRA `"):  # an unconditional jump back belongs to a wait on a barrier, not to a loop
             continue
         if found and labels.get(found.group(1), end + 1) <= end:
             loops.append((labels[found.group(1)], end))
@@ -138,7 +143,10 @@ def product_loops(disassembly: str) -> list[list[str]]:
 
 
 def arrivals_for_all(ptx: str) -> list[list[str]]:
-    """Return, for each mbarrier arrival of one thread for its group, the instructions since the previous arrival."""
+    """Find all arrivals at mbarriers of one thread for its warp group; return the instructions before each arrival.
+
+    The instructions before an arrival begin after the previous arrival.
+    """
     groups: list[list[str]] = [[]]
     for line in map(str.strip, ptx.splitlines()):
         if re.match(r"@%p\d+ mbarrier\.arrive\.shared", line):
@@ -149,7 +157,7 @@ def arrivals_for_all(ptx: str) -> list[list[str]]:
 
 
 def all_have_met(before: list[str]) -> bool:
-    """Return whether, in these instructions, a barrier of the group follows the last memory access or fence."""
+    """Return whether the last memory access or fence in these instructions is followed by a barrier of the group."""
     for line in reversed(before):
         if re.match(r"bar\.(sync|warp\.sync)\b", line):
             return True
@@ -161,7 +169,12 @@ def all_have_met(before: list[str]) -> bool:
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("heads", [16, 32, 128])
 def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
-    """No main loop spills registers, the assembler serialises no matrix product, and each arrival follows a barrier."""
+    """Compile a kernel and check its main loops and its arrivals at mbarriers.
+
+    - No main loop spills registers.
+    - The assembler serialises no matrix product.
+    - One thread arrives for its warp group only after a barrier of the group.
+    """
     if heads <= 32 and cut in ONLY_MANY:
         pytest.skip("only for more than 32 heads")
     kernel = compiled(*recorded(monkeypatch, heads, cut))
@@ -172,10 +185,10 @@ def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
     loops = product_loops(disassembly)
     assert loops
     consumers = 2 if heads > 32 and cut != "batch-invariant, two phases" else 1
-    # with two consumers, the loop for a request's last tiles, which loads from the block table (LDG), is left out
+    # with two consumers, leave out the loops for the masked tiles of a request, which load the block table (LDG)
     main = [loop for loop in loops if not any("LDG" in text for text in loop)] if consumers == 2 else loops
-    assert len(main) == consumers  # each consumer has one main loop
-    if cut == "batch-invariant, two phases":  # no loop contains the score products, so check the whole kernel
+    assert len(main) == consumers  # one main loop for each consumer
+    if cut == "batch-invariant, two phases":  # the score products are in no loop, so check the whole kernel
         main = [disassembly.splitlines()]
     for loop in main:
         assert not [text for text in loop if re.search(r"\b(LDL|STL)\b", text)]
@@ -188,9 +201,9 @@ def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
 
 
 def count_arrivals() -> None:
-    """Print, for each of three kernels, the cache key and two numbers of arrivals at mbarriers.
+    """Print, for each of three kernels, its cache key and two counts of arrivals at mbarriers.
 
-    The first number counts all arrivals of one thread for its group. The second number counts the arrivals before which
+    The first count has all arrivals of one thread for its warp group. The second count has those of them before which
     every thread arrives with `cp.async.mbarrier.arrive`.
     """
     for heads, cut in ((3, "batch-invariant, planned"), (64, "scheduled"), (64, "batch-invariant, two phases")):
@@ -202,9 +215,9 @@ def count_arrivals() -> None:
 
 
 def test_every_thread_arrives_for_racecheck(capsys, tmp_path):
-    """With `let_every_thread_arrive` every thread arrives at the barriers of a kernel; without it one thread arrives.
+    """With `let_every_thread_arrive`, every thread arrives at each barrier of a kernel, as racecheck needs it.
 
-    The two forms of a kernel have different cache keys.
+    Without it, one thread arrives for its warp group. The two forms of a kernel have different cache keys.
     """
     count_arrivals()
     served = re.findall(r"^arrivals (\w+) (\d+) (\d+)$", capsys.readouterr().out, re.MULTILINE)
@@ -220,7 +233,7 @@ def test_every_thread_arrives_for_racecheck(capsys, tmp_path):
     assert len(served) == len(checked) == 3
     for (key, count, few), (other_key, other_count, every) in zip(served, checked, strict=True):
         assert key != other_key and int(count) == int(other_count) == int(every) >= 3
-        # where one thread arrives, only two phases copy row values with cp.async, for which every thread arrives
+        # `few` need not be 0: in two phases, every thread always arrives after the cp.async copies of row values
         assert int(few) < int(count)
 
 
@@ -230,7 +243,7 @@ def test_every_thread_arrives_for_racecheck(capsys, tmp_path):
 ])  # fmt: skip
 @pytest.mark.parametrize("heads, cut", [(16, CUTS[0]), (32, CUTS[0]), (128, CUTS[0]), (128, CUTS[-1])])
 def test_every_shape_fits(heads, cut, block_size, widths, dtype, monkeypatch):
-    """For each declared block size and for several widths, the compiled kernel fits into an H200's shared memory."""
+    """For each supported block size and several entry widths, the kernel fits into the shared memory of an H200."""
     if not DEEP and (heads, block_size) not in ((32, 16), (16, 32)):
         pytest.skip("runs only with HYPOTHESIS_PROFILE=deep")
     kernel = compiled(*recorded(monkeypatch, heads, cut, block_size, widths, dtype))
@@ -238,7 +251,7 @@ def test_every_shape_fits(heads, cut, block_size, widths, dtype, monkeypatch):
 
 
 def test_choice_of_splits():
-    """A request has many splits if row blocks are few, and one split if row blocks fill the GPU.
+    """A single request gets many splits, but requests that fill the GPU get one split each.
 
     A request never has more splits than tiles.
     """
@@ -250,9 +263,9 @@ def test_choice_of_splits():
 
 
 def test_choice_of_runs():
-    """Several programs share the batch-invariant splits of a request if the GPU is not full.
+    """In a batch-invariant decode, several programs share the splits of a single request.
 
-    There are never more programs than splits.
+    If the requests fill the GPU, each request gets one program. A request never gets more programs than splits.
     """
     for heads, program_rows in ((16, 16), (32, 32), (128, 64)):
         split_rule = measured_schedule_costs(heads).split_rule
@@ -270,10 +283,10 @@ def test_choice_of_runs():
 
 
 def test_choice_of_rows():
-    """A short request has smaller row blocks if programs of at least 4 tiles each would leave multiprocessors idle.
+    """A single request gets the smallest row blocks whose programs, with 4 tiles each, all run at the same time.
 
-    The chosen size is the smallest for which all programs still run at once. If no smaller size meets this condition,
-    the row block keeps the largest size.
+    If row blocks of 16 and of 32 rows would give too many programs, or if there are several requests, the function
+    returns its argument `program_rows`.
     """
     for requests, rows, keys, chosen in (
         (1, 128, 8192, 32), (1, 64, 8192, 16), (1, 128, 1024, 16), (1, 128, 0, 16), (16, 128, 64, 64),
@@ -302,9 +315,10 @@ def test_which_kernel_takes_how_many_rows(monkeypatch):
     (128, "batch-invariant", 512, torch.float16, None), (100, "whole", 512, BF16, None),
 ])  # fmt: skip
 def test_whose_outputs_the_copy_engine_writes(heads, cut, latent, out_dtype, box, monkeypatch):
-    """TMA (the GPU's bulk copy engine) writes outputs only for whole row blocks of 64 heads of one token.
+    """TMA (the GPU's bulk copy engine) writes outputs only if each row block is 64 heads of one token.
 
-    The kernel stages the outputs in the shared memory of the queries, so outputs and queries must have the same dtype.
+    TMA copies the outputs from the shared memory of the queries, so outputs and queries must also have the same dtype.
+    Otherwise plain stores write the outputs.
     """
     launches = watched(monkeypatch)
     kernel = compiled(*recorded(monkeypatch, heads, cut, widths=(latent, 64), out_dtype=out_dtype))
@@ -320,25 +334,26 @@ def test_whose_outputs_the_copy_engine_writes(heads, cut, latent, out_dtype, box
     (64, "batch-invariant", False),
 ])  # fmt: skip
 def test_who_asks_ahead(heads, cut, ahead, monkeypatch):
-    """A program prefetches only if each token is one row block and requests are not split.
+    """A program prefetches its first queries and keys only if each token is one row block and no request is split.
 
-    In that case the program knows its first request before it has read any index tensor.
+    In that case the program knows its first request before it reads any length or schedule.
     """
     ptx = compiled(*recorded(monkeypatch, heads, cut)).asm["ptx"]
     assert ("cp.async.bulk.prefetch.L2.global" in ptx) == ahead
-    # The next launch is permitted after the wait, because the combine kernel reads the schedule before it waits itself.
+    # The kernel waits for the previous kernel before it lets the combine kernel begin: the combine kernel reads the
+    # schedule before it waits.
     wanted = ("griddepcontrol.wait", "griddepcontrol.launch")
     order = [ptx.index(what) for what in (("cp.async.bulk.prefetch", *wanted) if ahead else wanted)]
     assert order == sorted(order)
 
 
 def test_slices_where_processors_are_idle(monkeypatch):
-    """Two programs share a row block, and each program computes one slice of the output columns, if all of this holds:
+    """Two programs share a work item, and each computes half of the output columns, if these conditions hold.
 
-    - The decode is batch-invariant and unplanned.
-    - There are at least twice as many multiprocessors as programs without slices.
-    - Lkv is 512.
-    - There are more than 32 heads: `row_blocks_16_32` has no slices.
+    - The decode is batch-invariant and has no schedule.
+    - There are at least two multiprocessors for each work item.
+    - The latent width is 512.
+    - There are more than 32 heads, because only `row_blocks_64` can share work items.
     """
     launches = watched(monkeypatch)
     monkeypatch.setattr(select, "best_num_programs", lambda *_: 3)  # 128 heads have two row blocks: 6 programs
@@ -363,10 +378,11 @@ def test_slices_where_processors_are_idle(monkeypatch):
     (16, "batch-invariant, planned", 1, 3, 10, 10, 0),
 ])  # fmt: skip
 def test_room_for_parts(heads, cut, runs, programs, slots, partial_rows, kept, monkeypatch):
-    """The buffers have room for every partial output, followed by the states that programs keep between splits.
+    """The buffers have room for all partial outputs and for the weighted sums that programs keep between splits.
 
-    The request has 40 tiles, so it has 3 splits of 16 tiles or 10 splits of 4 tiles. With a schedule of 3 programs,
-    each program leaves at most one request unfinished. `partial_rows` is the number of partial outputs for each row.
+    The request has 40 tiles. A batch-invariant decode makes 3 splits of at most 16 tiles, or 10 splits of 4 tiles for
+    16 heads. A schedule of 3 programs gets room for 1 + 3 splits. `partial_rows` is the number of partial outputs of
+    each row, and `kept` the number of float32 values that each program keeps.
     """
     launches = watched(monkeypatch)
     monkeypatch.setattr(select, "best_num_programs", lambda *_: runs)
@@ -379,12 +395,13 @@ def test_room_for_parts(heads, cut, runs, programs, slots, partial_rows, kept, m
 
 
 def test_two_phases_where_processors_are_idle(monkeypatch):
-    """The launcher chooses two phases if every score block gets a program of its own.
+    """The launcher chooses two phases if every score block (a pair of tiles and a row block) gets its own program.
 
-    The number of programs is the number of score blocks or of column blocks, whichever is larger, but at most the
-    number of multiprocessors. Programs wait for each other, so the launch is cooperative. The block table has 40
-    columns. With 64 tokens in a block, 40 columns hold 20 pairs of tiles and 3 splits. With 16 tokens in a block, 40
-    columns hold 5 pairs of tiles and 1 split.
+    - The launch is cooperative, because programs wait for each other.
+    - The number of programs is the number of score blocks or of column blocks, whichever is larger, but at most the
+      number of multiprocessors.
+    - The block table has 40 columns. With blocks of 64 tokens it has 20 pairs of tiles, which make 3 splits. With
+      blocks of 16 tokens it has 5 pairs, which make 1 split.
     """
     launched = watched(monkeypatch)
     unplanned = "batch-invariant"
@@ -425,7 +442,7 @@ def test_two_phases_where_processors_are_idle(monkeypatch):
 
 
 def test_memory_checkers_see_every_variant(monkeypatch):
-    """The launches of `tests.memory_checks` on an H200 include every Hopper kernel and every variant."""
+    """The decodes of `tests.memory_checks` launch every Hopper kernel in every variant, on an H200."""
     launches = {}
     record(monkeypatch, launches)
     monkeypatch.setattr(decode, "combine_partial_outputs", lambda *_, **__: None)
@@ -445,9 +462,9 @@ def test_memory_checkers_see_every_variant(monkeypatch):
     (16, 1, 16), (16, 2, 32), (16, 5, 32), (4, 4, 16), (4, 5, 32), (20, 1, 32), (32, 8, 32), (33, 1, 64), (128, 4, 64),
 ])  # fmt: skip
 def test_rows_by_own_length(heads, query_len, rows, monkeypatch):
-    """In a batch-invariant decode, up to 32 heads have row blocks of 16 or 32 rows, and more heads have 64 rows.
+    """In a batch-invariant decode, row blocks have 16 or 32 rows for up to 32 heads, and 64 rows for more heads.
 
-    This holds for any number of query tokens.
+    The number of query tokens does not change that.
     """
     asked = []
     monkeypatch.setattr(select, "best_num_programs", lambda *given: asked.append(given[4]) or 1)
@@ -457,7 +474,7 @@ def test_rows_by_own_length(heads, query_len, rows, monkeypatch):
 
 
 def test_queries_in_words():
-    """If the rows of queries are aligned 16-byte words, the kernel reads the queries in place; else from a copy."""
+    """`_in_words` returns queries with aligned 16-byte words and suitable strides as they are, and copies others."""
     storage = torch.randn(4 * 3 * 512 + 16, dtype=torch.bfloat16)
     packed = storage[: 3 * 4 * 512].view(3, 4, 512)
     for there, strides in (
@@ -482,7 +499,7 @@ def test_queries_in_words():
 @pytest.mark.parametrize("query_len", [1, 3])
 @pytest.mark.parametrize("heads", [4, 20, 40, 64, 128])
 def test_warmup_knows_a_request_alone(heads, query_len):
-    """For batches of one request, warm-up launches every combination of row block, splitting and combine tile."""
+    """For a single request of any length, warm-up has launched the kernel and the combine kernel that are chosen."""
     rows = heads * query_len
 
     def launched(length: int) -> set[tuple]:
@@ -498,7 +515,7 @@ def test_warmup_knows_a_request_alone(heads, query_len):
 
 
 def record_all(monkeypatch) -> dict:
-    """Replace all kernels of this package, and serve CPU tensors; return the dict that collects kernel variants."""
+    """Replace all kernels, and let the backends serve CPU tensors; return the dict that collects launched variants."""
     found = {}
     for name in LAUNCHERS:
         module = importlib.import_module(f"fast.kernels.{name}")
@@ -513,10 +530,7 @@ def record_all(monkeypatch) -> dict:
     (4, False, 256), (40, False, 256), (64, False, 256), (20, True, 256), (40, True, 256), (40, True, 512),
 ])  # fmt: skip
 def test_warmup_specialises_for_every_step(heads, batch_invariant, latent, monkeypatch):
-    """Steps of every kind launch only kernel variants that warm-up launched.
-
-    In this test the backends serve CPU tensors, and launches are recorded.
-    """
+    """After warm-up, steps of every kind launch only kernel variants that warm-up has launched too."""
     found = record_all(monkeypatch)
     config = replace(LOW_RANK, num_heads=heads, kv_lora_rank=latent, qk_rope_head_dim=32)
     fast.warmup(
@@ -532,7 +546,7 @@ def test_warmup_specialises_for_every_step(heads, batch_invariant, latent, monke
 
 @pytest.mark.parametrize("heads, batch_invariant", [(16, False), (128, False), (128, True)])
 def test_warmup_knows_every_combine_after_a_schedule(heads, batch_invariant, monkeypatch):
-    """On an H200, planned decodes of any number of requests launch only combine kernels that warm-up launched."""
+    """Decodes with a schedule, of any number of requests, launch only combine kernels that warm-up has launched."""
     found = record_all(monkeypatch)
     for module in (decode, combine_launch):
         monkeypatch.setattr(module, "device_facts", lambda _: H200)

@@ -1,7 +1,11 @@
 """Tests of the Hopper decode kernels against the reference: lengths, schedules, batch invariance, invalid values.
 
-Gluon has no interpreter, so these tests need a Hopper GPU. `test_hopper_compilation` compiles the kernels without a
-GPU. The list in `tests/__init__.py` explains the numbers of pitfalls.
+Gluon has no interpreter, so these tests need a Hopper GPU. A result is "within the budget" if its error against the
+reference is small enough. `tests/__init__.py` lists the pitfalls by number.
+
+A row is one (query token, head) pair. A row block is 16, 32 or 64 rows that a program processes together. A split is
+consecutive tiles (64 keys each) of a request. With `cut` "folded" or "runs" the decode is batch-invariant: one program
+combines all splits of a request ("folded"), or two programs share the splits ("runs").
 """
 
 from __future__ import annotations
@@ -68,11 +72,10 @@ rows_where_alone, scored_at_once = select._rows_where_alone, select._scored_at_o
 
 @pytest.fixture(autouse=True)
 def rows_as_of_many_requests(monkeypatch):
-    """Make the launcher choose kernels as for many requests.
+    """Make the launcher choose kernels as for many requests, although these tests have few and short requests.
 
-    The requests of these tests are few and short. Without this fixture the launcher would choose row blocks of 16 or 32
-    rows for single requests, and two phases for unplanned batch-invariant decodes. `test_hopper_two_phases` tests two
-    phases.
+    Without this fixture, the launcher would choose row blocks of 16 or 32 rows for single requests. For batch-invariant
+    decodes without a plan, it would choose two phases, which `test_hopper_two_phases` tests.
     """
     monkeypatch.setattr(select, "_rows_where_alone", lambda program_rows, *_: program_rows)
     monkeypatch.setattr(select, "_scored_at_once", lambda *_: False)
@@ -93,7 +96,7 @@ def test_lengths(lens, heads, dtype):
 @pytest.mark.parametrize("splits", [2, 3, 16])
 @pytest.mark.parametrize("heads", [4, 32, 64])
 def test_splits(heads, splits, monkeypatch):
-    """A decode is within the budget if a request has more splits than tiles, so that some have no keys (pitfall 2)."""
+    """A decode is within the budget even if some splits have no keys, because there are few tiles (pitfall 2)."""
     monkeypatch.setattr(select, "best_num_splits", lambda *bounds: splits)
     check_parity([1, 0, 2, 1], [590, 9, 267, 0], heads, BF16)
 
@@ -102,7 +105,7 @@ def test_splits(heads, splits, monkeypatch):
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("heads", [20, 64, 128])
 def test_blocks_of_few_rows(heads, splits, rows, monkeypatch):
-    """A decode is within the budget if row blocks contain rows of two tokens, or only rows past the last token."""
+    """A decode is within the budget if a row block has rows of two tokens, or only rows behind the last token."""
     monkeypatch.setattr(select, "_rows_where_alone", lambda *_: rows)
     monkeypatch.setattr(select, "best_num_splits", lambda *_: splits)
     for dtype, block_size, widths in ((BF16, 64, (512, 64)), (torch.float16, 16, (256, 32))):
@@ -112,7 +115,7 @@ def test_blocks_of_few_rows(heads, splits, rows, monkeypatch):
 @pytest.mark.parametrize("length", [40, 700, 3000, 9000])
 @pytest.mark.parametrize("heads", [40, 64, 128])
 def test_one_request(heads, length, monkeypatch):
-    """A decode of one or two requests is within the budget with the row blocks and splits that the launcher chooses."""
+    """A decode of one or two requests is within the budget, with row blocks and splits as the launcher chooses them."""
     monkeypatch.setattr(select, "_rows_where_alone", rows_where_alone)
     check_parity([1], [length], heads, BF16)
     check_parity([2, 1], [length, 70], heads, BF16)
@@ -124,8 +127,8 @@ def test_one_request(heads, length, monkeypatch):
 def test_scheduled(heads, programs, batch_invariant):
     """A decode with a schedule is within the budget.
 
-    The batch has requests that the schedule splits and requests that it does not split, rows without keys, and requests
-    without queries. Some programs are idle. If `programs` is 0, the schedule has no plan.
+    The schedule splits some of the requests. Some requests have no keys or no query tokens, and some programs have no
+    work. With `programs` = 0 the decode is batch-invariant and has no plan.
     """
     if programs == 0 and not batch_invariant:
         pytest.skip("neither scheduled nor batch-invariant")
@@ -139,9 +142,9 @@ def test_scheduled(heads, programs, batch_invariant):
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("heads", [4, 32, 40, 128])
 def test_short_before_long(heads, batch_invariant):
-    """A program may get a work item with one tile or no tile before a long work item.
+    """A decode ends and is within the budget if a program gets a short work item before a long work item.
 
-    The producer must not wait, at a later work item, on a barrier that only the first work item uses.
+    In a long first work item, the producer waits for the queries. It must not do so in a later long work item.
     """
     for lens in ([64, 1300, 64, 2100], [0, 1300, 33, 1100], [64, 0, 70, 1300]):
         inputs = make_inputs([1] * 4, lens, heads, BF16)
@@ -152,7 +155,7 @@ def test_short_before_long(heads, batch_invariant):
 
 
 def one_request(inputs, request, more=0):
-    """Return queries, cache and plan of one request of a batch; its block table gets `more` columns of GARBAGE."""
+    """Return queries, cache and plan of one request of a batch, with `more` columns of GARBAGE in the block table."""
     ql, q_pe, cache, plan = inputs
     first, last = plan.query_start_loc[request], plan.query_start_loc[request + 1]
     table = plan.block_table[request : request + 1]
@@ -165,7 +168,7 @@ def one_request(inputs, request, more=0):
 
 
 def assert_same_rows(alone, beside, plan, request):
-    """Assert that the state of one request has the bits of its rows in the batch."""
+    """Assert that the state `alone` of one request has the same bits as its rows in the state `beside` of a batch."""
     first, last = plan.query_start_loc[request], plan.query_start_loc[request + 1]
     assert_same_bits(alone.out, beside.out[first:last])
     assert_same_bits(alone.lse, beside.lse[:, first:last])
@@ -179,8 +182,8 @@ def assert_same_rows(alone, beside, plan, request):
 def test_batch_invariance(heads, block_size, widths, dtype, torn, monkeypatch):
     """A batch-invariant decode gives a request the same bits alone and in a batch (pitfall 19).
 
-    The number of programs changes no bit, with a plan and without a plan. With `torn`, requests have a block id outside
-    the cache, so that programs use the loop that masks.
+    The number of programs changes no bit either, with a plan and without a plan. With `torn`, some requests have a
+    block number outside the cache, so that programs run the main loop with a mask.
     """
     lens, query_lens = [1085, 70, 5200, 64, 0, 2500], [1, 1, 1, 2, 1, 3]  # 1085 tokens: the last split has one tile
     inputs = make_inputs(query_lens, lens, heads, dtype, widths, block_size)
@@ -206,9 +209,9 @@ def test_batch_invariance(heads, block_size, widths, dtype, torn, monkeypatch):
     (16, 64, (512, 64), BF16), (32, 16, (256, 32), FP16), (64, 64, (512, 64), BF16), (128, 64, (512, 32), BF16),
 ], ids=str)  # fmt: skip
 def test_no_bit_tells_how_wide_the_table_is(heads, block_size, widths, dtype, monkeypatch):
-    """The width of the block table changes no bit of an unplanned batch-invariant decode.
+    """The width of the block table changes no bit of a batch-invariant decode without a plan.
 
-    The launcher chooses programs, slices and two phases from this width and the number of requests.
+    The launcher uses this width to choose the number of programs, and whether the decode has two phases.
     """
     monkeypatch.setattr(select, "_scored_at_once", scored_at_once)
     lens, query_lens = [1085, 70, 2500, 0], [1, 1, 2, 1]
@@ -221,25 +224,25 @@ def test_no_bit_tells_how_wide_the_table_is(heads, block_size, widths, dtype, mo
             assert_same_rows(alone, beside, inputs[3], request)
 
 
-@pytest.mark.parametrize("length", [5000, 2**31 - 1])  # in the last tile of 2^31 - 1 keys, int32 positions overflow
+@pytest.mark.parametrize("length", [5000, 2**31 - 1])  # with 2^31 - 1 keys, positions in the last tile overflow int32
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_lengths_beyond_the_table(batch_invariant, length):
     """A length beyond the block table is clamped to the table and changes no other request."""
     for heads in (4, 64):
         ql, q_pe, cache, plan = make_inputs([1, 1, 1], [1100, 64, 70], heads, BF16)
         far = replace(plan, seq_lens=integers(1100, length, 70))
-        # planned by `fast`: the reference would loop over 2^25 tiles
+        # `fast.plan_decode` makes the schedule, because `reference.plan_decode` would loop over 2^25 tiles
         schedule = fast.plan_decode(far.seq_lens, 5, measured_schedule_costs(heads), batch_invariant=batch_invariant)
         state = launch(ql, q_pe, cache, far, schedule=schedule)
-        verdict(state, ql, q_pe, cache, plan)  # the second request still sees 64 keys, because `visible_lens` says so
+        verdict(state, ql, q_pe, cache, plan)  # the second request sees 64 keys, as in `visible_lens`
 
 
 @pytest.mark.parametrize("heads, dtype", [(4, BF16), (16, FP16), (64, BF16)], ids=str)
 @pytest.mark.parametrize("cut", ["whole", "split", "scheduled", "folded", "folded, planned"])
 def test_wide_output(cut, heads, dtype, monkeypatch):
-    """Outputs may have another dtype than the queries: float32, for states that are merged later, or 16 bits.
+    """Outputs may be float32 or have another 16-bit dtype than the queries; a 16-bit output is the rounded float32.
 
-    A 16-bit output equals the rounded float32 output.
+    A float32 output is for attention states that are merged later.
     """
     monkeypatch.setattr(select, "best_num_splits", lambda *_: 3 if cut == "split" else 1)
     monkeypatch.setattr(select, "best_num_programs", lambda *_: 1)
@@ -256,7 +259,7 @@ def test_wide_output(cut, heads, dtype, monkeypatch):
 
 @pytest.mark.parametrize("heads", [5, 32, 100])
 def test_mask_is_data(heads):
-    """A row may have any visible length, as in context parallelism; it may even see fewer keys than an earlier row."""
+    """A decode is within the budget for any `visible_lens`: a token may even see fewer keys than an earlier token."""
     ql, q_pe, cache, plan = make_inputs([4, 2, 3], [250, 170, 40], heads, BF16)
     plan = replace(plan, visible_lens=integers(250, 0, 64, 1, 0, 0, 39, 40, 3))
     verdict(launch(ql, q_pe, cache, plan), ql, q_pe, cache, plan)
@@ -266,10 +269,10 @@ def test_mask_is_data(heads):
 @pytest.mark.parametrize("heads", FEW_AND_MANY)
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_rising_scores(heads, cut, block_size, monkeypatch):
-    """A kernel rescales its sums when the largest score rises, in the first or in the second tile of a pair.
+    """A decode is within the budget if the largest score of some rows rises from one tile to the next.
 
-    The largest score rises only in some rows. With "folded" one program combines several splits, and the largest score
-    also rises from one split to the next. With more than 16 heads a request of these lengths has only one split.
+    The kernel must then rescale its sums. With "folded" and up to 16 heads, the largest score also rises from one split
+    to the next.
     """
     inputs = rising_inputs(heads, BF16, block_size=block_size)
     monkeypatch.setattr(select, "best_num_splits", lambda *_: 3 if cut == "split" else 1)
@@ -283,10 +286,9 @@ def test_rising_scores(heads, cut, block_size, monkeypatch):
 @pytest.mark.parametrize("scale", [0.0, -0.13, 1.0, 30.0])
 @pytest.mark.parametrize("heads", [5, 64])
 def test_any_scale(heads, scale):
-    """A decode is right for any softmax scale: if queries and scale change their signs, the bits are the same.
+    """A decode works with any softmax scale, also 0 or negative; rows without keys have output 0 and LSE -inf.
 
-    The kernels look for the largest score before they scale the scores, so a negative scale is a case of its own. Rows
-    without keys have output 0 and LSE -inf.
+    If the queries and the scale both change their signs, the bits of the result stay the same.
     """
     ql, q_pe, cache, plan = make_inputs([1, 2, 1], [250, 170, 0], heads, BF16)
     plan = replace(plan, visible_lens=integers(250, 0, 170, 0))
@@ -305,7 +307,7 @@ def test_any_scale(heads, scale):
 def test_any_invariant_cut(heads, cut, monkeypatch):
     """For any `InvariantSplitRule`, a batch-invariant decode gives the same bits with a plan and without a plan.
 
-    Without a plan the bits are also the same for any number of programs.
+    Without a plan, the number of programs changes no bit.
     """
     inputs = make_inputs([1, 2, 0, 1], [2950, 70, 20, 700], heads, BF16)
     planned = reference.plan_decode(inputs[3].seq_lens, 3, ScheduleCosts(split_rule=cut), True)
@@ -324,7 +326,7 @@ def test_any_invariant_cut(heads, cut, monkeypatch):
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("heads", [4, 64])
 def test_a_length_that_was_not_planned(heads, batch_invariant):
-    """If a length grows to almost 2^31 after planning, the kernel still ends, and other requests keep their bits."""
+    """If a length grows to almost 2^31 after `plan_decode`, the kernel ends, and other requests keep their bits."""
     ql, q_pe, cache, plan = make_inputs([1, 1, 1], [1100, 64, 70], heads, BF16)
     schedule = schedule_of(plan, heads, 5, batch_invariant)
     wanted = launch(ql, q_pe, cache, plan, schedule=schedule)
@@ -338,7 +340,7 @@ def test_a_length_that_was_not_planned(heads, batch_invariant):
 @pytest.mark.parametrize("heads", [4, 40, 64])
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
 def test_values_outside_the_tensors(heads, block_size, cut):
-    """The kernels mask blocks outside the cache and clamp lengths to the block table (pitfall 8)."""
+    """The kernels mask tokens of blocks outside the cache, and clamp lengths to the block table (pitfall 8)."""
     latent, rope = 512, 64
     cache = torch.randn(9, block_size, latent + rope).to(BF16)
     table = integers(3, GARBAGE, 0, 7, -1, 9, 8, -(2**31), 2**31 - 1, -5, 9, 10).view(3, 4)
@@ -349,12 +351,12 @@ def test_values_outside_the_tensors(heads, block_size, cut):
     def decoded(plan):
         schedule = schedule_of(None, heads, 0, True) if cut == "batch-invariant" else None
         if cut in ("scheduled", "batch-invariant, planned"):
-            lens = plan.seq_lens.clamp(min=0)  # the planner on a CPU refuses lengths below 0
+            lens = plan.seq_lens.clamp(min=0)  # on a CPU, `plan_decode` refuses lengths below 0
             schedule = fast.plan_decode(lens, 3, measured_schedule_costs(heads), batch_invariant=cut != "scheduled")
         return launch(ql, q_pe, cache, plan, schedule=schedule)
 
     state = decoded(plan)
-    # `same` has the same requests without the masked tokens; each request has one block
+    # `same` has the same requests without the masked tokens, each request in one large block
     kept = [[(0, cache[3]), (2, cache[0]), (3, cache[7])], [(2, cache[8])], []]
     own = [torch.cat([page[: max(0, int(n) - at * block_size)] for at, page in pages] or [cache[0, :0]])
            for pages, n in zip(kept, lengths, strict=True)]  # fmt: skip
@@ -375,7 +377,7 @@ def test_values_outside_the_tensors(heads, block_size, cut):
 
 @pytest.mark.parametrize("heads", [3, 40, 64])
 def test_nan_stays_with_its_owner(heads):
-    """NaN in a query changes only the row of this query; NaN in a cache entry changes only the request that owns it."""
+    """NaN in the query of one row changes only this row; NaN in a cache entry changes only the request that owns it."""
     ql, q_pe, cache, plan = make_inputs([2, 1, 1], [70, 130, 17], heads, BF16)
     clean = launch(ql, q_pe, cache, plan)
     spoilt = ql.clone()
@@ -399,9 +401,9 @@ def test_nan_stays_with_its_owner(heads):
     (16, 16, (256, 32), FP16), (64, 32, (256, 64), FP16),
 ], ids=str)  # fmt: skip
 def test_same_bits_a_thousand_times(heads, block_size, widths, dtype, cut, monkeypatch):
-    """1000 decodes give the same bits, for every size of row block and every way to divide a request.
+    """1000 decodes of the same inputs give the same bits, for every size of row block and every way to divide requests.
 
-    With "runs", two programs share a request, and the combine kernel adds the splits of the second program.
+    With "runs", the combine kernel adds the splits of the second program.
     """
     monkeypatch.setattr(select, "best_num_splits", lambda *_: 3 if cut == "split" else 1)
     monkeypatch.setattr(select, "best_num_programs", lambda *_: 2 if cut == "runs" else 1)
@@ -435,8 +437,8 @@ def test_strides(heads):
     odd = torch.stack((q_pe, q_pe), dim=-1)[..., 1]
     table = torch.stack((plan.block_table,) * 2, dim=-1)[..., 0]
     cut = replace(plan, block_table=table, visible_lens=torch.stack((plan.visible_lens,) * 2, dim=-1)[:, 0])
-    # uneven: rows do not start at multiples of 16 bytes. shifted: the strides are multiples of 16 bytes, but the
-    # address is not.
+    # The rows of `uneven` do not start at multiples of 16 bytes. `shifted` has strides that are multiples of 16 bytes,
+    # but its address is not a multiple.
     uneven = torch.cat((ql, ql), dim=-1)[..., 1 : ql.shape[-1] + 1].copy_(ql)
     shifted = ql.new_empty(ql.numel() + 1)[1:].view(ql.shape).copy_(ql)
     for queries, pages in ((heads_first, layers[:, 1]), (uneven, wide[..., 8:]), (shifted, cache)):
@@ -448,7 +450,7 @@ def test_strides(heads):
 @pytest.mark.parametrize("starts", [(2**31 - 1, 8), (-(2**31), 8), (0, 2**31 - 1), (5, 2), (9, 9)], ids=str)
 @pytest.mark.parametrize("heads", [4, 40, 64])
 def test_query_offsets_out_of_range(heads, starts, monkeypatch):
-    """The kernels clamp query offsets to the tokens, and write no output row that belongs to no request."""
+    """The kernels clamp invalid query offsets, and write no output for tokens that belong to no request."""
     ql, q_pe, cache, plan = make_inputs([8], [40], heads, BF16)
     clean = launch(ql, q_pe, cache, plan)
     empty = torch.empty
@@ -459,7 +461,7 @@ def test_query_offsets_out_of_range(heads, starts, monkeypatch):
 
     monkeypatch.setattr(torch, "empty", nan_at_first)
     state = launch(ql, q_pe, cache, replace(plan, query_start_loc=integers(*starts)))
-    if starts in ((-(2**31), 8), (0, 2**31 - 1)):  # all tokens
+    if starts in ((-(2**31), 8), (0, 2**31 - 1)):  # clamped to all tokens
         assert_same_bits(state.out, clean.out)
         assert_same_bits(state.lse, clean.lse)
     else:
@@ -469,9 +471,9 @@ def test_query_offsets_out_of_range(heads, starts, monkeypatch):
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("heads", [4, 40, 64, 128])
 def test_fewer_programs_than_requests(heads, batch_invariant, monkeypatch):
-    """Without a schedule a program may process several requests.
+    """A decode without a schedule is within the budget if each program processes several requests.
 
-    The queries of the next request then overwrite the shared memory in which the kernel staged the last outputs.
+    The outputs of a request pass through the same shared memory as the queries of the next request.
     """
     facts = decode.device_facts(DEVICE)
     monkeypatch.setattr(decode, "device_facts", lambda _: facts._replace(processors=3))
@@ -492,7 +494,7 @@ def test_query_strides_beyond_32_bit():
 @pytest.mark.parametrize("heads", [16, 64])
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_offsets_beyond_32_bit(heads, block_size):
-    """A decode is within the budget if the blocks of the requests lie past element 2^31 of the cache (pitfall 8)."""
+    """A decode is within the budget if its blocks lie behind element 2^31 of the cache (pitfall 8)."""
     ql, q_pe, cache, plan = make_inputs([1, 1], [130, 67], heads, BF16, block_size=block_size)
     away = 2**31 // cache[0].numel() + 5
     if torch.cuda.mem_get_info()[0] < 2 * (away + 100) * cache[0].numel() * 2:
@@ -506,7 +508,7 @@ def test_offsets_beyond_32_bit(heads, block_size):
 @pytest.mark.parametrize("heads, requests", [(16, 2500), (128, 620)])
 @pytest.mark.parametrize("planned", [False, True])
 def test_parts_beyond_32_bit(planned, heads, requests, monkeypatch):
-    """A result keeps its bits if the request's partial outputs lie past element 2^31 of the buffer (pitfall 8)."""
+    """A request gets the same bits if its partial outputs lie behind element 2^31 of their buffer (pitfall 8)."""
     pages = 2048  # with 2048 blocks of 64 tokens a request has the largest number of splits
     slots = requests * most_invariant_splits(pages, measured_schedule_costs(heads).split_rule)
     if torch.cuda.mem_get_info()[0] < 3 * slots * heads * 512 * 4:
@@ -538,7 +540,7 @@ def test_parts_beyond_32_bit(planned, heads, requests, monkeypatch):
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("heads", [16, 128])
 def test_graph_replays_with_other_lengths(heads, batch_invariant):
-    """Each replay of a captured decode reads the lengths that the plan's buffers hold at the time of the replay."""
+    """A decode in a CUDA graph uses the lengths that the plan's buffers hold at the time of each replay."""
     ql, q_pe, cache, plan = make_inputs([2, 1], [300, 150], heads, BF16)
     buffers = on_device(plan)
     graph, out, lse = captured(decode, ql, q_pe, cache, buffers, schedule=schedule_of(plan, heads, 0, batch_invariant))
@@ -554,9 +556,9 @@ def test_graph_replays_with_other_lengths(heads, batch_invariant):
 
 
 def test_what_it_does_not_cover_goes_to_triton():
-    """Calls that `hopper` cannot serve are served by `triton`, and `explain` gives the reason.
+    """The backend `triton` serves the calls that `hopper` cannot serve, and `explain` gives the reason.
 
-    With `backend="hopper"` such a call raises an error with all reasons.
+    With `backend="hopper"`, a call that `hopper` cannot serve raises an error with all reasons.
     """
     config = MLAConfig.from_preset("deepseek-v3")
     settings = {"device": DEVICE, "dtype": BF16}
@@ -579,7 +581,7 @@ def test_what_it_does_not_cover_goes_to_triton():
 
 
 def test_caches_the_copy_engine_cannot_read():
-    """The `triton` backend serves a cache that is empty, or whose entries are not whole, aligned 16-byte words."""
+    """The backend `triton` serves a cache that is empty, or whose entries are no whole, aligned 16-byte words."""
     ql, q_pe, cache, plan = make_inputs([1, 2], [130, 64], 4, BF16)
     wanted = launch(ql, q_pe, cache, plan)
     on = ql.to(DEVICE), q_pe.to(DEVICE)

@@ -1,4 +1,7 @@
-"""Tests of TMA descriptors that are made once: they follow the address of a tensor and keep no tensor."""
+"""Tests of the cache of TMA descriptors: a descriptor belongs to an address in GPU memory and keeps no tensor alive.
+
+TMA is the GPU's bulk copy engine. A descriptor states the address, dtype, shape and strides of the tensor to copy.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def described(tensor):
 
 
 def test_one_descriptor_for_each_view_of_memory():
-    """Address, dtype, shape and strides each make another descriptor; equal ones share it."""
+    """Views with equal address, dtype, shape and strides share a descriptor; other views get another descriptor."""
     cache = torch.zeros(4, 64, 128, dtype=torch.bfloat16, device="cpu")
     first = described(cache)
     assert described(cache) is first and described(cache.view_as(cache)) is first
@@ -42,7 +45,7 @@ def test_a_descriptor_keeps_no_memory():
 
 @pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 def test_another_cache_at_the_same_address():
-    """A decode reads the cache that it gets, also where an earlier cache was freed."""
+    """A decode reads the cache that it gets, even if the cache lies at the address of an earlier, freed cache."""
     with torch.device("cuda"):
         table = torch.arange(8, dtype=torch.int32)[None]
         common = CommonAttentionMetadata.from_lens([1], [500], table, 64)

@@ -1,6 +1,7 @@
-"""Tests of the Hopper decode kernels for all declared heads, query tokens, block sizes and widths of a cache entry.
+"""Tests of the Hopper decode kernels for many numbers of heads and query tokens, block sizes and cache entry widths.
 
-The list in `tests/__init__.py` explains the numbers of pitfalls.
+A result is "within the budget" if its error against the reference is small enough. `tests/__init__.py` lists the
+pitfalls by number.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def check_parity(*args, **options):
 def test_heads(heads):
     """A decode is within the budget for any number of heads.
 
-    With few heads several tokens share a row block; with many heads one token fills several row blocks.
+    A row block is 16, 32 or 64 rows of a request, one row per query token and head. With few heads, several tokens
+    share a row block; with many heads, one token fills several row blocks.
     """
     check_parity([1, 2, 0, 5], [66, 333, 5, 129], heads, BF16)
 
@@ -42,7 +44,7 @@ def test_heads(heads):
 @pytest.mark.parametrize("query_len", range(1, 9))
 @pytest.mark.parametrize("heads", [4, 16, 128])
 def test_several_queries(heads, query_len):
-    """In a request with several query tokens each row sees only keys up to its own position (pitfall 12)."""
+    """In a request with several query tokens, each token sees only keys up to its own position (pitfall 12)."""
     check_parity([query_len] * 3, [65, 330, query_len], heads, BF16)
 
 
@@ -64,10 +66,9 @@ def test_blocks_and_widths(block_size, widths):
     (128, (512, 0), BF16),
 ], ids=str)  # fmt: skip
 def test_cuts_of_widths(block_size, widths, dtype, heads, cut, monkeypatch):
-    """A decode is within the budget for each width and each way to divide a request among programs.
+    """A decode is within the budget for each entry width and each way to divide a request among programs.
 
-    In some cases one program combines splits and also writes partial outputs of further splits. With 16 heads, a row
-    block of 32 rows holds two tokens.
+    With 16 heads, a row block of 32 rows holds two tokens.
     """
     monkeypatch.setattr(select, "best_num_splits", lambda *_: 1)
     monkeypatch.setattr(select, "best_num_programs", lambda *_: 2)

@@ -1,8 +1,8 @@
-"""Tests that a Hopper decode in two phases gives the same bits as `row_blocks_64`.
+"""Tests that a batch-invariant Hopper decode in two phases gives the same bits as the kernel `row_blocks_64`.
 
-In two phases, programs first compute the scores of all tiles, and then the columns of all outputs. In `row_blocks_64`
-one program combines the splits of a request one after another. `test_hopper_decode` shows that a decode with a
-batch-invariant schedule has the bits of `row_blocks_64`, so a decode in two phases must have the same bits.
+In two phases, programs first compute the scores of all tiles (64 keys each), and then the columns of all outputs.
+`row_blocks_64` computes scores and output columns of one pair of tiles after another. A batch-invariant decode may use
+either kernel, and its bits must not depend on this choice.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from fast.kernels.hopper.mla_decode import launch as decode
 from fast.kernels.hopper.mla_decode import select
 
 BF16, FP16 = torch.bfloat16, torch.float16
-UNPLANNED = schedule_of(None, 64, 0, True)  # this schedule is the same for any number of heads above 32
+UNPLANNED = schedule_of(None, 64, 0, True)  # batch-invariant, without a plan; the same for any heads above 32
 launch = partial(decode_inputs.launch, decode, schedule=UNPLANNED)
 taken = []
 
 
 @pytest.fixture(autouse=True)
 def noted(monkeypatch):
-    """Record the launches of two phases in `taken`."""
+    """Record every launch of a decode in two phases in the list `taken`."""
     launcher = decode.launch_two_phases
     taken.clear()
     monkeypatch.setattr(decode, "launch_two_phases", lambda *args: taken.append(args) or launcher(*args))
 
 
 def in_one_phase(*inputs, **options) -> AttentionState:
-    """Decode with `row_blocks_64`, in which a program processes the splits of a request one after another."""
+    """Decode with the kernel `row_blocks_64`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(select, "_scored_at_once", lambda *_: False)
         return launch(*inputs, **options)
@@ -67,10 +67,10 @@ def check_same_bits(*inputs, **options) -> None:
 
 
 @pytest.mark.parametrize("lens", [
-    ([1], [8320]),  # 65 pairs of tiles; with 128 heads these are 130 score blocks, the largest number for 132 programs
+    ([1], [8320]),  # 65 pairs of tiles, so 130 score blocks with 128 heads: the most that fit on 132 multiprocessors
     ([1, 1, 1, 1, 1, 1], [1, 63, 65, 127, 129, 1025]), ([1, 1, 1], [1024, 1085, 1049]), ([2, 1], [1500, 1170]),
     ([3, 0, 1], [331, 0, 530]), ([1, 1], [0, 0]), ([8], [700]),
-    ([1] * 22, list(range(0, 253, 12))),  # each program has several column blocks, of which some have no keys
+    ([1] * 22, list(range(0, 253, 12))),  # each program has several column blocks, some of them without keys
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("heads, dtype", [(128, BF16), (100, FP16), (40, BF16), (64, BF16)], ids=str)
 def test_bits_of_one_phase(heads, dtype, lens):
@@ -84,9 +84,9 @@ def test_bits_of_one_phase(heads, dtype, lens):
 
 @pytest.mark.parametrize("lens", [[16768], [1085] * 13], ids=["one split", "several shares"])
 def test_more_pairs_than_wait_in_shared_memory(lens):
-    """The bits are the same if a program reuses pipeline stages.
+    """Both kernels give the same bits if a program needs more pairs of tiles than the 8 buffers in its shared memory.
 
-    In one case a split has 16 pairs of tiles. In the other case a program computes two column blocks of 8 pairs each.
+    In one case a split has 16 pairs. In the other case a program computes two column blocks of 8 pairs each.
     """
     inputs = make_inputs([1] * len(lens), lens, 64, BF16)
     check_same_bits(*inputs)
@@ -104,9 +104,9 @@ def test_pages_and_widths(block_size, widths, dtype):
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("heads", [64, 128])
 def test_rising_scores(heads, block_size):
-    """The bits are the same if the largest score rises, in the first or in the second tile of a pair.
+    """Both kernels give the same bits if the largest score rises, in the first or in the second tile of a pair.
 
-    All programs must then rescale by the same largest scores.
+    The programs that share a split must then all rescale their sums by the same largest scores.
     """
     inputs = rising_inputs(heads, BF16, block_size=block_size)
     check_same_bits(*inputs)
@@ -115,7 +115,7 @@ def test_rising_scores(heads, block_size):
 
 @pytest.mark.parametrize("heads", [64, 128])
 def test_pages_outside_the_cache(heads):
-    """The kernel masks blocks outside the cache; a split with only such blocks has no keys."""
+    """Both kernels mask block numbers outside the cache, and give the same bits, even if a whole split is masked."""
     ql, q_pe, cache, plan = make_inputs([1, 1, 1], [1600, 1085, 1500], heads, BF16)
     table = plan.block_table.clone()
     table[0, 3], table[1, 16], table[2, :17] = GARBAGE, -1, 2**31 - 1
@@ -123,14 +123,15 @@ def test_pages_outside_the_cache(heads):
 
 
 def test_hostile_lists():
-    """With lengths beyond the block table, a decode in two phases gives the same bits as a decode in one phase.
+    """Invalid lengths and query offsets do not hang the kernel.
 
-    With query offsets out of range the kernel still ends.
+    With lengths below 0 or beyond the block table, both kernels give the same bits. With query offsets out of range,
+    the test only checks that the kernel ends.
     """
     ql, q_pe, cache, plan = make_inputs([1, 1, 1], [1100, 640, 70], 64, BF16)
     for lens in ((2**31 - 1, 640, 70), (-5, 2147480000, 0)):
         check_same_bits(ql, q_pe, cache, replace(plan, seq_lens=integers(*lens)))
-    # These lengths give a split more pairs of tiles than the kernel checks at a time; the block table ends earlier.
+    # With these lengths, a split has more pairs of tiles than the kernel checks at a time.
     long = make_inputs([1], [8000], 64, BF16)
     for length in (2**31 - 1, 300_000, 262_145):
         check_same_bits(*long[:3], replace(long[3], seq_lens=integers(length), visible_lens=integers(length)))
@@ -152,9 +153,10 @@ def test_wide_output():
 
 
 def test_nan_stays_with_its_owner():
-    """NaN in a query changes only the row of this query.
+    """NaN in the query of one head changes only the row of this head, and the kernel ends.
 
-    The kernel must also end: no NaN that it stores may have the bits of the sentinel for "not written yet".
+    Programs wait while a score in global memory has the bits of the sentinel for "not written yet", which are the bits
+    of a NaN. The kernel must therefore never store this NaN.
     """
     ql, q_pe, cache, plan = make_inputs([1, 1], [1300, 1170], 64, BF16)
     clean = launch(ql, q_pe, cache, plan)
@@ -172,7 +174,7 @@ def test_nan_stays_with_its_owner():
 
 @pytest.mark.parametrize("heads, lens", [(128, [8192]), (64, [900, 265, 0, 1501])])
 def test_same_bits_a_thousand_times(heads, lens):
-    """1000 decodes give the same bits, in whatever order the programs run."""
+    """1000 decodes of the same inputs give the same bits, although the programs run in different orders."""
     inputs = make_inputs([1] * len(lens), lens, heads, BF16)
     given = arguments(*inputs, schedule=UNPLANNED)
     first = decode.mla_decode(*given)
@@ -182,10 +184,7 @@ def test_same_bits_a_thousand_times(heads, lens):
 
 
 def test_graph_replays_with_other_lengths():
-    """Each replay of a captured decode reads the lengths that the plan's buffers hold at the time of the replay.
-
-    The graph contains a cooperative launch.
-    """
+    """A decode in a CUDA graph uses the lengths that the plan's buffers hold at the time of each replay."""
     ql, q_pe, cache, plan = make_inputs([2, 1], [1300, 1150], 128, BF16)
     buffers = on_device(plan)
     graph, out, lse = captured(decode, ql, q_pe, cache, buffers, schedule=UNPLANNED)

@@ -1,33 +1,45 @@
-"""Combine kernels of a decode: they add up the splits of each row and write the row's output and LSE.
+"""Combine kernels of a decode: they add the partial outputs of each row and write the row's output and LSE.
 
-The partial output of a row is the sum of exp2(score - largest) * value over the keys of one split, in float32 and not
-normalised. The partial LSE consists of two numbers: `largest`, in base 2, and the sum of exp2(score - largest).
-`largest` is the reference score of the row: the number that is subtracted from all its scores before exp2. The
-reference score is the largest score, or a number a little below the largest score.
+A row is one (query token, head) pair. A decode may divide the keys of a request into splits, which are attended
+independently. The decode kernel then writes two float32 results for each row and split:
 
-| how requests are split | layout of partial outputs | layout of partial LSEs |
+- The partial output is the sum of exp2(score - reference) * value over the keys of the split. It is not normalised.
+- The partial LSE consists of two numbers: the reference score, and the sum of exp2(score - reference).
+
+The reference score of a row is the number that is subtracted from all its scores before exp2. It is the largest score,
+or a little below; the code calls it `largest`. Scores and reference scores are in base 2: they are divided by ln 2,
+because the kernels use exp2 in place of exp.
+
+In the layouts below, T is the number of query tokens, N of heads, Lkv of latent columns and B of requests. A schedule
+assigns the keys of all requests to programs, in tiles of 64 keys.
+
+| how the decode splits requests | layout of partial outputs | layout of partial LSEs |
 |---|---|---|
-| into the same number of splits | [splits, T, N, Lkv] | [2, splits, T, N] |
+| all requests into the same number of splits | [splits, T, N, Lkv] | [2, splits, T, N] |
 | by a schedule | [partial indices, rows of a request, Lkv] | [2, partial indices, rows of a request] |
-| by the length of the request alone | as with a schedule | as with a schedule, followed by [B, 2] int32 |
+| by the length of the request alone (batch-invariant) | as with a schedule | as with a schedule, then [B, 2] int32 |
 
-With a schedule, the partial indices of request b begin at `split_offsets[b]`. In a batch-invariant decode, every
-request has the same number n of partial indices, and split s of request b has the index b * n + s. One
-exception saves memory traffic: a program that attends the first split of a request and further splits directly behind
-it writes one sum of all these splits, at the first index of the request. The [B, 2] integers are, for each request, the
+Each split of a request has its own partial index. With a schedule, the partial indices of request b begin at
+`split_offsets[b]`. In a batch-invariant decode, every request has the same number n of partial indices, and split s of
+request b has the partial index b * n + s.
+
+A batch-invariant decode may have combined the first splits of a request already, which saves memory traffic. It then
+stores the sum of these splits at the first partial index of the request. For each request, the [B, 2] integers are the
 number of splits in this sum and the number of all splits.
 
-With a schedule, most requests often have one split, and the host does not know which ones. In a large batch, a program
-for each tile of each request would then have nothing to do, but its launch would take time. So the kernel for a
-schedule has a grid of limited size. If the grid has fewer programs than tiles, every program finds the requests to
-combine in `split_offsets` and then processes every n-th tile of these requests, where n is the number of programs. If
-there is a program for each tile, a program looks at the splits of its own request only, which is faster.
+A combine tile is some rows and some latent columns of the output of one request. In a decode with a schedule, most
+requests often have one split and need no combining, and the host does not know which ones. A program for each combine
+tile would then mostly find no work. The kernel for a schedule therefore has a limited number of programs:
 
-The kernel for a schedule may begin while the decode still runs. It reads `split_offsets` and `query_start_loc` before
-it waits for the decode, because their loads would otherwise delay the loads of the partial outputs. This is safe,
-because the decode lets this kernel begin only after all kernels before the decode have finished
-(`hopper.common.dependent_launch`). A decode without dependent launch begins after them anyway. These loads read the L2
-cache (".cg"), because the L1 cache of a multiprocessor may still hold the schedule of an earlier step.
+- If there are fewer programs than combine tiles, each program reads `split_offsets` to find the requests to combine. It
+  processes every P-th combine tile of these requests, where P is the number of programs.
+- Otherwise each program has one combine tile, and reads only the splits of its own request, which is faster.
+
+The kernel for a schedule may begin while the decode kernel still runs. It reads `split_offsets` and `query_start_loc`
+before it waits for the decode, so that these loads do not delay the loads of the partial outputs. Both tensors are
+complete by then: the decode lets this kernel begin only after all kernels before the decode have finished
+(`hopper.common.dependent_launch`). These loads bypass the L1 cache (".cg"), because the L1 cache of a multiprocessor
+may still hold the schedule of an earlier step.
 """
 
 from __future__ import annotations
@@ -40,19 +52,19 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LN_2 = tl.constexpr(math.log(2))
-# If exp2 of a new score is more than 2^64 times exp2 of the reference score, the new score becomes the reference score.
-# The limit is safe, because float32 ends at 2^128.
+# `add_partial` replaces a reference score only if the new one is larger by more than this number. Weights thus stay at
+# or below 2^64, and float32 ends at 2^128.
 REFERENCE_GROWTH = tl.constexpr(64.0)
 
 
 class Partials(NamedTuple):
     """Pointers to partial outputs and partial LSEs.
 
-    The fields are values inside a kernel, which no Python type describes.
+    The fields are Triton values inside a kernel, for which no Python type exists.
 
     Attributes:
         out: pointer to all partial outputs.
-        lse: pointer to all partial LSEs: first `largest` of all rows, then the sum of each row.
+        lse: pointer to all partial LSEs: first the reference scores of all partial indices, then all sums.
         indices: number of partial indices.
         rows: number of rows at each partial index.
     """
@@ -69,8 +81,8 @@ class RowState(NamedTuple):
     Attributes:
         largest: [ROWS], reference score of each row, in base 2.
         total: [ROWS], sum of exp2(score - largest).
-        weighted: [ROWS, columns], sum of exp2(score - largest) * value. A field cannot be called `values`, because
-            Triton's tuples have an attribute of this name.
+        weighted: [ROWS, columns], sum of exp2(score - largest) * value. The name `values` is taken: Triton's
+            tuples have an attribute of this name.
     """
 
     largest: Any
@@ -82,9 +94,9 @@ class Rows(NamedTuple):
     """Rows of one request.
 
     Attributes:
-        number: [ROWS], number of each row within the request.
+        number: [ROWS], index of each row in the request.
         token: [ROWS], query token of each row.
-        real: [ROWS], False for padding rows.
+        real: [ROWS], False for padding rows, which lie behind the last row of the request.
     """
 
     number: Any
@@ -93,12 +105,12 @@ class Rows(NamedTuple):
 
 
 class TilePlace(NamedTuple):
-    """Place of one tile of a combine kernel.
+    """Position of one combine tile.
 
     Attributes:
-        request: number of the request.
-        row_tile: number of the tile among the row tiles of the request.
-        column_tile: number of the tile among the column tiles of a row.
+        request: index of the request.
+        row_tile: the first row of the tile is row_tile * ROWS.
+        column_tile: the first column of the tile is column_tile * COLUMNS.
     """
 
     request: Any
@@ -107,13 +119,13 @@ class TilePlace(NamedTuple):
 
 
 class CombineTile(NamedTuple):
-    """Tile sizes of a combine kernel.
+    """Sizes of a combine tile, and of the program that processes it.
 
     Attributes:
-        rows: rows of a program.
-        columns: latent columns of a program.
-        splits: splits that a program loads at a time.
-        warps: warps of a program.
+        rows: rows of the tile.
+        columns: latent columns of the tile.
+        splits: splits that the program loads at a time.
+        warps: warps of the program.
     """
 
     rows: int
@@ -128,7 +140,7 @@ def _combine_partials(
     partials, splits, first_partial, partial_row, real, columns,
     LATENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Return the state of ROWS rows over `splits` partial outputs from index `first_partial` on, SPLITS at a time."""
+    """Combine `splits` partial outputs of ROWS rows from index `first_partial` on; return the `RowState`."""
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     values = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -140,7 +152,8 @@ def _combine_partials(
         held = used[:, None] & real[None, :]
         split_largest = tl.load(partials.lse + row, mask=held, other=float("-inf"))
         split_total = tl.load(partials.lse + partials.indices.to(tl.int64) * partials.rows + row, mask=held, other=0.0)
-        # The decode wrote zeros for splits without keys, so these loads can be issued before the weights are known.
+        # A split without keys has weight 0, and the decode wrote zeros as its partial output. The weight 0 thus never
+        # meets a NaN, and these loads need not wait for the weights.
         offsets = (row * LATENT)[:, :, None] + columns[None, None, :]
         split_values = tl.load(
             partials.out + offsets, mask=held[:, :, None] & (columns < LATENT)[None, None, :], other=0.0
@@ -157,9 +170,9 @@ def _combine_partials(
 @triton.jit
 @no_type_check
 def load_partial(partials, index, held, partial_row, columns, LATENT: tl.constexpr):
-    """Load the state of ROWS rows at one partial index.
+    """Load the `RowState` of ROWS rows at one partial index.
 
-    A row where `held` is False gets the state of a row without keys.
+    A row whose `held` is False gets the state of a row without keys.
     """
     row = index.to(tl.int64) * partials.rows + partial_row
     largest = tl.load(partials.lse + row, mask=held, other=float("-inf"))
@@ -172,13 +185,13 @@ def load_partial(partials, index, held, partial_row, columns, LATENT: tl.constex
 @triton.jit
 @no_type_check
 def add_partial(before, split):
-    """Return the combined state of two states of the same rows: the state `before` and the state `split`.
+    """Combine two states of the same rows: `before` over the earlier splits, and `split` over the next split.
 
     A row keeps the reference score of `before`, unless the reference score of `split` is larger by more than
-    REFERENCE_GROWTH. In a long chain of splits, a step that keeps the reference scores only adds to the step before.
+    REFERENCE_GROWTH.
 
-    The `fma` calls fix the rounding: each new product is rounded before it is added, and the compiler cannot fuse the
-    product and the sum. Every program that combines splits one after another therefore gets the same bits.
+    The `fma` calls fix the rounding: the product of `split` and its weight is rounded before it is added. Without `fma`
+    the compiler could fuse this product and the sum in one kernel and not in another kernel, and the bits would differ.
     """
     grown = split.largest > before.largest + REFERENCE_GROWTH
     reference = tl.where(grown, split.largest, before.largest)
@@ -193,14 +206,14 @@ def add_partial(before, split):
 @triton.jit
 @no_type_check
 def _add_rounded(before, split, shift, one, held):
-    """Return the same bits as `add_partial`, for rows whose reference score does not change.
+    """Add one split to rows whose reference score does not change; return the same bits as `add_partial`.
 
     Args:
         before: state of the earlier splits.
-        split: state of one split.
+        split: state of the split to add.
         shift: [ROWS], reference score of `before`, or 0 for a row without keys so far.
         one: 1.0, computed at run time. With a constant, the compiler would fuse the product and the sum.
-        held: rows that have this split; the other rows keep their state.
+        held: [ROWS], False for rows that keep the state `before`.
     """
     new = tl.exp2(split.largest - shift)
     added = tl.fma(before.total, tl.broadcast_to(one, before.total.shape), split.total * new)
@@ -212,17 +225,19 @@ def _add_rounded(before, split, shift, one, held):
 @triton.jit
 @no_type_check
 def _place_of_tile(number, rank, first_request, row_tiles, column_tiles):
-    """Return the `TilePlace` of tile `number` of the requests to combine among CHUNK requests.
+    """Return the `TilePlace` of one combine tile in a chunk of CHUNK consecutive requests.
 
     Args:
-        number: number of the tile; the tiles of the first request to combine come first.
-        rank: [CHUNK], how many requests up to and including each request of the chunk are to combine.
+        number: index of the combine tile; only requests to combine have combine tiles.
+        rank: [CHUNK], for each request, the number of requests to combine from the start of the chunk up to this
+            request, inclusive.
         first_request: first request of the chunk.
         row_tiles: number of row tiles of a request.
         column_tiles: number of column tiles of a row.
     """
     request_tiles = row_tiles * column_tiles
-    # all requests before request i to combine, counted from 0, have a rank of at most i
+    # The tile belongs to number i = number // request_tiles (from 0) of the requests to combine. The requests of the
+    # chunk before that request are those with a rank of at most i.
     request = first_request + tl.sum((rank <= number // request_tiles).to(tl.int32), 0)
     return TilePlace(request, number // column_tiles % row_tiles, number % column_tiles)
 
@@ -237,7 +252,7 @@ def _rows_of_request(
     query_end = tl.minimum(tl.load(query_start_loc + request + 1, cache_modifier=".cg"), num_tokens)
     row = row_tile * ROWS + tl.arange(0, ROWS)
     token = query_start + row // HEADS
-    # compare tokens with `query_end`: the number of rows of an invalid `query_end` could overflow
+    # compare tokens and not rows: for an invalid `query_end`, the number of rows could overflow
     return Rows(row, token, (row < request_rows) & (token < query_end))
 
 
@@ -246,8 +261,8 @@ def _rows_of_request(
 def _write_rows(
     state, token, head, real, columns, column_tile, num_tokens, out, lse, HEADS: tl.constexpr, LATENT: tl.constexpr
 ):
-    """Write COLUMNS columns of the output of ROWS rows; the program of the first columns also writes the LSE."""
-    divisor = tl.where(state.total == 0, 1.0, state.total)  # a row without keys has weighted 0 and largest -inf
+    """Write COLUMNS columns of the output of ROWS rows, and for column tile 0 also the LSE of these rows."""
+    divisor = tl.where(state.total == 0, 1.0, state.total)  # a row without keys gets output 0 and LSE -inf
     offsets = (token.to(tl.int64) * HEADS + head) * LATENT
     combined = (state.weighted * (1.0 / divisor)[:, None]).to(out.dtype.element_ty)
     held = real[:, None] & (columns < LATENT)[None, :]
@@ -264,7 +279,7 @@ def _combine_splits_kernel(
     HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Combine COLUMNS columns of ROWS rows of the batch, where every request has the same number of splits."""
+    """Combine COLUMNS columns of ROWS rows, if all requests have the same number of splits."""
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
@@ -286,12 +301,12 @@ def _combine_tile(
     HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Combine one tile of a request that a schedule has split; do nothing if the request has one split."""
+    """Process one combine tile in a decode with a schedule; do nothing if its request has one split."""
     first_partial = tl.load(split_offsets + tile.request, cache_modifier=".cg")
     splits = tl.load(split_offsets + tile.request + 1, cache_modifier=".cg") - first_partial
     rows = _rows_of_request(query_start_loc, tile.request, tile.row_tile, num_tokens, partials.rows, HEADS, ROWS)
     if DEPENDENT:
-        gdc_wait()  # the loads above do not depend on the decode, the loads below do; waiting again takes no time
+        gdc_wait()  # the decode writes what is loaded below; for a later tile, this second wait takes no time
     if splits != 1:
         columns = tile.column_tile * COLUMNS + tl.arange(0, COLUMNS)
         state = _combine_partials(
@@ -312,17 +327,16 @@ def _combine_scheduled_kernel(
     HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
     CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Combine the requests that a schedule has split, in tiles of ROWS rows and COLUMNS columns.
+    """Combine the requests that a schedule has split, in combine tiles of ROWS rows and COLUMNS columns.
 
-    The decode kernel has already written the output of a request with one split. For a request without keys, this
-    kernel writes output 0 and LSE -inf. If there are fewer programs than tiles, the tiles of the requests to combine
-    have consecutive numbers, and a program processes the tiles program_id, program_id + number of programs, and so on.
+    The decode kernel has already written the output of a request with one split. A request without keys has no split;
+    this kernel writes its output 0 and LSE -inf.
     """
     if DEPENDENT:
         gdc_launch_dependents()
     column_tiles: tl.constexpr = (LATENT + COLUMNS - 1) // COLUMNS
     partials = Partials(partial_out, partial_lse, num_partials, request_rows)
-    if tl.num_programs(0) >= num_requests.to(tl.int64) * row_tiles * column_tiles:  # no constant: one variant less
+    if tl.num_programs(0) >= num_requests.to(tl.int64) * row_tiles * column_tiles:  # at run time: no second variant
         tile_number = tl.program_id(0)
         tile = TilePlace(
             tile_number // (row_tiles * column_tiles), tile_number // column_tiles % row_tiles,
@@ -332,11 +346,11 @@ def _combine_scheduled_kernel(
                       ROWS, SPLITS, DEPENDENT)  # fmt: skip
     else:
         number = tl.program_id(0).to(tl.int64)  # the next tile of this program
-        chunk_start = tl.full([], 0, tl.int64)  # number of the chunk's first tile
+        chunk_start = tl.full([], 0, tl.int64)  # index of the first combine tile of the chunk
         for first_request in range(0, num_requests, CHUNK):
             chunk = first_request + tl.arange(0, CHUNK)
             exists = chunk < num_requests
-            # 1 split past the last request
+            # indices behind the last request get 1 split (1 - 0), so that nothing is combined for them
             chunk_splits = tl.load(split_offsets + chunk + 1, mask=exists, other=1, cache_modifier=".cg")
             chunk_splits -= tl.load(split_offsets + chunk, mask=exists, other=0, cache_modifier=".cg")
             combined = (chunk_splits != 1).to(tl.int32)
@@ -353,7 +367,7 @@ def _combine_scheduled_kernel(
                     number += tl.num_programs(0)
             chunk_start = chunk_end
     if DEPENDENT:
-        gdc_wait()  # also without a tile: a kernel that waits for this kernel must not begin before the decode ends
+        gdc_wait()  # programs without a tile wait too: the end of this kernel must imply the end of the decode
 
 
 @triton.jit(do_not_specialize=["num_tokens", "request_rows", "num_partials", "num_requests", "row_tiles"])
@@ -364,11 +378,11 @@ def _combine_invariant_kernel(
     HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
     SCHEDULED: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Combine COLUMNS columns of ROWS rows of a request of a batch-invariant decode.
+    """Combine COLUMNS columns of ROWS rows of one request in a batch-invariant decode.
 
-    The program starts with the state at the request's first partial index. To this state it adds, in order, the splits
-    that the state does not contain. With AHEAD, the program loads partial outputs before the number of splits is known.
-    The loads then do not wait for each other, which is faster for a single request.
+    The program loads the state at the request's first partial index, which may be the sum of several splits. Then it
+    adds the remaining splits in order. With AHEAD, the program loads the first SPLITS of them before it knows the
+    number of splits. The loads then do not wait for this number, which is faster for a single request.
     """
     if DEPENDENT:
         gdc_launch_dependents()
@@ -382,7 +396,7 @@ def _combine_invariant_kernel(
     combined, splits = tl.load(progress + 2 * request), tl.load(progress + 2 * request + 1)
     combined, splits = tl.maximum(combined, 1), tl.minimum(splits, request_partials)
     has_splits = True
-    if SCHEDULED:  # no program of the decode attends a request without keys: this kernel writes its rows
+    if SCHEDULED:  # a schedule gives a request without keys to no program: this kernel writes output 0 and LSE -inf
         has_splits = tl.load(split_offsets + request + 1) > tl.load(split_offsets + request)
     remaining = (combined < splits) | (not has_splits)
     if remaining | AHEAD:
@@ -393,12 +407,12 @@ def _combine_invariant_kernel(
         partials = Partials(partial_out, partial_lse, num_partials, request_rows)
         state = load_partial(partials, first_partial, readable, rows.number, columns, LATENT)
         if has_splits:
-            one = tl.where(num_requests > 0, 1.0, 0.0)  # for `_add_rounded`: the compiler cannot know that this is 1.0
+            one = tl.where(num_requests > 0, 1.0, 0.0)  # 1.0, but unknown to the compiler: see `_add_rounded`
             first, end = (request * 0 + 1, request_partials) if AHEAD else (combined, splits)
             more = (first > 0) if AHEAD else (first < splits)
             while more:
-                # Issue all loads before the first split is added. Each field of the loaded states is kept in a separate
-                # tuple, because a tuple of records would lose the field names in Triton 3.6.
+                # Issue all loads before the first split is added. Each field has its own tuple, because a tuple of
+                # `RowState` would lose the field names in Triton 3.6.
                 largests, totals, weighteds = (), (), ()
                 for offset in tl.static_range(SPLITS):
                     index, held = first_partial + first + offset, readable & (first + offset < end)
@@ -416,7 +430,7 @@ def _combine_invariant_kernel(
                         is_split = (first + offset >= combined) & (first + offset < splits)
                         split_state = RowState(largests[offset], totals[offset], weighteds[offset])
                         state = _add_rounded(state, split_state, shift, one, rows.real & is_split)
-                else:  # a reference score changes, which is rare: this loop need not be fast
+                else:  # the rare case that a reference score changes; this loop need not be fast
                     for split in range(tl.maximum(first, combined), tl.minimum(first + SPLITS, splits)):
                         one_split = load_partial(
                             partials, first_partial + split, rows.real, rows.number, columns, LATENT

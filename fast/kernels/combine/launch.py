@@ -1,4 +1,4 @@
-"""Launcher of the combine kernels, and upper bounds of keys and rows that the decode launchers use too."""
+"""Launcher of the combine kernels, and functions for upper bounds of keys and rows, which decode launchers use too."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..device import device_facts, device_of
 from ..integers import cdiv, next_power_of_2
 from .kernels import CombineTile, _combine_invariant_kernel, _combine_scheduled_kernel, _combine_splits_kernel
 
-# "Many splits": more than MANY_SPLITS splits of a row, on average. "Many heads": MANY_HEADS or more. "Many rows":
-# MANY_ROWS or more rows of one request, which give enough programs even with larger tiles.
+# In the names below, "many splits" are more than MANY_SPLITS splits of a row, "many heads" are at least MANY_HEADS
+# heads, and "many rows" are at least MANY_ROWS rows of one request. CombineTile takes rows, columns, splits and warps.
 MANY_SPLITS = 16
 MANY_HEADS = 64
 MANY_ROWS = 128
@@ -22,17 +22,17 @@ FOR_FEW_SPLITS = (CombineTile(2, 512, 4, 4), CombineTile(1, 512, 4, 2))  # (few 
 FOR_MANY_SPLITS = CombineTile(1, 32, 128, 4)  # several requests with many splits
 FOR_MANY_ROWS = CombineTile(1, 64, 64, 2)  # one request with many splits and many rows
 FOR_FEW_ROWS = CombineTile(1, 32, 64, 2)  # one request with many splits and few rows
-# several requests with a schedule: the grid is limited, so that narrow tiles would follow each other in a program
+# several requests with a schedule: the number of programs is limited, so narrower tiles would not give more programs
 FOR_PLANNED = CombineTile(1, 512, 16, 4)
-FEW_PLANNED_SPLITS = (4, MANY_SPLITS)  # up to so many splits, tiles for few splits are faster: (few heads, many heads)
-MOST_PLANNED_SPLITS = 48  # of requests with few rows; more splits need more programs than there are rows
+FEW_PLANNED_SPLITS = (4, MANY_SPLITS)  # up to this many, FOR_FEW_SPLITS is faster: (few heads, many heads)
+MOST_PLANNED_SPLITS = 48  # with more splits and few rows, FOR_MANY_SPLITS is faster, as it gives more programs
 # batch-invariant decodes
 FOR_ONE_INVARIANT = (CombineTile(1, 32, 32, 1), CombineTile(1, 64, 16, 1))  # one request: (few rows, many rows)
 FOR_INVARIANT = (CombineTile(1, 128, 16, 1), CombineTile(1, 512, 4, 2))  # several requests: (few heads, many heads)
 FOR_PLANNED_INVARIANT = CombineTile(4, 512, 2, 4)  # with a schedule, few requests have partial outputs
-# With a schedule, the grid has at most this number of warps for each multiprocessor. More programs would not run at a
-# time, and every launched program takes time, also if it has nothing to combine. If a request has fewer than two splits
-# on average, most requests have nothing to combine, and fewer programs suffice.
+# With a schedule, the grid has at most this number of warps for each multiprocessor. More programs would not run at the
+# same time, and launching a program takes time even if it has no work. If a request has fewer than two splits on
+# average, most requests need no combining, and fewer programs suffice.
 WARPS_OF_A_PROCESSOR = (16, 32)  # (fewer than two splits on average, at least two)
 CHUNK = 256  # requests that a program examines at a time to find the requests to combine
 
@@ -67,16 +67,17 @@ def combine_partial_outputs(
     """Combine the partial outputs of a decode into `out` and `lse`; do nothing if there is no partial output.
 
     `fast.kernels.combine.kernels` defines the layout of the partial outputs. The previous kernel of the stream must be
-    the decode. If the decode lets the next kernel begin early, it must first have waited for its own previous kernel.
+    the decode kernel. If the decode kernel lets the next kernel begin early, it must have waited for its own previous
+    kernel before that.
 
     Args:
-        partial_out: flat, float32; no elements if there is no partial output. Behind the partial outputs, the Hopper
-            decode stores values of its own, which this function does not read.
+        partial_out: flat, float32; no elements if there is no partial output. The Hopper decode stores further values
+            behind the partial outputs; this function does not read these values.
         partial_lse: partial LSEs, flat; in a batch-invariant decode, [B, 2] int32 follow.
         query_start_loc: [B + 1], first query token of each request.
-        max_query_len: upper bound of the query tokens of a request; it gives the rows of a request.
-        tile_ranges: [programs, 5] of a schedule, or None.
-        split_offsets: [B + 1] of that schedule, or None.
+        max_query_len: upper bound of the query tokens of a request; it determines the rows of a request.
+        tile_ranges: [programs, 5] of a schedule (`DecodeSchedule`), or None.
+        split_offsets: [B + 1] of the same schedule, or None.
         batch_invariant: True if the splits of each request depend on its length alone. If it is False and there is no
             schedule, all requests have the same number of splits.
         out: [T, N, Lkv], contiguous, written in place.
@@ -90,7 +91,7 @@ def combine_partial_outputs(
     following = facts.following
     written = {"HEADS": heads, "LATENT": latent}
     whole = next_power_of_2(latent)
-    # a decode with few rows has many splits for each row: small tiles then give enough programs to fill the GPU
+    # with few rows and many splits for each row, small tiles give enough programs to fill the GPU
     if tile_ranges is None and not batch_invariant:
         splits = partial_out.numel() // out.numel()
         tile = _tile_for(splits, tokens * heads, heads, requests)
@@ -114,7 +115,7 @@ def combine_partial_outputs(
         elif tile_ranges is None:
             tile = FOR_INVARIANT[heads >= MANY_HEADS]
     else:
-        splits = cdiv(tile_ranges.shape[0], requests)  # about as many as if the programs were spread evenly
+        splits = cdiv(tile_ranges.shape[0], requests)  # estimate: programs per request, if they are spread evenly
         tile = _tile_of_a_schedule(splits, request_rows, heads, requests)
     columns = min(tile.columns, whole)
     row_tiles = cdiv(request_rows, tile.rows)
@@ -141,7 +142,7 @@ def combine_partial_outputs(
 
 
 def _tile_for(splits: int, rows: int, heads: int, requests: int) -> CombineTile:
-    """Return the tile sizes for requests with this number of splits: all requests have it, or it is an estimate."""
+    """Return the sizes of a combine tile for requests that have about this number of splits."""
     if splits <= MANY_SPLITS:
         return FOR_FEW_SPLITS[heads >= MANY_HEADS]
     if requests > 1:
@@ -150,7 +151,7 @@ def _tile_for(splits: int, rows: int, heads: int, requests: int) -> CombineTile:
 
 
 def _tile_of_a_schedule(splits: int, rows: int, heads: int, requests: int) -> CombineTile:
-    """Return the tile sizes for requests of a schedule, which have about this number of splits if they are alike."""
+    """Return the sizes of a combine tile in a decode with a schedule; `splits` is an average over the requests."""
     if requests == 1 or splits <= FEW_PLANNED_SPLITS[heads >= MANY_HEADS]:
         return _tile_for(splits, rows, heads, requests)
     if splits > MOST_PLANNED_SPLITS and rows < MANY_HEADS:
@@ -159,21 +160,21 @@ def _tile_of_a_schedule(splits: int, rows: int, heads: int, requests: int) -> Co
 
 
 def rows_of_a_request(tokens: int, heads: int, max_query_len: int) -> int:
-    """Return an upper bound of the rows of a request; it is computed from sizes that the host knows."""
+    """Return an upper bound of the rows of a request, without reading a length from the GPU."""
     return max(1, min(max_query_len, tokens)) * heads
 
 
 def readable_keys(max_seq_len: int, table_width: int, block_size: int) -> int:
-    """Return an upper bound of the keys of a request; it is computed from sizes that the host knows.
+    """Return an upper bound of the keys of a request, without reading a length from the GPU.
 
-    The upper bound plus one tile of keys fits into 32 bits.
+    The upper bound plus one tile (64 keys) fits into int32.
     """
     return min(max_seq_len, table_width * block_size, 2**31 - 2 * DECODE_TILE)
 
 
 def whole_tiles(keys: int) -> int:
-    """Return a number of keys, rounded up to a multiple of a tile.
+    """Round a number of keys up to a multiple of a tile (64 keys).
 
-    Caches whose key is the rounded number get one new entry per 64 keys by which a request grows.
+    Functions with an `lru_cache` take the rounded number. A growing request then adds one cache entry per 64 keys.
     """
     return -(-keys // DECODE_TILE) * DECODE_TILE

@@ -1,6 +1,7 @@
-"""Kernels in Gluon for Hopper GPUs (sm_90a). They use TMA (bulk copies), mbarriers and warp-group products.
+"""The backend `hopper`: kernels in Gluon (a lower level of Triton) for Hopper GPUs (sm_90a).
 
-The package `common` has the functions that several kernels use. `mla_decode` is the only op with kernels here.
+The kernels use TMA (the GPU's bulk copy engine), mbarriers (barriers in shared memory) and warp-group products. The
+package `common` has the functions that several kernels use. `mla_decode` is the only op with kernels here.
 """
 
 from .. import compile_log

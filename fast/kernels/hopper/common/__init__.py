@@ -1,1 +1,1 @@
-"""Functions that several Hopper kernels use: for work items, loads, synchronisation of warp groups, and epilogues."""
+"""Functions that several Hopper kernels use: for work items, loads, synchronisation of warps, and outputs."""

@@ -1,4 +1,4 @@
-"""Arrival at an mbarrier, once for a whole warp group, after all its warps have finished with the shared data."""
+"""Arrival at an mbarrier (a barrier in shared memory), once for a whole warp group (four warps) or one warp."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .gluon_versions import partition_barrier
 
-# True only under racecheck (`tests/sanitizers.py`). Racecheck takes only the memory accesses of the arriving thread for
-# ordered, even if a barrier has ordered the accesses of the other threads. Tests set this constant before Triton hashes
-# any kernel, because the cache key of a compiled kernel depends on the constant.
+# True only under racecheck, NVIDIA's detector of data races (`tests/sanitizers.py`). Racecheck considers only the
+# accesses of the threads that arrive at an mbarrier, and would report the other threads of the group. Tests set this
+# constant before Triton hashes a kernel, because the cache key of a compiled kernel contains the constant.
 EVERY_THREAD_ARRIVES = gl.constexpr(False)
 
 
 @gluon.jit
 @no_type_check
 def arrive(bar, pred=True):
-    """Arrive at `bar` once for the warp group, after all its warps have reached this call; return nothing.
+    """Arrive at `bar` once for all warps that call this function, after their last accesses to shared memory.
 
-    Triton inserts a barrier of the warps after their last access to shared memory. If each thread executes a fence,
-    this barrier may come before the fence. A caller with a fence therefore calls `partition_barrier` between the fence
-    and `arrive`.
+    Triton inserts a barrier of the warps between these accesses and the arrival. A fence is no access for Triton, so
+    the barrier may come before a fence. After a fence, the caller must therefore call `partition_barrier` before
+    `arrive`.
 
     Args:
         bar: the mbarrier.
@@ -32,6 +32,6 @@ def arrive(bar, pred=True):
     """
     if EVERY_THREAD_ARRIVES:
         if pred:
-            async_copy.mbarrier_arrive(bar)  # raises the expected arrivals by one per thread; every thread arrives
+            async_copy.mbarrier_arrive(bar)  # each thread adds one expected arrival, and arrives
         partition_barrier()
     mbarrier.arrive(bar, pred=pred)

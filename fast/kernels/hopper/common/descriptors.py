@@ -1,4 +1,7 @@
-"""TMA descriptors of Gluon kernels, each made once."""
+"""TMA descriptors of Gluon kernels: each descriptor is made once and kept in a cache.
+
+TMA is the GPU's bulk copy engine. A descriptor states the tensor, and the shape of the box that one copy moves.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +23,18 @@ def descriptor(
     box: tuple[int, ...],
     swizzle: int,
 ) -> TensorDescriptor:
-    """Return the descriptor of 16-bit elements in memory.
+    """Return the TMA descriptor of a tensor of 16-bit elements at an address.
 
-    A descriptor depends on these arguments alone (`fast.kernels.descriptors.box_descriptor`).
+    The descriptor depends on these arguments alone, so it is valid for every tensor with the same arguments. The cache
+    keeps no tensor alive.
 
     Args:
-        address: address of the first element, a multiple of 16.
+        address: address of the first element in bytes, a multiple of 16.
         dtype: bfloat16 or float16.
         shape: shape of the tensor.
         strides: strides of the tensor, in elements.
         box: shape of the box that one copy moves.
-        swizzle: bytes over which the addresses of a box in shared memory are permuted.
+        swizzle: width in bytes of the permuted (swizzled) layout in shared memory, which avoids bank conflicts.
     """
     layout = gl.NVMMASharedLayout(swizzle, 16, rank=len(box))
     return TensorDescriptor(Memory(address, dtype), shape, strides, list(box), layout)

@@ -1,6 +1,9 @@
-"""Epilogue functions of all main loops and of phase 2: they write the output and LSE of rows, or their partial output.
+"""Epilogue functions of all Hopper decode kernels: they write outputs and LSEs, or partial outputs and partial LSEs.
 
-A reference score is the number that is subtracted from the scores of a row before exp2: about the largest score.
+A row is one (query token, head) pair. Its state is a `RowState`: the reference score `largest`, the sum of weights
+`total`, and the weighted sum of the values. The reference score is the number that is subtracted from the scores of the
+row before exp2: about the largest score. A state in base 2 has reference scores that are multiplied by the softmax
+scale and divided by ln 2 already.
 """
 
 from __future__ import annotations
@@ -17,15 +20,15 @@ from .records import CombineWeights, PartialRows
 
 LN_2 = gl.constexpr(math.log(2))
 NORMAL = gl.constexpr("")  # eviction policy of outputs: the default
-STAYS = gl.constexpr("evict_last")  # eviction policy of partial outputs: kept in the L2, because they are read again
-LEAST = gl.constexpr(-3.4028234663852886e38)  # initial largest score; finite, because inf - inf would be NaN
+STAYS = gl.constexpr("evict_last")  # eviction policy of partial outputs: kept in the L2, because they are read soon
+LEAST = gl.constexpr(-3.4028234663852886e38)  # initial reference score; finite, because inf - inf would be NaN
 
 
 class StoredColumns(NamedTuple):
-    """Address of some columns of some rows in global memory.
+    """Place in global memory of a block of values, with some rows and some columns.
 
     Attributes:
-        base: pointer to the whole tensor.
+        base: pointer to the first element of the whole tensor.
         rows: offset of each row, in elements; broadcasts to the shape of the values.
         columns: offset of each column, in elements; broadcasts to the shape of the values.
         real: False for padding rows, which are not stored; broadcasts to the shape of the values.
@@ -40,9 +43,9 @@ class StoredColumns(NamedTuple):
 @gluon.jit
 @no_type_check
 def shift_of(largest, scale_log2):
-    """Return the number to subtract from each row's scaled scores.
+    """Return the number to subtract from the scaled scores of each row: the scaled reference score.
 
-    For a row that saw no key this number is 0, because `LEAST * scale_log2` may be infinite.
+    For a row that saw no key the function returns 0, because `LEAST * scale_log2` may be infinite.
     """
     return gl.where(largest == LEAST, 0.0, largest * scale_log2)
 
@@ -50,28 +53,28 @@ def shift_of(largest, scale_log2):
 @gluon.jit
 @no_type_check
 def in_base_two(state, scale_log2):
-    """Return the largest scores of a state in base 2; -inf for a row that saw no key."""
+    """Return the reference scores of a state in base 2; -inf for a row that saw no key."""
     return gl.where(state.total == 0, float("-inf"), state.largest * scale_log2)
 
 
 @gluon.jit
 @no_type_check
 def divisor_of(state):
-    """Return the divisor of each row's weighted sum; 1 for a row that saw no key, so that its output is 0."""
+    """Return the divisor of the weighted sum of each row; 1 for a row that saw no key, so that its output is 0."""
     return gl.where(state.total == 0, 1.0, state.total)
 
 
 @gluon.jit
 @no_type_check
 def lse_in_base_two(state, divisor, scale_log2):
-    """Return the LSE of rows in base 2; `write_lse` replaces the LSE of a row that saw no key by -inf."""
+    """Return the LSE of each row in base 2; for a row that saw no key, `write_lse` writes -inf instead."""
     return state.largest * scale_log2 + gl.log2(divisor)
 
 
 @gluon.jit
 @no_type_check
 def write_lse(log, state, rows, written, block, outputs):
-    """Write the LSE of rows as a natural logarithm, and -inf for a row that saw no key; return nothing.
+    """Write the LSE of rows as a natural logarithm, and -inf for a row that saw no key.
 
     Args:
         log: LSE in base 2 (`lse_in_base_two`).
@@ -88,16 +91,16 @@ def write_lse(log, state, rows, written, block, outputs):
 @gluon.jit
 @no_type_check
 def out_columns(values, first_column, rows, block, outputs, LATENT: gl.constexpr, ROW_AXIS: gl.constexpr):
-    """Return the `StoredColumns` of the output of rows for the columns of `values`.
+    """Return the `StoredColumns` at which `values` are stored in the output.
 
     Args:
-        values: tensor to store; only its shape and layout are read.
+        values: tensor to store; only its shape and layout are used.
         first_column: latent column of the first column of `values`.
         rows: `Rows`, in the layout of `values` without the column axis.
         block: `RowBlock`.
         outputs: `Outputs`.
         LATENT: Lkv.
-        ROW_AXIS: axis of `values` along which the rows lie: 0 or 1.
+        ROW_AXIS: axis of `values` that counts rows: 0 or 1.
     """
     columns = _columns_of(values, first_column, ROW_AXIS)
     offsets = gl.expand_dims((rows.token.to(gl.int64) * block.num_heads + rows.head) * LATENT, 1 - ROW_AXIS)
@@ -107,7 +110,10 @@ def out_columns(values, first_column, rows, block, outputs, LATENT: gl.constexpr
 @gluon.jit
 @no_type_check
 def partial_out_columns(values, first_column, rows, outputs, LATENT: gl.constexpr, ROW_AXIS: gl.constexpr):
-    """Return the `StoredColumns` of the partial output of `PartialRows`; see `out_columns` for the arguments."""
+    """Return the `StoredColumns` at which `values` are stored in a partial output.
+
+    `rows` are `PartialRows`; `out_columns` describes the other arguments.
+    """
     columns = _columns_of(values, first_column, ROW_AXIS)
     offsets = gl.expand_dims(rows.partial_row * LATENT, 1 - ROW_AXIS)
     return StoredColumns(outputs.partial_out, offsets, columns, gl.expand_dims(rows.real, 1 - ROW_AXIS))
@@ -116,7 +122,7 @@ def partial_out_columns(values, first_column, rows, outputs, LATENT: gl.constexp
 @gluon.jit
 @no_type_check
 def _columns_of(values, first_column, ROW_AXIS: gl.constexpr):
-    """Return the latent columns of `values`, which begin at `first_column`; they broadcast over ROW_AXIS."""
+    """Return the indices of the latent columns of `values`, from `first_column` on; ROW_AXIS has length 1."""
     LAYOUT: gl.constexpr = gl.SliceLayout(ROW_AXIS, values.type.layout)
     return gl.expand_dims(first_column + gl.arange(0, values.shape[1 - ROW_AXIS], LAYOUT), ROW_AXIS)
 
@@ -124,7 +130,7 @@ def _columns_of(values, first_column, ROW_AXIS: gl.constexpr):
 @gluon.jit
 @no_type_check
 def store_columns(values, stored, SHIFT: gl.constexpr, EVICTION_POLICY: gl.constexpr):
-    """Store the values of the real rows, SHIFT columns to the right of the columns of `stored`; return nothing."""
+    """Store the values of the real rows, SHIFT columns to the right of the columns of `stored`."""
     pointers = stored.base + stored.rows + stored.columns + SHIFT
     gl.store(pointers, values.to(stored.base.dtype.element_ty), mask=stored.real, eviction_policy=EVICTION_POLICY)
 
@@ -132,16 +138,16 @@ def store_columns(values, stored, SHIFT: gl.constexpr, EVICTION_POLICY: gl.const
 @gluon.jit
 @no_type_check
 def write_partial_largest(state, scale_log2, rows, written, outputs):
-    """Write the largest scores, in base 2, of the `written` rows of a partial output; return nothing."""
+    """Write the reference scores, in base 2, of the rows where `written` is true, to the partial LSEs."""
     gl.store(outputs.partial_lse + rows.partial_row, in_base_two(state, scale_log2), mask=written)
 
 
 @gluon.jit
 @no_type_check
 def write_partial_total(state, rows, written, plan, outputs):
-    """Write the sum of weights of each of the `written` rows of a partial output; return nothing.
+    """Write the sums of weights of the rows where `written` is true, to the partial LSEs.
 
-    These sums are stored behind the largest scores of all partial outputs.
+    The sums are stored behind the reference scores of all partial indices.
     """
     totals = outputs.partial_lse + plan.num_partials.to(gl.int64) * rows.index_rows
     gl.store(totals + rows.partial_row, state.total, mask=written)
@@ -150,7 +156,7 @@ def write_partial_total(state, rows, written, plan, outputs):
 @gluon.jit
 @no_type_check
 def kept_in_memory(ctx, LATENT: gl.constexpr):
-    """Return the pointer to the memory in which programs keep values between splits.
+    """Return the pointer to the global memory in which programs keep their weighted sums from one split to the next.
 
     This memory lies behind all partial outputs.
     """
@@ -167,7 +173,8 @@ def partial_rows(partial, block, ROWS: gl.constexpr, LAYOUT: gl.constexpr, OF_RE
         block: `RowBlock`.
         ROWS: rows of a row block.
         LAYOUT: layout of the rows.
-        OF_REQUEST: True if a partial index has the rows of one request; False if it has all rows of the batch.
+        OF_REQUEST: True if a partial index holds the rows of one request; False if it holds all rows of the batch,
+            because all requests have the same number of splits.
     """
     rows = rows_at(block, ROWS, LAYOUT)
     if OF_REQUEST:
@@ -180,14 +187,14 @@ def partial_rows(partial, block, ROWS: gl.constexpr, LAYOUT: gl.constexpr, OF_RE
 @gluon.jit
 @no_type_check
 def combine_weights(before, largest):
-    """Return the `CombineWeights` of two states of the same rows: an earlier state and a later state.
+    """Return the factors with which the states of earlier splits and of the next split are added (`CombineWeights`).
 
-    The operations are the same as in `add_partial` of `fast.kernels.combine`, so a decode kernel and the combine kernel
-    compute the same bits.
+    The operations are those of `add_partial` in `fast.kernels.combine.kernels`, so a decode kernel and the combine
+    kernel compute the same bits.
 
     Args:
-        before: reference scores of the earlier state, in base 2.
-        largest: reference scores of the later state, in base 2.
+        before: reference scores of the state of the earlier splits, in base 2.
+        largest: reference scores of the state of the next split, in base 2.
     """
     grown = largest > before + REFERENCE_GROWTH
     reference = gl.where(grown, largest, before)

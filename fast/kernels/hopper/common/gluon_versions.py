@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from triton.experimental.gluon import language as gl
 
-# The barrier of the warps of one partition of `warp_specialize` is `thread_barrier` in Triton 3.6 and `barrier` in 3.7.
+# A partition is the warps that run one function of `gl.warp_specialize`. The barrier of all threads of a partition is
+# called `thread_barrier` in Triton 3.6 and `barrier` in Triton 3.7.
 partition_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier

@@ -1,13 +1,13 @@
-"""Prefetch of a program's first queries and first tile into the L2 cache, while the previous kernel may still run.
+"""Prefetch of a program's first queries and first keys into the L2 cache, while the previous kernel may still run.
 
 The previous kernel may still write the queries, the cache, the lengths and the block table. The prefetch is safe for
 three reasons:
 
-- A prefetch into the L2 changes no output, because the previous kernel's writes go to the L2 too.
-- The lengths and block numbers that are read here may be outdated. They only choose addresses to prefetch, and they are
-  clamped or masked first.
-- Lengths and block numbers are loaded with `.cg`, which bypasses the L1. No outdated value stays in the L1, from which
-  later loads would read it.
+- Prefetched data cannot become outdated, because the writes of the previous kernel go to the L2 too.
+- The lengths and block numbers that this module reads may be outdated. They only choose the addresses to prefetch, and
+  they are clamped or masked, so that all addresses are valid.
+- Lengths and block numbers are loaded with `.cg`, which bypasses the L1. Later loads therefore find no outdated value
+  in the L1.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import no_type_check
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-THREADS = gl.constexpr(128)  # two threads for each of 64 rows and each of 64 keys
+THREADS = gl.constexpr(128)  # two threads for each of 64 rows, and later for each of 64 keys
 
 
 @gluon.jit
 @no_type_check
 def _prefetch(pointers, mask, BYTES: gl.constexpr):
-    """Prefetch BYTES bytes (a multiple of 16) from each pointer into the L2 where `mask` is true; return nothing."""
+    """Prefetch BYTES bytes (a multiple of 16) from each pointer whose `mask` is true into the L2."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
         "=r,l,r", [pointers.to(gl.int64), mask.to(gl.int32) * BYTES], gl.int32, is_pure=False, pack=1,
@@ -33,7 +33,7 @@ def _prefetch(pointers, mask, BYTES: gl.constexpr):
 @gluon.jit
 @no_type_check
 def _load_past_l1(pointer):
-    """Return the value at a pointer, loaded from the L2 and not from the L1."""
+    """Load the value at a pointer from the L2, past the L1."""
     return gl.load(pointer, cache_modifier=".cg")
 
 
@@ -43,10 +43,10 @@ def prefetch_first_item(
     inputs, kv_cache, block_stride, key_stride, sizes, strides, ROWS: gl.constexpr, HEADS: gl.constexpr,
     LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Prefetch the program's first 64 rows of queries and first 64 keys into the L2; return nothing.
+    """Prefetch the first 64 rows of queries and the first 64 keys of a program into the L2.
 
-    This function is for decodes without a schedule and without splits. The first work item of program i is then row
-    block i % row_blocks of request i // row_blocks, with all tiles of the request.
+    The decode must have no schedule and no splits. The first work item of program i is then row block i % row_blocks of
+    request i // row_blocks, with all keys of the request.
 
     Args:
         inputs: `Inputs`.

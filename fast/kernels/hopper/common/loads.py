@@ -1,7 +1,8 @@
-"""Loads of the operands of a work item: rows of queries, tiles of the cache, and the number of keys that each row sees.
+"""Loads for a work item: rows of queries, tiles of the cache, and the number of keys that each row sees.
 
-Tiles are loaded with TMA, the GPU's bulk copy engine. TMA copies boxes: 3-D regions of the cache whose shape is
-fixed by a descriptor.
+A work item is consecutive tiles (64 keys each) of one request, for one row block (16, 32 or 64 rows). A row is one
+(query token, head) pair. Tiles are loaded with TMA, the GPU's bulk copy engine. TMA copies boxes: 3-D regions of the
+cache whose shape a descriptor fixes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def rows_at(block, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
     """Return the `Rows` of a row block: tensors of shape [ROWS] in the layout LAYOUT."""
     number = gl.arange(0, ROWS, LAYOUT)
     first = block.number * ROWS
-    if block.num_heads % ROWS == 0:  # all rows have the same token: each thread computes it once
+    if block.num_heads % ROWS == 0:  # all rows have the same token: one division for all
         token = block.query_start + first // block.num_heads + number * 0
         head, bounded = first % block.num_heads + number, first + number * 0
     else:
@@ -39,10 +40,10 @@ def prefetch_queries(
     item, queries, sizes, ROWS: gl.constexpr, HEADS: gl.constexpr, FIRST: gl.constexpr, COLUMNS: gl.constexpr,
     ROPE: gl.constexpr,
 ):  # fmt: skip
-    """Issue the loads of a work item's queries into shared memory; return nothing.
+    """Issue the loads of a work item's queries into shared memory.
 
-    The copies are asynchronous and use no registers, so the warp group continues. `async_copy.wait_group` waits for
-    the copies. Padding rows become zeros.
+    The copies are asynchronous: the calling warps continue, and wait for the copies later (`async_copy.wait_group`).
+    Padding rows become zeros.
 
     Args:
         item: `WorkItem`.
@@ -84,7 +85,7 @@ def _copy_rows(
 @gluon.jit
 @no_type_check
 def block_table_row_of(item, block_table, strides):
-    """Return the `BlockTableRow` of a work item's request; its `end_key` is the end of the item's keys."""
+    """Return the `BlockTableRow` of the request of a work item; `end_key` is the end of the work item's keys."""
     table_row = block_table + item.request.to(gl.int64) * strides.table_row
     return BlockTableRow(table_row, strides.table_entry, gl.minimum(item.stop * TILE, item.length))
 
@@ -95,15 +96,15 @@ def visible_keys(
     item, inputs, sizes, strides, ROWS: gl.constexpr, HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Return how many keys each row of a work item sees, and the numbers of the item's first cache blocks.
+    """Load how many keys each row of a work item sees, and the numbers of the item's first 128 cache blocks.
 
-    A padding row gets the number of all readable keys, so that no tile is masked because of a padding row. Each thread
-    of the consumer gets one cache block number; `visibility_of` checks these numbers and loads the remaining numbers.
+    A padding row gets the number of all readable keys, so that no tile is masked because of a padding row. Each of the
+    128 threads of the consumer gets one cache block number; `visibility_of` checks these numbers.
     """
     rows = rows_at(row_block_of(item, sizes, HEADS), ROWS, LAYOUT)
     visible = gl.where(rows.real, gl.load(inputs.visible_lens + rows.token, mask=rows.real, other=0), item.length)
     table_row = inputs.block_table + gl.maximum(item.request, 0).to(gl.int64) * strides.table_row
-    end_key = gl.minimum(item.stop * TILE, item.length)  # the block table may end inside a tile
+    end_key = gl.minimum(item.stop * TILE, item.length)  # the last tile may extend beyond the block table
     blocks = BlockTableRow(table_row, strides.table_entry, end_key)
     return visible, _load_block_numbers(item.begin * TILE // BLOCK_SIZE, blocks, BLOCK_SIZE, 4)
 
@@ -111,7 +112,7 @@ def visible_keys(
 @gluon.jit
 @no_type_check
 def _load_block_numbers(start, blocks, BLOCK_SIZE: gl.constexpr, NUM_WARPS: gl.constexpr):
-    """Return one entry of the block table per thread, from entry `start` on; a thread behind the last entry gets 0."""
+    """Load one entry of the block table per thread, from entry `start` on; entries behind the last become 0."""
     entry = start + gl.arange(0, 32 * NUM_WARPS, gl.BlockedLayout([1], [32], [NUM_WARPS], [0]))
     last = ceil_div(blocks.end_key, BLOCK_SIZE)
     return gl.load(blocks.entries + entry.to(gl.int64) * blocks.stride, mask=entry < last, other=0)
@@ -126,8 +127,8 @@ def visibility_of(
 
     Args:
         item: `WorkItem`.
-        visible: keys that each row sees (`visible_keys`).
-        first_blocks: the item's first cache block numbers (`visible_keys`).
+        visible: number of keys that each row sees, from `visible_keys`.
+        first_blocks: numbers of the first cache blocks, from `visible_keys`.
         table_row: pointer to the request's row of the block table.
         sizes: `Sizes`.
         strides: `Strides`.
@@ -147,7 +148,7 @@ def visibility_of(
 @gluon.jit
 @no_type_check
 def _all_in_cache(first_blocks, begin, blocks, num_blocks, BLOCK_SIZE: gl.constexpr, NUM_WARPS: gl.constexpr):
-    """Return whether all cache blocks of a work item lie in the cache; `first_blocks` are already loaded."""
+    """Return whether all block numbers of a work item are valid; the numbers behind `first_blocks` are loaded here."""
     SPAN: gl.constexpr = 32 * NUM_WARPS
     in_cache = ((first_blocks >= 0) & (first_blocks < num_blocks)).to(gl.int32)
     for start in range(begin * TILE // BLOCK_SIZE + SPAN, ceil_div(blocks.end_key, BLOCK_SIZE), SPAN):
@@ -159,12 +160,12 @@ def _all_in_cache(first_blocks, begin, blocks, num_blocks, BLOCK_SIZE: gl.conste
 @gluon.jit
 @no_type_check
 def cache_block_of(key, blocks, BLOCK_SIZE: gl.constexpr):
-    """Return the number of the cache block that has a key, or -1 for a key from `end_key` on.
+    """Return the number of the cache block that contains a key, or -1 for a key from `end_key` on.
 
-    TMA writes zeros for block number -1.
+    A TMA load of block -1 fills shared memory with zeros.
     """
     cache_block = gl.to_tensor(-1)
-    if (key >= 0) & (key < blocks.end_key):  # key is negative if an invalid plan overflows int32
+    if (key >= 0) & (key < blocks.end_key):  # with invalid lengths, `key` may overflow int32 and become negative
         cache_block = gl.load(blocks.entries + gl.to_tensor(key // BLOCK_SIZE).to(gl.int64) * blocks.stride)
     return cache_block
 
@@ -175,16 +176,16 @@ def load_columns(
     tile, cache_block, blocks, descriptor, buffers, first_buffer, full, BLOCK_SIZE: gl.constexpr, first_column,
     COLUMNS: gl.constexpr,
 ):  # fmt: skip
-    """Issue the TMA loads of some columns of a tile into shared memory; return nothing.
+    """Issue the TMA loads of some columns of a tile into shared memory.
 
-    A box holds all keys of one cache block, or 64 keys of a larger block. Keys without a cache block become zeros. The
-    buffers have all boxes of the first columns, then all boxes of the next columns, because the matrix unit reads a
-    tile in this layout.
+    A box holds all keys of one cache block, or 64 keys of a larger block. Keys without a cache block become zeros. In
+    shared memory, all boxes of the first columns come first, then all boxes of the next columns. The matrix unit reads
+    a tile in this layout.
 
     Args:
         tile: index of the tile.
         cache_block: cache block of the tile's first key.
-        blocks: `BlockTableRow`, from which the further cache blocks of the tile are read.
+        blocks: `BlockTableRow`, from which the other cache blocks of the tile are read.
         descriptor: TMA descriptor of the cache.
         buffers: shared memory, one box per index.
         first_buffer: index of the tile's first box.
@@ -210,10 +211,10 @@ def load_columns(
 @gluon.jit
 @no_type_check
 def zero_from(columns, first_row):
-    """Overwrite the rows from `first_row` on of 64 columns in shared memory with zeros; return nothing.
+    """Overwrite the rows of `columns` (64 columns of a tile in shared memory) with zeros, from `first_row` on.
 
-    These rows are keys behind the end of the request. Their values in the cache may be NaN, and a weight of 0 times NaN
-    would be NaN.
+    Here a row holds one key, and the keys from `first_row` on lie behind the end of the request. Their values in the
+    cache may be NaN, and a weight of 0 times NaN would be NaN.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.arange(0, columns.shape[0], gl.SliceLayout(1, LAYOUT))

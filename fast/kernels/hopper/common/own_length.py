@@ -1,7 +1,8 @@
 """Functions that compute the splits of a request from the length of this request alone (batch-invariant decode).
 
-The splits of a request depend neither on other requests nor on the number of programs. The sums of a request are
-therefore computed in the same order, and give the same bits, in every batch.
+A split is consecutive tiles (64 keys each) of one request that are attended independently of its other tiles. In a
+batch-invariant decode, the splits of a request depend neither on other requests nor on the number of programs. The
+sums of a request are therefore computed in the same order, and give the same bits, in every batch.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ def ceil_div(a, b):
 @gluon.jit
 @no_type_check
 def planned_tiles(length):
-    """Return the number of tiles of a request, as `plan_decode` counts tiles; no int32 length causes an overflow."""
+    """Return the number of tiles of a request, as in `plan_decode`; no int32 length causes an overflow."""
     return (gl.maximum(length, 1) - 1) // TILE + (length > 0).to(gl.int32)
 
 
 @gluon.jit
 @no_type_check
 def invariant_split_tiles(tiles, rule):
-    """Return the number of tiles of a split; see `reference.interfaces.invariant_split_tiles`."""
+    """Return the number of tiles of a split; `reference.interfaces.invariant_split_tiles` explains the rule."""
     split_tiles = gl.maximum(gl.minimum(ceil_div(tiles, rule.small_splits), rule.large_tiles), rule.small_tiles)
     split_tiles = gl.maximum(split_tiles, ceil_div(tiles, rule.max_splits))
     split_tiles += split_tiles % 2
@@ -41,9 +42,9 @@ def invariant_split_tiles(tiles, rule):
 @gluon.jit
 @no_type_check
 def own_splits(lens, plan):
-    """Return two numbers: the tiles of one split of a request, and the splits of the request.
+    """Return the number of tiles in a split of a request, and the number of splits of the request.
 
-    Keys beyond `max_keys` belong to no split. A request without keys has one split without tiles.
+    Keys beyond `max_keys` belong to no split. A request without keys has one split with no tile.
     """
     split_tiles = invariant_split_tiles(planned_tiles(lens.length), plan.rule)
     return split_tiles, gl.maximum(ceil_div(planned_tiles(lens.readable), split_tiles), 1)
@@ -52,22 +53,23 @@ def own_splits(lens, plan):
 @gluon.jit
 @no_type_check
 def record_progress(request, row_block, begin, end, exists, split_tiles, splits, plan, num_requests):
-    """Record (combined, total) split counts for the combine kernel; return the partial index of this work item.
+    """Record two split counts of a request for the combine kernel; return the partial index of this work item.
 
-    Only the work item with the request's first split and first row block records the counts.
+    The counts are the number of splits that this program combines, and the number of all splits. Only the work item
+    with the first split and the first row block of the request records them.
 
     | splits of the work item | partial index |
     |---|---|
     | all splits of the request | -1: the program writes the output |
-    | the first split of the request, but not all splits | the first index of the request |
-    | only later splits | the index of the first split of the work item |
+    | the first split of the request, but not all splits | the first partial index of the request |
+    | only later splits | the partial index of the first split of the work item |
 
     Args:
         request: index of the request.
         row_block: index of the row block in the request.
         begin: first tile of the work item.
         end: end of the work item's tiles, exclusive.
-        exists: True if the work item exists and this program has to record its counts.
+        exists: False if this program must not record counts.
         split_tiles: tiles of a split.
         splits: splits of the request.
         plan: `SplitPlan`.

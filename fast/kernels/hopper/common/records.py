@@ -1,10 +1,12 @@
 """Records (named tuples) that functions of the Hopper kernels pass to each other.
 
-A record costs nothing at run time: the compiler sees only its fields, and generates the same PTX as for separate
-variables. The fields are values inside a kernel (pointers, scalars, tensors, shared memory), which no Python type
-describes. No field is called `values`, because Triton's tuples have an attribute of this name.
+A record costs nothing at run time: the compiler generates the same PTX as for separate variables. The fields are
+values inside a kernel (pointers, scalars, tensors, shared memory), for which no Python type exists. No field is called
+`values`, because Triton's tuples have an attribute of this name.
 
-A reference score is the number that is subtracted from the scores of a row before exp2: about the largest score.
+A row is one (query token, head) pair, and a row block is 16, 32 or 64 rows of one request. A tile is 64 consecutive
+keys of one request. A split is consecutive tiles of one request that are attended independently of its other tiles. The
+reference score of a row is the number that is subtracted from its scores before exp2: about the largest score.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ class Inputs(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Sizes of the batch, and the factor of the scores.
+    """Sizes of the batch, and the factor by which scores are multiplied.
 
     Attributes:
         num_tokens: T, packed query tokens.
@@ -59,7 +61,7 @@ class Strides(NamedTuple):
 
 
 class SplitRule(NamedTuple):
-    """The four numbers of `reference.interfaces.InvariantSplitRule`, for the splits of a batch-invariant decode."""
+    """The four numbers of `reference.interfaces.InvariantSplitRule`, by which a batch-invariant decode makes splits."""
 
     small_tiles: Any
     small_splits: Any
@@ -68,18 +70,18 @@ class SplitRule(NamedTuple):
 
 
 class SplitPlan(NamedTuple):
-    """How requests are split over programs.
+    """How the keys of a request are divided into splits and work items.
 
     Attributes:
-        tile_ranges: pointer to the tile ranges [programs, 5] of a schedule; None in a kernel without schedules.
-        split_offsets: pointer to the split offsets [B + 1] of a schedule; None in a kernel without schedules.
-        num_splits: without a schedule, number of work items per (request, row block) pair. A work item is one split;
-            in a batch-invariant decode, a work item may also be several consecutive splits. In the kernel of
-            `mla_decode/two_phases`, this field is the upper bound of the splits of a request.
-        num_partials: number of partial indices.
+        tile_ranges: pointer to `tile_ranges` [programs, 5] of a schedule; None in a kernel that takes no schedule.
+        split_offsets: pointer to `split_offsets` [B + 1] of a schedule; None in a kernel that takes no schedule.
+        num_splits: without a schedule, number of work items per (request, row block) pair. A work item is one split,
+            or several consecutive splits if the decode is batch-invariant. In the kernel of `mla_decode/two_phases`,
+            this field is the upper bound of the splits of a request instead.
+        num_partials: number of partial indices, at which partial outputs are stored.
         progress: pointer to [B, 2] int32: for each request, the number of splits that the decode kernel has already
-            combined, and the number of all splits (`fast.kernels.combine`).
-        rule: `SplitRule`; only a batch-invariant decode uses the rule.
+            combined, and the number of all splits.
+        rule: `SplitRule`; used only if the decode is batch-invariant.
     """
 
     tile_ranges: Any
@@ -91,9 +93,10 @@ class SplitPlan(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Pointers to outputs and partial outputs, and `out_rows`, a TMA descriptor of `out`.
+    """Pointers to outputs and partial outputs, and a descriptor for output stores.
 
-    TMA is the GPU's bulk copy engine. If `out_rows` is None, plain stores write the output.
+    `out_rows` is a descriptor of `out` for TMA, the GPU's bulk copy engine. If `out_rows` is None, plain stores write
+    the output.
     """
 
     out: Any
@@ -104,10 +107,10 @@ class Outputs(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """Compile-time constants of a kernel, which takes this record as one `constexpr`.
+    """Compile-time constants; a kernel takes the whole record as one `constexpr`.
 
     Attributes:
-        CONSUMER: index of this consumer: 0 or 1.
+        CONSUMER: index of the consumer (warps that multiply) that runs the function: 0 or 1.
         ROWS: rows of a row block.
         HEADS: N.
         LATENT: Lkv.
@@ -115,8 +118,8 @@ class Constants(NamedTuple):
         BLOCK_SIZE: tokens of a cache block.
         BY_LENGTH: True if the decode is batch-invariant: the splits of a request depend on its length alone.
         SCHEDULED: True if a schedule assigns work to programs.
-        SPLIT: True if every request has the same number of splits, more than one.
-        SLICES: number of programs that process the same tiles; each program computes other columns of the output.
+        SPLIT: True if all requests have the same number of splits, and this number is at least 2.
+        SLICES: number of programs that share each work item; each program computes other columns of the output.
     """
 
     CONSUMER: Any
@@ -133,12 +136,12 @@ class Constants(NamedTuple):
 
 @constexpr_function
 def of_consumer(c, index):
-    """Return the constants `c` with CONSUMER = `index`, for another consumer of the same kernel."""
+    """Return a copy of the constants `c` with CONSUMER = `index`."""
     return c._replace(CONSUMER=index)
 
 
 class Context(NamedTuple):
-    """Arguments that all functions of a consumer take: kernel arguments, shared memory and barriers."""
+    """Kernel arguments, shared memory and barriers, which all functions of a consumer take as one argument."""
 
     inputs: Any
     plan: Any
@@ -150,16 +153,16 @@ class Context(NamedTuple):
 
 
 class WorkPosition(NamedTuple):
-    """Position of a program among its candidates.
+    """Position of a program in the list of its candidates.
 
-    The candidates of a program are the work items that the program may have to process, in order. A candidate without
-    tiles or without a query token is no work item; `seek_item` skips such candidates.
+    A candidate is a possible work item. A program goes through its candidates in order, and `seek_item` skips the
+    candidates that turn out to have no work.
 
     Attributes:
         candidate: with a schedule, index of a request; otherwise, index of a (request, split, row block) triple.
-        first_tile: with a schedule, tile of the request at which the program begins.
-        split: with a schedule, split of the request at which the program begins.
-        more: True if the program still has candidates: `candidate` is not behind the last candidate.
+        first_tile: with a schedule, first tile of this request for this program.
+        split: with a schedule, index of this program's split in the request.
+        more: False if `candidate` is behind the last candidate.
     """
 
     candidate: Any
@@ -187,7 +190,7 @@ class RequestLens(NamedTuple):
 class WorkItem(NamedTuple):
     """Consecutive tiles of one request and row block that a program processes next.
 
-    After the last work item of a program comes an item with request -1 and zeros in the other fields.
+    An item with request -1 and zeros in the other fields marks the end of a program's work items.
 
     Attributes:
         request: index of the request, or -1.
@@ -197,8 +200,8 @@ class WorkItem(NamedTuple):
         length: readable keys of the request.
         begin: first tile.
         stop: end of the tiles, exclusive.
-        partial: partial index of the item's first split, or -1 if the program writes the output of the rows.
-        split_tiles: tiles of a split. Only a batch-invariant decode reads this field.
+        partial: partial index of the item's first split, or -1 if the program writes the output and no partial output.
+        split_tiles: tiles of a split; used only if the decode is batch-invariant.
     """
 
     request: Any
@@ -227,9 +230,9 @@ class BlockTableRow(NamedTuple):
 
 
 class CandidateItem(NamedTuple):
-    """A candidate, as a `WorkItem` whose rows are not checked yet, and `exists`, whether the candidate is a work item.
+    """A candidate (see `WorkPosition`) as a `WorkItem`, and a flag.
 
-    `exists` is False if the request has a negative index, or if the program gets no tiles of the request.
+    `exists` is False if the index of the request is negative, or if the program gets no tiles of the request.
     """
 
     item: Any
@@ -237,7 +240,7 @@ class CandidateItem(NamedTuple):
 
 
 class RowBlock(NamedTuple):
-    """Arguments of `rows_at`: query tokens of the request, index of the row block, and sizes of the batch."""
+    """A row block: query tokens of its request, its index in the request, and sizes of the batch."""
 
     query_start: Any
     query_end: Any
@@ -254,7 +257,7 @@ class Rows(NamedTuple):
         number: index of each row in the request.
         token: query token of each row.
         head: head of each row.
-        real: False for padding rows.
+        real: False for padding rows, which lie behind the last row of the request.
     """
 
     number: Any
@@ -269,7 +272,7 @@ class PartialRows(NamedTuple):
     Attributes:
         partial_row: index of each row among the rows of all partial outputs.
         index_rows: number of rows that are stored at one partial index.
-        real: False for padding rows.
+        real: False for padding rows, which are not stored.
     """
 
     partial_row: Any
@@ -288,18 +291,18 @@ class Queries(NamedTuple):
 
 
 class Visibility(NamedTuple):
-    """Which keys the rows of a work item see.
+    """Which keys the rows of a work item see. A block number outside the cache is invalid, and its keys are masked.
 
     Attributes:
         visible: number of keys that each row sees.
         length: readable keys of the request.
         table_row: pointer to the request's row of the block table.
-        table_stride: stride of the entries in the request's row.
+        table_stride: stride of the entries in the request's row, in elements.
         num_blocks: number of blocks in the cache.
-        checked_keys: number of keys whose blocks the mask looks up, because some of these blocks may lie outside the
-            cache; 0 if all blocks of the work item lie in the cache.
-        first_masked: first tile whose scores must be masked: some row does not see all keys of the tile, or some block
-            may lie outside the cache.
+        checked_keys: number of keys for which the mask loads and checks block numbers; 0 if all block numbers of the
+            work item are valid.
+        first_masked: first tile whose scores must be masked, because a row does not see all keys of the tile, or
+            because some block number of the work item is invalid.
     """
 
     visible: Any
@@ -315,8 +318,8 @@ class RowState(NamedTuple):
     """Softmax state of some rows over some keys.
 
     Attributes:
-        largest: reference score of each row: the largest score, or the number that `tile_scores.reference_of` chose.
-        total: sum of the softmax weights of each row, relative to `largest`.
+        largest: reference score of each row.
+        total: sum of the weights of each row. The weight of a key is exp2 of (its score - `largest`).
         weighted: sum of the values times these weights; not divided by `total` yet.
     """
 
@@ -326,10 +329,9 @@ class RowState(NamedTuple):
 
 
 class HalfState(NamedTuple):
-    """Like `RowState`, for one half of the latent columns.
+    """Like `RowState`, but with the weighted sums of only half of the latent columns.
 
-    `left` and `right` are the weighted sums of the first and of the second part of this half. Each part is a quarter of
-    all latent columns.
+    `left` has the first quarter of the columns in this half, and `right` has the second quarter.
     """
 
     largest: Any
@@ -339,7 +341,7 @@ class HalfState(NamedTuple):
 
 
 class CombineWeights(NamedTuple):
-    """Reference scores of two combined states, in base 2, and the factors of the old and of the new state."""
+    """How to add two states: reference scores of the sum, in base 2, and the factors of the old and the new state."""
 
     reference: Any
     old: Any

@@ -1,15 +1,17 @@
-"""Functions that find the work items of a program: the tiles of one request that the program processes next.
+"""Functions that find the work items of a program, one after another.
 
-The producer finds each work item and writes it to shared memory (`write_item`). The consumers read the work item from
-shared memory (`read_item`).
+A work item is consecutive tiles (64 keys each) of one request, for one row block (16, 32 or 64 rows of the request).
+The producer (the warp that loads) finds each work item and writes it to shared memory with `write_item`. The consumers
+(the warps that multiply) read the work item with `read_item`.
 
-In a batch-invariant decode, a work item is one or more consecutive splits of a request:
+A split is consecutive tiles of a request that give one partial output. In a batch-invariant decode, a work item is one
+or more consecutive splits of a request:
 
-- If the work item has the request's first split, the program combines all splits of the item in order.
-- If the work item begins at a later split, each split of the item becomes a separate partial output. The combine kernel
-  adds these partial outputs in order.
+- If the work item contains the first split of the request, the program combines all splits of the work item in order.
+- Otherwise each split of the work item becomes a separate partial output. The combine kernel adds these partial outputs
+  in order.
 
-Splits are thus always added from the first to the last, and the number of programs does not change any bit.
+The splits of a request are thus always added from the first to the last. The number of programs changes no bit.
 """
 
 from __future__ import annotations
@@ -23,18 +25,18 @@ from .arrivals import arrive
 from .own_length import TILE, ceil_div, own_splits, planned_tiles, record_progress
 from .records import CandidateItem, RequestLens, RowBlock, WorkItem, WorkPosition
 
-ITEMS_HELD = gl.constexpr(2)  # work items in shared memory: the current one and the next one
+ITEMS_HELD = gl.constexpr(2)  # work items in shared memory: the current item and the next item
 ITEM_FIELDS = gl.constexpr(9)  # fields of a `WorkItem`
 
 
 @gluon.jit
 @no_type_check
 def first_position(plan, sizes, SCHEDULED: gl.constexpr, SLICES: gl.constexpr):
-    """Return the `WorkPosition` at which a program begins.
+    """Return the `WorkPosition` of a program's first candidate.
 
-    With a schedule, a program's candidates are consecutive requests. Without a schedule, every request has the same
-    number of work items per row block, and a candidate is a (request, split, row block) triple. Program i begins with
-    candidate i // SLICES and advances by the number of programs divided by SLICES.
+    A candidate is a possible work item. With a schedule, the candidates of a program are consecutive requests. Without
+    a schedule, the candidates are all (request, split, row block) triples. SLICES programs then share each candidate:
+    program i begins with candidate i // SLICES and advances by the number of programs divided by SLICES.
     """
     candidate = gl.program_id(0) // SLICES
     first_tile, split = candidate * 0, candidate * 0
@@ -49,10 +51,9 @@ def first_position(plan, sizes, SCHEDULED: gl.constexpr, SLICES: gl.constexpr):
 @gluon.jit
 @no_type_check
 def _last_candidate(plan, sizes, SCHEDULED: gl.constexpr):
-    """Return the number of the last candidate.
+    """Return the index of the last candidate: of this program with a schedule, of the whole grid without a schedule.
 
-    With a schedule, this is the last candidate of this program; without a schedule, it is the last candidate of the
-    whole grid. The number is reloaded for every work item, because keeping the number would cost a register.
+    The index is computed anew for every work item, because keeping it would cost a register.
     """
     if SCHEDULED:
         row = plan.tile_ranges + gl.program_id(0) // sizes.row_blocks * 5
@@ -65,7 +66,7 @@ def _last_candidate(plan, sizes, SCHEDULED: gl.constexpr):
 @gluon.jit
 @no_type_check
 def _planned_end(candidate, length, plan, sizes):
-    """Return the end (exclusive) of the tiles that the schedule assigns to this program from a request."""
+    """Return the end (exclusive) of the tiles of a request that the schedule assigns to this program."""
     tiles = planned_tiles(length)
     if candidate == _last_candidate(plan, sizes, True):
         tiles = gl.minimum(gl.load(plan.tile_ranges + gl.program_id(0) // sizes.row_blocks * 5 + 3), tiles)
@@ -75,7 +76,7 @@ def _planned_end(candidate, length, plan, sizes):
 @gluon.jit
 @no_type_check
 def lens_of(request, inputs, sizes):
-    """Return the `RequestLens` of a request; values outside the batch are clamped."""
+    """Return the `RequestLens` of a request; invalid offsets and lengths are clamped to valid numbers."""
     query_start = gl.minimum(gl.maximum(gl.load(inputs.query_start_loc + request), 0), sizes.num_tokens)
     query_end = gl.minimum(gl.load(inputs.query_start_loc + request + 1), sizes.num_tokens)
     length = gl.maximum(gl.load(inputs.seq_lens + request), 0)
@@ -85,17 +86,17 @@ def lens_of(request, inputs, sizes):
 @gluon.jit
 @no_type_check
 def item_at(position, plan, inputs, sizes, EVEN_TILES: gl.constexpr, BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr):
-    """Return the `CandidateItem` at a position; `seek_item` checks whether the candidate has rows.
+    """Return the `CandidateItem` at a position; `seek_item` checks whether the candidate has a query token.
 
-    A work item may exist without tiles: its request has no keys, or fewer tiles than splits. The program then writes
-    zeros for this work item.
+    Without a schedule a work item may have no tile, because its request has no keys, or fewer tiles than splits. The
+    program then writes zeros for this work item.
 
     Args:
         position: `WorkPosition`.
         plan: `SplitPlan`.
         inputs: `Inputs`, for the lengths of requests.
         sizes: `Sizes`.
-        EVEN_TILES: splits begin at multiples of this number of tiles; unused where BY_LENGTH is true.
+        EVEN_TILES: splits begin at multiples of this number of tiles; unused if BY_LENGTH is true.
         BY_LENGTH: True if the decode is batch-invariant: the splits of a request depend on its length alone.
         SCHEDULED: True if a schedule assigns tiles to programs.
     """
@@ -108,7 +109,7 @@ def item_at(position, plan, inputs, sizes, EVEN_TILES: gl.constexpr, BY_LENGTH: 
             position.candidate % sizes.row_blocks,
         )
         split = position.candidate // sizes.row_blocks % plan.num_splits
-    if not BY_LENGTH:  # before `lens_of`, so that all loads are in flight together
+    if not BY_LENGTH:  # before `lens_of`, so that the loads of both functions overlap
         partial = _partial_index(request, split, plan, SCHEDULED)
     lens = lens_of(request, inputs, sizes)
     exists = request >= 0
@@ -128,7 +129,7 @@ def item_at(position, plan, inputs, sizes, EVEN_TILES: gl.constexpr, BY_LENGTH: 
         begin = position.first_tile
         end = _planned_end(position.candidate, lens.length, plan, sizes)
         exists = begin < end
-        # the programs before and behind a boundary round the boundary in the same way
+        # the program whose tiles end here and the program whose tiles begin here round the boundary in the same way
         begin = begin // EVEN_TILES * EVEN_TILES
         end = gl.where(end < planned_tiles(lens.length), end // EVEN_TILES * EVEN_TILES, end)
     else:
@@ -150,7 +151,7 @@ def _partial_index(request, split, plan, SCHEDULED: gl.constexpr):
         first_split = gl.load(plan.split_offsets + request)
         partial = first_split + split
         splits = gl.load(plan.split_offsets + request + 1) - first_split
-        # clamp the index to the partial outputs, because an invalid schedule may hold any numbers
+        # clamp the index, because an invalid schedule may contain any numbers
         partial = gl.where(splits <= 1, -1, gl.minimum(gl.maximum(partial, 0), plan.num_partials - 1))
     else:
         partial = gl.where(plan.num_splits <= 1, -1, split)
@@ -176,10 +177,10 @@ def seek_item(
     position, plan, inputs, sizes, EVEN_TILES: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr,
     BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr, SLICES: gl.constexpr,
 ):  # fmt: skip
-    """Return `(position, item)`: the first work item at or after a position, with the position of this work item.
+    """Find the first work item at or after a position; return `(position of the work item, work item)`.
 
     A candidate is a work item if it exists (`item_at`) and its row block has a query token. If no work item is left,
-    the item has request -1 and zeros, and `position.more` is false.
+    the returned item has request -1 and zeros, and `more` of the returned position is false.
 
     Args:
         position: `WorkPosition` at which the search begins.
@@ -191,16 +192,16 @@ def seek_item(
         HEADS: N.
         BY_LENGTH: see `item_at`.
         SCHEDULED: see `item_at`.
-        SLICES: number of programs that process the same tiles.
+        SLICES: number of programs that share each work item.
     """
-    none = position.candidate * 0  # zeros: without query tokens and tiles, nothing is loaded for this item
+    none = position.candidate * 0  # 0; an item without query tokens and tiles causes no loads
     item = WorkItem(none - 1, none, none, none, none, none, none, none, none)
     searching = position.more
     while searching:
         candidate_item = item_at(position, plan, inputs, sizes, EVEN_TILES, BY_LENGTH, SCHEDULED)
         new = candidate_item.item
         if candidate_item.exists & (new.query_start + new.row_block * ROWS // HEADS < new.query_end):
-            stop = gl.minimum(new.stop, ceil_div(new.length, TILE))  # a planned length may lie beyond `max_keys`
+            stop = gl.minimum(new.stop, ceil_div(new.length, TILE))  # a schedule may contain tiles beyond `max_keys`
             item = WorkItem(
                 new.request, new.row_block, new.query_start, new.query_end, new.length, new.begin, stop, new.partial,
                 new.split_tiles,
@@ -215,10 +216,7 @@ def seek_item(
 @gluon.jit
 @no_type_check
 def write_item(items, number, item, item_written):
-    """Write work item `number` to shared memory and arrive at `item_written`; return nothing.
-
-    The producer calls this function.
-    """
+    """Write work item `number` to shared memory and arrive at the barrier `item_written`, in the producer."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     for i in gl.static_range(ITEM_FIELDS):
         items.index(number % ITEMS_HELD * ITEM_FIELDS + i).store(gl.full([1], item[i], gl.int32, layout))
@@ -228,10 +226,7 @@ def write_item(items, number, item, item_written):
 @gluon.jit
 @no_type_check
 def read_item(items, number):
-    """Return work item `number` from shared memory.
-
-    The consumers call this function after they have waited for `item_written`.
-    """
+    """Return work item `number` from shared memory, in a consumer that has waited for the barrier `item_written`."""
     return WorkItem(
         _field(items, number, 0), _field(items, number, 1), _field(items, number, 2), _field(items, number, 3),
         _field(items, number, 4), _field(items, number, 5), _field(items, number, 6), _field(items, number, 7),
@@ -250,6 +245,6 @@ def _field(items, number, FIELD: gl.constexpr):
 @gluon.jit
 @no_type_check
 def row_block_of(item, sizes, HEADS: gl.constexpr):
-    """Return the `RowBlock` of a work item, from which `rows_at` computes its rows."""
+    """Return the `RowBlock` of a work item; `rows_at` computes the rows from it."""
     num_heads = gl.to_tensor(HEADS)
     return RowBlock(item.query_start, item.query_end, item.row_block, sizes.request_rows, sizes.num_tokens, num_heads)

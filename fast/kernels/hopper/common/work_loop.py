@@ -1,20 +1,28 @@
-"""The work loop of a consumer: it processes one work item after another. All main loops use the same work loop.
+"""The work loop of a consumer (the warps that multiply): it processes one work item after another.
 
-A main loop consists of seven functions, which a consumer passes to `run_work_items`:
+A work item is consecutive tiles (64 keys each) of one request, for one row block. The producer (the warp that loads)
+writes work items to shared memory. There are two kernels with different main loops, and both use this work loop. Each
+kernel passes seven functions of its own to `run_work_items`:
 
 | function | what it does |
 |---|---|
 | `prefetch_next(item, wanted, ctx, c)` | If `wanted`, issue the loads of the item's queries. |
 | `attend(begin, stop, end, visibility, ctx, counters, c)` | Attend tiles [begin, stop); return state, counters. |
+| `keep(state, kept_values, ctx, c)` | Store a state until the next split of the work item is attended. |
 | `with_kept(state, kept_values, ctx, counters, c)` | Combine the kept state with `state`; return state, counters. |
-| `keep(state, kept_values, ctx, c)` | Keep a state for the next split of the work item. |
-| `to_base_two(state, scale_log2)` | Return the state with its largest scores in base 2. |
+| `to_base_two(state, scale_log2)` | Return the state with its reference scores in base 2. |
 | `write_partial(state, block, partial, scale_log2, ctx, c, OF_REQUEST)` | Write a partial output. |
 | `write_whole(state, block, scale_log2, following, wanted, ctx, c)` | Write outputs; prefetch the next queries. |
 
-`ctx` is a `Context`: its `shared` has `items` and `queries`, and its `bars` have `item_written` and `item_begun`.
-`c` is a `Constants`. `counters` are numbers of the main loop, such as the number of tiles processed so far; the main
-loop computes the phases of its barriers from them.
+A split is consecutive tiles of one request that give one partial output. Only in a batch-invariant decode may a work
+item have several splits. The arguments are:
+
+- `state`: `RowState` or `HalfState`. `kept_values`: pointer to global memory for kept states.
+- `following`: the next work item. `wanted`: whether the queries of `following` (or `item`) must be loaded now.
+- `block`: the `RowBlock` of the work item. `partial`: its partial index.
+- `ctx`: `Context`. Its `shared` has `items` and `queries`; its `bars` has `item_written` and `item_begun`.
+- `c`: `Constants`.
+- `counters`: counts of the main loop, such as the tiles so far, from which it computes the phases of its barriers.
 """
 
 from __future__ import annotations
@@ -39,7 +47,7 @@ def run_work_items(
     prefetch_next, attend, with_kept, keep, write_partial, write_whole, to_base_two, counters, ctx, c,
     ROW: gl.constexpr, SEVERAL: gl.constexpr,
 ):  # fmt: skip
-    """Process every work item of a program in one consumer: attend its tiles, write its outputs; return nothing.
+    """Process all work items of a program in one consumer: attend their tiles and write their outputs.
 
     Args:
         prefetch_next: see the module's table.
@@ -54,7 +62,7 @@ def run_work_items(
         c: `Constants`.
         ROW: layout of a tensor with one value per row.
         SEVERAL: True if there are several consumers. Each consumer then loads some columns of the queries, and waits
-            until all consumers have loaded theirs.
+            until the other consumers have loaded the other columns.
     """
     sizes, items, bars = ctx.sizes, ctx.shared.items, ctx.bars
     number = 0
@@ -69,14 +77,14 @@ def run_work_items(
         visibility = visibility_of(item, visible, blocks, table_row, sizes, ctx.strides, c.BLOCK_SIZE, SEVERAL)
         async_copy.wait_group(0)
         fence_async_shared()
-        partition_barrier()  # every thread has executed the fence before one thread arrives
+        partition_barrier()  # every thread executes the fence before one thread arrives
         arrive(bars.item_begun)
         if SEVERAL:
             mbarrier.wait(bars.item_begun, number & 1)
 
         if c.BY_LENGTH:
-            # Attend one split after another. The state of a split is kept and combined with the next split, or the
-            # state becomes a partial output (`work_items`).
+            # Attend one split after another. If the work item has the first split of the request (begin == 0), the
+            # state is kept and combined with the next split. Otherwise the state becomes a partial output.
             split_begin, split_stop = begin, gl.minimum(begin + item.split_tiles, stop)
             running = split_begin >= 0
             while running:
@@ -91,10 +99,10 @@ def run_work_items(
                         state, counters = with_kept(state, kept_values, ctx, counters, c)
                 if not running:
                     mbarrier.wait(bars.item_written, (number + 1) & 1)
-                # reload the item, because keeping it in registers during a split would be expensive
+                # reload the item: keeping it in registers while a split is attended would cost registers
                 current = read_item(items, number)
-                # The next item is in shared memory only after the last split. Until then `following` is the current
-                # item, and `wanted` is false.
+                # Before the last split of this item, the next item is not yet in shared memory: `following` is then the
+                # current item, and `wanted` is false.
                 following = read_item(items, number + gl.where(running, 0, 1))
                 wanted = (split_stop >= stop) & (following.request >= 0)
                 block, partial = row_block_of(current, sizes, c.HEADS), current.partial
@@ -103,8 +111,8 @@ def run_work_items(
                 elif running | (partial >= 0):
                     if not SEVERAL:
                         prefetch_next(following, wanted, ctx, c)
-                    # The sum of splits from the request's first split on is stored at the first index of the request.
-                    # Any other split is stored at its own index.
+                    # If begin == 0, `state` is the sum of all splits of this item, stored at the first partial index
+                    # of the request. Otherwise `state` is one split, stored at the partial index of this split.
                     partial += gl.where(begin == 0, 0, (split_begin - begin) // current.split_tiles)
                     write_partial(state, block, partial, 1.0, ctx, c, True)
                 elif SEVERAL:

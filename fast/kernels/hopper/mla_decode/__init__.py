@@ -1,1 +1,1 @@
-"""The absorbed decode on Hopper. README.md shows the timeline of its warp groups and lists their barriers."""
+"""The absorbed decode on Hopper. README.md shows what each group of warps does over time, and lists the barriers."""

@@ -1,7 +1,7 @@
 """Groups of kernel arguments, in the order of the parameters of the decode kernels.
 
-A record is a named tuple that a kernel takes as one parameter. `fast.kernels.triton.arguments` says
-which parameters cannot be fields of a record.
+A kernel takes some of these named tuples as one parameter, and the fields of the others as separate parameters.
+`fast.kernels.triton.arguments` says which parameters cannot be fields of a named tuple.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 
 class LaunchInputs(NamedTuple):
-    """Queries, TMA descriptors of the cache, and the tensors that describe the batch, as separate parameters.
+    """Queries, TMA descriptors of the cache, and the tensors that describe the batch; separate parameters.
 
-    `mla_decode` documents the shapes. TMA is the GPU's bulk copy engine. A descriptor fixes the tensor and the shape of
-    the box that one copy moves.
+    `launch.mla_decode` documents the shapes. TMA is the GPU's bulk copy engine. A descriptor states the tensor and the
+    shape of the box that one copy moves.
     """
 
     ql_nope: Tensor
@@ -30,7 +30,7 @@ class LaunchInputs(NamedTuple):
 
 
 class LaunchOutputs(NamedTuple):
-    """Tensors that a decode writes, in one record; `fast.kernels.combine.SplitDecode` documents the shapes."""
+    """Tensors that a decode writes; one parameter. `fast.kernels.combine.SplitDecode` documents the shapes."""
 
     out: Tensor
     lse: Tensor
@@ -39,7 +39,7 @@ class LaunchOutputs(NamedTuple):
 
 
 class BatchSizes(NamedTuple):
-    """Sizes of the batch.
+    """Sizes of the batch; separate parameters.
 
     Attributes:
         tokens: T, packed query tokens.
@@ -55,12 +55,13 @@ class BatchSizes(NamedTuple):
 
 
 class RowSizes(NamedTuple):
-    """Numbers of rows and of partial outputs.
+    """Numbers of rows and of partial outputs; separate parameters.
 
     Attributes:
-        row_blocks: row blocks of a request.
+        row_blocks: number of row blocks of a request. A row block is 16, 32 or 64 rows, and a row is one (query token,
+            head) pair.
         request_rows: upper bound of the rows of a request.
-        num_partials: number of partial indices.
+        num_partials: number of partial indices, at which partial outputs are stored.
     """
 
     row_blocks: int
@@ -69,7 +70,7 @@ class RowSizes(NamedTuple):
 
 
 class QueryStrides(NamedTuple):
-    """Strides of `ql_nope` and `q_pe`, in elements, in one record."""
+    """Strides of `ql_nope` and `q_pe`, in elements; one parameter."""
 
     latent_token: int
     latent_head: int
@@ -78,10 +79,7 @@ class QueryStrides(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """Fields of `InvariantSplitRule`, the softmax scale divided by ln 2, and strides of queries and block table.
-
-    Strides are in elements.
-    """
+    """Fields of `InvariantSplitRule`, softmax scale divided by ln 2, and strides in elements; separate parameters."""
 
     small_tiles: int
     small_splits: int

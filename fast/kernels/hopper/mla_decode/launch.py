@@ -1,6 +1,7 @@
 """Launcher of the absorbed decode on Hopper.
 
-`select` chooses the kernel:
+A row is one (query token, head) pair, and a row block is the rows of a request that one program processes together.
+`select.py` chooses the number of rows of a row block, and the kernel:
 
 | decode | kernel |
 |---|---|
@@ -8,7 +9,7 @@
 | row blocks of 64 rows | `main_loops/row_blocks_64.py` |
 | row blocks of 64 rows, batch-invariant, few short requests | `two_phases` |
 
-`fast.kernels.combine` then adds the partial outputs.
+If a request was split, `fast.kernels.combine` then adds its partial outputs.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ from .two_phases.launch import launch_two_phases
 
 DTYPES = (torch.bfloat16, torch.float16)
 OUT_DTYPES = (*DTYPES, torch.float32)
-MOST_SIZES = 4096  # calls whose sizes are kept; a decode that grows by one token has new sizes
-LEAST_SCALE = 1e-30  # used in place of a scale of 0: masked scores are -inf, and -inf * 0 would be NaN
+MOST_SIZES = 4096  # entries in the cache of `_launch_sizes`; a decode that grows by one token adds an entry
+LEAST_SCALE = 1e-30  # replaces a softmax scale of 0: masked scores are -inf, and -inf * 0 would be NaN
 
 
 def mla_decode(
@@ -79,26 +80,27 @@ def mla_decode(
 ) -> tuple[Tensor, Tensor]:
     """Compute the absorbed attention of a few query tokens per request over its cached latents.
 
-    See `reference.mla_decode` for the definition.
+    `reference.mla_decode` defines the result. T is the number of query tokens, N of heads, B of requests and W of block
+    table columns; Lkv is the latent width and R the rope width.
 
     Args:
         ql_nope: [T, N, Lkv], bfloat16 or float16; Lkv is 256 or 512.
         q_pe: [T, N, R]; R is 0, 32 or 64.
         kv_cache: [num_blocks, block_size, Lkv + R]. Rows are a multiple of 16 bytes; the block size is 16, 32, 64 or
             128.
-        block_table: [B, W]; tokens of a block number outside the cache are masked.
+        block_table: [B, W]; if a block number is outside the cache, its tokens are masked.
         seq_lens: [B], keys of each request, clamped to [0, min(max_seq_len, W * block_size)].
         query_start_loc: [B + 1], first query token of each request.
         visible_lens: [T], number of keys that each query token sees.
-        max_query_len: upper bound of the query tokens of a request; it sizes the grid.
-        max_seq_len: upper bound of the keys of a request; it sets the number of splits and the size of buffers.
+        max_query_len: upper bound of the query tokens of a request; it determines the number of row blocks.
+        max_seq_len: upper bound of the keys of a request; it determines the number of splits and the size of buffers.
         softmax_scale: factor of the scores.
         out_dtype: dtype of `out`.
-        tile_ranges: [programs, 5] of a schedule, or None. Without a schedule, every request is spread over the same
-            number of programs, which is chosen for the upper bound `max_seq_len`.
-        split_offsets: [B + 1] of that schedule, or None.
-        batch_invariant: if True, the splits of a request depend on its length alone, so its bits do not depend on the
-            batch.
+        tile_ranges: [programs, 5] of a schedule (`DecodeSchedule`), or None. Without a schedule, every request is
+            spread over the same number of programs, which is chosen for the upper bound `max_seq_len`.
+        split_offsets: [B + 1] of the same schedule, or None.
+        batch_invariant: if True, the splits of a request depend on its length alone. The bits of its result then do not
+            depend on the other requests.
         split_rule: rule by which a batch-invariant decode splits a request; used only if `batch_invariant` is true.
         out: [T, N, Lkv] in `out_dtype`, contiguous, written in place; None allocates a tensor.
 
@@ -123,7 +125,7 @@ def decode_splits(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
     softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, out=None,
 ) -> SplitDecode:  # fmt: skip
-    """Run `mla_decode` without its combine kernel; return outputs and partial outputs."""
+    """Run `mla_decode` without the combine kernel; return outputs and partial outputs."""
     check(ql_nope.dtype in DTYPES, "ql_nope", "dtype bfloat16 or float16", ql_nope.dtype)
     check(out_dtype in OUT_DTYPES, "out_dtype", "float32, bfloat16 or float16", out_dtype)
     if kv_cache.data_ptr() % 16 != 0:
@@ -142,7 +144,7 @@ def decode_splits(
     if tokens == 0 or requests == 0 or heads == 0:
         none = torch.empty(0, dtype=torch.float32, device=device)
         return SplitDecode(out, lse, none, none.clone())
-    if softmax_scale < 0:  # the kernels find the largest score before they apply the scale, which must be positive
+    if softmax_scale < 0:  # the kernels need a positive scale: they find the largest score before they scale
         ql_nope, q_pe, softmax_scale = -ql_nope, -q_pe, -softmax_scale
     ql_nope, latent_strides = _in_words(ql_nope)
     q_pe, rope_strides = _in_words(q_pe)
@@ -189,7 +191,7 @@ def decode_splits(
 
 
 class LaunchSizes(NamedTuple):
-    """What a launch needs and only the sizes of a call decide.
+    """Settings of a launch that depend on the sizes of a call alone, and not on its tensors.
 
     Attributes:
         assigned: how requests are assigned to programs.
@@ -223,7 +225,7 @@ def _launch_sizes(
     split_numbers: tuple[int, int, int, int],
     processors: int,
 ) -> LaunchSizes:
-    """Return the `LaunchSizes` of a call; `ranges` is the number of programs of its schedule, 0 without a schedule."""
+    """Return the `LaunchSizes` of a call; `ranges` is the number of programs in its schedule, or 0 without one."""
     split_rule = invariant_split_rule(*split_numbers)
     request_rows = rows_of_a_request(tokens, heads, max_query_len)
     program_rows = choose_program_rows(ranges > 0, batch_invariant, requests, request_rows, heads, max_keys, processors)
@@ -254,11 +256,11 @@ def _launch_sizes(
 
 
 def _in_words(queries: Tensor) -> tuple[Tensor, list[int]]:
-    """Return queries [T, N, columns] whose rows begin at multiples of 16 bytes, and the strides of tokens and heads.
+    """Return queries [T, N, columns] that the kernels can copy, and the strides of tokens and heads in elements.
 
-    The kernels copy 16 bytes at a time. Triton compiles such copies only for strides that are multiples of 16 elements.
-    The queries are cloned in three cases: a stride is not a multiple of 16 elements, the address is not a multiple of
-    16 bytes, or a row is not contiguous.
+    The kernels copy 16 bytes at a time, and Triton compiles such copies only for strides that are multiples of 16
+    elements. The function therefore clones the queries if a stride is no multiple of 16 elements, the address is no
+    multiple of 16 bytes, or a row is not contiguous.
     """
     strides = [stride if size > 1 else 0 for size, stride in zip(queries.shape, queries.stride(), strict=True)]
     if queries.numel() and (queries.stride(2) != 1 or queries.data_ptr() % 16 or any(s % 16 for s in strides[:2])):
@@ -267,9 +269,9 @@ def _in_words(queries: Tensor) -> tuple[Tensor, list[int]]:
 
 
 def _cache_descriptors(kv_cache: Tensor, latent: int, rope: int) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Return the TMA descriptors of the cache: boxes of latent columns, and boxes of rope columns."""
+    """Return two TMA descriptors of the cache: for boxes of latent columns, and for boxes of rope columns."""
     keys = min(kv_cache.shape[1], DECODE_TILE)
-    columns = latent // 4 if keys == DECODE_TILE else 64  # blocks smaller than a tile: 64 columns, one swizzle span
+    columns = latent // 4 if keys == DECODE_TILE else 64  # 64 16-bit columns: 128 bytes, the swizzle width
     whole = (kv_cache.data_ptr(), kv_cache.dtype, tuple(kv_cache.shape), kv_cache.stride())
     latent_tma = descriptor(*whole, (1, keys, columns), 128)
     return latent_tma, latent_tma if rope == 0 else descriptor(*whole, (1, keys, rope), 2 * rope)
@@ -290,10 +292,10 @@ def decode_programs(
     block_size: int,
     query_len: int,
 ) -> int:
-    """Return how many programs a schedule needs to fill a device.
+    """Return the number of programs with which a schedule fills a device.
 
-    The grid has one launched program for each scheduled program and row block, and a multiprocessor runs one launched
-    program at a time.
+    Each program of a schedule is launched once for each row block, and a multiprocessor runs one launched program at a
+    time.
     """
     rows = num_heads * query_len
     return max(1, device_facts(device).processors // cdiv(rows, rows_of_a_program(rows)))
@@ -302,5 +304,5 @@ def decode_programs(
 def schedule_costs(
     device: torch.device, dtype: torch.dtype, num_heads: int, kv_lora_rank: int, qk_rope_head_dim: int, block_size: int
 ) -> ScheduleCosts:
-    """Return the measured costs from which a schedule is planned; the costs depend only on the number of heads."""
+    """Return the measured costs from which `plan_decode` makes a schedule; only `num_heads` changes the costs."""
     return measured_schedule_costs(num_heads)

@@ -1,4 +1,8 @@
-"""Choice of the kernel of a decode and of the rows of its row blocks; assignment of requests to programs."""
+"""Choose the kernel of a decode and the number of rows of its row blocks, and assign requests to programs.
+
+A row is one (query token, head) pair. A row block is the rows of one request that a program processes together. A tile
+is 64 keys. A split is consecutive tiles of one request that are attended independently of its other tiles.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,9 @@ from .two_phases.column_blocks import COLUMN_BLOCKS
 
 FEW_ROWS = (16, 32)  # rows of a row block of `row_blocks_16_32`
 MANY_ROWS = ROWS.value  # rows of a row block of `row_blocks_64`: 64
-WIDE_LATENT = 512  # Lkv for which several programs may compute one split, if multiprocessors would be idle otherwise
-SLICES = 2  # programs that may compute one split; each program computes other output columns
-FEW_TILES = 4  # tiles per program with which `_rows_where_alone` counts the programs of a single request
+WIDE_LATENT = 512  # latent width Lkv that slices and two phases need
+SLICES = 2  # programs that share a split if multiprocessors would be idle; each program computes other output columns
+FEW_TILES = 4  # tiles that `_rows_where_alone` gives each program of a single request
 
 
 class Assignment(NamedTuple):
@@ -28,17 +32,17 @@ class Assignment(NamedTuple):
         num_splits: see the table.
         num_partials: number of partial indices.
         partial_rows: number of rows of all partial outputs.
-        most_splits: upper bound of the splits of a request, if the decode is batch-invariant and a program combines the
-            splits of its work item; otherwise 0.
-        slices: number of programs that process the same tiles; each program computes other columns of the output.
-        pairs: upper bound of the pairs of tiles of a request, if the decode has two phases; otherwise 0.
+        most_splits: upper bound of the splits of a request, if the decode is batch-invariant and has one phase;
+            otherwise 0.
+        slices: number of programs that share each split; each program computes other columns of the output.
+        pairs: upper bound of the pairs of tiles of a request, if the decode has two phases (`two_phases`); otherwise 0.
 
-    | requests | `num_splits` |
+    | decode | `num_splits` |
     |---|---|
-    | assigned by a schedule | 1, unused |
-    | split into the same number of splits | splits of each request |
-    | in a batch-invariant decode of one phase | number of programs over which the splits of a request are spread |
-    | in a batch-invariant decode of two phases | upper bound of the splits of a request |
+    | with a schedule | 1, unused |
+    | without a schedule, not batch-invariant | number of splits of each request |
+    | without a schedule, batch-invariant, one phase | number of programs that share the splits of a request |
+    | without a schedule, batch-invariant, two phases | upper bound of the splits of a request |
     """
 
     programs: int
@@ -54,8 +58,8 @@ def assign_planned(ranges: int, requests: int, request_rows: int, row_blocks: in
     """Return the `Assignment` of a decode with a schedule.
 
     In a batch-invariant decode, `most_splits` is the upper bound of the splits of a request. Otherwise `most_splits` is
-    0, and the tiles that a program attends in one request are one split. Programs attend requests in order, and two
-    consecutive programs share at most one request, so there are fewer than `requests + ranges` splits.
+    0, and all tiles of a request that one program attends are one split. The `ranges` programs attend requests in
+    order, and two consecutive programs share at most one request. There are thus fewer than `requests + ranges` splits.
     """
     num_partials = requests * most_splits if most_splits > 0 else requests + ranges
     return Assignment(ranges * row_blocks, 1, num_partials, num_partials * request_rows, most_splits)
@@ -73,7 +77,7 @@ def assign_by_length(
 ) -> Assignment:
     """Return the `Assignment` of a batch-invariant decode without a schedule.
 
-    The upper bound of the keys of a request sets the number of programs.
+    The number of programs is chosen for `keys`, the upper bound of the keys of a request.
     """
     items = requests * cdiv(request_rows, program_rows)
     most_splits = most_invariant_splits(cdiv(keys, DECODE_TILE), split_rule)
@@ -100,7 +104,7 @@ def assign_evenly(
 ) -> Assignment:
     """Return the `Assignment` that gives every request the same number of splits.
 
-    The upper bound of the keys of a request sets this number.
+    This number is chosen for `keys`, the upper bound of the keys of a request.
     """
     num_splits = best_num_splits(requests * row_blocks, rows, whole_tiles(keys), program_rows, row_blocks, processors)
     programs = min(processors, requests * num_splits * row_blocks)
@@ -108,7 +112,10 @@ def assign_evenly(
 
 
 def _scored_at_once(score_blocks: int, processors: int) -> bool:
-    """Return whether there is a program for every score block; a decode in two phases needs this."""
+    """Return whether every score block can have its own program at the same time, as a decode in two phases needs.
+
+    A score block is the scores of one pair of tiles for one row block.
+    """
     return 0 < score_blocks <= processors
 
 
@@ -117,8 +124,9 @@ def choose_program_rows(
 ) -> int:
     """Return the number of rows of a row block: 16, 32 or 64.
 
-    With `batch_invariant`, the query lengths of other requests must not change which kernel processes a request, so
-    the number of heads decides the kernel. `row_blocks_16_32` computes the same bits with 16 rows as with 32.
+    The number of rows also determines the kernel. In a batch-invariant decode, other requests must not change the
+    kernel, so the number of heads decides: up to 32 heads take `row_blocks_16_32`, which computes the same bits with 16
+    rows as with 32 rows.
     """
     program_rows = rows_of_a_program(request_rows)
     if batch_invariant:
@@ -127,7 +135,10 @@ def choose_program_rows(
 
 
 def kept_values_of(program_rows: int, latent: int) -> int:
-    """Return how many values a program keeps in global memory between splits, because shared memory is too small."""
+    """Return how many weighted sums a program keeps in global memory from one split to the next.
+
+    Weighted sums are kept in global memory if shared memory is too small.
+    """
     values = program_rows * latent
     if program_rows == MANY_ROWS:
         return values
@@ -140,15 +151,14 @@ def rows_of_a_program(rows: int) -> int:
 
 
 def _rows_where_alone(program_rows: int, requests: int, request_rows: int, keys: int, processors: int) -> int:
-    """Return the number of rows of a row block, if every request has the same number of splits.
+    """Return the number of rows of a row block in a decode without a schedule that is not batch-invariant.
 
-    A single request may be too short to fill the device, even with FEW_TILES tiles per program. Smaller row blocks then
-    give more programs. They are chosen if all these programs run at once. The kernel thus depends on the length of the
-    request, so `fast.warmup` launches one request of every length.
+    A single request may be too short to fill the device, even with only FEW_TILES tiles per program. Smaller row blocks
+    then give more programs. The function chooses the smallest row blocks whose programs can all run at the same time.
+    The kernel thus depends on the length of the request, and `fast.warmup` launches single requests of many lengths.
 
     Args:
-        program_rows: rows of a row block if there are several requests, or if smaller row blocks give too many
-            programs.
+        program_rows: result if there are several requests, or if smaller row blocks would give too many programs.
         requests: number of requests.
         request_rows: upper bound of the rows of a request.
         keys: upper bound of the keys of a request.

@@ -1,6 +1,8 @@
-"""Choice of the number of splits, from costs that were measured on an H200.
+"""Choose the number of splits of a request from costs that were measured on an H200.
 
-The costs describe one kind of GPU, so they are stored next to the kernels for this GPU.
+A split is consecutive tiles (64 keys each) of one request that are attended independently of its other tiles. A row is
+one (query token, head) pair, and a row block is 16, 32 or 64 rows of one request. A work item is consecutive tiles of
+one request and row block that a program processes next.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ from .main_loops.tile_scores import ROWS
 
 
 class LoopCost(NamedTuple):
-    """Time of a main loop, measured on an H200.
+    """Times of a main loop in nanoseconds, measured on an H200.
 
     Attributes:
-        tile_ns: nanoseconds that one program takes for a tile of 64 keys.
+        tile_ns: time of one program for a tile of 64 keys.
         least_tiles: a work item with fewer tiles takes as long as a work item with `least_tiles` tiles.
-        item_ns: nanoseconds that a work item takes in addition to its tiles.
+        item_ns: time of a work item in addition to the time of its tiles.
     """
 
     tile_ns: int
@@ -29,26 +31,24 @@ class LoopCost(NamedTuple):
     item_ns: int
 
 
-# row blocks of up to 32 rows, and row blocks of 64 rows
+# main loop for row blocks of 16 and 32 rows, and main loop for row blocks of 64 rows
 FEW_ROWS_COST, MANY_ROWS_COST = LoopCost(1500, 1, 5000), LoopCost(2000, 4, 6500)
-MEMORY_TILE_NS = 17  # nanoseconds that the whole device takes to read the bytes of one tile
-COMBINE_NS, COMBINED_ROW_NS = 3000, 1.5  # nanoseconds of a combine kernel, and of each row of each split
+MEMORY_TILE_NS = 17  # ns in which the memory of the device delivers one tile
+COMBINE_NS, COMBINED_ROW_NS = 3000, 1.5  # ns of the combine kernel, and additional ns for each row of each split
 
 
 @functools.lru_cache(maxsize=4096)
 def best_num_splits(items: int, rows: int, keys: int, program_rows: int, row_blocks: int, processors: int) -> int:
-    """Return how many splits each request gets: the number with the lowest cost.
+    """Return the number of splits of each request that has the lowest estimated time; the smallest if several have it.
 
-    If several numbers have the lowest cost, the function returns the smallest of these numbers.
-
-    The costs are computed from upper bounds that the host knows; no length is read back from the device.
+    The estimate uses upper bounds that the host knows. No length is read from the device.
 
     Args:
-        items: number of (request, row block) pairs; each has one work item per split.
+        items: number of (request, row block) pairs; each pair has one work item per split.
         rows: number of rows of all requests.
         keys: upper bound of the keys of a request.
-        program_rows: rows of a row block.
-        row_blocks: row blocks of a request. All row blocks of a request read the same tiles.
+        program_rows: number of rows of a row block.
+        row_blocks: number of row blocks of a request. All row blocks of a request read the same tiles.
         processors: multiprocessors of the device.
     """
     tiles = max(1, cdiv(keys, DECODE_TILE))
@@ -70,16 +70,16 @@ def best_num_splits(items: int, rows: int, keys: int, program_rows: int, row_blo
 def best_num_programs(
     items: int, rows: int, keys: int, heads: int, program_rows: int, processors: int, split_rule: InvariantSplitRule
 ) -> int:
-    """Return how many programs attend each (request, row block) pair of a batch-invariant decode, at the lowest cost.
+    """Return the number of programs for each (request, row block) pair that has the lowest estimated time.
 
-    The splits of a pair are spread over these programs.
+    The decode is batch-invariant, so the number of splits is fixed. The programs share the splits of a pair.
 
     Args:
         items: number of (request, row block) pairs.
         rows: number of rows of all requests.
         keys: upper bound of the keys of a request.
         heads: N.
-        program_rows: rows of a row block.
+        program_rows: number of rows of a row block.
         processors: multiprocessors of the device.
         split_rule: rule that gives the tiles of a split from the length of a request.
     """

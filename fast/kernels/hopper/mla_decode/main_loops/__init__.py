@@ -1,1 +1,1 @@
-"""The main loops of the decode: one for row blocks of 16 and 32 rows, one for row blocks of 64 rows."""
+"""Decode kernels with one main loop: a kernel for row blocks of 16 and 32 rows, and a kernel for 64 rows."""

@@ -1,4 +1,9 @@
-"""Epilogue of `row_blocks_16_32`: functions that write outputs or partial outputs, or keep a state between splits."""
+"""Epilogue of `row_blocks_16_32`: functions that write outputs or partial outputs, or keep a state between splits.
+
+A split is consecutive tiles (64 keys each) of one request. A program of a batch-invariant decode may attend several
+splits one after another. It keeps the softmax state of the earlier splits in shared memory. If the state has more than
+SHARED_VALUES weighted sums, half of them go to global memory: the second half of the latents.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +34,7 @@ from ...common.gluon_versions import partition_barrier
 from ...common.loads import prefetch_queries, rows_at
 from ...common.records import RowState
 
-STAGES = gl.constexpr(2)  # stages of the ring, one tile each
+STAGES = gl.constexpr(2)  # stages (buffers) of the ring through which tiles are loaded, one tile each
 SHARED_VALUES = gl.constexpr(8192)  # float32 values that a program can keep in shared memory between splits
 
 
@@ -37,8 +42,8 @@ class Kept(NamedTuple):
     """Shared memory for the state that a program keeps between splits.
 
     Attributes:
-        row_values: [2, ROWS]: largest scores and sums of weights.
-        weighted: weighted sums of all latents, or of the first half of the latents. The second half is then in global
+        row_values: [2, ROWS]: reference scores (subtracted from the scores before exp2) and sums of weights.
+        weighted: weighted sums of all latents, or of the first half of the latents if the second half is in global
             memory.
         stored: barrier at which the consumer arrives when it has written the second half to global memory.
     """
@@ -53,11 +58,11 @@ class Shared(NamedTuple):
 
     Attributes:
         queries: `Queries`.
-        k_latent: ring of the latents of a tile.
-        k_rope: ring of the rope parts of a tile.
+        k_latent: ring of STAGES tiles, latent columns.
+        k_rope: ring of STAGES tiles, rope columns.
         weights: softmax weights of a tile, [1, keys, rows].
         kept: `Kept`.
-        items: work items.
+        items: the current and the next work item.
     """
 
     queries: Any
@@ -88,7 +93,7 @@ def prefetch_next(item, wanted, ctx, c):
 @gluon.jit
 @no_type_check
 def write_whole(state, block, scale_log2, following, wanted, ctx, c):
-    """Write the output and LSE of rows whose keys this program has attended; prefetch the queries of `following`."""
+    """Write the output and LSE of rows from their final state; prefetch the queries of the item `following`."""
     TRANSPOSED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.ROWS, 16])
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     out, q_latent = ctx.outputs.out, ctx.shared.queries.q_latent
@@ -98,8 +103,8 @@ def write_whole(state, block, scale_log2, following, wanted, ctx, c):
     log = lse_in_base_two(state, divisor, scale_log2)
     write_lse(log, state, rows, rows.real, block, ctx.outputs)
     if out.dtype.element_ty == q_latent.dtype:
-        # Transpose through the shared memory of the queries, which are no longer needed: the stores then fill whole
-        # cache lines.
+        # Transpose through the shared memory of the queries, which are no longer needed. Stores to global memory then
+        # fill whole cache lines.
         staged = q_latent.index(0)
         staged.permute([1, 0]).store(weighted.to(q_latent.dtype))
         rows = rows_at(block, c.ROWS, gl.SliceLayout(1, WIDE))
@@ -129,16 +134,16 @@ def write_partial(state, block, partial, scale_log2, ctx, c, OF_REQUEST: gl.cons
 @gluon.jit
 @no_type_check
 def to_base_two(state, scale_log2):
-    """Return a state with its largest scores in base 2; -inf for a row that saw no key."""
+    """Return a state with its reference scores in base 2; -inf for a row that saw no key."""
     return RowState(in_base_two(state, scale_log2), state.total, state.weighted)
 
 
 @gluon.jit
 @no_type_check
 def _pointers_of_half(kept_values, half):
-    """Return pointers to the kept half in global memory.
+    """Return pointers to the half of the kept weighted sums that is in global memory.
 
-    The half is stored in squares of 8 by 8 values, which match the layout of the values over the threads.
+    The values are stored in squares of 8 by 8, as they are distributed over the threads.
     """
     LATENTS: gl.constexpr = half.shape[0]
     ROWS: gl.constexpr = half.shape[1]
@@ -152,7 +157,7 @@ def _pointers_of_half(kept_values, half):
 @gluon.jit
 @no_type_check
 def _halves(weighted):
-    """Return the first and the second half of the latents, without moving a value to another thread."""
+    """Return the weighted sums of the first and the second half of the latents; no value moves between threads."""
     LATENT: gl.constexpr = weighted.shape[0]
     ROWS: gl.constexpr = weighted.shape[1]
     return gl.split(gl.permute(gl.reshape(weighted, [2, LATENT // 2, ROWS]), [1, 2, 0]))
@@ -163,10 +168,9 @@ def _halves(weighted):
 def prefetch_kept(kept_values, shared, bars, step, number, ROWS: gl.constexpr, LATENT: gl.constexpr):
     """Issue the loads of the kept half in global memory into the next stage of the ring, in place of a tile.
 
-    The producer calls this function ahead of time: when the consumer has processed the earlier tiles, the values are in
-    shared memory.
+    The producer calls this function. The values are thus in shared memory by the time the consumer needs them.
     """
-    CHUNK: gl.constexpr = 1024  # elements of a copy
+    CHUNK: gl.constexpr = 1024  # elements of one copy
     NUMBER: gl.constexpr = ROWS * LATENT // 2 // CHUNK
     BUFFERS: gl.constexpr = shared.k_latent.shape[0] // STAGES
     stage = step % STAGES
@@ -179,8 +183,8 @@ def prefetch_kept(kept_values, shared, bars, step, number, ROWS: gl.constexpr, L
     pointers = kept_values + gl.program_id(0).to(gl.int64) * (NUMBER * CHUNK)
     for chunk in range(NUMBER):
         async_copy.async_copy_global_to_shared(tile.index(chunk), pointers + chunk * CHUNK + element)
-    # Each thread raises the expected arrivals by one, and arrives after its copies. The second call is the arrival that
-    # `mbarrier.init` counted.
+    # `async_copy.mbarrier_arrive`: each thread adds one expected arrival, and arrives after its copies.
+    # `mbarrier.arrive`: the one arrival that the barrier has expected since `mbarrier.init`.
     async_copy.mbarrier_arrive(bars.full.index(stage))
     mbarrier.arrive(bars.full.index(stage))
 
@@ -188,7 +192,7 @@ def prefetch_kept(kept_values, shared, bars, step, number, ROWS: gl.constexpr, L
 @gluon.jit
 @no_type_check
 def _take_kept(half, shared, bars, step):
-    """Return the values that `prefetch_kept` loaded, in the layout of `half`, and release the stage of these values."""
+    """Return the values that `prefetch_kept` loaded, in the layout of `half`, and release their stage."""
     LATENTS: gl.constexpr = half.shape[0]
     ROWS: gl.constexpr = half.shape[1]
     HALF: gl.constexpr = half.type.layout
@@ -202,7 +206,7 @@ def _take_kept(half, shared, bars, step):
     mbarrier.wait(bars.full.index(stage), (step // STAGES) & 1)
     before = gl.reshape(gl.permute(tile.load(SQUARES), [1, 0, 2]), [LATENTS, ROWS])
     fence_async_shared()  # TMA (the GPU's bulk copy engine) writes the next tile there
-    partition_barrier()  # every thread has executed the fence before one thread arrives
+    partition_barrier()  # every thread executes the fence before one thread arrives
     arrive(bars.empty.index(stage))
     return gl.convert_layout(before, HALF)
 
@@ -210,9 +214,10 @@ def _take_kept(half, shared, bars, step):
 @gluon.jit
 @no_type_check
 def with_kept(state, kept_values, ctx, counters, c):
-    """Combine the kept state with `state`; return the combined state and the number of used stages of the ring.
+    """Combine the kept state with `state`; return the combined state and the new counter.
 
-    The number grows by one if the kept half passed through a stage.
+    The counter is the number of stages of the ring that were used so far. It grows by one if half of the kept state
+    passed through a stage.
     """
     TRANSPOSED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.ROWS, 16])
     kept, step = ctx.shared.kept, counters
@@ -238,9 +243,9 @@ def with_kept(state, kept_values, ctx, counters, c):
 @gluon.jit
 @no_type_check
 def keep(state, kept_values, ctx, c):
-    """Keep a state for the next split of the work item.
+    """Store a state until the next split of the work item is attended.
 
-    If the state has more than SHARED_VALUES values, half of the values go to global memory.
+    If the state has more than SHARED_VALUES weighted sums, half of them go to global memory.
     """
     kept = ctx.shared.kept
     kept.row_values.index(0).store(state.largest)

@@ -1,4 +1,12 @@
-"""Epilogue of `row_blocks_64`: functions that write outputs or partial outputs, or keep a state between splits."""
+"""Epilogue of `row_blocks_64`: functions that write outputs or partial outputs, or keep a state between splits.
+
+Two consumers (four warps each) run these functions at the same time. Each consumer has one half of the latent columns
+of the output: two quarters, called `left` and `right`. A split is consecutive tiles (64 keys each) of one request. A
+program of a batch-invariant decode may attend several splits one after another, and keeps the state between them.
+
+If SLICES is 2, two programs share the work: each has only one slice (half) of the columns of every quarter. `number` is
+then the slice of the program, and only slice 0 writes the values that each row has once.
+"""
 
 from __future__ import annotations
 
@@ -51,11 +59,11 @@ def prefetch_next(item, wanted, ctx, c):
 @gluon.jit
 @no_type_check
 def _send_rows(left, right, block, out_rows, q_latent, CONSUMER: gl.constexpr):
-    """Write this consumer's half of the output columns with TMA (bulk copies); all 64 rows have one token.
+    """Write this consumer's half of the output columns with TMA, the GPU's bulk copy engine.
 
-    The values go through the shared memory of the queries, which are no longer needed; each consumer uses the half of
-    this memory that it filled with queries. No row is a padding row: the first row of a work item is real
-    (`seek_item`), and all rows have the same token.
+    TMA copies the values from the shared memory of the queries, which are no longer needed. Each consumer uses the half
+    of this memory that it filled with queries. TMA writes all 64 rows: they belong to one query token, and no row is a
+    padding row.
     """
     first_row = block.query_start * block.num_heads + block.number * ROWS
     WIDTH: gl.constexpr = left.shape[1]
@@ -75,7 +83,7 @@ def _send_rows(left, right, block, out_rows, q_latent, CONSUMER: gl.constexpr):
 def _lines_of(left, right, q_latent, CONSUMER: gl.constexpr, WIDE: gl.constexpr):
     """Return both quarters in the layout WIDE, in which stores fill whole cache lines.
 
-    The values go through the shared memory of the queries, which are no longer needed.
+    The values change their layout through the shared memory of the queries, which are no longer needed.
     """
     WIDTH: gl.constexpr = left.shape[1]
     staged = q_latent.index(0).slice(2 * CONSUMER * WIDTH, 2 * WIDTH, dim=1)
@@ -89,10 +97,10 @@ def _lines_of(left, right, q_latent, CONSUMER: gl.constexpr, WIDE: gl.constexpr)
 @gluon.jit
 @no_type_check
 def write_whole(state, block, scale_log2, following, wanted, ctx, c):
-    """Write this consumer's half of the output of rows whose keys this program has attended; prefetch queries.
+    """Write this consumer's half of the output of rows from their final state; consumer 0 also writes the LSE.
 
-    The first consumer also writes the LSE. The queries of `following` are prefetched as soon as the shared memory of
-    this item's queries is free.
+    If `wanted`, the function also issues the loads of the queries of the work item `following`, as soon as the shared
+    memory of the queries is free.
     """
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.LATENT // 4 // c.SLICES, 16])
@@ -132,7 +140,7 @@ def write_whole(state, block, scale_log2, following, wanted, ctx, c):
 def write_partial(state, block, partial, scale_log2, ctx, c, OF_REQUEST: gl.constexpr):
     """Write this consumer's half of a partial output.
 
-    The first consumer also writes the largest scores, and the second consumer the sums of weights.
+    Consumer 0 also writes the reference scores, and consumer 1 the sums of weights.
     """
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.LATENT // 4 // c.SLICES, 16])
@@ -156,7 +164,7 @@ def write_partial(state, block, partial, scale_log2, ctx, c, OF_REQUEST: gl.cons
 @gluon.jit
 @no_type_check
 def to_base_two(state, scale_log2):
-    """Return a state with its largest scores in base 2; -inf for a row that saw no key."""
+    """Return a state with its reference scores in base 2; -inf for a row that saw no key."""
     return HalfState(in_base_two(state, scale_log2), state.total, state.left, state.right)
 
 
@@ -165,8 +173,8 @@ def to_base_two(state, scale_log2):
 def _kept_pointers(kept_values, CONSUMER: gl.constexpr, LATENT: gl.constexpr, VALUES: gl.constexpr):
     """Return pointers to the global memory in which a consumer keeps its first quarter between splits.
 
-    The second quarter is LATENT // 4 * ROWS elements further. The values are stored in squares of 8 by 8, as the
-    matrix unit distributes them over the threads, so that the accesses of a warp fill whole cache lines.
+    The second quarter begins LATENT // 4 * ROWS elements further. The values are stored in squares of 8 by 8, as the
+    matrix unit distributes them over the threads. Each access of a warp then fills whole cache lines.
     """
     row = gl.arange(0, ROWS, gl.SliceLayout(1, VALUES))
     column = gl.arange(0, VALUES.instr_shape[1], gl.SliceLayout(0, VALUES))
@@ -177,7 +185,7 @@ def _kept_pointers(kept_values, CONSUMER: gl.constexpr, LATENT: gl.constexpr, VA
 @gluon.jit
 @no_type_check
 def with_kept(state, kept_values, ctx, counters, c):
-    """Return the state that this consumer kept, combined with `state`, and the unchanged counters."""
+    """Combine the state that this consumer kept with `state`; return the sum and the unchanged counters."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.LATENT // 4 // c.SLICES, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -195,9 +203,9 @@ def with_kept(state, kept_values, ctx, counters, c):
 @gluon.jit
 @no_type_check
 def keep(state, kept_values, ctx, c):
-    """Keep this consumer's half of a state for the next split.
+    """Store this consumer's half of a state until the next split is attended.
 
-    Largest scores and sums of weights stay in shared memory, the weighted sums in global memory.
+    Reference scores and sums of weights go to shared memory, the weighted sums to global memory.
     """
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.LATENT // 4 // c.SLICES, 16])
     kept = ctx.shared.kept

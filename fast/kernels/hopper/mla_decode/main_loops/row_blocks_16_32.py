@@ -1,12 +1,13 @@
-"""Decode of row blocks of 16 and 32 rows, with transposed products.
+"""Decode kernel for row blocks of 16 and 32 rows, with transposed products.
 
-The left operand of a product on Hopper's matrix unit has 64 rows. With 16 or 32 query rows, half of the operand or more
-would be empty, and the product would take as long as with 64 query rows. The products are therefore transposed: scores
-are [keys, rows], outputs are [latents, rows], and the left operand has 64 keys or 64 latents.
+A row is one (query token, head) pair, and a row block is the rows of one request that a program processes together. The
+left operand of a product on Hopper's matrix unit has at least 64 rows. If it held 16 or 32 query rows, at least half of
+it would be empty, and the product would take as long as with 64 query rows. The products are therefore transposed:
+scores are [keys, rows], outputs are [latents, rows], and the left operand has 64 keys or 64 latents.
 
-A producer (one warp) loads tiles into a ring of two stages with TMA, the GPU's bulk copy engine. One consumer (four
-warps) multiplies. The bandwidth of reading the cache limits the speed. README.md shows how a tile passes from the
-producer to the consumer.
+A producer (one warp) loads tiles of 64 keys with TMA, the GPU's bulk copy engine, into a ring of two stages (buffers in
+shared memory). One consumer (four warps) multiplies. The memory bandwidth for reading the cache limits the speed.
+README.md shows how a tile passes from the producer to the consumer.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from .epilogue_16_32 import (
     write_whole,
 )
 
-LONG = gl.constexpr(16)  # a program with this many tiles or more in its first work item loads the queries first
+LONG = gl.constexpr(16)  # a first work item of at least this many tiles is long: see `_produce`
 
 
 @gluon.jit
@@ -68,15 +69,15 @@ def attend_tiles(begin, stop, end, visibility, ctx, step, c):
     Args:
         begin: first tile.
         stop: end of the tiles, exclusive.
-        end: end of the work item's tiles, exclusive; keys behind these tiles are masked.
+        end: end of the work item's tiles, exclusive; keys behind `end` are masked.
         visibility: `Visibility`.
         ctx: `Context`.
-        step: number of stages of the ring that tiles and kept states have used so far; it determines the next stage and
-            the phase of this stage.
+        step: number of stages of the ring that were filled so far; it determines the next stage and the phases of the
+            barriers of that stage.
         c: `Constants`.
 
     Returns:
-        `RowState` and the new `step`.
+        The `RowState` over the keys of these tiles, and the new `step`.
     """
     shared, bars, scale_log2 = ctx.shared, ctx.bars, ctx.sizes.scale_log2
     q_latent, q_rope = shared.queries.q_latent, shared.queries.q_rope
@@ -98,7 +99,7 @@ def attend_tiles(begin, stop, end, visibility, ctx, step, c):
     for tile in range(begin, stop):
         stage = step % STAGES
         phase = (step // STAGES) & 1
-        zero = step >> 30  # always 0; with a literal 0, the compiler would keep the queries' addresses in registers
+        zero = step >> 30  # always 0; with a literal 0, addresses of the queries would occupy registers
         k_tile = k_latent.index(stage * BUFFERS)._reinterpret(dtype, [TILE, LATENT], TILE_SHARED)
         values = warpgroup_mma_wait(0, deps=[values])
         arrive(empty.index((step + STAGES - 1) % STAGES), pred=tile > begin)
@@ -143,7 +144,7 @@ def attend_tiles(begin, stop, end, visibility, ctx, step, c):
 def _consume(ctx, c):
     """Run the consumer: attend all work items of the program."""
     TRANSPOSED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.ROWS, 16])
-    step = 0  # number of stages of the ring that were used so far
+    step = 0  # number of stages of the ring that were filled so far
     run_work_items(
         prefetch_next, attend_tiles, with_kept, keep, write_partial, write_whole, to_base_two, step, ctx, c,
         gl.SliceLayout(0, TRANSPOSED), False,
@@ -159,7 +160,7 @@ def _produce(ctx, latent_tma, rope_tma, c):
     BUFFERS: gl.constexpr = k_latent.shape[0] // STAGES
     ROPE_BUFFERS: gl.constexpr = k_rope.shape[0] // STAGES
     BYTES: gl.constexpr = TILE * (c.LATENT + c.ROPE) * (k_latent.dtype.primitive_bitwidth // 8)
-    KEEPS: gl.constexpr = c.BY_LENGTH and c.ROWS * c.LATENT > SHARED_VALUES  # half of a kept state in global memory
+    KEEPS: gl.constexpr = c.BY_LENGTH and c.ROWS * c.LATENT > SHARED_VALUES  # half of a kept state is in global memory
     kept_values = kept_in_memory(ctx, c.LATENT)
     position = first_position(ctx.plan, sizes, c.SCHEDULED, 1)
     position, item = seek_item(position, ctx.plan, ctx.inputs, sizes, 1, c.ROWS, c.HEADS, c.BY_LENGTH, c.SCHEDULED, 1)
@@ -175,8 +176,8 @@ def _produce(ctx, latent_tma, rope_tma, c):
         if KEEPS:
             split_tiles = item.split_tiles
             combine_at = gl.where((begin == 0) & (stop > split_tiles), gl.minimum(2 * split_tiles, stop), 0)
-        # All programs load their first tiles at the same time, which delays the queries. A program with a long first
-        # item therefore loads only one tile before the queries.
+        # All programs load their first tiles at the same time, which delays the consumer's loads of the queries. If the
+        # first work item is long, the producer loads one tile, then waits until the queries have arrived.
         queries_first = (number == 0) & (stop - begin >= LONG)
         for tile in range(begin, stop):
             stage = step % STAGES
@@ -213,7 +214,7 @@ def _produce(ctx, latent_tma, rope_tma, c):
         position, item = seek_item(
             position, ctx.plan, ctx.inputs, sizes, 1, c.ROWS, c.HEADS, c.BY_LENGTH, c.SCHEDULED, 1
         )
-        mbarrier.wait(bars.item_begun, number & 1)  # the consumer no longer reads the previous item
+        mbarrier.wait(bars.item_begun, number & 1)  # the consumer no longer reads the item that is overwritten
         number += 1
         write_item(shared.items, number, item, bars.item_written)
 
@@ -235,9 +236,9 @@ def _row_blocks_16_32_kernel(
     small_tiles, small_splits, large_tiles, max_splits, scale_log2,
     query_strides, table_row_stride, table_stride, c: gl.constexpr,
 ):  # fmt: skip
-    """Write the outputs and partial outputs of all work items, for row blocks of `c.ROWS` rows.
+    """Attend all work items, in row blocks of `c.ROWS` rows, and write their outputs or partial outputs.
 
-    `fast.kernels.combine` adds the partial outputs. `arguments.py` describes the arguments.
+    `fast.kernels.combine` adds the partial outputs afterwards. `arguments.py` describes the arguments.
     """
     dtype: gl.constexpr = latent_tma.dtype
     BOX_KEYS: gl.constexpr = latent_tma.block_shape[1]
@@ -258,7 +259,7 @@ def _row_blocks_16_32_kernel(
     row_values, weighted, stored = weights, weights, weights
     if c.BY_LENGTH:
         row_values = gl.allocate_shared_memory(gl.float32, [2, c.ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        # all latents, or half of them; in this layout, 8 latents by 8 rows lie in different banks of shared memory
+        # the layout avoids bank conflicts: 8 latents by 8 rows lie in different banks of shared memory
         SHARED_LATENTS: gl.constexpr = c.LATENT if c.ROWS * c.LATENT <= SHARED_VALUES else c.LATENT // 2
         weighted = gl.allocate_shared_memory(
             gl.float32, [SHARED_LATENTS, c.ROWS], gl.SwizzledSharedLayout(8, 32 // c.ROWS, c.ROWS // 8, [1, 0])

@@ -1,14 +1,16 @@
-"""Decode of row blocks of 64 rows: two consumers process the tiles in pairs (`tile_pairs`).
+"""Decode kernel for row blocks of 64 rows: two consumers process tiles of 64 keys in pairs (`tile_pairs`).
 
-Both consumers process the same 64 rows. Each consumer accumulates one half of the latent columns of the output. A
-producer (one warp) loads the tiles with TMA, the GPU's bulk copy engine. Shared memory has room for two tiles, not for
-three. Each tile is therefore loaded in quarters of its latent columns, and each quarter has its own barriers: a quarter
-of the next tile is loaded as soon as the same quarter of this tile is released. README.md shows the timeline and the
-barriers.
+A row is one (query token, head) pair, and a row block is the rows of one request that a program processes together. The
+two consumers (four warps each) process the same 64 rows. Each consumer accumulates one half of the latent columns of
+the output. A producer (one warp) loads the tiles with TMA, the GPU's bulk copy engine.
 
-If multiprocessors would be idle otherwise, two programs score the same tiles (SLICES = 2). Each program then multiplies
-only one slice of every quarter: one half of its columns. In that case "half" and "quarter" of the output mean only the
-columns of the program's slices.
+Shared memory has room for only two tiles. A tile is therefore loaded in four quarters of its latent columns, and each
+quarter has its own barriers. When the consumers have finished with one quarter of a tile, the producer can already load
+the same quarter of a later tile. README.md shows the timeline and the barriers.
+
+If multiprocessors would be idle otherwise, two programs compute the scores of the same tiles (SLICES = 2). Each program
+then multiplies the probabilities by only one slice of every quarter: one half of the columns of the quarter. With
+SLICES = 2, a "half" or "quarter" of the output contains only the columns in the slices of the program.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from .epilogue_64 import keep, prefetch_next, to_base_two, with_kept, write_part
 from .tile_pairs import Bars, PairCounters, Shared, attend_pairs
 from .tile_scores import ROWS, load_quarter
 
-LONG = gl.constexpr(8)  # a program with this many tiles or more in its first work item loads the queries first
+LONG = gl.constexpr(8)  # a first work item of at least this many tiles is long: see `_produce`
 
 
 @gluon.jit
@@ -50,7 +52,7 @@ def _consume(ctx, c):
 def _load_quarter(
     tile, cache_block, blocks, latent_tma, rope_tma, ctx, phase, TILE_INDEX: gl.constexpr, NUMBER: gl.constexpr, c
 ):
-    """Wait until the buffer of quarter NUMBER of a tile is released, then issue the loads of this quarter."""
+    """Wait until the buffer of quarter NUMBER of a tile is free, then issue the loads of this quarter."""
     shared, bars = ctx.shared, ctx.bars
     mbarrier.wait(bars.empty.index(4 * TILE_INDEX + (2 * TILE_INDEX + NUMBER) % 4), phase)
     load_quarter(
@@ -78,9 +80,10 @@ def _produce(ctx, latent_tma, rope_tma, c):
             cache_block_of(begin * TILE, blocks, c.BLOCK_SIZE),
             cache_block_of((begin + 1) * TILE, blocks, c.BLOCK_SIZE),
         )
-        # All programs load their first tiles at the same time, which delays the queries. If several row blocks read the
-        # same tiles, the queries are loaded before the first tile; otherwise they are loaded before the second tile.
-        # With slices there are too few programs for such a delay.
+        # All programs load their first tiles at the same time, which delays the loads of the queries in the consumers.
+        # If the first work item is long, the producer therefore waits until the queries have arrived: before the second
+        # tile, and with several row blocks per request already before the first tile. With SLICES = 2 there are so few
+        # programs that the queries are not delayed.
         queries_first = (c.SLICES == 1) & (number == 0) & (stop - begin >= LONG)
         if queries_first & (sizes.row_blocks > 1):
             mbarrier.wait(bars.item_begun, 0)
@@ -112,7 +115,7 @@ def _produce(ctx, latent_tma, rope_tma, c):
         position, item = seek_item(
             position, ctx.plan, ctx.inputs, sizes, 2, ROWS, c.HEADS, c.BY_LENGTH, c.SCHEDULED, c.SLICES
         )
-        mbarrier.wait(bars.item_begun, number & 1)  # the consumers no longer read the previous item
+        mbarrier.wait(bars.item_begun, number & 1)  # the consumers no longer read the item that is overwritten
         number += 1
         write_item(items, number, item, bars.item_written)
 
@@ -136,10 +139,11 @@ def _row_blocks_64_kernel(
     query_strides, table_row_stride, table_stride,
     out_rows, kv_cache, block_stride, key_stride, c: gl.constexpr,
 ):  # fmt: skip
-    """Write the outputs and partial outputs of all work items, for row blocks of 64 rows.
+    """Attend all work items, in row blocks of 64 rows, and write their outputs or partial outputs.
 
-    `fast.kernels.combine` adds the partial outputs. `arguments.py` describes the arguments. `out_rows` is the TMA
-    descriptor that writes outputs; it needs row blocks of one token. If `out_rows` is None, plain stores write outputs.
+    `fast.kernels.combine` adds the partial outputs afterwards. `arguments.py` describes the arguments. `out_rows` is a
+    TMA descriptor with which outputs are written, if all rows of a row block belong to one query token. If `out_rows`
+    is None, plain stores write the outputs.
     """
     dtype: gl.constexpr = latent_tma.dtype
     BOX_KEYS: gl.constexpr = latent_tma.block_shape[1]

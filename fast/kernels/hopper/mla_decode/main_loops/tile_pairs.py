@@ -1,20 +1,22 @@
-"""Main loop for pairs of tiles in two consumers: scores, softmax and weighted sums of 64 rows.
+"""Main loop of the kernel for row blocks of 64 rows: two consumers process tiles of 64 keys in pairs.
+
+A consumer is four warps that multiply. A row is one (query token, head) pair.
 
 | | first consumer | second consumer |
 |---|---|---|
 | scores and softmax | tile 0 of the pair, all 64 rows | tile 1 of the pair, all 64 rows |
 | weighted sum of the values of both tiles | quarters 0 and 1 of the latent columns | quarters 2 and 3 |
 
-Each consumer needs the probabilities of both tiles, so each consumer writes the probabilities of its tile to shared
+Each consumer needs the probabilities of both tiles. It therefore writes the probabilities of its own tile to shared
 memory for the other consumer. While one consumer computes its softmax, the products of the other consumer run on the
-matrix unit; FlashMLA calls this order "seesaw". In the names below, P0 and P1 are the probabilities of tiles 0 and 1,
-and V0 and V1 are the latents of these tiles.
+matrix unit; FlashMLA calls this order "seesaw". In the docstrings below, P0 and P1 are the probabilities of tiles 0 and
+1, and V0 and V1 are the latents of these tiles. P0 V0 is their product.
 
-The reference score of a row is the number that is subtracted from the row's scores before exp2
-(`tile_scores.reference_of`).
+The reference score of a row is the number that is subtracted from its scores before exp2. It may grow from tile to tile
+(`tile_scores.reference_of`). The probabilities here are not normalised: they are exp2(score - reference score).
 
-VALUES is the layout of a quarter of the output. Its width is the number of columns of a quarter that the program
-multiplies: all columns, or the columns of one slice (`row_blocks_64`).
+In the layouts, SCORES is for the scores of a tile and VALUES for a quarter of the output. If two programs share the
+work (SLICES = 2, see `row_blocks_64`), VALUES has only the columns of one slice of the quarter.
 """
 
 from __future__ import annotations
@@ -46,9 +48,9 @@ class Shared(NamedTuple):
         queries: `Queries`.
         latents: latents of two tiles, in quarters.
         rope_tiles: for each of the two tiles, first the rope part of its keys, later its probabilities.
-        row_values: [4, ROWS]: reference scores after tile 0 and tile 1, sums of weights of both consumers.
-        kept: [4, ROWS]: for each consumer, the largest scores and the sums of weights that it keeps between splits.
-        items: work items.
+        row_values: [4, ROWS]: reference scores after tile 0 and after tile 1, then sums of weights of both consumers.
+        kept: [4, ROWS]: for each consumer, the reference scores and the sums of weights that it keeps between splits.
+        items: the current and the next work item.
     """
 
     queries: Any
@@ -71,11 +73,11 @@ class Bars(NamedTuple):
 
 
 class PairCounters(NamedTuple):
-    """Counters whose parity is the phase of a barrier.
+    """Counters from which a consumer computes the phases of its barriers.
 
     Attributes:
-        pairs: pairs of tiles processed so far.
-        sums: exchanges of sums between the consumers so far: one for each call of `attend_pairs`.
+        pairs: number of pairs of tiles processed so far.
+        sums: number of calls of `attend_pairs` so far; the consumers exchange sums of weights once in each call.
     """
 
     pairs: Any
@@ -85,7 +87,7 @@ class PairCounters(NamedTuple):
 @gluon.jit
 @no_type_check
 def slice_of_program(SLICES: gl.constexpr):
-    """Return the index of the slice of every quarter that this program multiplies."""
+    """Return which slice of every quarter this program multiplies."""
     return gl.program_id(0) % SLICES
 
 
@@ -94,7 +96,7 @@ def slice_of_program(SLICES: gl.constexpr):
 def _multiplied(
     latents, TILE_INDEX: gl.constexpr, QUARTER: gl.constexpr, zero, WIDTH: gl.constexpr, VALUES: gl.constexpr
 ):
-    """Return the latents of a tile's quarter that this program multiplies: all columns, or the columns of one slice."""
+    """Return the shared memory of the columns of a quarter that this program multiplies: all columns or one slice."""
     SPAN: gl.constexpr = VALUES.instr_shape[1]
     SLICES: gl.constexpr = WIDTH // SPAN
     if SLICES == 1:
@@ -109,7 +111,7 @@ def _multiplied(
 @gluon.jit
 @no_type_check
 def scaled(left, right, factor, VALUES: gl.constexpr):
-    """Return both quarters of the weighted sums, with each row multiplied by the factor of this row."""
+    """Return both quarters of the weighted sums, with each row multiplied by its factor."""
     factor = gl.convert_layout(factor, gl.SliceLayout(1, VALUES))[:, None]
     return left * factor, right * factor
 
@@ -117,9 +119,9 @@ def scaled(left, right, factor, VALUES: gl.constexpr):
 @gluon.jit
 @no_type_check
 def _all_rows(row_values, TILE_INDEX: gl.constexpr):
-    """Return the reference scores of all rows after one tile, with a copy in every warp.
+    """Load the reference scores of all rows after one tile into every warp.
 
-    With these copies, all warps take the same branch in `_rescaled` without a barrier.
+    All warps then take the same branch in `_rescaled`, and need no barrier for it.
     """
     return row_values.index(TILE_INDEX).load(gl.BlockedLayout([2], [32], [4], [0]))
 
@@ -127,17 +129,17 @@ def _all_rows(row_values, TILE_INDEX: gl.constexpr):
 @gluon.jit
 @no_type_check
 def _rescaled(left, right, old_references, new_references, before, after, scale_log2, VALUES: gl.constexpr):
-    """Return the weighted sums relative to new reference scores; skip the rescaling if no reference score has changed.
+    """Rescale the weighted sums from old to new reference scores, unless no reference score has changed.
 
     Args:
         left: the consumer's first quarter of the weighted sums.
         right: the consumer's second quarter of the weighted sums.
-        old_references: old reference scores of all rows, in every warp.
-        new_references: new reference scores of all rows, in every warp.
-        before: old reference scores of the thread's own rows.
-        after: new reference scores of the thread's own rows.
+        old_references: old reference scores, with a copy of all rows in every warp (`_all_rows`).
+        new_references: new reference scores, with a copy of all rows in every warp.
+        before: old reference scores, in the layout of the rows of SCORES.
+        after: new reference scores, in the layout of the rows of SCORES.
         scale_log2: softmax scale divided by ln 2.
-        VALUES: layout of a quarter of the output, or of a slice of it.
+        VALUES: layout of a quarter of the output.
     """
     if gl.max((old_references != new_references).to(gl.int32), 0) > 0:
         left, right = scaled(left, right, gl.exp2((before - after) * scale_log2), VALUES)
@@ -147,8 +149,8 @@ def _rescaled(left, right, old_references, new_references, before, after, scale_
 @gluon.jit
 @no_type_check
 def _zero_unowned(latents, zero, first_row, TILE_INDEX: gl.constexpr, QUARTER: gl.constexpr, WIDTH: gl.constexpr):
-    """Overwrite the keys from `first_row` on of two quarters of a tile with zeros (`zero_from`)."""
-    COLUMNS: gl.constexpr = 64  # contiguous columns in shared memory
+    """Overwrite the keys from `first_row` on in quarters QUARTER and QUARTER + 1 of a tile with zeros (`zero_from`)."""
+    COLUMNS: gl.constexpr = 64  # columns that are contiguous in shared memory
     FIRST: gl.constexpr = (4 * TILE_INDEX + QUARTER) * WIDTH // COLUMNS
     columns = latents._reinterpret(latents.dtype, [8 * WIDTH // COLUMNS, TILE, COLUMNS], gl.NVMMASharedLayout(128, 16))
     if first_row < TILE:
@@ -164,10 +166,10 @@ def _attend_pair_in_first(
     scores, state, first, end, visibility, buffers, row_values, bars, zero, phase, scale_log2,
     WIDTH: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCORES: gl.constexpr, VALUES: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Attend a pair of tiles in the first consumer: first P0 V0, then P1 V1.
+    """Attend a pair of tiles in the first consumer: compute P0 V0, then P1 V1; return the state.
 
-    P0 comes from registers, P1 from shared memory. Return the state. The product P1 V1 may still run, so the caller
-    waits until this product has finished.
+    This consumer computes P0 itself and reads P1 from shared memory. P1 V1 may still run when the function returns, so
+    the caller must wait for this product.
     """
     largest, total, left, right = state.largest, state.total, state.left, state.right
     latents, rope_tiles = buffers
@@ -186,7 +188,7 @@ def _attend_pair_in_first(
     rope_tiles.index(zero).store(rounded)
     row_values.index(0).store(first_reference)
     fence_async_shared()
-    # reference scores after the previous pair; in the first pair they are stale, but the sums that they rescale are 0
+    # reference scores after the previous pair; invalid in the first pair, where all weighted sums are 0 anyway
     old_references = _all_rows(row_values, 1)
     arrive(ready.index(0))
     decay = gl.exp2((largest - first_reference) * scale_log2)
@@ -223,10 +225,9 @@ def _attend_pair_in_second(
     LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCORES: gl.constexpr, VALUES: gl.constexpr,
     MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Attend a pair of tiles in the second consumer: first P0 V0, then P1 V1.
+    """Attend a pair of tiles in the second consumer: compute P0 V0, then P1 V1; return the state.
 
-    P0 comes from shared memory, P1 from registers. P0 V0 runs while this consumer computes its softmax. Return the
-    state.
+    This consumer reads P0 from shared memory and computes P1 itself. P0 V0 runs while it computes its softmax.
     """
     WIDTH: gl.constexpr = LATENT // 4
     largest, total, left, right = state.largest, state.total, state.left, state.right
@@ -285,12 +286,15 @@ def _attend_pairs_in_first(
     begin, masked_begin, stop, visibility, buffers, row_values, q_latent, q_rope, bars, pair, scale_log2,
     LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCORES: gl.constexpr, VALUES: gl.constexpr,
 ):  # fmt: skip
-    """Attend the pairs of tiles [begin, stop) in the first consumer; return the state and the new number of pairs."""
+    """Attend the tiles [begin, stop) in pairs, in the first consumer; return the state and the new number of pairs.
+
+    The tiles from `masked_begin` on need a mask. `pair` is the number of pairs processed so far.
+    """
     WIDTH: gl.constexpr = LATENT // 4
     full, empty = bars.full, bars.empty
     state = _nothing_seen(SCORES, VALUES)
     if begin < stop:
-        # always 0; with a literal 0, the compiler would keep the addresses of all buffers in registers and spill some
+        # always 0; with a literal 0, the compiler would keep the addresses of all buffers in registers, and spill
         zero = pair >> 30
         scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
         for number in gl.static_range(4):
@@ -307,7 +311,7 @@ def _attend_pairs_in_first(
             left = warpgroup_mma_wait(1, deps=[state.left])
             arrive(empty.index(4))
             pair += 1
-            more = first + 2 < stop  # if false, the next products are discarded
+            more = first + 2 < stop  # if false, there is no next pair, and its scores are discarded
             scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
             scores = score_quarter(scores, buffers, q_latent, q_rope, full, zero, pair & 1, more, 0, 0, LATENT, ROPE)
             right = warpgroup_mma_wait(1, deps=[state.right])
@@ -345,7 +349,10 @@ def _attend_pairs_in_second(
     begin, masked_begin, stop, visibility, buffers, row_values, q_latent, q_rope, bars, pair, scale_log2,
     LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCORES: gl.constexpr, VALUES: gl.constexpr,
 ):  # fmt: skip
-    """Attend the pairs of tiles [begin, stop) in the second consumer; return the state and the new number of pairs."""
+    """Attend the tiles [begin, stop) in pairs, in the second consumer; return the state and the new number of pairs.
+
+    The tiles from `masked_begin` on need a mask. `pair` is the number of pairs processed so far.
+    """
     state = _nothing_seen(SCORES, VALUES)
     for first in range(begin, masked_begin, 2):
         state = _attend_pair_in_second(
@@ -381,14 +388,15 @@ def attend_pairs(begin, stop, end, visibility, ctx, counters, c):
     Args:
         begin: first tile.
         stop: end of the tiles, exclusive.
-        end: end of the work item's tiles; unused, because keys are masked from `stop` on.
+        end: unused; `attend_tiles` of `row_blocks_16_32` needs this argument.
         visibility: `Visibility`.
         ctx: `Context`.
         counters: `PairCounters`.
         c: `Constants`.
 
     Returns:
-        `HalfState` over all keys of these tiles, with the sums of both consumers added, and the new `PairCounters`.
+        The `HalfState` over all keys of these tiles, whose `total` has the sums of both consumers, and the new
+        `PairCounters`.
     """
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.LATENT // 4 // c.SLICES, 16])

@@ -1,10 +1,10 @@
 """Scores of one tile of 64 keys for 64 rows: loads, products, mask and reference scores.
 
-The reference score of a row is the number that is subtracted from the row's scores before exp2.
+A row is one (query token, head) pair. Its reference score is the number that is subtracted from its scores before exp2.
 
-A tile is loaded and multiplied in four quarters of its latent columns. The rope part is loaded and multiplied together
-with the last quarter. The two tiles of a pair have TILE_INDEX 0 and 1. The order of the quarters is 0, 1, 2, 3 for tile
-0, and 2, 3, 0, 1 for tile 1; NUMBER is the position of a quarter in this order.
+Tiles are processed in pairs: the two tiles of a pair have TILE_INDEX 0 and 1. A tile is loaded and multiplied in four
+quarters of its latent columns, in the order 0, 1, 2, 3 for tile 0, and 2, 3, 0, 1 for tile 1. NUMBER is the position of
+a quarter in this order. The rope part of the tile is loaded and multiplied together with NUMBER 3.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...common.loads import load_columns
 from ...common.own_length import TILE
 
 ROWS = gl.constexpr(64)
-MOST_GROWTH = gl.constexpr(8.0)  # in powers of 2: see `reference_of`
+MOST_GROWTH = gl.constexpr(8.0)  # a reference score grows if a weight would exceed 2^8: see `reference_of`
 
 
 @gluon.jit
@@ -28,13 +28,13 @@ def load_quarter(
     tile, cache_block, blocks, latent_tma, rope_tma, buffers, full,
     TILE_INDEX: gl.constexpr, NUMBER: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Issue the TMA (bulk copy) loads of quarter NUMBER of a tile; set the bytes that the quarter's barrier expects."""
+    """Set the number of bytes that the barrier of quarter NUMBER expects, and issue the TMA loads of this quarter."""
     latents, rope_tiles = buffers
     WIDTH: gl.constexpr = LATENT // 4
     BUFFERS: gl.constexpr = latents.shape[0] // 8
     QUARTER: gl.constexpr = (2 * TILE_INDEX + NUMBER) % 4
     # The buffer of the rope part later holds the probabilities of this tile, which the other consumer multiplies. The
-    # other consumer releases quarter NUMBER 3 last, so the buffer is free when quarter NUMBER 3 may be loaded again.
+    # other consumer releases quarter NUMBER 3 after that, so the buffer is free when NUMBER 3 is loaded again.
     ROPE_COLUMNS: gl.constexpr = ROPE if NUMBER == 3 else 0
     BYTES: gl.constexpr = TILE * (WIDTH + ROPE_COLUMNS) * (latents.dtype.primitive_bitwidth // 8)
     bar = full.index(4 * TILE_INDEX + QUARTER)
@@ -58,10 +58,10 @@ def score_quarter(
     scores, buffers, q_latent, q_rope, full, zero, phase, expected, TILE_INDEX: gl.constexpr, NUMBER: gl.constexpr,
     LATENT: gl.constexpr, ROPE: gl.constexpr,
 ):  # fmt: skip
-    """Return the scores after the products of quarter NUMBER of a tile; NUMBER 3 also adds the rope part.
+    """Add the products of quarter NUMBER of a tile to the scores; NUMBER 3 also adds the products of the rope part.
 
-    If `expected` is false, no load is under way, and this function does not wait. It multiplies whatever the buffer
-    holds, and the caller discards the product.
+    If `expected` is false, the quarter is not loaded, and this function does not wait. It multiplies whatever the
+    buffer holds, and the caller discards the product.
     """
     latents, rope_tiles = buffers
     WIDTH: gl.constexpr = LATENT // 4
@@ -80,7 +80,7 @@ def score_quarter(
 @gluon.jit
 @no_type_check
 def quarter_of(latents, TILE_INDEX: gl.constexpr, QUARTER: gl.constexpr, zero, WIDTH: gl.constexpr):
-    """Return a quarter of the latents of a tile in shared memory, [TILE, WIDTH]."""
+    """Return the shared memory [TILE, WIDTH] of quarter QUARTER of the latents of a tile."""
     BUFFERS: gl.constexpr = latents.shape[0] // 8
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     return latents.index((4 * TILE_INDEX + QUARTER) * BUFFERS + zero)._reinterpret(latents.dtype, [TILE, WIDTH], layout)
@@ -89,7 +89,7 @@ def quarter_of(latents, TILE_INDEX: gl.constexpr, QUARTER: gl.constexpr, zero, W
 @gluon.jit
 @no_type_check
 def masked(scores, tile, end, visibility, LAYOUT: gl.constexpr, BLOCK_SIZE: gl.constexpr):
-    """Return scores with -inf for keys that a row must not see, and for keys whose block is outside the cache."""
+    """Replace scores by -inf for keys that a row must not see, and for keys whose block number is invalid."""
     table_row, table_stride, checked_keys = visibility.table_row, visibility.table_stride, visibility.checked_keys
     key = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(0, LAYOUT))
     if BLOCK_SIZE % TILE == 0:  # all keys of the tile are in one cache block
@@ -106,10 +106,10 @@ def masked(scores, tile, end, visibility, LAYOUT: gl.constexpr, BLOCK_SIZE: gl.c
 @gluon.jit
 @no_type_check
 def reference_of(before, largest, scale_log2):
-    """Return the reference score of each row.
+    """Return the reference score of each row after a tile, from the score `before` and the tile's `largest` score.
 
-    The reference score stays at `before` unless the largest score would get a weight above 2^8; then the largest score
-    becomes the reference score. Weights up to 2^8 cost no accuracy in the float32 sums, and most tiles then need no
-    rescaling of the sums.
+    If `largest` would get a weight above 2^8 relative to `before`, it becomes the reference score. Otherwise `before`
+    stays. A new reference score means that all sums of the row must be rescaled; with this rule, most tiles need no
+    rescaling. Weights up to 2^8 cost no accuracy in the float32 sums.
     """
     return gl.where((largest - before) * scale_log2 > MOST_GROWTH, largest, before)

@@ -1,10 +1,15 @@
 """Phase 2 of a decode in two phases: programs multiply the probabilities of a split by its values, in order.
 
-The unit of work is a column block: a split, a row block of 64 rows, and an eighth of the latent columns. With eight
-column blocks per split, several programs compute one split. Each program adds the pairs of tiles from the first to the
+A split is consecutive tiles (64 keys each) of one request, which are processed in pairs. A row is one (query token,
+head) pair. The unit of work of phase 2 is a column block: one split, one row block of 64 rows, and one eighth of the
+latent columns. Several programs can thus compute one split. Each program adds the pairs of tiles from the first to the
 last.
 
-The reference score of a row is the number that is subtracted from the row's scores before exp2. Phase 1 writes it.
+A score block is one pair of tiles and one row block. Phase 1 writes its probabilities and its row values to global
+memory, then sets its flag. The row values are the reference scores and the sums of weights of the rows. The reference
+score of a row is the number that is subtracted from its scores before exp2.
+
+In each program the producer (one warp) loads, and the consumer (four warps) multiplies.
 """
 
 from __future__ import annotations
@@ -45,10 +50,10 @@ from ...common.work_items import lens_of, row_block_of
 from ..main_loops.tile_scores import ROWS
 from .score_blocks import NOT_WRITTEN, ROW_VALUES, ColumnBlock, fence_async_global
 
-COLUMN_BLOCKS = gl.constexpr(8)  # column blocks of the latent columns
-STAGES = gl.constexpr(8)  # stages of the ring of values; each stage holds one pair of tiles
+COLUMN_BLOCKS = gl.constexpr(8)  # number of column blocks into which the latent columns are divided
+STAGES = gl.constexpr(8)  # stages (buffers) of the ring of values; each stage holds one pair of tiles
 PROBABILITY_STAGES = gl.constexpr(4)  # stages of the ring of probabilities and row values; each stage holds one pair
-LANES = gl.constexpr(32)  # flags that are read at a time
+LANES = gl.constexpr(32)  # flags that the producer reads at a time, one in each thread
 
 
 @gluon.jit
@@ -61,9 +66,9 @@ def num_column_blocks(sizes, splits_bound):
 @gluon.jit
 @no_type_check
 def seek_column_block(number, plan, inputs, sizes, splits_bound, HEADS: gl.constexpr):
-    """Return the program's first existing `ColumnBlock` at or after a number.
+    """Return the first `ColumnBlock` of this program at or after a number whose split and rows exist.
 
-    If the program has no column block left, the number of the returned column block is at least `num_column_blocks`.
+    If no such column block is left, the number of the returned column block is at least `num_column_blocks`.
     """
     row_blocks = sizes.row_blocks
     none = number * 0
@@ -91,9 +96,10 @@ def seek_column_block(number, plan, inputs, sizes, splits_bound, HEADS: gl.const
 @gluon.jit
 @no_type_check
 def first_column_block():
-    """Return the number of the program's first column block.
+    """Return the number of the first column block of this program.
 
-    Programs with high numbers get the first column blocks: a program without a score block in phase 1 is free earlier.
+    Programs with high numbers may have no score block in phase 1. They are free first, so they get the first column
+    blocks.
     """
     return gl.num_programs(0) - 1 - gl.program_id(0)
 
@@ -101,7 +107,7 @@ def first_column_block():
 @gluon.jit
 @no_type_check
 def _cache_blocks_of_pair(block, pair, block_table, strides, BLOCK_SIZE: gl.constexpr):
-    """Return the cache blocks of the first keys of both tiles of a pair."""
+    """Return the numbers of the cache blocks that contain the first keys of both tiles of a pair."""
     blocks, key = block_table_row_of(block, block_table, strides), (block.begin + 2 * pair) * TILE
     first = cache_block_of(key, blocks, BLOCK_SIZE)
     return first, cache_block_of(key + TILE, blocks, BLOCK_SIZE)
@@ -110,7 +116,7 @@ def _cache_blocks_of_pair(block, pair, block_table, strides, BLOCK_SIZE: gl.cons
 @gluon.jit
 @no_type_check
 def _cache_blocks_of_column_block(block, block_table, strides, BLOCK_SIZE: gl.constexpr):
-    """Return the cache blocks of the first keys of the tiles of the first STAGES pairs."""
+    """Return `_cache_blocks_of_pair` for the first STAGES pairs of a column block."""
     blocks = ()
     for pair in gl.static_range(STAGES):
         blocks = blocks + (_cache_blocks_of_pair(block, pair, block_table, strides, BLOCK_SIZE),)  # noqa: RUF005
@@ -120,7 +126,7 @@ def _cache_blocks_of_column_block(block, block_table, strides, BLOCK_SIZE: gl.co
 @gluon.jit
 @no_type_check
 def _await_stage(empty, step):
-    """Wait until the stage of pair `step` is released: the consumer has multiplied pair `step - STAGES`."""
+    """Wait until the stage of pair `step` is free: until the consumer has multiplied pair `step - STAGES`."""
     mbarrier.wait(empty.index(step % STAGES), ((step // STAGES) & 1) ^ 1)
 
 
@@ -130,7 +136,10 @@ def _load_pair(
     block, pair, tile_blocks, block_table, strides, value_tma, tiles, full, first_column, step,
     BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Issue the TMA (bulk copy) loads of a column block's columns of a pair; `step` counts the program's pairs."""
+    """Issue the TMA (bulk copy) loads of the values of a pair, in the columns of a column block.
+
+    `step` is the number of pairs that the program has loaded before.
+    """
     WIDTH: gl.constexpr = value_tma.block_shape[2]
     BUFFERS: gl.constexpr = TILE // value_tma.block_shape[1]
     ELEMENTS: gl.constexpr = 2 * TILE * WIDTH
@@ -148,17 +157,14 @@ def _load_pair(
 @gluon.jit
 @no_type_check
 def _pairs_scored(flags, first_score_block, pair, count, row_blocks):
-    """Read the flags of LANES pairs from `pair` on, in one warp.
-
-    Return the first pair whose probabilities are not written yet.
-    """
+    """Read the flags of LANES pairs from `pair` on, in one warp; return the first pair whose flag is not set."""
     lane = gl.arange(0, LANES, gl.BlockedLayout([1], [32], [1], [0]))
     pointers = (flags + first_score_block + gl.minimum(pair + lane, count - 1) * row_blocks).to(gl.int64)
     flag = gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [pointers], gl.int32, is_pure=False, pack=1
     )
     seen = gl.min(gl.where(flag == NOT_WRITTEN, lane, LANES), 0)
-    partition_barrier()  # every lane now sees what any lane has acquired
+    partition_barrier()  # what one lane has acquired is now visible to every lane
     fence_async_global()
     return gl.minimum(pair + seen, count)
 
@@ -166,15 +172,15 @@ def _pairs_scored(flags, first_score_block, pair, count, row_blocks):
 @gluon.jit
 @no_type_check
 def _load_phase_one(score_block, row_values, probability_pairs, shared, full, stage):
-    """Issue the loads of a score block's row values (by the lanes of one warp) and of its probabilities (by TMA)."""
+    """Issue the loads of a score block: row values by the lanes of one warp, probabilities by TMA."""
     element = gl.arange(0, ROW_VALUES, gl.BlockedLayout([4], [32], [1], [0]))
     source = row_values + score_block.to(gl.int64) * ROW_VALUES + element
     async_copy.async_copy_global_to_shared(shared.row_value_stages.index(stage), source)
     ELEMENTS: gl.constexpr = 2 * ROWS * TILE
     BYTES: gl.constexpr = ELEMENTS * (shared.probability_stages.dtype.primitive_bitwidth // 8)
     bar = full.index(stage)
-    # Each thread raises the expected arrivals by one, and arrives after its copies. All threads have raised the number
-    # before `expect` arrives.
+    # Each thread adds one expected arrival to the barrier, and arrives after its copies. The threads then meet, so that
+    # all expected arrivals are added before `expect`, which also arrives.
     async_copy.mbarrier_arrive(bar)
     partition_barrier()
     mbarrier.expect(bar, BYTES)
@@ -189,24 +195,24 @@ def load_column_blocks(
     plan, inputs, value_tma, row_values, probability_pairs, sizes, strides, shared, bars, flags, pairs, splits_bound,
     HEADS: gl.constexpr, LATENT: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Issue the loads of the operands of all the program's column blocks: values, probabilities and row values.
+    """Issue all loads of phase 2 for the column blocks of this program: values, probabilities and row values.
 
     The loads begin after the barrier `scored`, because they overwrite the shared memory of phase 1. The values are
-    loaded ahead of the probabilities, because other programs may not have written the probabilities yet.
+    loaded first, because other programs may still compute the probabilities.
     """
     block_table, row_blocks, tiles = inputs.block_table, sizes.row_blocks, shared.tiles
     column_blocks = num_column_blocks(sizes, splits_bound)
     block = seek_column_block(first_column_block(), plan, inputs, sizes, splits_bound, HEADS)
     first = _cache_blocks_of_column_block(block, block_table, strides, BLOCK_SIZE)
     mbarrier.wait(bars.scored, 0)
-    step = block.number * 0  # pairs of all column blocks so far
+    step = block.number * 0  # number of pairs in the earlier column blocks of this program
     while block.number < column_blocks:
         first_column = block.number % COLUMN_BLOCKS * (LATENT // COLUMN_BLOCKS)
         begin = block.begin
         count = ceil_div(block.stop - begin, 2)
         first_score_block = (block.request * pairs + begin // 2) * row_blocks + block.row_block
         # The first column block fills all stages at once. A later column block fills only half of the stages before its
-        # first probabilities are loaded, because the last pairs of the previous column block release the other half.
+        # first probabilities are loaded: the other half may still hold the last pairs of the previous column block.
         ahead = gl.where(step == 0, STAGES, STAGES - PROBABILITY_STAGES)
         for i in gl.static_range(STAGES):
             if (i < ahead) & (i < count):
@@ -219,8 +225,8 @@ def load_column_blocks(
         while pair < count:
             while scored_pairs <= pair:
                 scored_pairs = _pairs_scored(flags, first_score_block, pair, count, row_blocks)
-            # The consumer releases the stage of pair `later` and the probabilities' stage together, when it has
-            # multiplied the pair with the number `pair - PROBABILITY_STAGES`.
+            # When the consumer has multiplied pair number `pair - PROBABILITY_STAGES`, it releases two stages at once:
+            # the stage of values for pair `later`, and the stage of probabilities for `pair`.
             later = pair + STAGES - PROBABILITY_STAGES
             _await_stage(bars.stage_empty, step + later)
             _load_phase_one(
@@ -242,9 +248,9 @@ def load_column_blocks(
 @gluon.jit
 @no_type_check
 def _row_values(row_value_stages, stage, WHICH: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return one of the four row values of a pair.
+    """Load one of the four row values of a pair for each row.
 
-    WHICH = 0 or 1 is the reference score after tile 0 or 1; WHICH = 2 or 3 is the sum of weights of tile 0 or 1.
+    WHICH 0 and 1 are the reference scores after tiles 0 and 1; WHICH 2 and 3 are the sums of weights of tiles 0 and 1.
     """
     each = row_value_stages._reinterpret(
         gl.float32, [4 * PROBABILITY_STAGES, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -255,7 +261,7 @@ def _row_values(row_value_stages, stage, WHICH: gl.constexpr, LAYOUT: gl.constex
 @gluon.jit
 @no_type_check
 def _zero_unowned(values, first_row, WIDTH: gl.constexpr):
-    """Overwrite the keys from `first_row` on of a tile's columns with zeros (`zero_from`)."""
+    """Overwrite the keys from `first_row` on of a tile with zeros (`zero_from`)."""
     if first_row < TILE:
         for column in gl.static_range(0, WIDTH, 64):
             zero_from(values.slice(column, 64, dim=1), first_row)
@@ -266,10 +272,7 @@ def _zero_unowned(values, first_row, WIDTH: gl.constexpr):
 @gluon.jit
 @no_type_check
 def _rescaled(values, moved, before, after, scale_log2):
-    """Return the weighted sums relative to new reference scores.
-
-    `moved` is False if no reference score has changed; the sums then need no rescaling.
-    """
+    """Rescale the weighted sums from the reference scores `before` to `after`, if any of them has `moved`."""
     if moved:
         values = values * gl.exp2((before - after) * scale_log2)[:, None]
     return values
@@ -278,7 +281,7 @@ def _rescaled(values, moved, before, after, scale_log2):
 @gluon.jit
 @no_type_check
 def _write_partial(state, block, partial, plan, outputs, first_column, LATENT: gl.constexpr, VALUES: gl.constexpr):
-    """Write a column block of a partial output and, for the first column block, the partial LSE."""
+    """Write a column block of a partial output; the first column block also writes the partial LSE."""
     rows = partial_rows(partial, block, ROWS, gl.SliceLayout(1, VALUES), True)
     written = rows.real & (first_column == 0)
     write_partial_largest(state, 1.0, rows, written, outputs)
@@ -290,10 +293,11 @@ def _write_partial(state, block, partial, plan, outputs, first_column, LATENT: g
 @gluon.jit
 @no_type_check
 def _write_whole(state, block, outputs, first_column, LATENT: gl.constexpr, VALUES: gl.constexpr):
-    """Write a column block of the output of a request with one split and, for the first column block, the LSE."""
+    """Write a column block of the output of a request with one split; the first column block also writes the LSE."""
     rows = rows_at(block, ROWS, gl.SliceLayout(1, VALUES))
     divisor = divisor_of(state)
-    # `one` is 1.0, but unknown to the compiler, which would otherwise fuse the product inside `largest` into this sum
+    # `one` is 1.0, but the compiler cannot know that. It would otherwise fuse the product in `largest` with this sum,
+    # and the bits would differ from those of `row_blocks_64`.
     one = gl.full([ROWS], gl.where(block.num_tokens > 0, 1.0, 0.0), gl.float32, state.largest.type.layout)
     log = gl.fma(state.largest, one, gl.log2(divisor))
     write_lse(log, state, rows, rows.real & (first_column == 0), block, outputs)
@@ -308,7 +312,7 @@ def multiply_column_blocks(
     block, inputs, plan, outputs, sizes, shared, bars, splits_bound,
     HEADS: gl.constexpr, LATENT: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Compute the program's column blocks, beginning with `block`, and write their outputs or partial outputs."""
+    """Compute all column blocks of this program from `block` on, and write their outputs or partial outputs."""
     scale_log2 = sizes.scale_log2
     row_value_stages, probability_stages, tiles = shared.row_value_stages, shared.probability_stages, shared.tiles
     WIDTH: gl.constexpr = LATENT // COLUMN_BLOCKS
@@ -318,13 +322,13 @@ def multiply_column_blocks(
     ROW: gl.constexpr = gl.SliceLayout(1, VALUES)
     ALL: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
     column_blocks = num_column_blocks(sizes, splits_bound)
-    step = 0  # pairs of all column blocks so far
+    step = 0  # number of pairs multiplied so far, in all column blocks
     while block.number < column_blocks:
         first_column = block.number % COLUMN_BLOCKS * WIDTH
         length, begin = block.length, block.begin
         count = ceil_div(block.stop - begin, 2)
         largest = gl.full([ROWS], LEAST, gl.float32, ROW)
-        # reference scores of all rows, with a copy in every warp, so that all warps take the same branch in `_rescaled`
+        # every warp has a copy of all reference scores, so that all warps take the same branch in `_rescaled`
         all_before = gl.full([ROWS], LEAST, gl.float32, ALL)
         first_total = gl.zeros([ROWS], gl.float32, ROW)
         second_total = gl.zeros([ROWS], gl.float32, ROW)
@@ -363,7 +367,7 @@ def multiply_column_blocks(
             largest = second_reference
             values = warpgroup_mma(probabilities.slice(ROWS, ROWS), second, values, is_async=True)
             values = warpgroup_mma_wait(0, deps=[values])
-            partition_barrier()  # every warp has read and multiplied before one warp arrives
+            partition_barrier()  # every warp finishes reading and multiplying before one warp arrives
             arrive(bars.stage_empty.index(stage))
             step += 1
 

@@ -1,4 +1,8 @@
-"""The two kernels of a decode in two phases: the first kernel clears words, the second kernel computes both phases."""
+"""The two kernels of a decode in two phases: the first clears words in global memory, the second computes both phases.
+
+A score block is one pair of tiles (64 keys each) and one row block of 64 rows. A column block is an eighth of the
+latent columns of the output of one split, for one row block.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +46,7 @@ CLEARED = gl.constexpr(1024)  # words that a program clears
 @gluon.jit(do_not_specialize=["num_words"])
 @no_type_check
 def _clear_kernel(words, num_words):
-    """Fill the words of all score blocks with NOT_WRITTEN."""
+    """Fill the words of all score blocks, with which programs wait for each other, with NOT_WRITTEN."""
     follow_kernel()
     word = gl.program_id(0) * CLEARED + gl.arange(0, CLEARED, gl.BlockedLayout([4], [32], [4], [0]))
     gl.store(words + word, gl.full([CLEARED], NOT_WRITTEN, gl.int32, word.type.layout), mask=word < num_words)
@@ -53,7 +57,7 @@ def _clear_kernel(words, num_words):
 def _consume(
     inputs, plan, words, phase_one, outputs, sizes, strides, shared, bars, pairs, splits_bound, c,
 ):  # fmt: skip
-    """Run the consumer: compute the products of both phases."""
+    """Run the consumer (four warps): compute the products of both phases."""
     item, has_block = score_block_of_program(plan, inputs, sizes, pairs, c.HEADS)
     if has_block:
         prefetch_queries(item, shared.queries, sizes, ROWS, c.HEADS, 0, c.LATENT, c.ROPE)
@@ -104,11 +108,11 @@ def _two_phases_kernel(
 ):  # fmt: skip
     """Compute at most one score block, then column blocks, of a batch-invariant decode.
 
-    If a request has several splits, each split becomes a partial output for `fast.kernels.combine`. The launch
-    guarantees:
+    If a request has several splits, each split becomes a partial output, and `fast.kernels.combine` adds them. The
+    launcher guarantees:
 
     - All programs run at the same time, and there is at least one program for each score block.
-    - All `words` are NOT_WRITTEN.
+    - All `words` are NOT_WRITTEN at the beginning.
     - No request has more than `splits_bound` splits or more than `pairs` pairs of tiles.
     """
     dtype: gl.constexpr = latent_tma.dtype

@@ -1,4 +1,7 @@
-"""Launcher of a decode in two phases: it allocates the buffers and launches the two kernels."""
+"""Launcher of a decode in two phases: it allocates buffers, and launches a small kernel and the main kernel.
+
+A score block is a pair of tiles (64 keys each) of one request, for one row block of 64 rows.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,9 @@ def launch_two_phases(
 ) -> None:
     """Launch the two phases as one cooperative kernel, in which all programs run at the same time.
 
+    Before it, a small kernel fills the words in global memory with NOT_WRITTEN. Programs of the cooperative kernel wait
+    for each other until words have other values.
+
     Args:
         inputs: queries, descriptors of the cache, and the tensors that describe the batch.
         outputs: outputs and partial outputs.
@@ -37,7 +43,7 @@ def launch_two_phases(
         row_sizes: numbers of rows and partial outputs.
         numbers: the numbers of the split rule, scale and strides.
         constants: compile-time constants of the kernel.
-        programs: number of programs: at least the number of score blocks, and so few that all run at the same time.
+        programs: number of programs: at least one for each score block, and at most one for each multiprocessor.
         pairs: upper bound of the pairs of tiles of a request.
         splits_bound: upper bound of the splits of a request.
     """

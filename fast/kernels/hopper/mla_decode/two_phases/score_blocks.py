@@ -1,13 +1,12 @@
 """Phase 1 of a decode in two phases: each program computes the probabilities of one score block.
 
-A score block is a pair of tiles of a request and a row block of 64 rows. Its probabilities are relative to the
-reference score of each row: the number that is subtracted from the row's scores before exp2. The reference score
-depends on the largest scores of all earlier tiles of the split (`tile_scores.reference_of`). Each program therefore
-publishes the largest scores of its two tiles in global memory, and waits until the largest scores of the earlier pairs
-are published.
+A score block is one pair of tiles (64 keys each) of a request, and one row block of 64 rows. A row is one (query token,
+head) pair. The reference score of a row is the number that is subtracted from its scores before exp2. It depends on the
+largest scores of all earlier tiles of the same split (`tile_scores.reference_of`), which other programs compute. Each
+program therefore publishes the largest scores of its two tiles: it writes them to global memory. It then waits until
+the largest scores of the earlier pairs are published.
 
-Largest scores are published as 32-bit words. A word is NOT_WRITTEN at first; a word with any other value has been
-written.
+A largest score is published as a 32-bit word. The word is NOT_WRITTEN before, and has any other value afterwards.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ from ...common.work_items import lens_of
 from ..main_loops.tile_scores import ROWS, load_quarter, masked, reference_of, score_quarter
 
 QUARTERS = gl.constexpr(4)  # quarters of a tile's latent columns, loaded and scored one by one
-BEFORE = gl.constexpr(8)  # earlier pairs whose largest scores are loaded at a time
+BEFORE = gl.constexpr(8)  # number of earlier pairs whose largest scores are loaded at a time
 NOT_WRITTEN = gl.constexpr(-1)  # sentinel for "not written yet": no published score and no flag has these bits
 CANONICAL_NAN = gl.constexpr(0x7FFFFFFF)  # published instead of a NaN whose bits are NOT_WRITTEN
-SCORE_WORDS = gl.constexpr(2 * ROWS.value)  # words of a score block: the largest score of each row in both tiles
-# float32 values of a score block: for each row, the reference scores after both tiles and the sums of both tiles
+SCORE_WORDS = gl.constexpr(2 * ROWS.value)  # words of a score block: the largest score of each row in each tile
+# float32 row values of a score block: for each row and each tile, the reference score and the sum of weights
 ROW_VALUES = gl.constexpr(4 * ROWS.value)
 
 
 class PhaseOne(NamedTuple):
-    """Pointers to the values in global memory that phase 1 writes for phase 2.
+    """Pointers to the results of phase 1 in global memory, which phase 2 reads.
 
     Attributes:
-        row_values: [score blocks, 4, ROWS] float32: reference scores after tiles 0 and 1, sums of weights of tiles 0
-            and 1.
+        row_values: [score blocks, 4, ROWS] float32: reference scores after tile 0 and after tile 1, then the sums of
+            weights of tile 0 and of tile 1.
         probabilities: [score blocks, 2, ROWS, TILE], in the dtype of the cache.
     """
 
@@ -51,7 +50,7 @@ class PhaseOne(NamedTuple):
 
 
 class ColumnBlock(NamedTuple):
-    """One of eight column blocks of a (split, row block) pair: the unit of work of phase 2.
+    """One of the eight column blocks of a split and row block: the unit of work of phase 2.
 
     Attributes:
         number: index among the column blocks of the batch, counted as if every request had `splits_bound` splits.
@@ -86,8 +85,8 @@ class Shared(NamedTuple):
         latents: latents of two tiles, in quarters; phase 1.
         rope_tiles: rope parts of two tiles; phase 1.
         row_value_stages: row values of PROBABILITY_STAGES pairs; phase 2.
-        probability_stages: probabilities of these pairs; phase 2, in the memory of the queries.
-        tiles: columns of a column block of STAGES pairs; phase 2, in the memory of `latents`.
+        probability_stages: probabilities of PROBABILITY_STAGES pairs; phase 2, in the memory of the queries.
+        tiles: latents of STAGES pairs, in the columns of a column block; phase 2, in the memory of `latents`.
     """
 
     queries: Any
@@ -118,14 +117,14 @@ def _num_score_blocks(sizes, pairs):
 @gluon.jit
 @no_type_check
 def flags_behind(words, sizes, pairs):
-    """Return the pointer to the flags of all score blocks; a flag is set when the probabilities are written."""
+    """Return the pointer to the flags of all score blocks; a set flag means that the probabilities are written."""
     return words + _num_score_blocks(sizes, pairs) * SCORE_WORDS
 
 
 @gluon.jit
 @no_type_check
 def score_block_of_program(plan, inputs, sizes, pairs, HEADS: gl.constexpr):
-    """Return the program's score block as a `WorkItem`, and whether the score block exists.
+    """Return the score block of this program as a `WorkItem`, and whether the score block exists.
 
     Program i computes score block i.
     """
@@ -147,9 +146,9 @@ def score_block_of_program(plan, inputs, sizes, pairs, HEADS: gl.constexpr):
 @gluon.jit
 @no_type_check
 def _first_cache_blocks(block_table, sizes, strides, pairs, BLOCK_SIZE: gl.constexpr):
-    """Return the cache blocks of the first keys of both tiles.
+    """Load the numbers of the cache blocks that contain the first keys of both tiles of this program's score block.
 
-    The block numbers are loaded before it is known whether the keys exist.
+    To save time, the numbers are loaded before the length of the request is known. The caller checks the length.
     """
     score_block, max_keys, row_blocks = gl.program_id(0), sizes.max_keys, sizes.row_blocks
     request, key = score_block // row_blocks // pairs, score_block // row_blocks % pairs * (2 * TILE)
@@ -166,7 +165,7 @@ def load_score_block(
     plan, inputs, latent_tma, rope_tma, sizes, strides, buffers, full, pairs,
     HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Issue the TMA (bulk copy) loads of both tiles of the program's score block, if it has one."""
+    """Issue the TMA (bulk copy) loads of both tiles of this program's score block, if the program has one."""
     first_blocks = _first_cache_blocks(inputs.block_table, sizes, strides, pairs, BLOCK_SIZE)
     item, has_block = score_block_of_program(plan, inputs, sizes, pairs, HEADS)
     if has_block:
@@ -183,7 +182,7 @@ def load_score_block(
 @gluon.jit
 @no_type_check
 def _publish_largest_scores(words, score_block, TILE_INDEX: gl.constexpr, largest):
-    """Publish a tile's largest scores: write one word per row. A written word never has the value NOT_WRITTEN."""
+    """Publish the largest scores of a tile, one word per row; no published word has the value NOT_WRITTEN."""
     row = gl.arange(0, ROWS, largest.type.layout)
     bits = largest.to(gl.int32, bitcast=True)
     bits = gl.where(bits == NOT_WRITTEN, CANONICAL_NAN, bits)
@@ -193,10 +192,10 @@ def _publish_largest_scores(words, score_block, TILE_INDEX: gl.constexpr, larges
 @gluon.jit
 @no_type_check
 def _largest_scores_before(words, score_block, back, row_blocks, ALL: gl.constexpr):
-    """Return the published largest scores of BEFORE pairs; the first of them is `back` pairs before the program's pair.
+    """Load the words of BEFORE consecutive pairs, of which the first is `back` pairs before this program's pair.
 
-    The result is a tuple with two tensors [ROWS] of 32-bit words per pair. A pair that does not come before the
-    program's pair gets the bits of -inf. The words of a pair that is not published yet are NOT_WRITTEN.
+    The result is a tuple with two tensors [ROWS] of 32-bit words per pair, one for each tile. A word that is not
+    published yet is NOT_WRITTEN. A pair from this program's pair on gets the bits of -inf.
     """
     row = gl.arange(0, ROWS, ALL)
     loaded = ()
@@ -212,7 +211,7 @@ def _largest_scores_before(words, score_block, back, row_blocks, ALL: gl.constex
 @gluon.jit
 @no_type_check
 def _not_written(loaded):
-    """Return whether any word is NOT_WRITTEN; every warp checks all words, so the warps need no barrier."""
+    """Return whether any word is NOT_WRITTEN; every warp has all words, so the warps need no barrier."""
     waiting = loaded[0] == NOT_WRITTEN
     for i in gl.static_range(1, 2 * BEFORE):
         waiting = waiting | (loaded[i] == NOT_WRITTEN)
@@ -222,7 +221,7 @@ def _not_written(loaded):
 @gluon.jit
 @no_type_check
 def _reference_before(words, score_block, count, row_blocks, scale_log2, ALL: gl.constexpr):
-    """Wait until the `count` earlier pairs of the split are published; return the reference scores after them."""
+    """Wait until `count` earlier pairs of the split are published; return the reference scores after these pairs."""
     reference = gl.full([ROWS], LEAST, gl.float32, ALL)
     for first in range(0, count, BEFORE):
         loaded = _largest_scores_before(words, score_block, count - first, row_blocks, ALL)
@@ -236,16 +235,16 @@ def _reference_before(words, score_block, count, row_blocks, scale_log2, ALL: gl
 @gluon.jit
 @no_type_check
 def fence_async_global():
-    """Order this thread's earlier accesses to global memory before later reads by TMA (the bulk copy engine)."""
+    """Order the earlier accesses of this thread to global memory before later reads by TMA (the bulk copy engine)."""
     gl.inline_asm_elementwise("fence.proxy.async.global; // dummy $0", "=r", [], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 @no_type_check
 def _write_tile(scores, reference, phase_one, score_block, scale_log2, TILE_INDEX: gl.constexpr, SCORES: gl.constexpr):
-    """Write a tile's probabilities, the sum of each row, and the reference score of each row to global memory."""
+    """Write the probabilities of a tile, and the reference score and sum of weights of each row, to global memory."""
     row_values, probabilities = phase_one.row_values, phase_one.probabilities
-    # each of the four threads of a row stores eight consecutive keys twice, so that a store fills whole sectors
+    # each of the four threads of a row stores eight consecutive keys twice: a store then fills whole 32-byte sectors
     LINES: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [],
         [64, 64],
@@ -270,9 +269,10 @@ def compute_score_block(
     item, inputs, words, phase_one, sizes, strides, shared, bars, pairs,
     HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Compute the program's score block and write its probabilities; the queries are already prefetched.
+    """Compute the score block of this program and write its probabilities to global memory.
 
-    The consumer arrives at the barrier `scored` when phase 2 may overwrite the shared memory of tiles and queries.
+    The loads of the queries must already be issued. This function arrives at the barrier `scored` when its products
+    have finished: from then on, phase 2 may overwrite the shared memory of tiles and queries.
     """
     scale_log2, full = sizes.scale_log2, bars.full
     q_latent, q_rope, buffers = shared.queries.q_latent, shared.queries.q_rope, (shared.latents, shared.rope_tiles)
@@ -303,7 +303,7 @@ def compute_score_block(
     second = warpgroup_mma_wait(0, deps=[second])
     if begin + 1 >= visibility.first_masked:
         second = masked(second, begin + 1, stop, visibility, SCORES, BLOCK_SIZE)
-    partition_barrier()  # the products of all warps are complete before one warp arrives
+    partition_barrier()  # the products of all warps finish before one warp arrives
     arrive(bars.scored)
     second_largest = gl.max(second, 1)
     _publish_largest_scores(words, score_block, 1, second_largest)
@@ -315,5 +315,5 @@ def compute_score_block(
     _write_tile(first, first_reference, phase_one, score_block, scale_log2, 0, SCORES)
     _write_tile(second, second_reference, phase_one, score_block, scale_log2, 1, SCORES)
     fence_async_global()
-    partition_barrier()  # every thread has written and executed the fence before one thread sets the flag
+    partition_barrier()  # every thread writes and executes the fence before one thread sets the flag
     gl.atomic_xchg(flags + score_block, 0, sem="release", scope="gpu")
