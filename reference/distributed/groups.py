@@ -57,9 +57,9 @@ class Group(ABC):
         rank: this rank, in [0, D).
         members: global ranks of the members, in order.
         received: bytes that this rank received so far, by operation. The bytes are not measured: they are the least
-            that any algorithm needs. For a tensor of n bytes they are (D - 1) n for an all-gather, (D - 1) n / D for a
-            reduce-scatter or an all-to-all, and 2 (D - 1) n / D for an all-reduce. An exchange in a CUDA graph counts
-            once, at the capture.
+            that any algorithm needs. For a tensor of n bytes, an all-gather counts (D - 1) n bytes. A reduce-scatter or
+            an all-to-all counts (D - 1) n / D bytes, and an all-reduce counts 2 (D - 1) n / D bytes. An exchange in a
+            CUDA graph counts once, at the capture.
         last_operation: name of the operation that was started last.
     """
 

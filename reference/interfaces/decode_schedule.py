@@ -192,8 +192,8 @@ class ScheduleChoice:
     """The decision whether the decode of a step gets a schedule, and the numbers behind this decision.
 
     Attributes:
-        num_programs: number of programs of the schedule. The number is 0 if no schedule was considered, because the
-            caller asked for no schedule, the step has a cascade, or a query is longer than the builder's threshold.
+        num_programs: number of programs of the schedule. It is 0 if the caller asked for no schedule, if the step has a
+            cascade, or if a query is longer than the builder's `reorder_batch_threshold`.
         requests: number of requests that have keys.
         longest_tiles: tiles of the longest request.
         total_tiles: tiles of all requests together.
@@ -219,9 +219,9 @@ def choose_schedule(
 ) -> ScheduleChoice:
     """Decide from the lengths of the requests whether a decode is faster with a schedule.
 
-    Without a schedule the kernel divides every request into the same number of splits, so the decode takes about the
-    time of a batch whose requests are all as long as the longest request. A schedule therefore saves this number of
-    tiles (B is the number of requests with keys):
+    Without a schedule the kernel divides every request into the same number of splits. The decode then takes about as
+    long as if all requests had the length of the longest request. A schedule therefore saves this number of tiles (B is
+    the number of requests with keys):
 
         B * tiles of the longest request - tiles of all requests together
 

@@ -36,8 +36,8 @@ def slots_of_tokens(
         ownership: the tokens that this context-parallel rank owns; None means that one rank owns all tokens.
 
     Returns:
-        [num_tokens] int64. The slot is also -1 for a token of a padding row (S_b = 0), for a token that another rank
-        owns, and for a token for which the block table has no column.
+        [num_tokens] int64. The slot is also -1 in three cases: S_b = 0 (a padding row), another rank owns the token, or
+        the block table has too few columns.
     """
     requests, width = block_table.shape
     tokens = torch.arange(num_tokens, device=block_table.device)

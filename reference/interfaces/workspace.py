@@ -109,10 +109,10 @@ def _elements(tokens: int, exchanged: int, head_size: int, expanded: int) -> int
 def context_workspace_size(config: MLAConfig, workspace_tokens: int, context_parallel_size: int | None = None) -> int:
     """Return the number of elements of a `ContextWorkspace` for chunks of up to `workspace_tokens` tokens.
 
-    For chunks of S tokens, a workspace has S (Lkv + R) elements for the gathered entries and S N (P + V) elements for
-    the expanded keys and values. (Both numbers are rounded up for alignment.) With D ranks, a rank also sends S / D
-    entries and receives S entries. These entries use the memory of the expanded keys and values. If this memory is too
-    small for them, the workspace is larger.
+    For chunks of S tokens, the gathered entries need S (Lkv + R) elements, and the expanded keys and values need
+    S N (P + V) elements. (Both numbers are rounded up for alignment.) With D ranks, a rank also sends S / D entries and
+    receives S entries. These entries use the memory of the expanded keys and values. If this memory is too small for
+    them, the workspace is larger.
 
     Args:
         config: config with the heads of this rank (`ContextParallel.local_config`).

@@ -95,7 +95,7 @@ class MLAMetadataBuilder:
         dtype: dtype of queries and keys, for the choice of a path and of a cascade. A plan is valid for any dtype.
         graph_support: query lengths that the batches of one CUDA graph may have (`GraphSupport`). None means
             ONE_QUERY_LEN if `query_len_support` is UNIFORM, and ANY otherwise. A batch with one token of each request
-            always gets a plan for ONE_QUERY_LEN, which more kernels support.
+            gets a plan for ONE_QUERY_LEN in both cases, because more kernels support this kind of graph.
 
     Attributes:
         workspace: memory for one chunk of context (`ContextWorkspace`). All plans with context refer to this memory, so
@@ -147,7 +147,7 @@ class MLAMetadataBuilder:
         self.num_programs, self.batch_invariant = num_programs, batch_invariant
         self.schedule_costs, self.cache_format, self.dtype = schedule_costs, cache_format, dtype
         self._path_config = None if batch_invariant else config  # None disables `choose_path`
-        if workspace_tokens is None:  # `smallest` may be too large for one allocation
+        if workspace_tokens is None:  # at most the default `workspace_tokens` of a layer
             workspace_tokens = min(smallest, max(1, MOST_WORKSPACE_TOKENS // unit) * unit)
         self.workspace_tokens = workspace_tokens
         check_chunking(self.workspace_tokens, unit)

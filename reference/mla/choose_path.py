@@ -35,8 +35,8 @@ def choose_path(
     """Return the path on which a request is estimated to be faster.
 
     The absorbed path attends the cached latents themselves. The expanded path first computes keys and values of every
-    head from the latents, with the weights W_UK and W_UV. A request with q new tokens and c cached tokens has
-    n = q c + q (q + 1) / 2 pairs of a query token and a key that it attends. The paths need this work:
+    head from the latents, with the weights W_UK and W_UV. Let a request have q new tokens and c cached tokens. Its
+    query tokens attend n = q c + q (q + 1) / 2 keys in total. The paths need this work:
 
     | | absorbed path | expanded path |
     |---|---|---|

@@ -192,7 +192,7 @@ def forward_prefill(
         w_uv: [Lkv, N, V], value up-projection.
         softmax_scale: factor of the scores, `MLAConfig.softmax_scale`: (P + R)^-1/2, times YaRN's factor.
         gather: function that returns the cache entries of a chunk, with the signature of `gather_context`. Under
-            context parallelism this function is `dcp_gather_context` with a bound argument `context_parallel`.
+            context parallelism this function is `dcp_gather_context` with a given `context_parallel`.
         cache_format: format of the cache.
         return_lse: whether the caller needs the log-sum-exp (LSE) of the result.
         workspace: memory in which each chunk is gathered and expanded; None allocates memory for every chunk.
