@@ -41,8 +41,8 @@ def plan_captured_decodes(
     """Plan decodes from the lengths in the device tensors `common.seq_lens` and `common.query_start_loc`.
 
     If this function is called during the capture of a CUDA graph, the graph contains the planning. Every replay then
-    plans for the lengths that the two tensors have at that time. The lengths are unknown at capture, so this function
-    does not decide from them whether a schedule is worthwhile: the plan has a schedule if `num_programs` is above 0.
+    plans for the lengths that the two tensors have at that time. The lengths are unknown at capture, so the choice of a
+    schedule cannot depend on them: the plan has a schedule if `num_programs` is above 0.
 
     A replay has as many requests as the batch of the capture. `graph` says which query lengths a replay may have:
 
@@ -61,8 +61,8 @@ def plan_captured_decodes(
         common: the batch. For every replay, `max_query_len` must be an upper bound of the query lengths, and
             `max_seq_len` an upper bound of the keys of a request.
         block_size: tokens per block.
-        num_programs: number of programs of the schedule; 0 means no schedule. The kernel then divides the
-            keys of each request into parts (splits) itself.
+        num_programs: number of programs of the schedule; 0 means no schedule. The kernel then divides the keys of each
+            request into splits itself.
         costs: costs from which the schedule is computed; None means the defaults of `ScheduleCosts`.
         batch_invariant: whether a request gets the same bits in every batch. Its splits then depend on its own length
             alone, also if `num_programs` is 0.

@@ -77,9 +77,10 @@ def rms_norm(x: Float[Tensor, "T L"], weight: Float[Tensor, " L"], eps: float) -
 class MLAAttention(nn.Module):
     """Multi-head Latent Attention over a paged latent cache, for inference.
 
-    The caller passes the projections as modules, under the names of DeepSeek's checkpoints. The layer uses the weights
-    of these modules without a copy; `refresh_weights` has the only exception. Any module works as a projection, also a
-    quantised module. A projection returns its product, or (product, None) like the linear modules of vLLM and Megatron.
+    The caller passes the projections as modules, under the names of DeepSeek's checkpoints. Any module works as a
+    projection, also a quantised module. A projection returns its product, or (product, None) like the linear modules of
+    vLLM and Megatron. The layer uses the weights of the modules without a copy, except a `kv_b_proj` that is not a
+    plain `nn.Linear` (see `refresh_weights`).
 
     Args:
         config: dims, epsilon of the latent norms, rotary parameters.
@@ -100,13 +101,14 @@ class MLAAttention(nn.Module):
             ranks), and `o_proj` has no bias. `config` still describes all N heads.
         cache_format: format of the layer's cache.
         workspace: memory in which a prefill gathers and expands one chunk; all layers of a model can share it. With
-            None the layer uses the workspace of the plan (`MLAMetadata.workspace`).
+            None the layer uses the workspace of the plan (`MLAMetadata.workspace`). A memory-profile run, which has no
+            plan, then allocates the memory and frees it.
 
     Raises:
         TypeError: a projection is not a module, or an argument has another type.
         ValueError: the query projections do not fit `config`; a norm has a wrong weight or hooks; N is not a multiple
-            of TP; ranks share the heads and `o_proj` has a bias; `o_proj` returns its bias instead
-            of adding it; `kv_b_proj` is not a plain `nn.Linear` and has a bias.
+            of TP; ranks share the heads and `o_proj` has a bias; `o_proj` returns its bias instead of adding it;
+            `kv_b_proj` is not a plain `nn.Linear` and has a bias.
     """
 
     def __init__(

@@ -44,22 +44,25 @@ def advance_step(
     decode. If drafted tokens were rejected, the caller must first lower `common.seq_lens`.
 
     If an engine does not know the lengths on the CPU, `common.seq_lens_cpu` is None. The function then advances the
-    tensors on the device in the same way. The CPU fields of the result are:
+    tensors on the device in the same way. The CPU fields of the result change as follows. The limit is the argument
+    `max_seq_len`, or the number of tokens that the block table can hold, whichever is smaller.
 
-    - `seq_lens_cpu`: None. `max_seq_len`: one more.
-    - `seq_lens_cpu_upper_bound`, if given: one more for requests with query tokens, but at most the argument
-      `max_seq_len`, and at most the tokens that the block table can hold. An upper bound of 0 (a padding row) stays 0.
-    - `query_start_loc_cpu`, if given: one query token for each request that has query tokens.
-    - `query_start_loc_cpu`, if it is None: None. All upper bounds above 0 rise. The function must then compute the
-      number of query tokens of the next step from `num_actual_tokens` and `max_query_len` of `common`. This is possible
-      if each request has at most one query token, or if all requests have `max_query_len` query tokens. In general,
-      ceil(`num_actual_tokens` / `max_query_len`) must equal the smaller of B and `num_actual_tokens`.
+    - `seq_lens_cpu` stays None.
+    - `max_seq_len` rises by one, up to the limit.
+    - `seq_lens_cpu_upper_bound` (if not None) rises by one, up to the limit, for requests with query tokens. The upper
+      bound 0 of a padding row stays 0.
+    - `query_start_loc_cpu` (if not None) gets one query token for each request with query tokens.
+
+    If `query_start_loc_cpu` is None, it stays None, and the upper bounds of all requests rise. The function must then
+    compute the number of query tokens of the next step from `num_actual_tokens` and `max_query_len` of `common`. It can
+    do so if each request has at most one query token, or if all requests have `max_query_len` query tokens. In general,
+    ceil(`num_actual_tokens` / `max_query_len`) must equal the smaller of B and `num_actual_tokens`.
 
     Args:
         sampled_token_ids: [B] int32 or int64, the sampled token of each request; ignored for padding rows and for
             requests without query tokens. The tensor must not share memory with the tensors that the function writes.
-        input_ids: [T], token ids of the step, of the dtype of `sampled_token_ids`; written.
-        positions: [T], position of each token in its request; written.
+        input_ids: [T], token ids, in the dtype of `sampled_token_ids`. The function writes those of the next step.
+        positions: [T], position of each token in its request. The function writes those of the next step.
         common: the batch before the call. The function writes its tensors `seq_lens`, `query_start_loc` and
             `slot_mapping` (T slots). The block table must have a block for the new token. Do not use `common` after the
             call: its CPU fields may have the old lengths.
