@@ -1,7 +1,7 @@
 """A readable specification of Multi-head Latent Attention serving, in PyTorch and einops.
 
-The package runs on any device and in any float dtype. Every function and class of this package exists in `fast` too,
-with the same arguments. A function that takes a package as its argument `ops` therefore works with both packages.
+The package runs on any device and in any float dtype. The package `fast` has the same functions and classes, with the
+same arguments, in an optimised form. Code that gets one of the two packages as an argument works with both.
 """
 
 from .attention.merge import merge_attn_states

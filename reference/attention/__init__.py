@@ -1,1 +1,1 @@
-"""Functions for any attention family: softmax attention with LSE, merge of attention states, rotary embedding."""
+"""Functions for any kind of attention: softmax attention, merge of attention states, rotary position embedding."""

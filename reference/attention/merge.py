@@ -1,4 +1,7 @@
-"""Merge softmax attention over disjoint sets of keys by log-sum-exp (FlashInfer, arXiv 2501.01005, section 2.2)."""
+"""Merge softmax attention over disjoint sets of keys (FlashInfer, arXiv 2501.01005, section 2.2).
+
+An attention state is the output of attention and its LSE: the logarithm of the sum of exp(score) over the keys.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from ..interfaces import AttentionState, check_merge
 def merge_attn_states(prefix: AttentionState, suffix: AttentionState) -> AttentionState:
     """Merge two attention states over disjoint sets of keys into the state over all of these keys.
 
-    Let a and b be the two states, m = max(lse_a, lse_b), w_a = exp(lse_a - m) and w_b = exp(lse_b - m). Then
+    Let a be `prefix`, b be `suffix`, m = max(lse_a, lse_b), w_a = exp(lse_a - m) and w_b = exp(lse_b - m). Then
 
         out = (w_a out_a + w_b out_b) / (w_a + w_b)
         lse = m + log(w_a + w_b)
@@ -19,8 +22,9 @@ def merge_attn_states(prefix: AttentionState, suffix: AttentionState) -> Attenti
     The merge has these properties:
 
     - The merge is associative and commutative, up to rounding.
-    - If one state has no keys in a row (lse = -inf), the row of the other state is returned unchanged.
-    - If one state has lse = +inf or NaN in a row, the result is NaN.
+    - A row is one query token and head. If one state has no keys in a row (lse = -inf), the merged state has the row of
+      the other state, unchanged.
+    - If one state has lse = +inf or NaN in a row, the merged state has NaN in this row.
 
     Args:
         prefix: one state, with out [T, N, Dv] and lse [N, T].

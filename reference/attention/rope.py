@@ -1,7 +1,7 @@
 """Rotary position embedding of `q_pe` and `k_pe` (RoFormer, arXiv 2104.09864; YaRN, arXiv 2309.00071).
 
-Only `q_pe` and `k_pe`, the rope parts of queries and keys, are rotated. The rotation keeps the order of the elements,
-so both packages write the same cache entries.
+`q_pe` and `k_pe` are the parts of queries and keys that are rotated (R elements of each head). The rotation keeps the
+order of the elements, so the packages `reference` and `fast` write the same cache entries.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from ..interfaces import RopeConfig, check, check_dtype, check_flag, check_int, 
 def rotary_frequencies(rope: RopeConfig, dim: int, dtype: torch.dtype = torch.float32) -> Float[Tensor, " {dim//2}"]:
     """Return the frequency of each pair of elements, in radians per position: theta^(-2i/R) for pair i.
 
-    With YaRN, the result depends on the number of rotations that the frequency makes over the original context:
+    YaRN extends the context for which a model was trained. Let n be the number of rotations of a pair over the original
+    context. With YaRN, the frequency of the pair depends on n:
 
-    - more than `beta_fast` rotations: the frequency stays;
-    - fewer than `beta_slow` rotations: the frequency is divided by `factor`;
-    - in between: the result is interpolated linearly between the frequency and the divided frequency, by the index of
-      the pair.
+    - n > `beta_fast`: the frequency stays;
+    - n < `beta_slow`: the frequency is divided by `factor`;
+    - otherwise: the frequency is interpolated linearly between these two values, by the index of the pair.
 
     Args:
         rope: rotary parameters.
         dim: R, an even number.
-        dtype: dtype of the computation and the result: float32 as in published implementations, or float64.
+        dtype: dtype of the computation and the result.
 
     Returns:
         [R / 2] on the CPU.
@@ -48,21 +48,21 @@ def rotary_frequencies(rope: RopeConfig, dim: int, dtype: torch.dtype = torch.fl
         return frequencies
 
     def pair_with_rotations(rotations: float) -> float:
-        """Return the (fractional) index of the pair that makes `rotations` rotations over the original context."""
+        """Return the index, as a float, of the pair that makes `rotations` rotations over the original context."""
         wavelength = yarn.original_max_position_embeddings / rotations
         return dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(rope.theta))
 
     low = max(math.floor(pair_with_rotations(yarn.beta_fast)), 0)
     high = min(math.ceil(pair_with_rotations(yarn.beta_slow)), dim - 1)
     ramp = (torch.arange(dim // 2, dtype=dtype, device="cpu") - low) / ((high - low) or 0.001)
-    stretched = ramp.clamp(0, 1)  # 0: frequency as trained; 1: frequency divided by the factor
+    stretched = ramp.clamp(0, 1)  # 0: original frequency; 1: frequency divided by the factor
     return frequencies / yarn.factor * stretched + frequencies * (1 - stretched)
 
 
 def rotary_cos_sin(
     positions: Int[Tensor, " T"], rope: RopeConfig, dim: int, dtype: torch.dtype
 ) -> tuple[Float[Tensor, "T {dim//2}"], Float[Tensor, "T {dim//2}"]]:
-    """Return cosine and sine of every token's angles, multiplied by YaRN's factor (`YarnConfig.cos_sin_scale`).
+    """Return cosine and sine of the angles of every token, multiplied by `YarnConfig.cos_sin_scale` with YaRN.
 
     Args:
         positions: [T], position of each token in its request.
@@ -119,7 +119,7 @@ def rotate(
 def apply_rope(
     positions: Int[Tensor, " T"], q_pe: Float[Tensor, "T N R"], k_pe: Float[Tensor, "T R"], rope: RopeConfig
 ) -> tuple[Float[Tensor, "T N R"], Float[Tensor, "T R"]]:
-    """Rotate the rope parts of the query and of the shared key.
+    """Rotate the rope parts of the queries and of the key that all heads share.
 
     Args:
         positions: [T], position of each token in its request.

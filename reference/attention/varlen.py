@@ -1,13 +1,12 @@
 """Softmax attention over packed sequences, with its log-sum-exp (LSE).
 
-All attention in the reference has the precision of FlashAttention:
+All attention in this package rounds like FlashAttention:
 
-- products accumulate in float32 (float64 if the input is float64), and scores and softmax are computed in the same
-  dtype;
-- probabilities are rounded to the dtype of the input before they are multiplied by the values.
+- Scores, softmax and sums are computed in float32 (float64 if the input is float64).
+- Probabilities are rounded to the dtype of the input before they are multiplied by the values.
 
-Attention computed in float64 is the correct value with which kernels are compared ("gold"). Attention computed in the
-dtype of a kernel ("low") shows the error that a careful kernel may have.
+Tests compare a kernel with the result of this module in float64 (*gold*). The result in the dtype of the kernel (*low*)
+shows how large an error from rounding may be.
 """
 
 from __future__ import annotations
@@ -36,6 +35,8 @@ def attend_one_request(
 ) -> AttentionState:
     """Compute the attention of one request with two einsums and a mask. FLOPs: 2 Sq S N (D + Dv).
 
+    The request has Sq queries and S keys of N heads; D is the width of a key, and Dv is the width of a value.
+
     Args:
         q: [Sq, N, D], queries.
         k: [S, N, D], keys.
@@ -52,7 +53,7 @@ def attend_one_request(
     scores = scores.masked_fill(~visible, -torch.inf)
     lse = torch.logsumexp(scores, dim=-1)
     probabilities = torch.exp(scores - lse[..., None])
-    # in a row without keys, exp(-inf - (-inf)) is NaN: set the probabilities to 0
+    # in a row without visible keys, exp(-inf - (-inf)) is NaN: set the probabilities to 0
     probabilities = probabilities.masked_fill(~visible | (lse == -torch.inf)[..., None], 0)
     probabilities = probabilities.to(q.dtype).to(wide)
     out = einsum(probabilities, v.to(wide), "heads queries keys, keys heads value -> queries heads value")
@@ -73,7 +74,7 @@ def flash_attn_varlen(
 ) -> AttentionState:
     """Compute the attention of packed requests; the queries of each request attend the keys of the same request.
 
-    With `causal`, the mask is aligned to the bottom right: query i of a request attends its keys 0 to S - Sq + i.
+    With `causal`, query i of a request with Sq queries and S keys attends the keys 0 to S - Sq + i.
 
     Args:
         q: [T, N, D], queries of all requests, one request after another.
@@ -81,10 +82,11 @@ def flash_attn_varlen(
         v: [S, N, Dv], values of all requests; Dv may differ from D.
         cu_seqlens_q: [B + 1], prefix sum of the query lengths; 0 is a legal length.
         cu_seqlens_k: [B + 1], prefix sum of the key lengths; 0 is a legal length.
-        max_seqlen_q: upper bound of the query lengths, which sizes the grid of a kernel and does not change the result.
-        max_seqlen_k: upper bound of the key lengths, which does not change the result.
+        max_seqlen_q: upper bound of the query lengths. A kernel needs it to size its grid; the result does not depend
+            on it.
+        max_seqlen_k: upper bound of the key lengths; the result does not depend on it.
         softmax_scale: factor of the scores.
-        causal: whether to mask the keys after each query.
+        causal: whether to hide the keys after each query.
         out_dtype: dtype of `out`; None means the dtype of `q`.
 
     Returns:

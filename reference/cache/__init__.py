@@ -1,1 +1,1 @@
-"""Paged caches: allocate, write, gather, copy and swap."""
+"""Paged caches: write cache entries, gather cache entries, and copy whole blocks."""

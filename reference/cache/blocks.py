@@ -1,4 +1,4 @@
-"""Copy and swap whole blocks of paged caches."""
+"""Copy whole blocks within a paged cache, or from one cache to another. A block has `block_size` tokens."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ..interfaces import (
 def copy_blocks(
     kv_caches: list[Shaped[Tensor, "num_blocks block_size columns"]], block_mapping: Int64[Tensor, "pairs 2"]
 ) -> None:
-    """Copy whole blocks within each cache, bit for bit. Engines use this function for copy on write.
+    """Copy whole blocks within each cache, bit for bit. An engine needs this for copy on write of a shared block.
 
     Args:
-        kv_caches: caches of all layers, with the same number of blocks.
-        block_mapping: [pairs, 2], pairs of (source block, target block); the same pairs for all caches.
+        kv_caches: caches of all layers, each [num_blocks, block_size, columns], written in place.
+        block_mapping: [pairs, 2], pairs of (source block, target block), to be copied in every cache.
 
     Raises:
-        ValueError: a block is outside the cache, is the target of two pairs, or is both a source and a target. If the
+        ValueError: a block is outside a cache, is the target of two pairs, or is both a source and a target. If the
             function raises, it has written nothing.
     """
     check_tensor("block_mapping", block_mapping, ("pairs", 2), (torch.int64,))
@@ -49,13 +49,18 @@ def swap_blocks(
     """Copy whole blocks from one cache to another, bit for bit. The caches may be on different devices.
 
     Args:
-        source: cache that is read.
-        target: cache that is written, with the block size, columns and dtype of `source`.
+        source: [source_blocks, block_size, columns], the cache to read.
+        target: [target_blocks, block_size, columns], the cache to write, in the dtype of `source`. `target` may be
+            `source` itself.
         block_mapping: [pairs, 2], pairs of (source block, target block).
 
     Raises:
-        ValueError: the caches have different block sizes, columns or dtypes, or overlap in memory; a block is outside
-            its cache or is the target of two pairs. If the function raises, it has written nothing.
+        ValueError: in one of the following cases. If the function raises, it has written nothing.
+
+            - The caches have different block sizes, columns or dtypes.
+            - The caches overlap in memory, but are not the same cache.
+            - A block is outside its cache, or is the target of two pairs.
+            - The caches are the same cache, and a block is both a source and a target.
     """
     check_swap(source, target, block_mapping)
     check_block_mapping(block_mapping, source.shape[0], target.shape[0], source.data_ptr() == target.data_ptr())

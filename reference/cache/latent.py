@@ -1,4 +1,7 @@
-"""The paged latent cache: write and gather."""
+"""Write cache entries to a paged latent cache, and gather cache entries from it.
+
+The place of a token in the cache is its slot: slot s is row s % block_size of block s // block_size.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +33,10 @@ def concat_and_cache_mla(
     The values are copied bit for bit.
 
     Args:
-        kv_c_normed: [T, Lkv], normed latents.
-        k_pe: [T, R], rotated rope parts of the keys.
-        kv_cache: the cache of the layer, written in place.
-        slot_mapping: [at least T], slot of each token; -1 = the token is not written. Slots with index T or more are
+        kv_c_normed: [T, Lkv], normed latents of T tokens.
+        k_pe: [T, R], rotated rope parts of the keys of these tokens.
+        kv_cache: [num_blocks, block_size, Lkv + R], the cache of the layer, written in place.
+        slot_mapping: [at least T], slot of each token; -1 = the token is not written. Elements from index T on are
             ignored.
         cache_format: format of the cache.
 
@@ -66,20 +69,21 @@ def gather_and_maybe_dequant_cache(
     `out_dtype`, each element is rounded once.
 
     Args:
-        kv_cache: the cache of the layer.
-        block_table: [B, W], block ids of each request.
-        cu_seq_lens: [B + 1], prefix sum of the number of tokens to copy of each request.
-        starts: [B], first token to copy of each request.
-        num_tokens: cu_seq_lens[-1], tokens of the result.
+        kv_cache: [num_blocks, block_size, columns], the cache of the layer.
+        block_table: [B, W], the block ids of each of the B requests, in the order of its tokens.
+        cu_seq_lens: [B + 1], prefix sum of the number of tokens to copy from each request.
+        starts: [B], position of the first token to copy from each request.
+        num_tokens: number of rows of the result, equal to cu_seq_lens[-1].
         cache_format: format of the cache.
-        out_dtype: dtype of the result. None means the dtype of the cache, and is legal only if the format has no
-            storage dtype of its own.
+        out_dtype: dtype of the result. None means the dtype of the cache. If the format has a `storage_dtype`, the
+            caller must give a dtype.
 
     Returns:
         [num_tokens, Lkv + R] in `out_dtype`.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match; the offsets decrease; a block is outside the cache.
+        ValueError: shapes, dtypes or devices do not match; `cu_seq_lens` decreases; a start is negative; a block is
+            outside the cache.
     """
     width, dtype = check_gather(kv_cache, block_table, cu_seq_lens, starts, num_tokens, cache_format, out_dtype)
     check_offsets("cu_seq_lens", cu_seq_lens, num_tokens)
@@ -90,7 +94,7 @@ def gather_and_maybe_dequant_cache(
     rows = [kv_cache.new_empty(0, width)]
     for table, start, length in zip(block_table.tolist(), first, lengths, strict=True):
         token, end = start, start + length
-        while token < end:  # block by block: copy to the end of the block, or to `end` if that comes first
+        while token < end:  # copy to the end of the block, or to `end` if `end` comes first
             copy_end = min(end, (token // block_size + 1) * block_size)
             offset = token % block_size
             rows.append(kv_cache[table[token // block_size], offset : offset + copy_end - token])

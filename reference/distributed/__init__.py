@@ -1,1 +1,1 @@
-"""Exchange of tensors and attention states between context-parallel ranks, for any attention family."""
+"""Exchange of tensors between context-parallel ranks, which divide the tokens of every sequence among themselves."""

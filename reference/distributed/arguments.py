@@ -1,4 +1,8 @@
-"""Argument checks of layers and functions that use groups of ranks."""
+"""Argument checks of layers and functions that use several ranks.
+
+With context parallelism, ranks divide the tokens of every sequence among themselves. With tensor parallelism, ranks
+divide the heads among themselves.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +21,18 @@ from .groups import ContextParallel
 
 
 def check_groups(context_parallel: ContextParallel | None) -> None:
-    """Check that an argument is a `ContextParallel`, or None (one rank)."""
+    """Check that an argument is a `ContextParallel`, or None, which means one rank."""
     if context_parallel is not None:
         check_type("context_parallel", context_parallel, ContextParallel, "a ContextParallel or None")
 
 
 def check_output_projection(o_proj: object, context_parallel: ContextParallel | None) -> None:
-    """Check the bias of an output projection.
+    """Check the bias of an output projection, before a layer writes anything.
 
-    - The projection must add its bias itself and not return the bias. `linear_output` raises for a returned bias too,
-      but only after the layer has written to the cache.
-    - If ranks share the heads, the projection must have no bias. The outputs of all ranks are summed, and each output
-      would contain the bias.
+    - The projection must add its bias itself. Some modules return the bias next to the product instead
+      (`skip_bias_add`).
+    - If ranks divide the heads among themselves, the projection must have no bias: the outputs of all ranks are summed,
+      so the sum would contain the bias several times.
     """
     check_groups(context_parallel)
     skipped = getattr(o_proj, "skip_bias_add", False) and getattr(o_proj, "bias", None) is not None
@@ -68,8 +72,8 @@ def check_chunk_ownership(chunk: ContextChunk, context_parallel: ContextParallel
 def check_invariant_merge(context_parallel: ContextParallel | None, batch_invariant: bool) -> None:
     """Check that `batch_invariant` is not combined with the merge "ag_rs".
 
-    The merge "ag_rs" sums with a reduce-scatter. The communication library may choose the order of this sum, so the
-    bits of the result are not guaranteed.
+    `batch_invariant` promises the same bits in every batch. The merge "ag_rs" sums with a reduce-scatter. The
+    communication library chooses the order of this sum, so the bits may differ.
     """
     check_groups(context_parallel)
     check_flag("batch_invariant", batch_invariant)
@@ -78,7 +82,7 @@ def check_invariant_merge(context_parallel: ContextParallel | None, batch_invari
 
 
 def check_merge_over_group(state: AttentionState, group_size: int) -> None:
-    """Check an attention state that is merged over ranks, and that the group size divides its number of heads."""
+    """Check an attention state that is merged over ranks; its number of heads must be a multiple of `group_size`."""
     check_state("state", state)
     heads = state.out.shape[1]
     check(heads % group_size == 0, "state.out", f"a number of heads that {group_size} divides", heads)

@@ -1,4 +1,4 @@
-"""Groups of ranks that exchange tensors, over `torch.distributed` or within one process (`simulation`)."""
+"""Groups of ranks that exchange tensors, with `torch.distributed` or within one process (module `simulation`)."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Pending:
 
     Args:
         result: tensor that `wait` returns.
-        finish: function that waits for the exchange; only the first call of `wait` calls this function. None if the
-            exchange is complete.
+        finish: function that waits for the exchange; the first call of `wait` calls it. None if the exchange is
+            complete.
     """
 
     def __init__(self, result: Tensor, finish: Callable[[], object] | None = None):
@@ -49,17 +49,17 @@ class Pending:
 
 
 class Group(ABC):
-    """Ranks that exchange tensors. All ranks call the same operations in the same order, with tensors of equal shapes.
+    """Ranks that exchange tensors. All ranks must call the same operations in the same order, with equal shapes.
 
     Attributes:
         name: name of the group in error messages.
         size: D, number of ranks.
         rank: this rank, in [0, D).
         members: global ranks of the members, in order.
-        received: bytes that this rank received so far, by operation. The bytes are computed and not measured, as the
-            least that any algorithm needs for a tensor of n bytes: (D - 1) n for an all-gather, (D - 1) n / D for a
-            reduce-scatter or an all-to-all, and 2 (D - 1) n / D for an all-reduce. An exchange in a CUDA graph is
-            counted at the capture and not at the replays.
+        received: bytes that this rank received so far, by operation. The bytes are not measured: they are the least
+            that any algorithm needs. For a tensor of n bytes, an all-gather counts (D - 1) n bytes. A reduce-scatter or
+            an all-to-all counts (D - 1) n / D bytes, and an all-reduce counts 2 (D - 1) n / D bytes. An exchange in a
+            CUDA graph counts once, at the capture.
         last_operation: name of the operation that was started last.
     """
 
@@ -75,11 +75,11 @@ class Group(ABC):
 
     @property
     def fails_on_its_own(self) -> bool:
-        """Return whether the call of an exchange raises an exception if another rank is dead."""
+        """Return whether an exchange raises an exception by itself if another rank is dead."""
         return True
 
     def all_gather(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the tensors of all ranks, [D, *x.shape].
+        """Return the tensors `x` of all ranks as one tensor [D, *x.shape].
 
         Args:
             x: tensor of this rank.
@@ -99,13 +99,13 @@ class Group(ABC):
         return self._all_gather(x.contiguous(), out)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Return the sum over all ranks of x[r], where r is this rank: [D, ...] -> [...]."""
+        """Return the sum of x[r] over the tensors `x` of all ranks, where r is this rank: [D, ...] -> [...]."""
         self._check_parts("reduce_scatter", x)
         self._begin("reduce_scatter", (self.size - 1) * _bytes(x) // self.size)
         return x[0].clone() if self.size == 1 or x.numel() == 0 else self._reduce_scatter(x.contiguous())
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        """Return x[r] of every rank, where r is this rank: [D, ...] -> [D, ...]."""
+        """Return x[r] from the tensor `x` of every rank, where r is this rank: [D, ...] -> [D, ...]."""
         self._check_parts("all_to_all", x)
         self._begin("all_to_all", (self.size - 1) * _bytes(x) // self.size)
         return x.clone() if self.size == 1 or x.numel() == 0 else self._all_to_all(x.contiguous())
@@ -119,12 +119,12 @@ class Group(ABC):
         return x if self.size == 1 or x.numel() == 0 else self._all_reduce(x.contiguous())
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return the Python objects of all ranks. The exchange is slow; use it only for checks at the start."""
+        """Return the Python objects `value` of all ranks. The exchange is slow, so do not call it in every step."""
         self._begin("all_gather_object", 0)
         return [value] if self.size == 1 else self._all_gather_object(value)
 
     def _check_parts(self, operation: str, x: Tensor) -> None:
-        """Check that the first dimension of a tensor has one element for each rank."""
+        """Check that the first dimension of a tensor has size D."""
         check(x.dim() > 0 and x.shape[0] == self.size, operation,
               f"a first dimension of {self.size}, one element for each rank", f"shape {list(x.shape)}")  # fmt: skip
 
@@ -155,15 +155,15 @@ def _bytes(x: Tensor) -> int:
 
 
 def _either(new: str, old: str) -> Callable[..., Any]:
-    """Return a function of torch.distributed by its new name, or by its old name if the new name does not exist."""
+    """Return a function of `torch.distributed` by its new name; by its old name if this PyTorch has no new name."""
     return getattr(dist, new, None) or getattr(dist, old)
 
 
 class ProcessRanks(Group):
     """The ranks of a process group of `torch.distributed` that the caller made.
 
-    A failed exchange (a dead rank, a timeout) raises `GroupError`. With NCCL the call returns before the exchange is
-    complete, so the call cannot raise. The watchdog of PyTorch ends the process instead.
+    With gloo, a failed exchange (a dead rank, a timeout) raises `GroupError`. With NCCL the call returns before the
+    exchange is complete, so the call cannot raise. The watchdog of PyTorch ends the process instead.
 
     Args:
         group: process group, or device mesh of one dimension.
@@ -186,7 +186,7 @@ class ProcessRanks(Group):
         check(rank >= 0, name, "a group that this process is a member of", "a group without this process")
         super().__init__(name, dist.get_world_size(group), rank, dist.get_process_group_ranks(group))
         self.group = group
-        # the backends that the caller chose for the group, for example "gloo" or "cpu:gloo,cuda:nccl"
+        # the configuration of the group is a string such as "cpu:gloo,cuda:nccl"
         engines = dict(pair.rsplit(":", 1) for pair in dist.get_backend_config(group).split(","))
         self._is_nccl = engines.get("cuda") == "nccl"
 
@@ -198,7 +198,7 @@ class ProcessRanks(Group):
 
     @property
     def fails_on_its_own(self) -> bool:
-        """Return False for NCCL, whose calls return before the exchange is complete; otherwise return True."""
+        """Return False for NCCL, whose calls return before the exchange is complete; True for other backends."""
         return not self._is_nccl
 
     def _call(self, operation: str, collective: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -248,28 +248,29 @@ class ProcessRanks(Group):
 
 @dataclass(frozen=True, eq=False)
 class ContextParallel:
-    """The groups of decode context parallelism: D ranks share each sequence, and TP ranks share the heads.
+    """The groups of decode context parallelism.
 
-    Each rank has the weights of N / TP heads and the rank-local tokens of every sequence. A decode has these steps:
+    The D ranks of `cp_group` divide the tokens of every sequence among themselves, and the TP ranks of `tp_group`
+    divide the N heads. Each rank has the weights of N / TP heads. Its cache has the tokens that the rank owns (its
+    rank-local tokens). A decode has these steps:
 
-    1. The D ranks of `cp_group` gather their queries, so each rank has the queries of N D / TP heads.
-    2. Each rank attends its rank-local keys.
-    3. The D attention states of each head are merged by their LSE; the result is on the head's owner rank.
+    1. The ranks of `cp_group` gather their queries, so each rank has the queries of N D / TP heads.
+    2. Each rank attends its rank-local keys with these queries.
+    3. The ranks merge the D attention states of each head. The merged state is on the owner rank of the head, which is
+       the rank that has the weights of the head.
     4. The outputs of `o_proj` are summed over `tp_group`.
 
     Attributes:
-        cp_group: the ranks that share sequences: a process group, a device mesh of one dimension, or a group from
-            `simulate`.
-        tp_group: the ranks that share heads: an object of the same types as `cp_group`. The group contains all ranks of
-            `cp_group`.
-        interleave: I, consecutive tokens on one rank.
+        cp_group: a process group, a device mesh of one dimension, or a group from `simulate`.
+        tp_group: an object of the same types as `cp_group`. The group contains all ranks of `cp_group`.
+        interleave: I. Each rank in turn owns I consecutive tokens of a sequence.
         merge: name of the merge in step 3: "a2a" (`cp_lse_a2a`) or "ag_rs" (`cp_lse_ag_out_rs`).
         ownership: the tokens that this rank owns; computed from `cp_group` and `interleave`.
 
     Raises:
         TypeError: `cp_group` or `tp_group` has another type.
-        ValueError: `cp_group` is not a subgroup of `tp_group`, or D does not divide TP; `merge` is neither "a2a" nor
-            "ag_rs".
+        ValueError: `cp_group` is not a subgroup of `tp_group`, or TP is not a multiple of D; `merge` is neither
+            "a2a" nor "ag_rs".
     """
 
     cp_group: Any
@@ -303,25 +304,25 @@ class ContextParallel:
         """Return N / TP, the number of heads of one rank.
 
         Raises:
-            ValueError: TP does not divide N.
+            ValueError: N is not a multiple of TP.
         """
         check(is_positive_int(num_heads) and num_heads % self.tp_group.size == 0, "num_heads",
               f"a multiple of the {self.tp_group.size} ranks of tp_group", num_heads)  # fmt: skip
         return num_heads // self.tp_group.size
 
     def local_config(self, config: MLAConfig) -> MLAConfig:
-        """Return the config with the number of this rank's heads.
+        """Return the config with N / TP heads, the heads of this rank.
 
         Raises:
-            ValueError: TP does not divide N.
+            ValueError: N is not a multiple of TP.
         """
         check_type("config", config, MLAConfig)
         return replace(config, num_heads=self.local_heads(config.num_heads))
 
     def shard_linear(self, name: str, linear: nn.Module, dim: int, num_heads: int) -> nn.Linear:
-        """Return a linear with only this rank's heads of a projection; its weight is a view of the projection's weight.
+        """Return a linear with this rank's heads of the projection `linear`; its weight is a view, not a copy.
 
-        If `tp_group` has one rank, the result is the projection itself.
+        If `tp_group` has one rank, the result is `linear` itself.
 
         Args:
             name: name of the projection in error messages.
@@ -332,7 +333,7 @@ class ContextParallel:
 
         Raises:
             UnsupportedConfiguration: the linear is wrapped, hooked or quantised, or has a bias.
-            ValueError: TP does not divide N, or N does not divide dimension `dim` of the weight.
+            ValueError: N is not a multiple of TP, or dimension `dim` of the weight is not a multiple of N.
         """
         local_heads = self.local_heads(num_heads)
         if self.tp_group.size == 1:
@@ -356,16 +357,16 @@ class ContextParallel:
         return sharded.train(linear.training)
 
     def gathered_heads(self, num_heads: int) -> int:
-        """Return N D / TP, the number of heads that a rank attends in a decode.
+        """Return N D / TP, the number of heads whose queries a rank has in a decode.
 
         Raises:
-            ValueError: TP does not divide N.
+            ValueError: N is not a multiple of TP.
         """
         return self.local_heads(num_heads) * self.size
 
 
 def verify_group(context_parallel: ContextParallel, **facts: Any) -> None:
-    """Check that all ranks have the same settings: D, I, the merge, and the settings in `facts`.
+    """Check that all ranks have the same settings: D, the interleave, the merge, and the settings in `facts`.
 
     Call this function once at the start, on every rank of `tp_group`, with the same names in `facts`.
 

@@ -1,4 +1,7 @@
-"""Merge attention states over the ranks of a group."""
+"""Merge attention states over the ranks of a group, where each rank attended other keys.
+
+An attention state is the output of attention and its log-sum-exp (LSE). A row is one query token and head.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,16 @@ from .groups import Group
 
 
 def _weighted(out: Tensor, weights: Tensor, lse: Tensor) -> Tensor:
-    """Return outputs [.., T, N, Dv] times their weights [.., N, T], and 0 where `lse` [.., N, T] is -inf.
+    """Return outputs [.., T, N, Dv] times their weights [.., N, T]; 0 in rows without keys, where `lse` is -inf.
 
-    If `lse` is -inf, the rank has no keys for the row. The rank's output in this row is not used, so it may even be
-    NaN.
+    The output in a row without keys may be NaN.
     """
     per_row = "... heads tokens -> ... tokens heads 1"
     return torch.where(rearrange(lse, per_row) == -torch.inf, 0, rearrange(weights, per_row) * out.to(weights.dtype))
 
 
 def _merge_weights(lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the softmax weights [D, N, T] of the ranks' outputs, and the merged LSE [N, T].
+    """Return the weight of each rank's output in the merged output, [D, N, T], and the merged LSE, [N, T].
 
     Args:
         lses: [D, N, T], LSE of each rank.
@@ -44,21 +46,20 @@ def cp_lse_ag_out_rs(state: AttentionState, group: Group) -> AttentionState:
 
     The steps are:
 
-    1. All-gather the LSE, and compute each rank's softmax weights from it.
-    2. Multiply this rank's outputs by its weights.
-    3. Reduce-scatter the outputs over the heads: each rank receives the sums of the heads that it owns.
+    1. All-gather the LSE, and compute the weight of each rank's output from it.
+    2. Multiply this rank's output by its weight.
+    3. Reduce-scatter the products over the heads: each rank receives the sums for N / D heads.
 
     Args:
         state: out [T, N, Dv] and lse [N, T] of all N heads over the rank-local keys.
-        group: the D ranks. Rank r is the owner rank of heads [r N / D, (r + 1) N / D).
+        group: the D ranks. Rank r gets the merged heads [r N / D, (r + 1) N / D).
 
     Returns:
-        out [T, N / D, Dv] in the dtype of `state.out` and lse [N / D, T] of this rank's heads, over the keys of all
-        ranks. A rank without keys (lse = -inf) adds nothing. A row that has no keys on any rank has out = 0, lse =
-        -inf.
+        out [T, N / D, Dv] in the dtype of `state.out` and lse [N / D, T] of the merged heads of this rank. A row that
+        has no key on any rank has out = 0 and lse = -inf.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match; D does not divide the heads.
+        ValueError: shapes, dtypes or devices do not match; N is not a multiple of D.
         GroupError: an exchange failed.
     """
     check_type("group", group, Group)
@@ -74,19 +75,19 @@ def cp_lse_ag_out_rs(state: AttentionState, group: Group) -> AttentionState:
 def cp_lse_a2a(state: AttentionState, group: Group) -> AttentionState:
     """Merge attention states over ranks with one all-to-all.
 
-    Each rank receives the outputs and LSE of its own heads from every rank, and merges these attention states itself.
-    The sum is computed in float32 (float64 if `state.out` is float64) and rounded once. In contrast, `cp_lse_ag_out_rs`
-    rounds each rank's output before the sum.
+    Each rank receives the outputs and the LSE of N / D heads from every rank, and merges these states. It computes the
+    sum in float32 (float64 if `state.out` is float64) and rounds once. In contrast, `cp_lse_ag_out_rs` rounds each
+    rank's output before the sum.
 
     Args:
         state: out [T, N, Dv] and lse [N, T] of all N heads over the rank-local keys.
-        group: the D ranks. Rank r is the owner rank of heads [r N / D, (r + 1) N / D).
+        group: the D ranks. Rank r gets the merged heads [r N / D, (r + 1) N / D).
 
     Returns:
-        The merged state of this rank's heads, with the shapes and dtypes that `cp_lse_ag_out_rs` returns.
+        The merged state, with the shapes and dtypes that `cp_lse_ag_out_rs` returns.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match; D does not divide the heads.
+        ValueError: shapes, dtypes or devices do not match; N is not a multiple of D.
         GroupError: the exchange failed.
     """
     check_type("group", group, Group)
@@ -94,7 +95,7 @@ def cp_lse_a2a(state: AttentionState, group: Group) -> AttentionState:
     tokens, heads, value = state.out.shape
     outs = rearrange(state.out, "tokens (ranks heads) value -> ranks tokens heads value", ranks=group.size)
     lses = rearrange(state.lse, "(ranks heads) tokens -> ranks heads tokens", ranks=group.size)
-    # send outputs and LSE as bytes in one message, so that the LSE keeps its dtype
+    # send outputs and LSE as bytes in one message, because their dtypes may differ
     message = torch.cat([_as_bytes(outs), _as_bytes(lses)], dim=1)
     arrived = group.all_to_all(message)
     out_bytes = tokens * heads // group.size * value * state.out.element_size()
@@ -105,7 +106,7 @@ def cp_lse_a2a(state: AttentionState, group: Group) -> AttentionState:
 
 
 def _as_bytes(x: Tensor) -> Tensor:
-    """Return a tensor x of shape [D, ...] as bytes: uint8 [D, number of bytes of x[0]]."""
+    """Return a tensor [D, ...] as bytes: uint8 [D, bytes of x[0]]."""
     return x.contiguous().view(x.shape[0], -1).view(torch.uint8)
 
 

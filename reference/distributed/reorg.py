@@ -1,4 +1,8 @@
-"""Put context that was gathered from all ranks into the order of the tokens."""
+"""Put cache entries that were gathered from all ranks into the order of the tokens.
+
+With context parallelism, D ranks own the tokens of a sequence in turn, I consecutive tokens at a time. The rank-local
+tokens are the tokens that one rank owns.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +23,17 @@ def reorg_kvcache(
 ) -> Float[Tensor, "S head_size"]:
     """Return the cache entries of a chunk from all ranks, one request after another and in the order of the tokens.
 
-    The result has the same bits as a gather on one rank that owns all tokens. (vLLM's `reorg_kvcache` returns the
-    tokens of a request rank by rank, which is enough for attention without a mask.)
+    The result has the same bits as a gather on one rank that owns all tokens. (In vLLM, the function of this name
+    returns all tokens of rank 0, then all tokens of rank 1, and so on, for each request.)
 
     Args:
-        gathered: [D, padded_tokens, Lkv + R], cache entries of each rank: its rank-local tokens of the chunk, one
-            request after another, then padding.
-        chunk: chunk whose cache entries were gathered.
+        gathered: [D, `chunk.padded_tokens`, Lkv + R], cache entries of each rank: its rank-local tokens of the chunk,
+            one request after another, then padding.
+        chunk: the context tokens whose cache entries were gathered.
 
     Returns:
-        [num_tokens, Lkv + R], with num_tokens from `chunk`. If the chunk is `bounded`, rows behind the last request are
-        0.
+        [`chunk.num_tokens`, Lkv + R]. If `num_tokens` is an upper bound (`chunk.bounded`), the rows behind the last
+        request are 0.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match; the offsets of the chunk do not fit the numbers of tokens
@@ -45,7 +49,7 @@ def reorg_kvcache(
     for request, length in enumerate(chunk.cu_seq_lens.diff().tolist()):
         next_row = [offsets[rank][request] for rank in range(size)]
         token, rank = 0, 0
-        while token < length:  # each round has I tokens of each rank
+        while token < length:  # take I tokens of each rank in turn
             taken = min(interleave, length - token)
             rows.append(gathered[rank, next_row[rank] : next_row[rank] + taken])
             next_row[rank] += taken

@@ -18,13 +18,13 @@ MOST_RANKS = 64
 
 
 class _Turns:
-    """Lock that lets one rank run at a time, until this rank waits; the order of the ranks is always the same.
+    """Lock that lets one rank run at a time, until the rank waits. The order of the ranks is the same in every run.
 
     Attributes:
         turn: the rank that may run; -1 if no rank may run.
         ready: for each rank, a function that returns whether the rank can continue; None if the rank has ended.
         waits_for: for each rank, the exchange that the rank waits for, as text for error messages.
-        error: the first exception of any rank; after this exception all ranks raise.
+        error: the first exception of any rank, or None. If it is set, every waiting rank raises.
     """
 
     def __init__(self, size: int):
@@ -53,14 +53,14 @@ class _Turns:
             self._until_turn(rank)
 
     def end(self, rank: int, error: BaseException | None = None) -> None:
-        """Record that a rank has ended. If the rank ended with an error, all other ranks fail too."""
+        """Record that a rank has ended. If it ended with an error, every other rank raises at its next wait."""
         with self.changed:
             self.ready[rank] = None
             self.error = self.error or error
             self._pass_on(rank)
 
     def stop(self, error: BaseException) -> None:
-        """Make every rank fail the next time that it waits."""
+        """Make every rank raise the next time that it waits."""
         with self.changed:
             self.error = self.error or error
             self.changed.notify_all()
@@ -84,7 +84,7 @@ class _Turns:
 
 
 class _Contribution(NamedTuple):
-    """The operation that one rank called in an exchange, and the value that the rank contributed."""
+    """The operation that one rank called in an exchange, and the value that the rank sent."""
 
     rank: int
     operation: str
@@ -99,8 +99,7 @@ class SimulatedRanks(Group):
         rank: this rank in the group.
         members: global ranks of the members, in order.
         turns: object that lets one rank of the simulation run at a time.
-        board: contributions of the members to each exchange, by the number of the exchange. All members of the group
-            share one dictionary.
+        board: {number of an exchange: contributions of the members}. All members of the group share this dictionary.
     """
 
     def __init__(
@@ -110,14 +109,14 @@ class SimulatedRanks(Group):
         self._turns, self._board, self._exchanges = turns, board, 0
 
     def _exchange(self, operation: str, value: Any) -> list[Any]:
-        """Contribute a value, wait for all members, and return their values in the order of the ranks."""
+        """Send a value, wait for all members, and return the values of all members in the order of the ranks."""
         number, self._exchanges = self._exchanges, self._exchanges + 1
         contributions = self._board.setdefault(number, [])
         contributions.append(_Contribution(self.rank, operation, value))
         what = f"{operation} of {self.name}, ranks {list(self.members)}"
         self._turns.wait(self.members[self.rank], lambda: len(contributions) == self.size, what)
         by_rank = sorted(contributions, key=lambda contribution: contribution.rank)
-        self._board.pop(number - 1, None)  # every member is in this exchange and has read the previous one
+        self._board.pop(number - 1, None)  # every member has read the previous exchange
         for other in by_rank:
             if other.operation != operation:
                 raise GroupError(
@@ -161,17 +160,16 @@ def simulate(
 ) -> list[Any]:
     """Run a function on simulated ranks, which are threads of this process. No process group is needed.
 
-    One rank runs at a time, until this rank waits for an exchange. The order of the ranks is the same in every run. A
-    debugger can stop in one rank while the other ranks wait. The time of a simulation is the sum of the times of all
-    ranks.
+    One rank runs at a time, until it waits for an exchange. The order of the ranks is the same in every run. A debugger
+    can stop in one rank while the other ranks wait. A simulation takes as long as all ranks one after another.
 
     Args:
         context_parallel_size: D, number of ranks that share each sequence; at most 64.
-        interleave: I, consecutive tokens on one rank.
+        interleave: I. Each rank in turn owns I consecutive tokens of a sequence.
         program: function that is called on every rank with the rank's `ContextParallel`. All ranks must call the same
             exchanges in the same order.
-        tensor_parallel_size: TP, number of ranks that share the heads; a multiple of D, at most 64. None means D. Ranks
-            [k D, (k + 1) D) share sequences.
+        tensor_parallel_size: TP, number of ranks that share the heads; a multiple of D, at most 64. None means D. For
+            each k, the ranks k D to (k + 1) D - 1 share sequences.
         merge: name of the merge, as in `ContextParallel`.
 
     Returns:
@@ -202,7 +200,7 @@ def simulate(
             tp = SimulatedRanks("tp_group", rank, everyone, turns, boards[-1])
             with enter():
                 results[rank] = program(ContextParallel(cp, tp, interleave, merge))
-        except BaseException as error:  # raised again in the caller's thread, whatever its type
+        except BaseException as error:  # the caller's thread raises it again
             failure = error
         turns.end(rank, failure)
 
@@ -224,7 +222,7 @@ def simulate(
 
 
 def thread_state() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Return a function whose context manager gives another thread the PyTorch settings of this thread.
+    """Return a function that makes a context manager, which gives another thread the PyTorch settings of this thread.
 
     PyTorch keeps the gradient mode, the inference mode, the default device and the CUDA stream for each thread.
     """

@@ -1,10 +1,14 @@
-"""The types and checks that both packages share: configuration, metadata, errors, sizes and argument checks.
+"""The types and checks that the packages `reference` and `fast` share: configs, plans, errors and argument checks.
 
-All docstrings write shapes with these letters: T packed query tokens, B requests, W block-table width, S key/value
-tokens, C context length, N heads, H hidden size, Lq query latent, Lkv key/value latent, P head dim without rope, R rope
-dim (0 is legal), V value dim, D context-parallel world size, I interleave size.
+All docstrings write shapes with these letters:
 
-`reference` and `fast` both import this package. This package depends on torch and jaxtyping only.
+- T: query tokens of all requests; B: requests; W: columns of a block table.
+- S, Sq and C: all tokens of a request, its query tokens, and its context (S - Sq).
+- H: hidden size; N: heads; Lq and Lkv: widths of the query latent and of the key/value latent.
+- P and R: width of a head without and with rope (R may be 0); V: width of a value head; Dv: width of an output.
+- D: ranks that share each sequence; I: consecutive tokens on one of these ranks.
+
+This package depends on torch and jaxtyping alone.
 """
 
 from .advance_arguments import advanced_batch, check_advance, check_advance_values

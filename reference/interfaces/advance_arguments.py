@@ -1,4 +1,8 @@
-"""Argument checks of `advance_step`, and the batch of the next step in CPU tensors."""
+"""Argument checks of `advance_step`, and the CPU fields of the batch of the next step.
+
+`advance_step` turns the sampled token of each request into its one query token of the next step.
+"Read no values" means that a check looks at shapes, dtypes and devices alone, so it does not wait for a GPU.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ def check_advance(
     ownership: TokenOwnership | None,
     max_seq_len: int | None,
 ) -> int:
-    """Check the arguments of `advance_step` and return the largest length that a request may reach; read no values.
+    """Check the arguments of `advance_step`, and return the largest length of a request; read no values.
 
     Args:
         sampled_token_ids: [B] int32 or int64.
@@ -36,7 +40,7 @@ def check_advance(
         max_seq_len: largest length that the caller allows; None means that only the block table limits the lengths.
 
     Returns:
-        The number of tokens for which the block table has columns, or `max_seq_len` if this number is smaller.
+        The number of tokens that the block table can hold, or `max_seq_len` if `max_seq_len` is smaller.
     """
     check_int("block_size", block_size)
     check_batch_block_size(common, block_size)
@@ -64,19 +68,18 @@ def check_advance(
 def check_advance_values(
     query_start_loc: Tensor, seq_lens: Tensor, block_table: Tensor, num_tokens: int, block_tokens: int, limit: int
 ) -> None:
-    """Check the values of a batch that `advance_step` advances; the check reads values.
+    """Check the values of the batch that `advance_step` advances.
 
     Args:
-        query_start_loc: [B + 1], offsets of the step before.
-        seq_lens: [B], lengths of the step before.
+        query_start_loc: [B + 1], prefix sum of the query lengths before the call.
+        seq_lens: [B], lengths before the call.
         block_table: [B, W].
         num_tokens: T, length of `input_ids`.
-        block_tokens: tokens of a sequence for which one column of the block table is enough: `block_size` times the
-            number of ranks.
-        limit: largest length of a request after the step.
+        block_tokens: tokens of a sequence for each column of the block table: `block_size` times the number of ranks.
+        limit: largest length of a request after the call.
 
     Raises:
-        ValueError: the offsets or lengths are no batch; the batch has more than T tokens; a request would exceed its
+        ValueError: the offsets or lengths are not valid; the batch has more than T tokens; a request would exceed its
             blocks or `limit`.
     """
     check_readable("common.seq_lens", seq_lens)
@@ -91,13 +94,13 @@ def check_advance_values(
 
 
 def next_num_tokens(common: CommonAttentionMetadata) -> int:
-    """Return the number of query tokens of the next step, for a batch without offsets on the CPU.
+    """Return the number of query tokens of the next step, for a batch without `query_start_loc_cpu`.
 
-    `num_actual_tokens` tokens are in at least num_actual_tokens / `max_query_len` requests, and in at most
-    `num_actual_tokens` of the B requests. If these limits are equal, the number is known.
+    This number is the number of requests with query tokens. It is at least num_actual_tokens / max_query_len, and at
+    most the smaller of B and num_actual_tokens. The function needs both limits to be equal.
 
     Raises:
-        ValueError: the limits are not equal; the requests cannot have `num_actual_tokens` tokens.
+        ValueError: the limits are not equal; B requests of `max_query_len` tokens have fewer than `num_actual_tokens`.
     """
     check_decode_tokens(common)
     tokens = common.num_actual_tokens
@@ -110,19 +113,21 @@ def next_num_tokens(common: CommonAttentionMetadata) -> int:
 def advanced_batch(common: CommonAttentionMetadata, limit: int) -> CommonAttentionMetadata:
     """Return the batch of the next step: new lengths and offsets on the CPU, and the same tensors on the device.
 
-    CPU fields that are None stay None. Upper bounds rise as lengths do. Without offsets on the CPU the upper bounds of
-    all requests rise, because the host does not know which requests have tokens.
+    CPU fields that are None stay None. Lengths and their upper bounds rise by one for requests with query tokens. If
+    `query_start_loc_cpu` is None, the CPU does not know these requests, so the upper bounds of all requests rise.
 
     Args:
-        common: the batch of the step before.
+        common: the batch before the call.
         limit: largest length of a request; a request that has reached `limit` keeps its length.
 
     Raises:
-        ValueError: the batch has no lengths on the CPU, and an upper bound is negative, below the number of query
-            tokens or, for a batch on the CPU, below the length; the batch has no offsets on the CPU, and the number of
-            requests with tokens is unknown.
+        ValueError: in one of the following cases:
+
+            - `seq_lens_cpu` is None, and an upper bound is negative or below the number of query tokens of its request;
+            - `seq_lens_cpu` is None, the batch is on the CPU, and an upper bound is below the length of its request;
+            - `query_start_loc_cpu` is None, and the number of requests with query tokens is unknown.
     """
-    if not has_host_lens(common):  # with lengths no plan reads the bounds
+    if not has_host_lens(common):  # with lengths on the CPU, nothing reads the upper bounds
         check_bound_values(common)
     starts, longest = common.query_start_loc_cpu, common.max_seq_len
     if starts is None:

@@ -1,4 +1,7 @@
-"""Argument checks of the attention functions: queries, keys, attention states and plans."""
+"""Argument checks of the attention functions: queries, keys, attention states and plans.
+
+"Read no values" means that a check looks at shapes, dtypes and devices alone, so it does not wait for a GPU.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ CPU = torch.device("cpu")
 def check_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, k_pe: Tensor | None = None
 ) -> None:
-    """Check shapes, dtypes and devices of the arguments of varlen attention; read no values.
+    """Check shapes, dtypes and devices of the arguments of `flash_attn_varlen`; read no values.
 
     Args:
         q: [T, N, P + R].
@@ -53,7 +56,7 @@ def check_attention(
 
 
 def check_attention_settings(max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float, causal: bool) -> None:
-    """Check the arguments of varlen attention that are numbers."""
+    """Check the arguments of `flash_attn_varlen` that are numbers."""
     check_int("max_seqlen_q", max_seqlen_q, 0)
     check_int("max_seqlen_k", max_seqlen_k, 0)
     check_number("softmax_scale", softmax_scale)
@@ -69,7 +72,7 @@ def check_state(argument: str, state: AttentionState) -> None:
 
 
 def check_merge(prefix: AttentionState, suffix: AttentionState) -> None:
-    """Check that two attention states can be merged: shapes, dtypes and devices must be equal; read no values."""
+    """Check that two attention states have equal shapes, dtypes and devices, for a merge; read no values."""
     check_state("prefix", prefix)
     check_state("suffix", suffix)
     check_tensor("suffix.out", suffix.out, tuple(prefix.out.shape), (prefix.out.dtype,), prefix.out.device)
@@ -132,7 +135,7 @@ def check_decode_plan(metadata: DecodeMetadata, num_tokens: int, device: torch.d
 
 
 def check_prefix_split(metadata: DecodeMetadata, common_prefix_len: int, block_size: int, row: int) -> int:
-    """Check the arguments of `split_shared_prefix` and return the number of blocks of the prefix; read no values."""
+    """Check the arguments of `split_shared_prefix`, and return the number of blocks of the prefix; read no values."""
     check_type("metadata", metadata, DecodeMetadata)
     check_tensor("metadata.visible_lens", metadata.visible_lens, ("T",), (torch.int32,))
     check_decode_plan(metadata, metadata.visible_lens.shape[0], metadata.visible_lens.device)
@@ -151,10 +154,9 @@ def check_prefix_split(metadata: DecodeMetadata, common_prefix_len: int, block_s
 
 
 def check_decode_values(metadata: DecodeMetadata, num_tokens: int, block_size: int, num_blocks: int) -> None:
-    """Check offsets, lengths, visible lengths and blocks of the plan of a decode. The check reads values on the CPU.
+    """Check the values of the plan of a decode: offsets, lengths, `visible_lens` and blocks.
 
-    The lengths are not compared with the query lengths. Under context parallelism a length is a number of rank-local
-    keys, and a rank may own fewer keys than the query has tokens.
+    A request may have fewer keys than query tokens: under context parallelism, `seq_lens` counts the keys of one rank.
     """
     mixed = metadata.graph is GraphSupport.ANY  # tokens behind the last request are padding
     check_offsets("metadata.query_start_loc", metadata.query_start_loc, None if mixed else num_tokens, num_tokens)
@@ -191,7 +193,7 @@ def check_prefill(q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor
 
 
 def check_prefill_requests(metadata: PrefillMetadata, device: torch.device, argument: str = "metadata") -> int:
-    """Check shapes, dtypes and devices of the plan of a prefill, except those of the chunks; read no values.
+    """Check shapes, dtypes and devices of the plan of a prefill, but not its chunks; read no values.
 
     Returns:
         B, the number of requests of the plan.
@@ -222,8 +224,8 @@ def check_prefill_plan(
 def check_prefill_parts(metadata: PrefillMetadata, num_tokens: int, device: torch.device, argument: str) -> None:
     """Check the parts of the plan of a prefill; read no values.
 
-    The parts must have all requests and all query tokens in their order, and each chunk of a part must have as many
-    tokens as its rows in the chunk of the whole prefill.
+    A part has consecutive requests. All parts together must have all requests and query tokens, in their order. A chunk
+    of a part (context tokens of its requests) must have as many tokens as its rows in the chunk of all requests.
     """
     token, requests = 0, 0
     for part in metadata.parts:
@@ -267,7 +269,7 @@ def check_expanded(
         k_pe: [S, R].
         v: [S, N, V].
         metadata: plan of the prefill.
-        chunks: the chunk whose keys are attended; empty if the queries attend the keys of the new tokens.
+        chunks: the chunk of context that the queries attend; empty if the queries attend the new tokens.
     """
     check_tensor("q", q, ("T", "N", "P + R"))
     requests = check_prefill_requests(metadata, q.device)

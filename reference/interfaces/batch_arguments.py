@@ -1,4 +1,7 @@
-"""Argument checks of the planning functions: batches, and the sizes of a plan."""
+"""Argument checks of the planning functions: batches, and the sizes of a plan.
+
+"Read no values" means that a check looks at shapes, dtypes and devices alone, so it does not wait for a GPU.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ from .support import QueryLenSupport
 
 
 def check_common(common: CommonAttentionMetadata, host_lens: bool = True) -> None:
-    """Check shapes, dtypes and devices of a batch, which the caller may have made without `make`; read no values.
+    """Check shapes, dtypes and devices of a batch; read no values.
 
     Args:
         common: the batch.
-        host_lens: whether the caller needs the lengths on the CPU; False allows a batch without them.
+        host_lens: whether the batch must have its lengths and offsets on the CPU.
     """
     check_type("common", common, CommonAttentionMetadata)
     int32 = (torch.int32,)
@@ -35,7 +38,7 @@ def check_common(common: CommonAttentionMetadata, host_lens: bool = True) -> Non
 
 
 def check_no_prefill_padding(common: CommonAttentionMetadata, num_decodes: int) -> None:
-    """Check that no request of the prefills is a padding row with query tokens. The check reads values on the CPU."""
+    """Check that no prefill is a padding row (a request of length 0) with query tokens."""
     if num_decodes == common.num_reqs or int(common.seq_lens_cpu[num_decodes:].min()) > 0:
         return
     query_lens = common.query_start_loc_cpu.diff()[num_decodes:]
@@ -45,12 +48,12 @@ def check_no_prefill_padding(common: CommonAttentionMetadata, num_decodes: int) 
 
 
 def check_chunking(workspace_tokens: int, unit: int) -> None:
-    """Check that the size of a workspace is an int and is at least one unit (`context_unit`)."""
+    """Check that a workspace has at least `unit` tokens, the smallest chunk (`context_unit`)."""
     check_int("workspace_tokens", workspace_tokens, unit, f"at least one unit of {unit} tokens")
 
 
 def check_threshold(decode_threshold: int, query_len_support: QueryLenSupport) -> None:
-    """Check that the decode kernel supports queries of up to `decode_threshold` tokens."""
+    """Check that the decode kernel supports `decode_threshold` query tokens of a request."""
     check_int("decode_threshold", decode_threshold, 1, "at least 1")
     check_type("query_len_support", query_len_support, QueryLenSupport)
     single = query_len_support is QueryLenSupport.SINGLE_ONLY
@@ -58,10 +61,7 @@ def check_threshold(decode_threshold: int, query_len_support: QueryLenSupport) -
 
 
 def check_common_prefix(common: CommonAttentionMetadata, common_prefix_len: int, num_decodes: int) -> None:
-    """Check that a shared prefix is not longer than the context of any decode that is not a padding row.
-
-    The check reads values on the CPU.
-    """
+    """Check that the context of every decode has at least `common_prefix_len` tokens. Padding rows are ignored."""
     contexts, lengths = common.num_computed_tokens_cpu[:num_decodes], common.seq_lens_cpu[:num_decodes]
     wrong = ((contexts < common_prefix_len) & (lengths > 0)).nonzero()
     if wrong.numel():
@@ -73,7 +73,7 @@ def check_common_prefix(common: CommonAttentionMetadata, common_prefix_len: int,
 def check_batch_size(common: CommonAttentionMetadata, max_num_seqs: int, max_model_len: int) -> None:
     """Check that a batch has at most `max_num_seqs` requests, and a request at most `max_model_len` tokens.
 
-    Without lengths on the CPU, the upper bounds of the lengths are checked.
+    If `seq_lens_cpu` is None, the check uses the upper bounds of the lengths.
     """
     check_common(common, host_lens=False)
     requests = common.num_reqs
@@ -86,7 +86,7 @@ def check_batch_size(common: CommonAttentionMetadata, max_num_seqs: int, max_mod
 
 
 def check_batch_block_size(common: CommonAttentionMetadata, block_size: int) -> None:
-    """Check that the slots of a batch were computed for `block_size`, if the batch records its block size."""
+    """Check that the slots of a batch were computed for `block_size`, if `common.block_size` is not None."""
     check_type("common", common, CommonAttentionMetadata)
     if common.block_size is not None:
         check_int("common.block_size", common.block_size, 1, "a positive int or None")
@@ -95,9 +95,10 @@ def check_batch_block_size(common: CommonAttentionMetadata, block_size: int) -> 
 
 
 def check_table_width(common: CommonAttentionMetadata, block_size: int) -> None:
-    """Check that the block table has a column for every block of every request. The check reads values on the CPU.
+    """Check that the block table has a column for every block of every request.
 
-    Without lengths on the CPU nothing is compared: kernels treat longer requests as if they ended with the block table.
+    If `seq_lens_cpu` is None, the check does not look at lengths. A kernel then cuts a request that is too long at the
+    end of the block table.
     """
     check_common(common, host_lens=False)
     check_int("block_size", block_size)

@@ -1,4 +1,4 @@
-"""Batches of engines that give no lengths on the host: upper bounds take the place of the lengths."""
+"""Batches without lengths on the CPU (`seq_lens_cpu` is None): upper bounds take the place of the lengths."""
 
 from __future__ import annotations
 
@@ -16,28 +16,30 @@ CPU = torch.device("cpu")
 
 
 def has_host_lens(common: CommonAttentionMetadata) -> bool:
-    """Return whether a batch has its sequence lengths on the CPU. Without them, plans are computed from bounds."""
+    """Return whether a batch has its sequence lengths on the CPU. Otherwise plans are computed from upper bounds."""
     return common.seq_lens_cpu is not None
 
 
 def check_host_lens(common: CommonAttentionMetadata) -> None:
-    """Check that a batch has its lengths and offsets on the CPU, for functions that cannot plan without them."""
+    """Check that a batch has its lengths and offsets on the CPU."""
     for name in ("seq_lens_cpu", "query_start_loc_cpu"):
         check(getattr(common, name) is not None, f"common.{name}", "a tensor on the CPU", None)
 
 
 def check_decode_tokens(common: CommonAttentionMetadata) -> None:
-    """Check that the requests can have `num_actual_tokens` tokens, as no request has more than `max_query_len`."""
+    """Check that the B requests of up to `max_query_len` query tokens can have `num_actual_tokens` query tokens."""
     requests, longest, tokens = common.num_reqs, common.max_query_len, common.num_actual_tokens
     check(tokens <= requests * longest, "common.num_actual_tokens",
           f"at most {requests * longest} for {requests} requests of at most {longest} tokens", tokens)  # fmt: skip
 
 
 def check_bound_values(common: CommonAttentionMetadata) -> None:
-    """Check the values of `seq_lens_cpu_upper_bound`, if it is given; the check reads values on the CPU.
+    """Check the values of `seq_lens_cpu_upper_bound`, if it is not None.
 
-    No bound is negative. If the offsets are on the CPU, no bound except 0, which marks a padding row, is below the
-    number of query tokens of its request. For a batch on the CPU, no bound is below the length.
+    - No upper bound is negative.
+    - If the offsets are on the CPU, no upper bound is below the number of query tokens of its request. The upper bound
+      0 of a padding row is the exception.
+    - If the batch is on the CPU, no upper bound is below the length of its request.
     """
     bounds, starts = common.seq_lens_cpu_upper_bound, common.query_start_loc_cpu
     if bounds is None:
@@ -53,7 +55,7 @@ def check_bound_values(common: CommonAttentionMetadata) -> None:
 
 
 def _check_bound(bounds: Int32[Tensor, " B"], counts: Int32[Tensor, " B"], what: str) -> None:
-    """Check that no bound is below the number of query tokens or keys of its request."""
+    """Check that no upper bound is below `counts`, the numbers of query tokens or of keys of the requests."""
     wrong = (bounds < counts).nonzero()
     if wrong.numel():
         request = int(wrong[0])
@@ -66,25 +68,25 @@ def bounded_batch(
 ) -> CommonAttentionMetadata:
     """Return the batch with upper bounds in place of the lengths that are missing on the CPU.
 
-    The paths and the chunks of a step are planned from the returned batch. Only its CPU fields and `max_seq_len` are
-    new:
+    The new fields are:
 
-    - `seq_lens_cpu` has the bounds `seq_lens_cpu_upper_bound`, or `max_seq_len` for every request if these are missing
-      and every request is a decode. No bound is above `max_seq_len` or above what fits into the block table, which is
-      the new `max_seq_len`.
-    - If `query_start_loc_cpu` is missing, every request is a decode, and the first requests get `max_query_len` tokens
-      each until all `num_actual_tokens` tokens are assigned. The numbers of tokens and requests of the plan are right;
-      the offsets of the plan are those on the device.
+    - `max_seq_len`: the old `max_seq_len`, or the tokens that the block table can hold, whichever is smaller.
+    - `seq_lens_cpu`: `seq_lens_cpu_upper_bound`, but at most the new `max_seq_len`. If `seq_lens_cpu_upper_bound` is
+      None, all requests must be decodes, and each gets the new `max_seq_len`.
+    - `query_start_loc_cpu`, if it is None: all requests must be decodes. Each request gets `max_query_len` query tokens
+      until all `num_actual_tokens` tokens are assigned. Only the CPU field has these offsets; the plan uses the offsets
+      on the device.
 
     Args:
-        common: the batch; it is returned unchanged if it has `seq_lens_cpu`.
+        common: the batch; if it has `seq_lens_cpu`, it is returned unchanged.
         decode_threshold: requests with at most this number of query tokens decode.
         query_len_support: query lengths that the decode kernel supports.
         column_tokens: tokens of a sequence that one column of the block table holds.
 
     Raises:
-        ValueError: the batch may have prefills, and its offsets or the bounds of its lengths are missing; a bound is
-            negative, or below the number of query tokens of its request; for CPU tensors, a bound is below the length.
+        ValueError: the batch may have prefills, and `query_start_loc_cpu` or `seq_lens_cpu_upper_bound` is None; an
+            upper bound is not valid (`check_bound_values`); `query_len_support` is UNIFORM, `query_start_loc_cpu` is
+            None, and the requests may have different query lengths.
     """
     if has_host_lens(common):
         return common
@@ -111,10 +113,10 @@ def bounded_batch(
 
 
 def longest_decode_lens(num_decodes: int, max_seq_len: int) -> Int32[Tensor, " decodes"]:
-    """Return the lengths of the batch for which a schedule saves most: one longest request, and one key in all others.
+    """Return the lengths for which a schedule saves most: one request of `max_seq_len` keys, one key in all others.
 
-    Without lengths on the host, the choice whether a decode gets a schedule (`choose_schedule`) is made for this batch.
-    The decode then has no schedule only if no batch of this size could gain by one.
+    If the true lengths are not on the CPU, `choose_schedule` gets these lengths. The decode then gets a schedule if any
+    batch of this size would get one.
 
     Args:
         num_decodes: number of requests.
@@ -126,7 +128,7 @@ def longest_decode_lens(num_decodes: int, max_seq_len: int) -> Int32[Tensor, " d
 
 
 def check_bounds(common: CommonAttentionMetadata) -> None:
-    """Check the CPU tensors of a batch, each of which may be missing: shapes, dtypes and devices; read no values."""
+    """Check shapes, dtypes and devices of the CPU tensors of a batch, each of which may be None. Read no values."""
     requests = common.num_reqs
     shapes = {"seq_lens_cpu": requests, "query_start_loc_cpu": requests + 1, "seq_lens_cpu_upper_bound": requests}
     for name, size in shapes.items():

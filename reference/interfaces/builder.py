@@ -1,4 +1,4 @@
-"""The interface of metadata builders: the methods that an engine calls to plan a step, for every attention family."""
+"""The interface of metadata builders: the methods that an engine calls to plan a step (one forward pass)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .support import GraphSupport
 class AttentionMetadataBuilder(Protocol):
     """Interface of a class that computes the plan of each step from the batch of an engine's scheduler.
 
-    Each attention family has its own type of plan, so plans are annotated as `Any`. For MLA, `MLAMetadataBuilder`
-    implements this interface, and the type of its plans is `MLAMetadata`.
+    A plan has the integers that attention needs, such as lengths and slots. Each kind of attention has its own type of
+    plan, so plans are annotated as `Any`. For MLA the class is `MLAMetadataBuilder`, and its plans are `MLAMetadata`.
 
     Attributes:
         block_size: tokens per block.
@@ -35,34 +35,34 @@ class AttentionMetadataBuilder(Protocol):
 
     @property
     def graph_support(self) -> GraphSupport:
-        """Return the kind of batches for which `can_run_in_cudagraph` may be True."""
+        """Return which query lengths the batches of one CUDA graph may have."""
         ...
 
     def build(self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool = False) -> Any:
         """Return the plan of one step.
 
         Args:
-            common_prefix_len: context tokens that all decodes share; 0 for none.
+            common_prefix_len: number of context tokens that all decodes share; 0 for none.
             common: the batch, in the order that the swaps of `reorder_batch` give.
-            fast_build: whether to leave out the parts of a plan that only make the kernels faster.
+            fast_build: whether to leave out the optional parts of a plan, which make the kernels faster.
         """
         ...
 
     def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> Any:
         """Return the plan of a batch for a CUDA graph, computed from the batch's tensors on the device alone.
 
-        Batches of a kind that `graph_support` does not include raise. A replay has as many requests as `common`, and at
-        most as many query tokens, in all and in the longest query. Values of `common.query_start_loc` and
-        `common.seq_lens` may differ in every replay. Tokens behind the last request are padding.
+        A replay has as many requests as `common`. It has at most as many query tokens as `common`, in the longest query
+        and in all queries together. The values of `common.query_start_loc` and `common.seq_lens` may differ in every
+        replay. Tokens behind the last request are padding. The method raises if `can_run_in_cudagraph` is False.
 
-        If an engine calls this method during the capture, the graph contains the planning and repeats the planning in
-        every replay. If an engine calls this method before the capture, the engine must keep the plan. The graph reads
-        the tensors of this plan in every replay, and `update_captured` writes new values into these tensors.
+        If an engine calls this method during the capture, the graph contains the planning and repeats it in every
+        replay. If an engine calls this method before the capture, the engine must keep the plan: the graph reads the
+        tensors of the plan, and `update_captured` writes new values into them before a replay.
         """
         ...
 
     def update_captured(self, captured: Any, common: CommonAttentionMetadata) -> None:
-        """Write the plan of another batch that a captured plan can hold into the tensors of this plan.
+        """Write the plan of another batch into the tensors of a captured plan, which a CUDA graph reads.
 
         Args:
             captured: plan that `build_for_cudagraph_capture` returned before the capture.
@@ -77,7 +77,7 @@ class AttentionMetadataBuilder(Protocol):
     def use_cascade_attention(
         self, common_prefix_len: int, query_lens: Int32[Tensor, " B"], seq_lens: Int32[Tensor, " B"]
     ) -> bool:
-        """Return whether a decode is faster if it attends a shared prefix once for all requests.
+        """Return whether the decodes are estimated to be faster if a shared prefix is attended once for all.
 
         Args:
             common_prefix_len: tokens of the prefix.
@@ -89,7 +89,7 @@ class AttentionMetadataBuilder(Protocol):
     def reorder_batch(
         self, query_lens: Int32[Tensor, " B"], context_lens: Int32[Tensor, " B"]
     ) -> tuple[tuple[int, int], ...]:
-        """Return the fewest swaps of two requests after which the decodes are first in the batch.
+        """Return the fewest swaps of two requests that bring the decodes to the front of the batch.
 
         Args:
             query_lens: [B], new tokens of each request, on the CPU.
@@ -99,24 +99,24 @@ class AttentionMetadataBuilder(Protocol):
 
 
 def most_captured_tokens(builder: AttentionMetadataBuilder, max_blocks: int) -> int:
-    """Return the largest number of tokens that a request may have in a replay of a decode graph.
+    """Return the largest number of tokens that a request may have in a replay of a `DecodeGraph`.
 
     Args:
-        builder: builder that plans the graph; its `max_model_len` is one limit.
-        max_blocks: columns of the block table; the number of tokens that fit into these columns is the other limit.
+        builder: builder that plans the graph; a request has at most its `max_model_len` tokens.
+        max_blocks: columns of the block table; a request has at most the tokens that fit into these columns.
     """
     owned = ONE_RANK if builder.ownership is None else builder.ownership
     return min(builder.max_model_len, max_blocks * builder.block_size * owned.size)
 
 
 def graph_support_of(builder: AttentionMetadataBuilder, query_len: int) -> GraphSupport:
-    """Return the kind of batches that a decode graph serves: ANY only for several query tokens of a request."""
+    """Return which query lengths a `DecodeGraph` may mix. With `query_len` 1 the result is ONE_QUERY_LEN."""
     mixed = builder.graph_support is GraphSupport.ANY and query_len > 1
     return GraphSupport.ANY if mixed else GraphSupport.ONE_QUERY_LEN
 
 
 def captured_batch(graph: Any, buffers: GraphBuffers) -> CommonAttentionMetadata:
-    """Return the batch that a decode graph passes to its builder.
+    """Return the batch that a `DecodeGraph` passes to its builder.
 
     The lengths of the replays are unknown at capture. The CPU fields of the batch therefore have upper bounds: every
     request has `graph.max_seq_len` tokens, and `graph.query_len` of them are query tokens.

@@ -1,4 +1,8 @@
-"""Argument checks of the cache functions: caches, slots, blocks and chunks of context."""
+"""Argument checks of the cache functions: caches, slots, blocks and chunks of context.
+
+A slot is the place of one token in a paged cache. A chunk is a part of the cached context that is gathered at once.
+"Read no values" means that a check looks at shapes, dtypes and devices alone, so it does not wait for a GPU.
+"""
 
 from __future__ import annotations
 
@@ -56,13 +60,13 @@ def check_formatted_cache(
 def check_stored_cache(
     kv_cache: Tensor, cache_format: CacheFormat, out_dtype: torch.dtype | None
 ) -> tuple[int, torch.dtype]:
-    """Check a cache that an op gathers from, and the dtype of the result; read no values.
+    """Check a cache from which entries are gathered, and the dtype of the result; read no values.
 
     Args:
-        kv_cache: the cache. Its number of columns is checked only if the format supports a single (Lkv, R), because the
-            arguments of a gather contain neither Lkv nor R.
+        kv_cache: the cache. Its number of columns is checked if the format supports a single (Lkv, R). Otherwise every
+            number of columns is valid, because the caller of a gather gives neither Lkv nor R.
         cache_format: format of the cache.
-        out_dtype: dtype of the result; None means the dtype of the cache, for formats without a storage dtype.
+        out_dtype: dtype of the result; None means the dtype of the cache (legal for formats without a `storage_dtype`).
 
     Returns:
         Width Lkv + R and dtype of the gathered entries.
@@ -113,7 +117,7 @@ def check_gather(
 def check_swap(source: Tensor, target: Tensor, block_mapping: Tensor) -> None:
     """Check two caches between which blocks are copied: shapes, dtypes, and that their memory does not overlap.
 
-    `source` and `target` may be the same cache. Values are not read.
+    `source` and `target` may be the same cache. The check reads no values.
     """
     check_tensor("source", source, ("source_blocks", "block_size", "head_size"), storage_dtypes())
     check_tensor("target", target, ("target_blocks", *source.shape[1:]), (source.dtype,))
@@ -126,11 +130,11 @@ def check_swap(source: Tensor, target: Tensor, block_mapping: Tensor) -> None:
 
 
 def check_block_mapping(block_mapping: Tensor, source_blocks: int, target_blocks: int, same_cache: bool) -> None:
-    """Check the values of (source, target) block pairs. The check reads values on the CPU.
+    """Check the values of the (source, target) pairs in `block_mapping`.
 
     Raises:
-        ValueError: a block is out of range; a target occurs twice; within the same cache, a block is both a source and
-            a target.
+        ValueError: a block is out of range; a target occurs twice; `same_cache` is True and a block is both a source
+            and a target.
     """
     pairs = block_mapping.tolist()
     for source, target in pairs:
@@ -143,13 +147,13 @@ def check_block_mapping(block_mapping: Tensor, source_blocks: int, target_blocks
 
 
 def check_block_size(argument: str, block_size: int, kv_cache: Tensor) -> None:
-    """Check that the block size of a plan is the block size of the cache."""
+    """Check that the block size for which a plan was made is the block size of the cache."""
     check_int(argument, block_size)
     check(block_size == kv_cache.shape[1], argument, f"{kv_cache.shape[1]}, the block size of kv_cache", block_size)
 
 
 def check_chunk(chunk: ContextChunk, requests: int, device: torch.device, name: str = "chunk") -> None:
-    """Check shapes, dtypes and devices of a chunk; read no values."""
+    """Check the fields of a chunk: shapes, dtypes and devices; read no values."""
     int32 = (torch.int32,)
     check_type(name, chunk, ContextChunk)
     check_int(f"{name}.num_tokens", chunk.num_tokens, 0)
@@ -167,7 +171,7 @@ def check_chunk(chunk: ContextChunk, requests: int, device: torch.device, name: 
 
 
 def check_reorg(gathered: Tensor, chunk: ContextParallelChunk) -> None:
-    """Check shapes, dtypes and devices of a chunk and of its cache entries from all ranks; read no values."""
+    """Check a chunk and its cache entries from all ranks: shapes, dtypes and devices; read no values."""
     check(isinstance(chunk, ContextParallelChunk), "chunk", "a ContextParallelChunk", type(chunk).__name__)
     check_tensor("gathered", gathered, ("ranks", "padded_tokens", "head_size"))
     check_tensor("chunk.starts", chunk.starts, ("B",), (torch.int32,), gathered.device)
@@ -178,9 +182,17 @@ def check_reorg(gathered: Tensor, chunk: ContextParallelChunk) -> None:
 def check_rank_offsets(
     cu_seq_lens: Tensor, local_cu_seq_lens: Tensor, interleave: int, num_tokens: int, padded_tokens: int
 ) -> None:
-    """Check that each rank's offsets in a chunk are the prefix sums of the numbers of tokens that the rank owns.
+    """Check that row r of `local_cu_seq_lens` is the prefix sum of the tokens that rank r owns in each request.
 
-    The check reads values on the CPU.
+    Args:
+        cu_seq_lens: [B + 1], prefix sum of the number of tokens of each request in the chunk.
+        local_cu_seq_lens: [D, B + 1], for each of D ranks the prefix sum of the number of tokens of this rank.
+        interleave: number of consecutive tokens that a rank owns.
+        num_tokens: upper bound of the tokens of the chunk.
+        padded_tokens: upper bound of the tokens of every rank.
+
+    Raises:
+        ValueError: the prefix sums differ, or there are more tokens than an upper bound.
     """
     check_offsets("chunk.cu_seq_lens", cu_seq_lens, most=num_tokens)
     rank_local_lens = get_dcp_local_seq_lens(cu_seq_lens.diff(), local_cu_seq_lens.shape[0], None, interleave).T
@@ -192,15 +204,15 @@ def check_rank_offsets(
 
 
 def check_ownership(ownership: TokenOwnership | None) -> None:
-    """Check that an argument is a `TokenOwnership`, or None (one rank owns all tokens)."""
+    """Check that an argument is a `TokenOwnership`, or None, which means that one rank owns all tokens."""
     if ownership is not None:
         check_type("ownership", ownership, TokenOwnership, "a TokenOwnership or None")
 
 
 def check_rank_local_slots(common: CommonAttentionMetadata, ownership: TokenOwnership) -> None:
-    """Check that a batch has at most one slot for each new token that the rank owns. The check reads values on the CPU.
+    """Check that a batch has no more slots than new tokens that the rank owns. Each rank caches only its own tokens.
 
-    A batch whose slots were computed for a single rank has a slot for every token, and fails this check.
+    The check finds slots that were computed as if there were one rank: then every token has a slot.
     """
     starts, tokens = common.num_computed_tokens_cpu, common.num_actual_tokens
     own = (get_dcp_local_seq_lens(lens, ownership.size, ownership.rank, ownership.interleave).sum() for lens in

@@ -1,4 +1,8 @@
-"""Formats of the paged latent cache: the dtype, columns and bytes of a cache entry."""
+"""Formats of the paged latent cache: the dtype, columns and bytes of a cache entry.
+
+The cache of a layer is a tensor [num_blocks, block_size, columns] with one cache entry for each token. For a token, the
+entry has the latent (Lkv elements) and then the rotated part of the key, the rope part (R elements).
+"""
 
 from __future__ import annotations
 
@@ -12,16 +16,13 @@ from .checks import FLOAT_DTYPES, check, check_int, check_type
 
 @dataclass(frozen=True)
 class CacheFormat:
-    """Layout of one cache entry: the latent and the rotated key part of one token.
-
-    Ops take every property of a cache from the format of the cache: the columns and the dtype of the tensor, the bytes
-    of an entry, and the dtype and width of gathered entries.
+    """Layout of one cache entry. Functions that write or read a cache take its dtype and its columns from the format.
 
     Attributes:
         name: name of the format, unique among formats.
-        storage_dtype: dtype of the cache tensor; None means the dtype of the queries.
+        storage_dtype: dtype of the cache tensor; None means the dtype of the queries that attend over the cache.
         query_dtypes: dtypes of queries that may attend over caches of this format.
-        dims: the only (Lkv, R) that the format supports; None if the format supports all dims.
+        dims: the only (Lkv, R) that the format supports; None if the format supports every (Lkv, R).
     """
 
     name: str
@@ -48,10 +49,10 @@ class CacheFormat:
         return query_dtype if self.storage_dtype is None else self.storage_dtype
 
     def columns(self, kv_lora_rank: int, qk_rope_head_dim: int) -> int:
-        """Return the number of columns of a cache entry, in elements of the storage dtype: Lkv + R.
+        """Return Lkv + R, the number of columns of the cache tensor.
 
         Raises:
-            ValueError: the format does not support these dims.
+            ValueError: the format does not support this (Lkv, R).
         """
         check_int("kv_lora_rank", kv_lora_rank)
         check_int("qk_rope_head_dim", qk_rope_head_dim, 0)
@@ -61,23 +62,23 @@ class CacheFormat:
         return kv_lora_rank + qk_rope_head_dim
 
     def entry_bytes(self, kv_lora_rank: int, qk_rope_head_dim: int, query_dtype: torch.dtype) -> int:
-        """Return the bytes of one entry of a cache over which queries of `query_dtype` attend.
+        """Return the bytes of one cache entry, if queries of `query_dtype` attend over the cache.
 
         Raises:
-            ValueError: the format does not support queries of this dtype, or these dims.
+            ValueError: the format does not support queries of this dtype, or this (Lkv, R).
         """
         return self.columns(kv_lora_rank, qk_rope_head_dim) * element_bytes(self.dtype_for(query_dtype))
 
     def gathered_dtype(self, cache_dtype: torch.dtype, out_dtype: torch.dtype | None = None) -> torch.dtype:
-        """Return the dtype of entries that are gathered from a cache.
+        """Return the dtype to which cache entries are converted when they are copied out of a cache (gathered).
 
         Args:
             cache_dtype: dtype of the cache tensor.
-            out_dtype: dtype that the caller wants. None means the dtype of the cache tensor, and is legal only if the
-                format has no storage dtype of its own.
+            out_dtype: dtype that the caller wants. None means the dtype of the cache tensor. If the format has a
+                `storage_dtype`, the caller must give a dtype.
 
         Raises:
-            ValueError: the dtype is not in `query_dtypes`, or `out_dtype` is None and the format has a storage dtype.
+            ValueError: the dtype is not in `query_dtypes`; `out_dtype` is None and the format has a `storage_dtype`.
         """
         out_dtype = cache_dtype if out_dtype is None and self.storage_dtype is None else out_dtype
         if not isinstance(out_dtype, torch.dtype) or out_dtype not in self.query_dtypes:
@@ -85,10 +86,10 @@ class CacheFormat:
         return out_dtype
 
     def gathered_width(self, columns: int) -> int:
-        """Return Lkv + R, the elements of an entry that is gathered from a cache with `columns` columns.
+        """Return Lkv + R, the elements of a gathered cache entry, for a cache with `columns` columns.
 
         Raises:
-            ValueError: the format supports one (Lkv, R) only, and its entries have another number of columns.
+            ValueError: the format has `dims`, and a cache of these dims has another number of columns.
         """
         if self.dims is None:
             return columns
@@ -98,11 +99,11 @@ class CacheFormat:
 
 
 def element_bytes(dtype: torch.dtype) -> int:
-    """Return the bytes of one element of a tensor other than the cache, such as a query or an expanded key."""
+    """Return the bytes of one element of a query, key or value. For a cache, use `CacheFormat.entry_bytes`."""
     return dtype.itemsize
 
 
-COMPUTE_FORMAT = CacheFormat("compute_dtype")  # the latent, then the rope key, in the dtype of the queries
+COMPUTE_FORMAT = CacheFormat("compute_dtype")  # the cache has the dtype of the queries
 CACHE_FORMATS: Mapping[str, CacheFormat] = {COMPUTE_FORMAT.name: COMPUTE_FORMAT}
 
 
@@ -123,7 +124,7 @@ def check_storage_dtype(argument: str, dtype: torch.dtype) -> None:
 
 
 def check_format(cache_format: CacheFormat) -> None:
-    """Check that a cache format is one of `CACHE_FORMATS`, the formats that the reference reads and writes.
+    """Check that a cache format is one of `CACHE_FORMATS`, the formats that this package can read and write.
 
     Raises:
         TypeError: the argument is not a `CacheFormat`.
@@ -131,5 +132,5 @@ def check_format(cache_format: CacheFormat) -> None:
     """
     check_type("cache_format", cache_format, CacheFormat)
     known = CACHE_FORMATS.get(cache_format.name)
-    if known is not cache_format and known != cache_format:  # identity first, because every op makes this check
+    if known is not cache_format and known != cache_format:  # compare identities first, which is faster
         check(False, "cache_format", f"one of {', '.join(CACHE_FORMATS)}", cache_format.name)

@@ -72,7 +72,7 @@ def check_flag(argument: str, value: object) -> None:
 
 
 MOST_NUMBER = 2.0**63
-# while torch.compile traces, some numbers are symbols
+# under torch.compile, an int or float may be a SymInt or SymFloat
 INTS, NUMBERS = (int, torch.SymInt), (int, float, torch.SymInt, torch.SymFloat)
 
 
@@ -83,9 +83,9 @@ def check_int(argument: str, value: object, least: int = 1, expected: str | None
         argument: name of the argument.
         value: the argument.
         least: smallest valid value.
-        expected: description for the message if the type is wrong or the value is too small; None means a description
-            that is made from `least`.
-        below: power of 2 that the argument must not reach.
+        expected: description of valid values for the message if the type is wrong or the value is too small; None means
+            a description that is made from `least`.
+        below: upper bound of the argument (exclusive), a power of 2.
     """
     if not isinstance(value, INTS) or isinstance(value, bool) or value < least:
         check(False, argument, expected or ("a positive int" if least == 1 else f"an int >= {least}"), value)
@@ -94,14 +94,14 @@ def check_int(argument: str, value: object, least: int = 1, expected: str | None
 
 
 def check_number(argument: str, value: object, least: int | None = None) -> None:
-    """Check that an argument is a finite float, or an int of 64 bits, and at least `least`. A bool is not accepted."""
+    """Check that an argument is an int or float, finite, below 2^63 and at least `least`. A bool is not accepted."""
     fits = isinstance(value, NUMBERS) and not isinstance(value, bool) and -MOST_NUMBER < value < MOST_NUMBER
     if not fits or (least is not None and value < least):
         check(False, argument, "a finite number" if least is None else f"a number >= {least}", value)
 
 
 def check_device(argument: str, device: torch.device | str) -> torch.device:
-    """Return the `torch.device` of an argument that is a device or the name of a device.
+    """Return the `torch.device` for an argument that is a device or the name of a device.
 
     Raises:
         TypeError: the argument is neither a device nor a str.
@@ -136,7 +136,7 @@ def check_tensor(
     dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES,
     device: torch.device | None = None,
 ) -> None:
-    """Check the layout, shape, dtype and device of a tensor; read no values.
+    """Check the layout, shape, dtype and device of a tensor, but not its values.
 
     Args:
         argument: name of the argument.
@@ -176,7 +176,7 @@ def check_out(
     *inputs: Tensor,
     contiguous: bool = False,
 ) -> None:
-    """Check a tensor of the caller that an op writes; read no values.
+    """Check a tensor that the caller passes and that a function (op) writes.
 
     Args:
         argument: name of the argument.
@@ -184,9 +184,8 @@ def check_out(
         shape: expected shape.
         dtype: expected dtype.
         device: expected device.
-        inputs: tensors that the op reads. The memory of `out`, from its first to its last element, must not contain
-            an element of these tensors. The check is left out in compiled code, in which tensors have no
-            addresses.
+        inputs: tensors that the op reads. The memory of `out`, from its first to its last element, must not overlap
+            these tensors. The check leaves this out under torch.compile, where tensors have no addresses.
         contiguous: whether `out` must be contiguous.
 
     Raises:
@@ -222,8 +221,8 @@ def _addresses(tensor: Tensor) -> tuple[int, int]:
 def is_plain_linear(linear: nn.Module, dtype: torch.dtype) -> bool:
     """Return whether a module is a `torch.nn.Linear` whose weight can be used directly.
 
-    The module must be exactly of this class, with a parameter of `dtype`, without hooks and without a forward of its
-    own. Any other module may compute something other than the product with its `weight`.
+    The class of the module must be exactly `nn.Linear`, and its weight a parameter of `dtype`. The module must have no
+    hooks and no replaced `forward`. Otherwise the module may not compute the product with its `weight`.
     """
     check_type("linear", linear, nn.Module, "a module")
     check_type("dtype", dtype, torch.dtype)
@@ -235,8 +234,8 @@ def is_plain_linear(linear: nn.Module, dtype: torch.dtype) -> bool:
 def linear_output(argument: str, output: object) -> Tensor:
     """Return the product from the output of a linear module, which is a tensor or a pair (product, bias).
 
-    The linear modules of vLLM and Megatron return the pair. The bias in the pair was not added to the product, so a
-    bias other than None is an error.
+    The linear modules of vLLM and Megatron return the pair. The product in the pair is without the bias, so the bias
+    must be None.
 
     Raises:
         TypeError: the product is not a tensor.
@@ -252,7 +251,7 @@ def linear_output(argument: str, output: object) -> Tensor:
 
 
 def check_readable(argument: str, tensor: Tensor) -> None:
-    """Check that a tensor is not on the device "meta", so that its values can be read."""
+    """Check that a tensor has values: it must not be on the device "meta"."""
     check(not tensor.is_meta, argument, "a tensor with values", "a tensor on device meta")
 
 
@@ -306,7 +305,7 @@ def check_dtype(argument: str, dtype: torch.dtype) -> None:
 def check_offsets(argument: str, offsets: Tensor, total: int | None = None, most: int | None = None) -> None:
     """Check the values of a prefix sum: it starts at 0 and never decreases.
 
-    It ends at `total` if `total` is given, and at `most` or before if `most` is given.
+    If `total` is given, the last element must be `total`. If `most` is given, the last element must be at most `most`.
     """
     values = offsets.tolist()
     check(len(values) > 0 and values[0] == 0, argument, "a first element of 0", values[0] if values else "no element")
@@ -320,9 +319,9 @@ def check_offsets(argument: str, offsets: Tensor, total: int | None = None, most
 
 
 def check_eager_offsets(argument: str, offsets: Tensor, total: int) -> None:
-    """Check that a prefix sum on the CPU ends at `total`, unless the code is being compiled.
+    """Check that the last element of a prefix sum is `total`, if it is on the CPU and not under torch.compile.
 
-    A function calls this check before an op that accepts offsets which end earlier.
+    A caller needs this check if the op that it calls accepts a smaller last element.
     """
     if offsets.device.type == "cpu" and not torch.compiler.is_compiling():
         check_offsets(argument, offsets, total)
@@ -366,7 +365,7 @@ def check_blocks(
     num_blocks: int,
     argument: str = "block_table",
 ) -> None:
-    """Check that the block table has valid blocks for all tokens of each request. The check reads values on the CPU.
+    """Check that the block table has valid blocks for all tokens of each request.
 
     Args:
         block_table: [B, W].

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 def _take_softmax_scale(cls: type[MLAConfig]) -> type[MLAConfig]:
     """Let the constructor take `softmax_scale`, and keep the value in the field `given_softmax_scale`.
 
-    `dataclasses.replace` reads every field of a config and passes its value to the constructor under the same name. If
-    the field were called `softmax_scale`, `replace` would read the computed scale and pass this scale on as if the
-    caller had given the scale. The copy would then keep this scale even if its dimensions differ. If the caller passes
-    `softmax_scale` to `replace`, the constructor gets both names, and `softmax_scale` replaces `given_softmax_scale`.
+    The two names differ because of `dataclasses.replace`, which reads every field and passes the values to the
+    constructor. If the field had the name `softmax_scale`, `replace` would pass the computed scale to the constructor.
+    A copy with other dims would then keep the scale of the old dims. If the caller passes `softmax_scale` to `replace`,
+    the constructor gets both names and uses `softmax_scale`.
     """
     generated = cls.__init__
 
@@ -61,14 +61,13 @@ class MLAConfig:
         q_lora_rank: Lq, width of the query latent, or None if one projection computes the query.
         kv_lora_rank: Lkv, width of the latent that is cached.
         qk_nope_head_dim: P, dim of a query or key head without rope.
-        qk_rope_head_dim: R, dim of the rope part; an even number, 0 is legal.
+        qk_rope_head_dim: R, dim of the rope part (the rotated part) of a query or key head; an even number, 0 is legal.
         v_head_dim: V, dim of a value head.
         latent_norm_eps: epsilon of the RMS norms over the latents (not the model's `rms_norm_eps`).
         rope: rotary parameters.
-        given_softmax_scale: value of the constructor's argument `softmax_scale`: factor of the scores on both paths,
-            any finite number (also 0 or negative), or None. With None the property `softmax_scale` computes the factor
-            from the dims and the rope. `dataclasses.replace` keeps a given scale unless `softmax_scale` is among its
-            arguments; `softmax_scale=None` returns to the computed scale.
+        given_softmax_scale: factor of the attention scores, any finite number. The argument of the constructor has the
+            name `softmax_scale`. With None the property `softmax_scale` computes the factor from the dims and the rope.
+            `dataclasses.replace` keeps a given factor; `replace(config, softmax_scale=None)` removes it.
     """
 
     hidden_size: int
@@ -81,7 +80,7 @@ class MLAConfig:
     latent_norm_eps: float = 1e-6
     rope: RopeConfig = field(default_factory=RopeConfig)
     given_softmax_scale: float | None = None
-    if TYPE_CHECKING:  # for type checkers, which do not see what `_take_softmax_scale` changes
+    if TYPE_CHECKING:  # type checkers do not see the argument that `_take_softmax_scale` adds
         softmax_scale: _SoftmaxScale = _SoftmaxScale()
 
     def __post_init__(self):
@@ -100,7 +99,7 @@ class MLAConfig:
 
     @property
     def qk_head_dim(self) -> int:
-        """Return P + R, the width of a query or key head on the expanded path."""
+        """Return P + R, the width of a query or key head."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
@@ -110,10 +109,10 @@ class MLAConfig:
 
     @property  # type: ignore[no-redef]
     def softmax_scale(self) -> float:
-        """Return the factor of the scores before the softmax; the same number on both paths.
+        """Return the factor by which attention scores are multiplied before the softmax.
 
-        If the caller gave a scale, the factor is this scale. Otherwise the factor is (P + R)^-1/2. If the rope has YaRN
-        with `mscale_all_dim`, the factor is multiplied by m(f, mscale_all_dim)^2, where m is `yarn_mscale`.
+        If the caller gave a factor, return this factor. Otherwise the factor is (P + R)^-1/2. If the rope has YaRN with
+        `mscale_all_dim`, this value is multiplied by yarn_mscale(yarn.factor, yarn.mscale_all_dim)^2.
         """
         if self.given_softmax_scale is not None:
             return float(self.given_softmax_scale)
@@ -125,22 +124,22 @@ class MLAConfig:
 
     @classmethod
     def from_preset(cls, name: str, **fields: Any) -> MLAConfig:
-        """Return a config with the published dims and rope of a model, and therefore with the model's softmax scale.
+        """Return the config of a published model: its dims, its rope, and the softmax scale that follows from them.
 
-        `latent_norm_eps` keeps its default. Two models do more than a config can describe:
+        `latent_norm_eps` keeps its default. For two models the config does not describe the whole attention:
 
-        - GLM-5 has a sparse-attention indexer in addition;
+        - GLM-5 also has an indexer, which selects the keys that a query attends (sparse attention).
         - LongCat-Flash multiplies its normed latents by (H / Lq)^1/2 and (H / Lkv)^1/2. A caller can multiply the
-          weights of the latent norms by these factors.
+          weights of the latent norms by these factors instead.
 
         Args:
             name: name of the model, a key of `PRESETS`.
-            fields: arguments of the constructor that replace the arguments from the preset.
+            fields: arguments of the constructor, which replace the values of the preset.
 
         Raises:
             ValueError: `name` is not in `PRESETS`.
-            UnsupportedConfiguration: `RopeConfig` cannot express the published rope (minicpm3), and `fields` has no
-                `rope`. `MLAConfig(**PRESETS[name])` makes a config with the dims of the model and the default rope.
+            UnsupportedConfiguration: `fields` has no `rope`, and `RopeConfig` cannot express the rope of the model
+                (minicpm3). `MLAConfig(**PRESETS[name])` makes a config with the dims of the model and the default rope.
         """
         check(isinstance(name, str) and name in PRESETS, "name", f"one of {', '.join(PRESETS)}", name)
         rope = PRESET_ROPES[name]
@@ -151,21 +150,24 @@ class MLAConfig:
 
     @classmethod
     def from_hf(cls, config: Any) -> MLAConfig:
-        """Return the config of the layers that a transformers config describes (any object with the same attributes).
+        """Return the config of the attention layers that a transformers config describes.
 
         `latent_norm_eps` is 1e-6, because the latent norms in transformers have this epsilon and ignore `rms_norm_eps`.
         `MLAAttention.from_hf` reads the epsilon of the module instead.
+
+        Args:
+            config: a transformers config, or any object with the same attributes.
 
         Raises:
             TypeError: `model_type` is not a str.
             ValueError: a dim is not an int, or it is too small.
             UnsupportedConfiguration: the config does not describe an MLA model, a field is malformed, or a field
-                enables a feature that is not implemented. The exception lists every reason. A field enables nothing if
-                it is None, False, 0 or empty. These features are not implemented:
+                enables a feature that is not implemented. The exception lists every reason. A field that is None,
+                False, 0 or empty enables no feature. These features are not implemented:
 
                 - scaling of the latents, a sparse-attention indexer;
                 - a sliding window, a softcap, a position bias;
-                - layers that share keys and values, attention that is not causal;
+                - layers that share keys and values with other layers, attention that is not causal;
                 - other kinds of rope, other scales of the scores.
         """
         return cls(**fields_from_hf(config))

@@ -1,4 +1,4 @@
-"""A chunk of context: the cached tokens of one or more requests that a prefill expands at once."""
+"""A chunk of context: cached tokens of one or more requests whose keys and values a prefill computes at once."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from .ownership import TokenOwnership
 
 @dataclass(frozen=True, eq=False)
 class ContextChunk:
-    """Context tokens of one or more requests that a prefill expands at once, few enough to fit into the workspace.
+    """Context tokens of one or more requests that a prefill expands to keys and values at once.
 
-    A chunk has at most one range of consecutive context tokens of each request.
+    A chunk has at most one range of consecutive context tokens of each request. It fits into the workspace, the memory
+    in which a prefill expands one chunk after another.
 
     Attributes:
         starts: [B], position of each request's first token in this chunk.
         cu_seq_lens: [B + 1], prefix sum of the number of tokens that each request has in this chunk (0 is legal).
         num_tokens: cu_seq_lens[-1], tokens in this chunk; an upper bound if `bounded`.
-        max_seq_len: the largest number of tokens that one request has in this chunk; an upper bound if `bounded`.
-        bounded: whether the numbers on the host are upper bounds (`clamp_context_chunk`). A gather of the chunk then
-            has `num_tokens` rows, and the rows from cu_seq_lens[-1] on are 0.
+        max_seq_len: largest number of tokens of one request in this chunk; an upper bound if `bounded`.
+        bounded: whether `num_tokens` and `max_seq_len` are upper bounds, because the CPU does not know the true lengths
+            (`clamp_context_chunk`). A gather of the chunk then returns `num_tokens` rows, of which the rows from
+            cu_seq_lens[-1] on are 0.
     """
 
     starts: Int32[Tensor, " B"]
@@ -35,7 +37,7 @@ class ContextChunk:
 
     @property
     def held(self) -> tuple[Int32[Tensor, " B"], Int32[Tensor, " B+1"]]:
-        """Return `starts` and `cu_seq_lens` of the tokens that the cache of this rank has, which are all tokens."""
+        """Return `starts` and `cu_seq_lens` of the tokens that are in the cache of this rank: all tokens."""
         return self.starts, self.cu_seq_lens
 
     def tensors(self) -> dict[str, Tensor]:
@@ -52,17 +54,17 @@ class ContextChunk:
 class ContextParallelChunk(ContextChunk):
     """A `ContextChunk` whose tokens are distributed over the D ranks of a context-parallel group.
 
-    The fields of `ContextChunk` describe the tokens of all ranks together, in the order of the tokens. Each request's
-    first token in the chunk is at a multiple of D * I (`context_unit`), so rank 0 owns this token. The rank-local
-    tokens of a request in the chunk are therefore consecutive in the cache of each rank.
+    The ranks own the tokens of a sequence in turn, I consecutive tokens at a time. The rank-local tokens are the tokens
+    that one rank owns. The inherited fields describe the tokens of all ranks. Each request's first token in the chunk
+    is at a multiple of D * I, so rank 0 owns this token.
 
     Attributes:
-        local_starts: [B], starts / D: index of each request's first rank-local token in the chunk, counted among the
-            request's tokens on that rank. The index is the same on every rank.
+        local_starts: [B], starts / D: number of tokens that a rank has of each request before the chunk. The number is
+            the same on every rank.
         local_cu_seq_lens: [D, B + 1], for each rank the prefix sum of the number of rank-local tokens of each request.
-        local_tokens: tokens of this chunk on this rank.
-        padded_tokens: number of rows that each rank contributes to the all-gather. This number is the number of tokens
-            of rank 0, because no rank has more tokens. Ranks with fewer tokens append padding.
+        local_tokens: number of tokens of this chunk on this rank.
+        padded_tokens: number of rows that each rank sends in the all-gather: the number of tokens of rank 0, because no
+            rank has more. Ranks with fewer tokens append padding.
         ownership: the tokens that this rank owns.
     """
 
@@ -74,16 +76,16 @@ class ContextParallelChunk(ContextChunk):
 
     @property
     def held(self) -> tuple[Int32[Tensor, " B"], Int32[Tensor, " B+1"]]:
-        """Return `starts` and `cu_seq_lens` of the tokens that the cache of this rank has."""
+        """Return `starts` and `cu_seq_lens` of the tokens that are in the cache of this rank."""
         return self.local_starts, self.local_cu_seq_lens[self.ownership.rank]
 
 
 class ChunkRows(NamedTuple):
-    """The rows of some consecutive requests in a gathered chunk.
+    """The rows of some consecutive requests among the gathered cache entries of a chunk.
 
     Attributes:
         chunk: index of the chunk in `PrefillMetadata.context_chunks`.
-        first: first row of the requests among the gathered cache entries of the chunk.
+        first: first row of the requests.
         end: row after the last row of the requests.
     """
 

@@ -1,4 +1,8 @@
-"""Costs of arithmetic and memory traffic, from which `choose_path` estimates the time of the two paths."""
+"""Costs of arithmetic and memory traffic, from which `choose_path` estimates the times of two attention paths.
+
+The absorbed path attends the cached latents themselves. The expanded path first computes keys and values of every head
+from the latents, with the up-projections W_UK and W_UV.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +19,14 @@ FLOPS_PER_BYTE = 200  # bfloat16 FLOPs that a GPU computes in the time of readin
 class PathCosts:
     """Costs of the absorbed and the expanded path, from which `choose_path` estimates their times.
 
-    All costs have the same unit of time. Any unit is valid, because `choose_path` only compares times. The defaults are
-    not measured: every FLOP costs 1, and a byte costs `FLOPS_PER_BYTE`. `python -m tests.benchmarks.crossover` measures
-    the costs on a device.
+    All costs must have the same unit of time; `choose_path` compares times, so any unit is valid. The defaults are not
+    measured: every FLOP costs 1, and a byte costs `FLOPS_PER_BYTE`. `python -m tests.benchmarks.crossover` measures the
+    costs on a device.
 
     Attributes:
-        absorbed_request: fixed cost of one more request on the absorbed path, the same for all lengths.
-        expanded_request: fixed cost of one more request on the expanded path, the same for all lengths.
-        expanded_context: further fixed cost of a request on the expanded path if the request has context, which needs a
-            gather and separate attention.
+        absorbed_request: fixed cost of a request on the absorbed path, which does not depend on lengths.
+        expanded_request: fixed cost of a request on the expanded path, which does not depend on lengths.
+        expanded_context: fixed cost that a request on the expanded path has in addition if it has cached tokens.
         absorbed_flop: cost of a FLOP of attention over latents.
         expanded_flop: cost of a FLOP of attention over expanded keys and values.
         projection_flop: cost of a FLOP of the up-projections W_UK and W_UV, on both paths.

@@ -1,4 +1,8 @@
-"""The schedule of a decode, the costs that it is computed from, and the choice whether a decode gets a schedule."""
+"""The schedule of a decode: which program of a kernel attends which keys. Its costs, and when it is worthwhile.
+
+A tile is `DECODE_TILE` consecutive keys of one request. A split is a number of consecutive tiles of a request that are
+attended together. If a request has several splits, a combine kernel adds their partial outputs.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +20,10 @@ DECODE_TILE = 64  # keys in a tile, for every block size of the cache
 
 @dataclass(frozen=True)
 class InvariantSplitRule:
-    """Four numbers from which the splits of each request in a `batch_invariant` decode are computed.
+    """Four numbers that determine the splits of each request in a `batch_invariant` decode.
 
-    The splits of a request depend on the length of this request alone. A longer request gets larger splits or more
-    splits, in this order:
+    In such a decode a request gets the same bits in every batch, so its splits depend on its own length alone. From
+    short to long requests, the splits grow in this order:
 
     | length of the request | tiles of a split | number of splits |
     |---|---|---|
@@ -32,10 +36,9 @@ class InvariantSplitRule:
 
     Attributes:
         small_tiles: number of tiles in the smallest split; an even number, because kernels process tiles in pairs.
-        small_splits: largest number of splits of the smallest size. For a longer request, the size of the splits grows.
-        large_tiles: number of tiles in a split at which splits stop growing; an even number. For a longer request, the
-            number of splits grows.
-        max_splits: largest number of splits of a request. For a longer request, the size of the splits grows again.
+        small_splits: number of splits from which on the size of the splits grows.
+        large_tiles: number of tiles in a split from which on the number of splits grows again; an even number.
+        max_splits: largest number of splits of a request.
 
     Raises:
         ValueError: a number is below 1; `small_tiles` or `large_tiles` is odd; `large_tiles` is below `small_tiles`;
@@ -57,15 +60,13 @@ class InvariantSplitRule:
 
     @property
     def numbers(self) -> tuple[int, int, int, int]:
-        """Return the four numbers in the order of the fields. Kernels and ops take the numbers in this order."""
+        """Return the four numbers in the order of the fields, as kernels take them."""
         return self.small_tiles, self.small_splits, self.large_tiles, self.max_splits
 
 
 @functools.lru_cache(maxsize=64)
 def invariant_split_rule(small_tiles: int, small_splits: int, large_tiles: int, max_splits: int) -> InvariantSplitRule:
-    """Return the `InvariantSplitRule` of four numbers; validate these numbers at the first call only.
-
-    Ops receive a split rule as four numbers in every call. This function keeps the records of recent numbers.
+    """Return the `InvariantSplitRule` of four numbers. A cache saves the validation of numbers that were passed before.
 
     Raises:
         ValueError: for the same reasons as `InvariantSplitRule`.
@@ -77,11 +78,11 @@ NEUTRAL_SPLIT_RULE = InvariantSplitRule(small_tiles=8, small_splits=16, large_ti
 
 
 def invariant_split_tiles(num_tiles: int, split_rule: InvariantSplitRule) -> int:
-    """Return the number of tiles in each split of a request under `batch_invariant`; an even number.
+    """Return the number of tiles in each split of a request in a `batch_invariant` decode; an even number.
 
     Args:
         num_tiles: tiles of the request.
-        split_rule: numbers that relate the length of a request to the size of its splits.
+        split_rule: the numbers that determine the splits.
 
     Raises:
         ValueError: `num_tiles` is below 0.
@@ -89,13 +90,13 @@ def invariant_split_tiles(num_tiles: int, split_rule: InvariantSplitRule) -> int
     check(num_tiles >= 0, "num_tiles", "an int >= 0", num_tiles)
     grown = min(split_rule.large_tiles, -(-num_tiles // split_rule.small_splits))
     tiles = max(split_rule.small_tiles, grown, -(-num_tiles // split_rule.max_splits))
-    return tiles + tiles % 2  # even: kernels process tiles in pairs
+    return tiles + tiles % 2  # kernels process tiles in pairs
 
 
 def most_invariant_splits(num_tiles: int, split_rule: InvariantSplitRule) -> int:
-    """Return the largest number of splits, at least 1, of a `batch_invariant` request of at most `num_tiles` tiles.
+    """Return the largest number of splits of a request of at most `num_tiles` tiles in a `batch_invariant` decode.
 
-    Kernels size the buffers of their partial outputs by this number.
+    The result is at least 1. Kernels allocate the buffers of their partial outputs for this number of splits.
     """
     small = min(split_rule.small_splits, -(-num_tiles // split_rule.small_tiles))
     return max(1, small, min(split_rule.max_splits, -(-num_tiles // split_rule.large_tiles)))
@@ -111,14 +112,13 @@ class ScheduleCosts:
 
     Attributes:
         request_cost: time to start a request: load its queries, fill the pipeline of the kernel and write its output.
-        split_cost: time to start a further split of a request under `batch_invariant`. (`request_cost` includes the
-            first split.)
-        split_rule: division of a request into splits under `batch_invariant`.
-        invariant_starts: factor by which `choose_schedule` multiplies `request_cost` under `batch_invariant`. The
-            programs of a batch-invariant schedule attend whole splits, so the times of the programs differ more. The
-            factor accounts for this difference.
+        split_cost: time to start another split of the same request in a `batch_invariant` decode. (`request_cost`
+            includes the first split.)
+        split_rule: rule that divides a request into splits in a `batch_invariant` decode.
+        invariant_starts: factor by which `choose_schedule` multiplies `request_cost` for a `batch_invariant` decode. In
+            such a decode a program attends whole splits, so the times of the programs differ more.
         splits_per_tile: number of splits of one request that the combine kernel adds in the time of one tile; below
-            2^20. `plan_decode` makes no parts that are so short that combining them takes longer than they save.
+            2^20. `plan_decode` needs it to avoid more splits than are worthwhile.
 
     Raises:
         TypeError: `split_rule` is not an `InvariantSplitRule`.
@@ -157,30 +157,28 @@ def check_schedule_costs(costs: ScheduleCosts | None, name: str = "costs") -> Sc
 class DecodeSchedule:
     """The assignment of a decode's tiles to programs, chosen so that all programs take about the same time.
 
-    A schedule is optional. Without a schedule, a kernel divides every request into the same number of splits. This is
-    slow if the requests have very different lengths, because the programs of short requests finish early and the
-    programs of the longest request do not. A schedule changes the time of a decode, and it changes the results by
-    rounding alone. FlashMLA calls a schedule the tile scheduler metadata.
+    A schedule is optional. Without a schedule, a kernel divides every request into the same number of splits. If the
+    requests have very different lengths, the programs of short requests then finish early and wait for the programs of
+    the longest request. A schedule changes the results by rounding alone. FlashMLA calls a schedule the tile scheduler
+    metadata.
 
-    A tile is `DECODE_TILE` consecutive keys of one request, for every block size of the cache. A program attends
-    consecutive tiles: the end of one request, then whole requests, then the beginning of another request. If the
-    requests have similar lengths, `plan_decode` makes a schedule of whole parts: each program attends whole requests,
-    or equal parts of long requests. The tiles that a program attends in one request are one split of the request. With
-    `batch_invariant` these tiles may be several splits.
+    A program attends consecutive tiles: the end of one request, then whole requests, then the beginning of another
+    request. The tiles that a program attends in one request are one split of the request. With `batch_invariant` these
+    tiles may be several splits.
 
-    `DecodeSchedule(batch_invariant=True)`, without tensors, is legal. The kernel then divides each request into splits
-    by the length of the request (`split_rule`) and distributes the splits evenly over programs.
+    A schedule with `batch_invariant=True` may have no tensors. The kernel then divides each request into splits by the
+    length of the request (`split_rule`), and distributes the splits evenly over programs.
 
     Attributes:
         tile_ranges: [programs, 5], the tiles of each program, in these columns: first request, last request
             (inclusive), first tile in the first request, last tile in the last request (exclusive), index of the first
-            split in the first request. A program without work has (B, B - 1, 0, 0, 0). A kernel may move a boundary
-            between two programs within a request by one tile. None if the programs have no assigned tiles.
+            split in the first request. A program without work has (B, B - 1, 0, 0, 0). If two programs share a request,
+            a kernel may move one tile from one program to the other. None if the programs have no assigned tiles.
         split_offsets: [B + 1], prefix sum of the number of splits of each request; a request without keys has no split.
             None if `tile_ranges` is None.
         batch_invariant: whether the splits of a request depend on its own length alone (`invariant_split_tiles`) and
             not on the programs. If True, a request gets the same bits in every batch.
-        split_rule: the numbers that divide a request into splits; used only with `batch_invariant`.
+        split_rule: rule that divides a request into splits, for `batch_invariant`.
     """
 
     tile_ranges: Int32[Tensor, "programs 5"] | None = None
@@ -194,13 +192,13 @@ class ScheduleChoice:
     """The decision whether the decode of a step gets a schedule, and the numbers behind this decision.
 
     Attributes:
-        num_programs: number of programs of the schedule. The number is 0 if no schedule was considered, because the
-            caller asked for no schedule, the step has a cascade, or a query is longer than the builder's threshold.
+        num_programs: number of programs of the schedule. It is 0 if the caller asked for no schedule, if the step has a
+            cascade, or if a query is longer than the builder's `reorder_batch_threshold`.
         requests: number of requests that have keys.
         longest_tiles: tiles of the longest request.
         total_tiles: tiles of all requests together.
         planned: True if the decode has a schedule that assigns tiles to programs. If False, the kernel divides the
-            requests into splits itself. (The name does not refer to the plan of the step, which every decode has.)
+            requests into splits itself.
     """
 
     num_programs: int
@@ -221,22 +219,21 @@ def choose_schedule(
 ) -> ScheduleChoice:
     """Decide from the lengths of the requests whether a decode is faster with a schedule.
 
-    Without a schedule the kernel divides every request into the same number of splits, so the decode takes about the
-    time of a batch whose requests are all as long as the longest request. A schedule therefore saves this number of
-    tiles (B is the number of requests with keys):
+    Without a schedule the kernel divides every request into the same number of splits. The decode then takes about as
+    long as if all requests had the length of the longest request. A schedule therefore saves this number of tiles (B is
+    the number of requests with keys):
 
         B * tiles of the longest request - tiles of all requests together
 
-    A schedule costs about one `request_cost` more for each request and for each program; a batch-invariant schedule
-    costs `invariant_starts` times as much. The decode gets a schedule if the saving is larger than the cost
-    (`docs/log.md` has the measurement). The cost was measured with balanced schedules. Schedules of whole parts are
-    counted in the same way.
+    A schedule costs about `request_cost` tiles for each request and for each program. A batch-invariant schedule costs
+    `invariant_starts` times as much. The decode gets a schedule if it saves more than it costs. (`docs/log.md` has the
+    measurement of the cost.)
 
     Args:
         seq_lens: [B], keys of each request, on the CPU.
-        num_programs: number of programs of the schedule. With 0 or 1 the decode gets no schedule.
+        num_programs: number of programs of the schedule; 0 or 1 means no schedule.
         costs: costs of the decode kernel; None means the defaults of `ScheduleCosts`.
-        batch_invariant: whether the schedule would be batch-invariant.
+        batch_invariant: whether a request must get the same bits in every batch.
 
     Returns:
         The decision and the numbers behind this decision.

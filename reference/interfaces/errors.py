@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 class UnsupportedConfiguration(ValueError):
-    """Error for a configuration that is not supported. The exception lists every reason, not only the first reason.
+    """Error for a configuration that is not supported. The message lists every reason.
 
     Attributes:
         reasons: the reasons, one line of text each; never empty.
@@ -18,4 +18,4 @@ class UnsupportedConfiguration(ValueError):
 
 
 class GroupError(RuntimeError):
-    """Error for a collective operation that failed. The message names the group, the operation and the reason."""
+    """Error for an exchange between ranks that failed. The message names the group, the operation and the reason."""

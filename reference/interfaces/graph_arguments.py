@@ -1,4 +1,9 @@
-"""Argument checks of captured batches and decode graphs, and the kind of graph that serves a batch."""
+"""Argument checks for CUDA graphs of decodes.
+
+A captured plan is a plan (the integers that attention needs) whose tensors a CUDA graph reads in every replay. The kind
+of a graph (`GraphSupport`) says which query lengths the batches of its replays may have.
+"Read no values" means that a check looks at shapes, dtypes and devices alone, so it does not wait for a GPU.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +29,9 @@ CPU = torch.device("cpu")
 
 
 def requests_with_tokens(common: CommonAttentionMetadata) -> int:
-    """Return the number of requests without those at the end of the batch that have no query token.
+    """Return the number of requests up to the last request that has a query token.
 
-    If the offsets are on the device only, the result is the number of all requests.
+    If `query_start_loc_cpu` is None, the result is the number of all requests.
     """
     starts = common.query_start_loc_cpu
     if starts is None:
@@ -35,7 +40,7 @@ def requests_with_tokens(common: CommonAttentionMetadata) -> int:
 
 
 def longest_query(common: CommonAttentionMetadata) -> int:
-    """Return the length of the longest query; `max_query_len`, an upper bound, if the offsets are on the device."""
+    """Return the length of the longest query; `max_query_len`, an upper bound, if `query_start_loc_cpu` is None."""
     if common.query_start_loc_cpu is None:
         return common.max_query_len if common.num_reqs else 0
     lens = common.query_start_loc_cpu.diff()
@@ -43,9 +48,10 @@ def longest_query(common: CommonAttentionMetadata) -> int:
 
 
 def has_one_query_len(common: CommonAttentionMetadata, length: int) -> bool:
-    """Return whether every request has `length` query tokens; only requests at the end of the batch may have none.
+    """Return whether every request has `length` query tokens. Requests at the end of the batch may also have none.
 
-    If the offsets are on the device only, a request without tokens may stand anywhere, so no request may have none.
+    If `query_start_loc_cpu` is None, the position of a request without query tokens is unknown. The result is then True
+    if all requests together have B * `length` query tokens.
     """
     if common.query_start_loc_cpu is None:
         return common.num_actual_tokens == common.num_reqs * length
@@ -58,8 +64,7 @@ def graph_kind(common: CommonAttentionMetadata, threshold: int, support: GraphSu
     Args:
         common: the batch.
         threshold: largest query length of a decode.
-        support: the widest kind that may be used. If the offsets are on the device only, `max_query_len` is taken as
-            the longest query.
+        support: the kind that the builder of the plan supports.
 
     Returns:
         NONE if no graph can serve the batch. ONE_QUERY_LEN if all requests have the same query length
@@ -80,7 +85,7 @@ def check_captured_lens(common: CommonAttentionMetadata, graph: GraphSupport) ->
     """Return the number of query tokens of a captured plan, padding tokens included.
 
     Args:
-        common: the batch; `max_query_len` is the longest query of every replay.
+        common: the batch; no query of any replay is longer than `max_query_len`.
         graph: kind of the graph.
 
     Raises:
@@ -116,7 +121,7 @@ def check_captured_lens(common: CommonAttentionMetadata, graph: GraphSupport) ->
 def batch_of_capture(
     builder: AttentionMetadataBuilder, common: CommonAttentionMetadata, kind: GraphSupport, threshold: int
 ) -> CommonAttentionMetadata:
-    """Return the batch of a capture with upper bounds of every replay: the longest query and the longest request.
+    """Return the batch of a capture, with `max_query_len` and `max_seq_len` as upper bounds for every replay.
 
     Args:
         builder: builder that plans the graph.
@@ -142,7 +147,7 @@ def batch_of_capture(
 def batch_of_update(
     builder: AttentionMetadataBuilder, captured: MLAMetadata, common: CommonAttentionMetadata
 ) -> CommonAttentionMetadata:
-    """Return the batch of the next replay with the query length, tokens and slots of a captured plan.
+    """Return the batch of the next replay, with `max_query_len`, number of tokens and slots of the captured plan.
 
     Args:
         builder: builder that plans the graph.
@@ -151,9 +156,9 @@ def batch_of_update(
 
     Raises:
         TypeError: `captured` is not the plan of a decode, or `common` is not a batch.
-        ValueError: the captured plan cannot hold the batch; the batch has more or longer requests than the builder
-            allows; a request has more rank-local keys than the captured plan allows; the slots were computed for
-            another block size; the block table has too few columns.
+        ValueError: the batch has another number of requests, or more query tokens, than the captured plan; the batch
+            has more or longer requests than the builder allows; a request has more keys on this rank than the captured
+            plan allows; the slots were computed for another block size; the block table has too few columns.
     """
     check_update(captured, common, builder.block_size)
     check_batch_size(common, builder.max_num_seqs, builder.max_model_len)
@@ -177,14 +182,14 @@ def batch_of_update(
 
 
 def _check_blocks_of(builder: AttentionMetadataBuilder, common: CommonAttentionMetadata) -> None:
-    """Check the block size and the block table of a batch that a builder plans for a graph."""
+    """Check that a batch has the block size of the builder, and a block table with enough columns."""
     owned = ONE_RANK if builder.ownership is None else builder.ownership
     check_batch_block_size(common, builder.block_size)
     check_table_width(common, builder.block_size * owned.size)
 
 
 def check_update(captured: MLAMetadata, common: CommonAttentionMetadata, block_size: int) -> None:
-    """Check that a captured plan can hold the decodes of another batch; read no values on the device.
+    """Check that a captured plan has room for the decodes of another batch; read no values on the device.
 
     Args:
         captured: the captured plan.
@@ -218,9 +223,9 @@ def check_update(captured: MLAMetadata, common: CommonAttentionMetadata, block_s
 
 
 def _check_num_tokens(common: CommonAttentionMetadata, exactly: bool) -> None:
-    """Check that the number of query tokens is the last offset, or at least the last offset if not `exactly`.
+    """Check that `num_actual_tokens` is the last element of `query_start_loc_cpu`, if this tensor is not None.
 
-    Without offsets on the CPU nothing is compared. Tokens behind the last offset are padding tokens.
+    Without `exactly`, `num_actual_tokens` may be larger; the further tokens are padding.
     """
     if common.query_start_loc_cpu is not None:
         last, tokens = int(common.query_start_loc_cpu[-1]), common.num_actual_tokens
@@ -229,7 +234,7 @@ def _check_num_tokens(common: CommonAttentionMetadata, exactly: bool) -> None:
 
 
 def check_captured(captured: MLAMetadata, plan: MLAMetadata) -> None:
-    """Check that the tensors of a plan can be copied into the tensors of a captured plan; read no values."""
+    """Check that the tensors of `plan` can be copied into the tensors of a captured plan; read no values."""
     pairs = [("decode.seq_lens", captured.decode.seq_lens, plan.decode.seq_lens),
              ("decode.visible_lens", captured.decode.visible_lens, plan.decode.visible_lens)]  # fmt: skip
     check(captured.schedule is not None or plan.schedule is None, "captured.schedule",
@@ -257,7 +262,7 @@ def check_captured(captured: MLAMetadata, plan: MLAMetadata) -> None:
 
 
 def check_graph_support(graph_support: GraphSupport | None, query_len_support: QueryLenSupport) -> GraphSupport:
-    """Return the graph support of a builder; None means the widest support that the decode kernel allows."""
+    """Return `graph_support`; for None, return ANY, or ONE_QUERY_LEN if the decode kernel supports UNIFORM only."""
     check_type("graph_support", graph_support, (GraphSupport, type(None)), "a GraphSupport or None")
     one_length = query_len_support is QueryLenSupport.UNIFORM
     if graph_support is None:
@@ -270,7 +275,7 @@ def check_graph_support(graph_support: GraphSupport | None, query_len_support: Q
 def check_graph_sizes(
     builder: AttentionMetadataBuilder, batch_sizes: Sequence[int], max_blocks: int, hidden_size: int, query_len: int
 ) -> None:
-    """Check the sizes of a decode graph: batch sizes, columns of the block table, hidden size and query length."""
+    """Check the sizes of a `DecodeGraph`: batch sizes, columns of the block table, hidden size and query length."""
     check_type("builder", builder, AttentionMetadataBuilder)
     check_type("batch_sizes", batch_sizes, Sequence, "at least one positive int")
     sizes = list(batch_sizes)
@@ -287,14 +292,14 @@ def check_graph_sizes(
 
 
 def check_graph_query_len(graph: Any) -> None:
-    """Check that the builder of a decode graph can plan captured batches of the graph's query length."""
+    """Check that the builder of a `DecodeGraph` can plan batches of the graph's query length for a CUDA graph."""
     padding = GraphBuffers.of_padding(1, graph.query_len, graph.max_blocks, graph.hidden_size, graph.dtype, CPU)
     served = graph.builder.can_run_in_cudagraph(captured_batch(graph, padding))
     check(served, "query_len", "a query length that the builder can plan for a CUDA graph", graph.query_len)
 
 
 def check_graph_batch(graph: Any, hidden_states: Tensor, positions: Tensor, common: CommonAttentionMetadata) -> None:
-    """Check that a batch fits into the buffers of a decode graph; read no values on the device."""
+    """Check that a batch fits into the buffers of a `DecodeGraph`; read no values on the device."""
     check_common(common, host_lens=False)
     _check_num_tokens(common, exactly=True)
     largest, q = graph.batch_sizes[-1], graph.query_len

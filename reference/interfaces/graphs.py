@@ -1,4 +1,7 @@
-"""Records of captured steps: the buffers that a graph reads, their memory, and the tensors of a captured plan."""
+"""What a CUDA graph of a decode step reads: the buffers of the batch, and the tensors of the plan.
+
+A captured plan is a plan (the integers that attention needs) whose tensors a CUDA graph reads in every replay.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,12 @@ from .metadata import ContextParallelMetadata, MLAMetadata
 
 
 class GraphMemory(NamedTuple):
-    """Memory that the captured set of a decode graph keeps, in bytes.
+    """Memory that a `DecodeGraph` keeps for the graphs of all its batch sizes, in bytes.
 
     Attributes:
         buffer_bytes: bytes of the buffers into which each run copies its batch. All batch sizes share these buffers.
-        pool_bytes: bytes of the memory pool that the graphs of all batch sizes share. The pool contains every tensor
-            that a captured step allocates, such as its plan and its activations. 0 on a CPU, where no
-            graph is captured.
+        pool_bytes: bytes of the memory pool of all graphs. The pool has every tensor that a captured step allocates,
+            such as its plan and its activations. 0 on a CPU, where no graph is captured.
     """
 
     buffer_bytes: int
@@ -29,12 +31,12 @@ class GraphMemory(NamedTuple):
 
 @dataclass(eq=False)
 class GraphBuffers:
-    """The buffers of a decode graph, for B requests and T = B * query_len tokens. Write new values in place.
+    """The buffers of a `DecodeGraph` for B requests and T = B * query_len tokens. Write new values in place.
 
     Attributes:
         hidden_states: [T, H].
         positions: [T], position of each token in its request.
-        seq_lens: [B], tokens of each request after the step; 0 for a padding row.
+        seq_lens: [B], tokens of each request after the step; 0 for a padding row, which is no real request.
         query_start_loc: [B + 1], prefix sum of the query lengths. Tokens from `query_start_loc[-1]` on are padding.
         block_table: [B, W], block ids of each request.
         slot_mapping: [T], cache slot of each token; -1 for padding.
@@ -63,7 +65,7 @@ class GraphBuffers:
         )
 
     def named(self) -> tuple[tuple[str, Tensor], ...]:
-        """Return the buffers by name, as "buffers.seq_lens"."""
+        """Return pairs of name and buffer, with names such as "buffers.seq_lens"."""
         return tuple((f"buffers.{field.name}", getattr(self, field.name)) for field in fields(self))
 
     @property
@@ -73,7 +75,7 @@ class GraphBuffers:
 
 
 def captured_tensors(plan: MLAMetadata) -> tuple[tuple[str, Tensor | None], ...]:
-    """Return the tensors of a decode plan that a captured graph reads, by name; None for a tensor that is missing."""
+    """Return pairs of name and tensor for the tensors that a graph reads; None for a tensor that the plan lacks."""
     decode, schedule = plan.decode, plan.schedule
     return (
         ("captured.slot_mapping", plan.slot_mapping),
@@ -89,12 +91,12 @@ def captured_tensors(plan: MLAMetadata) -> tuple[tuple[str, Tensor | None], ...]
 def write_captured(captured: MLAMetadata, plan: MLAMetadata) -> None:
     """Copy the values of a plan into the tensors of a captured plan, which a graph reads.
 
-    The rank-local lengths, the visible lengths and the schedule are copied. The other tensors are buffers of the
-    caller; without context parallelism so are the lengths.
+    The function copies `visible_lens`, the schedule and, under context parallelism, `seq_lens`. The caller writes the
+    other tensors itself.
 
     Args:
-        captured: the captured plan; its tensors are written.
-        plan: plan of the next replay. `check_captured` checks that the tensors fit.
+        captured: the captured plan; the function writes its tensors.
+        plan: plan of the next replay, after `check_captured`.
     """
     if isinstance(plan, ContextParallelMetadata):
         captured.decode.seq_lens.copy_(plan.decode.seq_lens)
@@ -107,13 +109,13 @@ def write_captured(captured: MLAMetadata, plan: MLAMetadata) -> None:
 def check_not_replaced(
     captured: tuple[tuple[str, Tensor | None], ...], found: tuple[tuple[str, Tensor | None], ...]
 ) -> None:
-    """Check that every tensor is still the tensor of the capture; read no values.
+    """Check that every tensor has the memory, shape, strides, dtype and device that it had at the capture.
 
-    A graph reads the memory of its capture. A tensor with the same memory, shape, strides and dtype is the same tensor.
+    A graph reads the memory of its capture, so new values must be written into this memory.
 
     Args:
-        captured: tensors at the capture, by name.
-        found: the tensors now, in the same order.
+        captured: pairs of name and tensor at the capture.
+        found: pairs of name and tensor now, in the same order.
 
     Raises:
         ValueError: a tensor was replaced.

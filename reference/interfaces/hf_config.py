@@ -1,4 +1,4 @@
-"""Read the attention fields of a transformers config, and find fields that need features that are not implemented."""
+"""Read the attention fields of a transformers config; find fields that need a feature that is not implemented."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .checks import MOST_NUMBER, check, check_int, check_type, short_text
 from .errors import UnsupportedConfiguration
 from .rope_config import RopeConfig, YarnConfig
 
-# Features that are not implemented, and the fields of transformers configs that enable each of them
+# {feature that is not implemented: fields of transformers configs that enable the feature}
 _OTHER_ATTENTION: Mapping[str, tuple[str, ...]] = {
     "sliding windows are": (
         "sliding_window", "sliding_window_size", "attention_window", "attention_window_size", "window_size",
@@ -55,7 +55,7 @@ _OTHER_ATTENTION: Mapping[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 
-# Fields that disable other fields: if the key is present and off, the fields in the value have no effect
+# {switch: fields that have no effect if the config has the switch and the switch is off}
 _SWITCHES: Mapping[str, tuple[str, ...]] = {
     "use_sliding_window": _OTHER_ATTENTION["sliding windows are"],
     "alibi": ("alibi_bias_max",),
@@ -77,8 +77,8 @@ def _asks(value: object) -> bool:
 def _list_of(config: Any, path: str, name: str, reasons: list[str]) -> list[Any]:
     """Return the elements of a field that has one element for each layer.
 
-    The result is empty if the field is missing or enables no feature (`_asks`). If the field enables a feature and is
-    neither a list nor a tuple, the result is empty as well, and a reason is added to `reasons`.
+    The result is empty if the field is missing or None, or if it is neither a list nor a tuple. In the last case the
+    function also adds a reason to `reasons`, unless the value enables no feature (`_asks`).
     """
     value = getattr(config, name, None)
     if isinstance(value, list | tuple):
@@ -118,7 +118,7 @@ def _other_attention(config: Any, path: str = "config") -> list[str]:
     if not all(isinstance(source, int) and source == layer for layer, source in enumerate(sources)):
         reasons.append(f"{path}.kv_source_layers: layers that share keys and values are not implemented, "
                        f"got {short_text(sources)}")  # fmt: skip
-    nested = getattr(config, "attn_config", None) if path == "config" else None  # some models nest these fields
+    nested = getattr(config, "attn_config", None) if path == "config" else None  # some models nest their fields
     if isinstance(nested, Mapping):
         nested = SimpleNamespace(**{str(name): value for name, value in nested.items()})
     if isinstance(nested, bool | int | float | str | list | tuple):
@@ -130,7 +130,7 @@ def _other_attention(config: Any, path: str = "config") -> list[str]:
 
 
 def _rope_from_hf(config: Any, model_type: str) -> RopeConfig:
-    """Return the rotary parameters of a transformers config; raise with every reason if they are not implemented."""
+    """Return the rotary parameters of a transformers config; raise an error with every unsupported parameter."""
     fields = ("rope_parameters", "rope_scaling")  # `rope_scaling` is the older name
     field = next((name for name in fields if _asks(getattr(config, name, None))), fields[0])
     given = getattr(config, field, None) if _asks(getattr(config, field, None)) else {}
@@ -140,9 +140,9 @@ def _rope_from_hf(config: Any, model_type: str) -> RopeConfig:
     reasons = []
 
     def number(name: str, default: float | None, *, beside: bool = False) -> Any:
-        """Return the rope parameter `name`, or `default` if the parameter is missing.
+        """Return the rope parameter `name`, or `default` if the parameter is missing or not a number.
 
-        With `beside`, a parameter that `config.{field}` lacks is read from `config.{name}`.
+        With `beside`, a parameter that is missing in `config.{field}` is read from `config.{name}`.
         """
         at, value = f"config.{field}[{name!r}]", parameters.get(name)
         if beside and value is None:
@@ -160,7 +160,7 @@ def _rope_from_hf(config: Any, model_type: str) -> RopeConfig:
         reasons.append(f"config.rope_theta: expected a number above 1, got {theta}")
     interleaved = getattr(config, "rope_interleave", None)
     if model_type == "deepseek_v2":
-        interleaved = True  # this model always rotates neighbouring elements, and its config has no such field
+        interleaved = True  # its config lacks the field; this model rotates pairs of neighbours
     if not isinstance(interleaved, bool):
         got = f"no value for model type {model_type!r}" if interleaved is None else short_text(interleaved)
         reasons.append(f"config.rope_interleave: expected True or False, got {got}")

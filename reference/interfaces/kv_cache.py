@@ -22,7 +22,7 @@ def allocate_kv_cache(
 ) -> Shaped[Tensor, "*layers num_blocks block_size columns"]:
     """Allocate a paged latent cache without initialising its values.
 
-    The values are undefined, and may be NaN, until they are written. Undefined values never change a result.
+    A value may be NaN until it is written. The functions of this project do not use such values.
 
     Args:
         num_blocks: blocks of one layer; 0 is legal.
@@ -30,9 +30,10 @@ def allocate_kv_cache(
         head_size: Lkv + R, elements of a cache entry.
         dtype: dtype of the cache: float32, float64, bfloat16 or float16.
         device: device of the cache.
-        num_layers: number of layers if one tensor holds the cache of all layers; `cache[layer]` is then the cache of a
-            layer. None means that the tensor is the cache of one layer.
-        layout: order of the axes in memory (`stride_order`). Every op accepts a layer's cache with any strides.
+        num_layers: number of layers, if one tensor is to have the caches of all layers. Then `cache[layer]` is the
+            cache of a layer. None means the cache of one layer.
+        layout: order of the axes in memory (`stride_order`). Every function accepts the cache of a layer with any
+            strides.
 
     Returns:
         [num_blocks, block_size, Lkv + R], or [num_layers, num_blocks, block_size, Lkv + R] if `num_layers` is given.

@@ -1,4 +1,7 @@
-"""Argument checks of an attention layer: its config, its modules and the plan of a step."""
+"""Argument checks of an attention layer: its config, its modules and the plan of a step.
+
+"Read no values" means that a check looks at shapes, dtypes and devices alone, so it does not wait for a GPU.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ def check_costs(costs: PathCosts | None) -> None:
 
 
 def check_modules(**modules: object) -> None:
-    """Check that projections are modules. A query projection may be None (see `check_projections`)."""
+    """Check that projections are modules. A query projection, whose name starts with "q_", may also be None."""
     for name, module in modules.items():
         if module is not None or not name.startswith("q_"):
             check_type(name, module, nn.Module, "a module")
@@ -56,7 +59,7 @@ def check_rms_norm(x: Tensor, weight: Tensor, eps: float) -> None:
 
 
 def check_layer_inputs(config: MLAConfig, weight: Tensor, hidden_states: Tensor, positions: Tensor) -> None:
-    """Check the inputs of a layer: hidden states [T, H] with dtype and device of a weight, and positions [T]."""
+    """Check the inputs of a layer: hidden states [T, H] in the dtype and on the device of `weight`; positions [T]."""
     check_tensor("hidden_states", hidden_states, ("T", config.hidden_size), (weight.dtype,), weight.device)
     check_tensor("positions", positions, (hidden_states.shape[0],), (torch.int64, torch.int32), weight.device)
 
@@ -67,7 +70,7 @@ def check_projections(config: MLAConfig, direct: object, *low_rank: object) -> N
     Args:
         config: the config of the layer.
         direct: `q_proj`; required if `q_lora_rank` is None, otherwise it must be None.
-        low_rank: `q_a_proj`, `q_a_layernorm` and `q_b_proj`; required if `q_lora_rank` is an int, otherwise all None.
+        low_rank: `q_a_proj`, `q_a_layernorm` and `q_b_proj`; required if `q_lora_rank` is an int, otherwise None.
     """
     check_config(config)
     given = ["q_proj"] * (direct is not None)
@@ -81,7 +84,7 @@ def check_projections(config: MLAConfig, direct: object, *low_rank: object) -> N
 def check_norm(argument: str, norm: object, width: int) -> None:
     """Check a latent norm: a module with a weight [width] and without hooks.
 
-    A layer reads the weight and does not call the module, so hooks would have no effect.
+    A layer reads the weight and does not call the module. Hooks would therefore not run.
     """
     check_type(argument, norm, nn.Module, "a module with a weight")
     weight = getattr(norm, "weight", None)
@@ -95,7 +98,7 @@ def latent_norm_eps(kv_a_layernorm: object, q_a_layernorm: object | None) -> flo
     """Return `variance_epsilon`, the epsilon of the latent norms of a transformers module.
 
     Raises:
-        UnsupportedConfiguration: the two norms have different epsilons; an `MLAConfig` has one epsilon for both.
+        UnsupportedConfiguration: the two norms have different epsilons, but an `MLAConfig` has one for both.
     """
     eps = kv_a_layernorm.variance_epsilon
     other = eps if q_a_layernorm is None else q_a_layernorm.variance_epsilon
@@ -136,16 +139,16 @@ def check_attention_output(config: MLAConfig, output: Tensor, weight: Tensor, q:
         output: [T, N, V].
         weight: an up-projection of the layer, with the dtype and the device of `output`.
         q: [T, N, P + R].
-        inputs: the other tensors of which `output` must share no memory.
+        inputs: the other tensors that `output` must not overlap.
     """
     shape = (q.shape[0], config.num_heads, config.v_head_dim)
     check_out("output", output, shape, weight.dtype, weight.device, weight, q, *inputs)
 
 
 def check_step(metadata: MLAMetadata, num_tokens: int, kv_cache: Tensor, workspace_tokens: int) -> None:
-    """Check shapes and counts of the plan of a whole step, before the layer writes anything; read no values.
+    """Check shapes and numbers in the plan of a step, before the layer writes anything; read no values.
 
-    No chunk may have more than `workspace_tokens` tokens, the number with which the memory of the layer was profiled.
+    No chunk of context may have more than `workspace_tokens` tokens, because the layer has memory for this number.
     """
     check(isinstance(metadata, MLAMetadata), "metadata", "an MLAMetadata or None", type(metadata).__name__)
     end, split = metadata.num_actual_tokens, metadata.num_decode_tokens
@@ -182,9 +185,10 @@ def check_step(metadata: MLAMetadata, num_tokens: int, kv_cache: Tensor, workspa
 
 
 def check_step_values(metadata: MLAMetadata, kv_cache: Tensor) -> None:
-    """Check the values of the plan of a whole step, if the cache is on the CPU and the code is not compiled.
+    """Check the values in the plan of a step, after `check_step`.
 
-    In compiled code, each op checks the values of its own arguments before the op writes. `check_step` has passed.
+    The function does nothing if the cache is on a GPU, or under torch.compile. (Under torch.compile, each function that
+    the layer calls checks its own values.)
     """
     if kv_cache.device.type != "cpu" or torch.compiler.is_compiling():
         return

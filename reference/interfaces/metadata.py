@@ -1,4 +1,10 @@
-"""Data types that functions pass to each other: attention states, the batch of a step, and the plan of a step."""
+"""Data types that functions pass to each other: attention states, the batch of a step, and the plan of a step.
+
+A step is one forward pass over a batch of requests. Its plan has the integers that attention needs, such as lengths and
+cache slots. A decode is a request with one or a few new tokens; it takes the absorbed path (attention over the cached
+latents). A prefill takes the expanded path (attention over keys and values of every head). A padding row is a request
+of length 0, with which an engine fills up a batch.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +29,14 @@ from .workspace import ContextWorkspace
 class AttentionState:
     """Output and log-sum-exp (LSE) of softmax attention over a set of keys. A state unpacks: `out, lse = state`.
 
-    A caller needs the LSE to merge this state with a state over other keys (`merge_attn_states`). The weight of each
-    state in the merge is computed from the LSEs. A caller may drop the LSE if this state covers all keys of the
-    queries.
+    A caller needs the LSE to merge this state with a state over other keys (`merge_attn_states`). If the state covers
+    all keys of the queries, a caller may drop the LSE.
 
     Attributes:
         out: [T, N, Dv], the softmax-weighted sum of the values. Dv is V on the expanded path and Lkv on the absorbed
-            path. A row without keys has out = 0.
+            path. It is 0 for a query without keys.
         lse: [N, T], natural logarithm of the sum of exp(score) over the keys; float32, or float64 if `out` is float64.
-            A row without keys has lse = -inf.
+            It is -inf for a query without keys.
     """
 
     out: Float[Tensor, "T N Dv"]
@@ -61,30 +66,29 @@ class BatchSplit(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CommonAttentionMetadata:
-    """The batch of one step. Every attention family can compute its plan from this batch.
+    """The batch of one step, from which the plan of the step is computed.
 
-    The constructor does not validate, because engines call it in every step. Invalid input gives an undefined plan; use
-    `make` or `from_lens` to validate.
+    The constructor does not validate, because engines call it in every step. Invalid input gives an undefined plan. The
+    methods `make` and `from_lens` validate.
 
     Attributes:
         seq_lens: [B], tokens of each request after this step (context + query).
         query_start_loc: [B + 1], prefix sum of the query lengths; a query length of 0 is legal.
-        seq_lens_cpu: [B], copy of `seq_lens` on the CPU. Plans are computed from this copy, so that no value has to be
-            read back from the device. None if the engine does not know the lengths; plans are then computed from upper
-            bounds and on the device.
-        query_start_loc_cpu: [B + 1], copy of `query_start_loc` on the CPU. None only without `seq_lens_cpu`, in a step
-            that has decodes alone.
+        seq_lens_cpu: [B], copy of `seq_lens` on the CPU. Plans are computed from this copy, so that planning does not
+            wait for the device. None if the engine does not know the lengths; plans are then computed from upper bounds
+            on the CPU, and from the tensors on the device.
+        query_start_loc_cpu: [B + 1], copy of `query_start_loc` on the CPU. It may be None if `seq_lens_cpu` is None and
+            the step has no prefills.
         block_table: [B, W], block ids of each request; entries after the last block of a request may have any value.
-        slot_mapping: [T], cache slot of each token; -1 for a token that is not written to the cache. Tokens with index
-            `num_actual_tokens` or more are padding and have slot -1.
+        slot_mapping: [T], cache slot (place in the paged cache) of each token; -1 for a token that is not written to
+            the cache. Tokens from index `num_actual_tokens` on are padding and have slot -1.
         max_query_len: upper bound of the query lengths.
-        num_actual_tokens: query_start_loc[-1], number of query tokens of all requests; later tokens are padding.
-        max_seq_len: upper bound of the sequence lengths (under context parallelism, of the whole sequences), as an int
-            on the CPU.
-        block_size: tokens per block for which `slot_mapping` was computed, or None if this number was not recorded.
-            Planning this batch for a different block size raises.
-        seq_lens_cpu_upper_bound: [B], upper bound of the tokens of each request, on the CPU. Plans read it only if
-            `seq_lens_cpu` is None; a step with prefills needs it then.
+        num_actual_tokens: query_start_loc[-1], number of query tokens of all requests.
+        max_seq_len: upper bound of `seq_lens`. Under context parallelism, lengths count the tokens of all ranks.
+        block_size: tokens per block for which `slot_mapping` was computed, or None if unknown. To plan the batch for
+            another block size is an error.
+        seq_lens_cpu_upper_bound: [B], upper bound of the tokens of each request, on the CPU. It is needed if
+            `seq_lens_cpu` is None and the step has prefills.
     """
 
     seq_lens: Int32[Tensor, " B"]
@@ -111,7 +115,7 @@ class CommonAttentionMetadata:
 
     @property
     def num_computed_tokens_cpu(self) -> Int32[Tensor, " B"]:
-        """Return the context lengths [B] on the CPU; 0 for padding rows. The batch must have lengths on the CPU."""
+        """Return the context lengths [B] on the CPU; 0 for padding rows. `seq_lens_cpu` must not be None."""
         check(self.seq_lens_cpu is not None, "seq_lens_cpu", "a tensor on the CPU", None)
         return (self.seq_lens_cpu - self.query_start_loc_cpu.diff()).clamp_(min=0)
 
@@ -133,21 +137,19 @@ class CommonAttentionMetadata:
             seq_lens_cpu: [B], tokens of each request after this step, on the CPU.
             block_table: [B, W], block ids of each request.
             slot_mapping: [T], cache slot of each token.
-            block_size: tokens per block for which `slot_mapping` was computed; None means that this number is not
-                recorded.
+            block_size: tokens per block for which `slot_mapping` was computed; None if unknown.
 
         Returns:
             The validated batch.
 
         Raises:
-            ValueError: in one of the following cases. The message names the argument. If one request is wrong, the
-                message also names this request:
+            ValueError: in one of the following cases. The message names the argument, and the request if there is one.
 
                 - a shape or dtype is wrong;
                 - `query_start_loc_cpu` decreases;
-                - a request has 0 < S < Sq (a query longer than its sequence);
+                - a request that is not a padding row has more query tokens than tokens;
                 - there are fewer slots than tokens;
-                - on a CPU: a slot after the slot of the last token is not -1.
+                - a slot after the slot of the last token is not -1 (checked for slots on a CPU).
         """
         check_tensor("query_start_loc_cpu", query_start_loc_cpu, ("B + 1",), (torch.int32,), torch.device("cpu"))
         num_reqs = query_start_loc_cpu.shape[0] - 1
@@ -208,9 +210,10 @@ class CommonAttentionMetadata:
             ValueError: in one of the following cases:
 
                 - a shape is wrong;
-                - a length is negative, or a request has 0 < S < Sq (a query longer than its sequence);
+                - a length is negative;
+                - a request that is not a padding row has more query tokens than tokens;
                 - `block_table` has too few columns for the longest request;
-                - on a CPU: a request has a negative block id;
+                - a request has a negative block id (checked for a block table on a CPU);
                 - `block_size` is not a multiple of the interleave of `ownership`.
         """
         check(is_positive_int(block_size), "block_size", "a positive int", block_size)
@@ -246,7 +249,7 @@ class CommonAttentionMetadata:
         )
 
 
-MOST_PARTS = 8  # of a prefill; each part costs calls of the attention kernel
+MOST_PARTS = 8  # largest number of `parts` of a prefill; each part needs its own calls of the attention kernel
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,12 +260,13 @@ class PrefillMetadata:
         block_table: [B, W], block ids of these requests.
         query_start_loc: [B + 1], prefix sum of the query lengths of these requests; it starts at 0.
         max_query_len: length of the longest query.
-        context_chunks: the cached context of these requests, cut into chunks; empty if no request has context.
+        context_chunks: the context of these requests (tokens that are already in the cache), cut into chunks; empty if
+            no request has context.
         block_size: tokens per block for which the plan was computed. A call with a cache of another block size raises.
-        parts: the requests with context and the requests without context, as parts of consecutive requests; together
-            the parts have all requests in their order. Only requests of parts with context get an attention state that
-            is merged. Empty if all requests have context, if no request has context, if there would be more than
-            `MOST_PARTS` parts, or if the plan was made without lengths on the CPU.
+        parts: the requests, divided into parts of consecutive requests: in each part, all requests have context or none
+            has. Attention over a part with context is merged from several attention states; a part without context
+            needs one state. Empty if there would be one part or more than `MOST_PARTS`, or if the plan was made without
+            lengths on the CPU.
     """
 
     block_table: Int32[Tensor, "B W"]
@@ -285,10 +289,10 @@ class PrefillPart:
     """Consecutive requests of a prefill that all have context, or that all have no context.
 
     Attributes:
-        first_token: first query token of the part among the query tokens of the prefill.
-        end_token: query token after the last one of the part.
-        plan: the plan of these requests alone. Its chunks have the keys of these requests only, and it has no parts.
-        rows: for each chunk of `plan`, the rows of these requests in the gathered chunk of the whole prefill.
+        first_token: index of the part's first query token among the query tokens of all prefills.
+        end_token: index after the part's last query token.
+        plan: the plan of these requests alone. It has no parts.
+        rows: for each chunk of `plan`, the rows of these requests in the gathered chunk of all prefills.
     """
 
     first_token: int
@@ -297,14 +301,14 @@ class PrefillPart:
     rows: tuple[ChunkRows, ...]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of the part, except those of its block table, by name."""
+        """Return {name: tensor} for the tensors of the part, except its block table."""
         found = {"query_start_loc": self.plan.query_start_loc}
         for number, chunk in enumerate(self.plan.context_chunks):
             found |= {f"chunk {number}: {name}": tensor for name, tensor in chunk.tensors().items()}
         return found
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> PrefillPart:
-        """Return the part with other tensors, by the names that `tensors` gives."""
+        """Return the part with other tensors, given by the names that the method `tensors` returns."""
         chunks = tuple(
             replace(chunk, **{name: tensors[f"chunk {number}: {name}"] for name in chunk.tensors()})
             for number, chunk in enumerate(self.plan.context_chunks)
@@ -313,7 +317,7 @@ class PrefillPart:
         return replace(self, plan=plan)
 
     def to(self, device: torch.device) -> PrefillPart:
-        """Return this part with the tensors of `tensors` on `device`."""
+        """Return this part with its tensors on `device`; the block table stays where it is."""
         return self.with_tensors({name: x.to(device, non_blocking=True) for name, x in self.tensors().items()})
 
 
@@ -327,17 +331,16 @@ class DecodeMetadata:
     Attributes:
         block_table: [B, W], block ids of these requests.
         seq_lens: [B], keys of each request in the cache, the new tokens included; 0 for padding rows.
-        query_start_loc: [B + 1], prefix sum of the query lengths; it starts at 0 and ends at T. It may end before T if
-            `graph` is ANY: later tokens are then padding.
+        query_start_loc: [B + 1], prefix sum of the query lengths. Its last element is T, or at most T if `graph` is
+            ANY; the tokens behind the last element are then padding.
         max_query_len: upper bound of the query lengths.
-        visible_lens: [T], number of keys that each query token attends: S - Sq + i + 1 for the query token with index i
-            in its request, and 0 for a padding row (`compute_visible_lens`).
-        max_seq_len: upper bound of `seq_lens`, as an int on the CPU. Kernels size splits and buffers by this bound. On
-            a GPU, kernels treat a longer length as equal to this bound. Under context parallelism the bound is for
-            rank-local lengths. Inside a captured graph the bound is for the lengths of every replay.
+        visible_lens: [T], number of keys that each query token attends: S - Sq + i + 1 for query token i of a request
+            with S keys and Sq query tokens, and 0 for a padding row (`compute_visible_lens`).
+        max_seq_len: upper bound of `seq_lens`, in every replay if the decode is in a CUDA graph. Kernels size buffers
+            by this upper bound. On a GPU, kernels attend no key behind it.
         block_size: tokens per block for which the plan was computed. A call with a cache of another block size raises.
-        graph: kind of CUDA graphs in which this decode is replayed. A backend that does not support such graphs is not
-            chosen.
+        graph: which batches a CUDA graph with this decode must serve. In `fast`, kernels that do not support such a
+            graph are not used.
     """
 
     block_table: Int32[Tensor, "B W"]
@@ -352,11 +355,11 @@ class DecodeMetadata:
 
 @dataclass(frozen=True, eq=False)
 class CascadeMetadata:
-    """The plan of a decode in two parts, for requests that share their first blocks (`cascade_attention`).
+    """The plans of a cascade: a decode over a prefix that all requests share, and a decode over the suffixes.
 
     Attributes:
-        prefix: one request that has the query tokens of all requests as its queries and the shared blocks as its keys.
-        suffix: the requests of the decode with the keys after the shared blocks.
+        prefix: plan with one request: its query tokens are those of all requests, and its keys are the shared blocks.
+        suffix: plan with all requests, and the keys after the shared blocks.
     """
 
     prefix: DecodeMetadata
@@ -365,9 +368,9 @@ class CascadeMetadata:
 
 @dataclass(frozen=True, eq=False)
 class MLAMetadata:
-    """The plan of one step: the integers that every layer needs to attend the batch. All layers use the same plan.
+    """The plan of one step, which all layers use.
 
-    The tokens of the batch are in this order; each part may be empty:
+    The tokens of the batch are in this order; each of the three ranges may be empty:
 
     - tokens [0, num_decode_tokens) decode, on the absorbed path;
     - tokens [num_decode_tokens, num_actual_tokens) prefill, on the expanded path;
@@ -380,16 +383,16 @@ class MLAMetadata:
         num_decode_tokens: number of query tokens of the requests on the absorbed path.
         decode: the part of the plan for the absorbed path.
         prefill: the part of the plan for the expanded path.
-        workspace_tokens: largest number of context tokens of a chunk; the chunks of `prefill` were cut for this number.
-        schedule: optional schedule of the decode, which makes the decode faster. None means that the kernel divides the
-            requests into splits itself.
-        cascade: the plan of the decode in two parts, shared prefix and suffixes, which the layer uses in place of
-            `decode`. None if the requests share no prefix, or if the two parts would take longer.
+        workspace_tokens: largest number of context tokens of a chunk, for which the chunks of `prefill` were cut.
+        schedule: optional schedule, which assigns the keys of the decode to the programs of a kernel. With None the
+            kernel divides the keys itself.
+        cascade: plans over a shared prefix and over the suffixes, which the layer uses in place of `decode`. None if
+            the requests share no prefix, or if a cascade would take longer.
         schedule_choice: the decision whether the decode has a schedule, and the numbers behind this decision.
-        workspace: memory for one chunk, gathered and expanded, which all layers share; a builder puts the same
-            workspace into each of its plans with context.
-        captured: the tensors that a captured graph reads, by name. A builder sets them if the plan was made before the
-            capture, and `update_captured` refuses a plan whose tensors were replaced. None for a plan of one step.
+        workspace: memory in which a layer gathers and expands one chunk. A builder puts the same workspace into each of
+            its plans with context, so all layers share it.
+        captured: pairs of name and tensor for the tensors that a CUDA graph reads. The builder sets them in a plan for
+            a graph, and `update_captured` raises if a tensor was replaced. None for other plans.
     """
 
     slot_mapping: Int64[Tensor, " T"]
@@ -413,13 +416,13 @@ class MLAMetadata:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ContextParallelMetadata(MLAMetadata):
-    """The plan of one step on one rank of a context-parallel group, whose ranks share every sequence.
+    """The plan of one step on one rank of a context-parallel group, whose ranks divide every sequence among themselves.
 
     This plan differs from an `MLAMetadata` in three points:
 
-    - `slot_mapping` is -1 for tokens that another rank owns;
-    - `decode.seq_lens` and `decode.visible_lens` are numbers of rank-local keys;
-    - the chunks of `prefill` are `ContextParallelChunk`s.
+    - `slot_mapping` is -1 for tokens that another rank owns.
+    - `decode.seq_lens`, `decode.max_seq_len` and `decode.visible_lens` count the keys that this rank owns.
+    - The chunks of `prefill` are `ContextParallelChunk` objects.
 
     Attributes:
         ownership: the tokens that this rank owns.

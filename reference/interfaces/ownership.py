@@ -1,8 +1,7 @@
 """Decode context parallelism in numbers: the tokens that each rank owns, and the bytes that ranks exchange.
 
-The tokens of a sequence are distributed over D ranks in groups of I consecutive tokens: rank 0 owns the first group,
-rank 1 owns the next group, and so on. After rank D - 1, rank 0 owns the next group again. A round is one group for each
-rank, which is D * I tokens.
+D ranks own the tokens of a sequence in turn, I consecutive tokens at a time (I is called the interleave). A round has I
+tokens of each rank, D * I tokens together.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from .checks import check, check_int, check_tensor
 
-MERGES = ("ag_rs", "a2a")  # names of the two merges over ranks, cp_lse_ag_out_rs and cp_lse_a2a
+MERGES = ("ag_rs", "a2a")  # names of the merges `cp_lse_ag_out_rs` and `cp_lse_a2a`
 
 
 def check_rank(size: int, rank: int | None, interleave: int, argument: str = "context_parallel_size") -> None:
@@ -38,12 +37,10 @@ def check_rank(size: int, rank: int | None, interleave: int, argument: str = "co
 
 
 def check_interleave(interleave: int, block_size: int) -> None:
-    """Check that the interleave divides the block size.
-
-    A block of the cache then holds whole groups of I tokens.
+    """Check that the block size is a multiple of the interleave I, so that I consecutive tokens are in one block.
 
     Raises:
-        ValueError: a number is below 1, or the interleave does not divide the block size.
+        ValueError: the block size is below 1, or not a multiple of the interleave.
     """
     check_int("block_size", block_size)
     check(block_size % interleave == 0, "interleave", f"a divisor of the block size {block_size}", interleave)
@@ -58,7 +55,7 @@ class TokenOwnership:
     Attributes:
         size: D, number of ranks that share each sequence.
         rank: this rank, in [0, D).
-        interleave: I, consecutive tokens on one rank.
+        interleave: I, number of consecutive tokens on one rank.
 
     Raises:
         ValueError: a number is out of range.
@@ -79,10 +76,7 @@ class TokenOwnership:
         return rounds * self.interleave + min(max(rest - self.rank * self.interleave, 0), self.interleave)
 
     def most(self, num_tokens: int) -> int:
-        """Return the largest number of the first `num_tokens` tokens of a sequence that any rank owns.
-
-        Rank 0 owns this number, because every round begins with the tokens of rank 0.
-        """
+        """Return how many of the first `num_tokens` tokens of a sequence rank 0 owns. No rank owns more of them."""
         return TokenOwnership(self.size, 0, self.interleave).count(num_tokens)
 
 
@@ -94,7 +88,7 @@ def get_dcp_local_seq_lens(
 ) -> Int32[Tensor, " B *D"]:
     """Return how many of the first S tokens of each request a rank owns: the tokens i < S with (i // I) mod D = rank.
 
-    The computation is elementwise, so it works for visible lengths as well, on any device and inside a captured graph.
+    The function works on any device, and inside a captured CUDA graph.
 
     Args:
         seq_lens: [B], sequence lengths S.
@@ -127,10 +121,10 @@ def visible_lens_of_tokens(
     rank: int = 0,
     interleave: int = 1,
 ) -> Int32[Tensor, " num_tokens"]:
-    """Compute the number of keys that a rank owns and each query token attends, without a loop over the requests.
+    """Compute how many of the keys that each query token attends are on one rank, without a loop over the requests.
 
     The query token with index i in a request of Sq query tokens attends the first S - Sq + i + 1 tokens of the
-    sequence; a token of a padding row (S = 0) attends no token.
+    sequence. A token of a padding row (S = 0) attends no token.
 
     Args:
         query_start_loc: [B + 1], prefix sum of the query lengths Sq.
@@ -145,7 +139,7 @@ def visible_lens_of_tokens(
     """
     before = torch.repeat_interleave(seq_lens - query_start_loc[1:], query_start_loc.diff(), output_size=num_tokens)
     tokens = torch.arange(1, num_tokens + 1, dtype=torch.int32, device=seq_lens.device)
-    visible = before.add_(tokens).clamp_(min=0)  # S - Sq + i + 1; below 1 for padding rows only
+    visible = before.add_(tokens).clamp_(min=0)  # S - Sq + i + 1; set to 0 for padding rows
     if context_parallel_size == 1:
         return visible
     return get_dcp_local_seq_lens(visible, context_parallel_size, rank, interleave)
@@ -161,9 +155,9 @@ def dcp_wire_bytes(
     element_size: int,
     lse_size: int = 4,
 ) -> dict[str, int]:
-    """Return the bytes that each rank receives in one decode step of one layer, by collective operation.
+    """Return the bytes that each rank receives in one decode step of one layer, for each collective operation.
 
-    Each rank has n = N / D heads. From each of the other D - 1 ranks, a rank receives the following:
+    Before the step, each rank has the queries of n = N / D heads. From each of the other D - 1 ranks, a rank receives:
 
     | what | merge "ag_rs" | merge "a2a" |
     |---|---|---|
@@ -171,12 +165,13 @@ def dcp_wire_bytes(
     | LSE | T N float32 values, of all heads | T n float32 values, of this rank's heads |
     | outputs of this rank's heads | T n Lkv elements | T n Lkv elements |
 
-    For the reduce-scatter of the outputs, the table has the least traffic that any algorithm needs.
+    The outputs of "ag_rs" are exchanged by a reduce-scatter. The table has the least traffic that a reduce-scatter
+    needs.
 
     Args:
         num_tokens: T, query tokens of the step.
-        num_heads: N, heads that the group gathers. If a model shards its heads over TP ranks, this is the model's
-            number of heads times D / TP.
+        num_heads: N, number of heads of the D ranks together. If a model divides its heads among TP ranks, N is the
+            number of heads of the model times D / TP.
         kv_lora_rank: Lkv.
         qk_rope_head_dim: R.
         context_parallel_size: D.
@@ -188,7 +183,7 @@ def dcp_wire_bytes(
         Mapping from collective to bytes: "all_gather" and "reduce_scatter", or "all_gather" and "all_to_all".
 
     Raises:
-        ValueError: `merge` is neither "ag_rs" nor "a2a"; D does not divide `num_heads`; a number is out of range.
+        ValueError: `merge` is neither "ag_rs" nor "a2a"; N is not a multiple of D; a number is out of range.
     """
     size = context_parallel_size
     check_rank(size, None, 1)

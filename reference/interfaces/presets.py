@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from .rope_config import RopeConfig, YarnConfig
 
 PRESETS: Mapping[str, Mapping[str, int | None]] = {
-    # Dims only, from the published configs; `MLAConfig.from_preset` adds the published rope
+    # {name of the model: arguments of `MLAConfig`, without the rope}, from the published configs
     name: dict(
         zip(
             (
@@ -38,23 +38,24 @@ PRESETS: Mapping[str, Mapping[str, int | None]] = {
 
 
 def _published_yarn(factor: float, mscale: float, beta_fast: float = 32.0) -> YarnConfig:
-    """Return YaRN parameters for a pre-training context of 4096 tokens, `beta_slow` 1 and equal magnitude scales."""
+    """Return YaRN parameters with a pre-training context of 4096 tokens, and `mscale` as both magnitude scales."""
     return YarnConfig(factor, 4096, beta_fast, 1.0, mscale, mscale)
 
 
-# The published rope of each preset; None if `RopeConfig` cannot express it
+# {name of the model: its published rope}; None if `RopeConfig` cannot express the rope
 PRESET_ROPES: Mapping[str, RopeConfig | None] = {
-    # github.com/NVIDIA-NeMo/Megatron-Bridge, src/megatron/bridge/models/deepseek/deepseek_provider.py (V2, V2-Lite, V3,
-    # Moonlight) and kimi/kimi_provider.py (Kimi-K2-Instruct; Kimi-K2-Instruct-0905 has factor 64)
+    # source: github.com/NVIDIA-NeMo/Megatron-Bridge, src/megatron/bridge/models/deepseek/deepseek_provider.py (V2,
+    # V2-Lite, V3, Moonlight) and kimi/kimi_provider.py (Kimi-K2-Instruct; Kimi-K2-Instruct-0905 has factor 64)
     "deepseek-v2-lite": RopeConfig(10000.0, True, _published_yarn(40.0, 0.707)),
     "deepseek-v2": RopeConfig(10000.0, True, _published_yarn(40.0, 0.707)),
     "deepseek-v3": RopeConfig(10000.0, True, _published_yarn(40.0, 1.0)),
     "kimi-k2": RopeConfig(50000.0, True, _published_yarn(32.0, 1.0, beta_fast=1.0)),
     "moonlight": RopeConfig(50000.0, True),
-    # config.json of huggingface.co/openbmb/MiniCPM3-4B: LongRoPE, which has a divisor for each frequency
+    # source: config.json of huggingface.co/openbmb/MiniCPM3-4B; LongRoPE has a divisor for each frequency
     "minicpm3": None,
-    # github.com/radixark/miles, scripts/models/glm5-744B-A40B.sh; interleaved as in transformers' glm_moe_dsa
+    # source: github.com/radixark/miles, scripts/models/glm5-744B-A40B.sh; interleaved as in transformers' glm_moe_dsa
     "glm-5": RopeConfig(1e6, True),
-    # config.json of huggingface.co/mlx-community/LongCat-Flash-Chat-bf16; interleaved as in transformers' longcat_flash
+    # source: config.json of huggingface.co/mlx-community/LongCat-Flash-Chat-bf16; interleaved as in transformers'
+    # longcat_flash
     "longcat-flash": RopeConfig(1e7, True),
 }

@@ -1,4 +1,4 @@
-"""Parameters of the rotary embedding and of YaRN, its extension to longer contexts."""
+"""Parameters of the rotary position embedding (rope) and of YaRN, which extends rope to longer contexts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .checks import check, check_flag, check_int, check_number, check_type
 def yarn_mscale(factor: float, mscale: float) -> float:
     """Return YaRN's magnitude m(f, a) = 0.1 a ln f + 1, or 1 if f <= 1.
 
-    arXiv 2309.00071, section 3.4, has the formula with a = 1; DeepSeek added the factor a.
+    arXiv 2309.00071, section 3.4, has the formula with a = 1. DeepSeek added the factor a.
 
     Args:
         factor: f, ratio of the extended to the original context.
@@ -28,12 +28,12 @@ class YarnConfig:
     Attributes:
         factor: f, ratio of the extended to the original context.
         original_max_position_embeddings: longest context of the pre-training, in tokens.
-        beta_fast: a frequency stays as it is if it makes more than this number of rotations over the original context.
-        beta_slow: a frequency is divided by `factor` if it makes fewer than this number of rotations over the original
-            context.
-        mscale: magnitude scale in the numerator of the factor of cos and sin; None if the checkpoint has no such scale.
-        mscale_all_dim: magnitude scale in the denominator of the factor of cos and sin; None if the checkpoint has no
-            such scale. The softmax scale is multiplied by m(f, mscale_all_dim)^2.
+        beta_fast: a rope frequency with more than this number of rotations over the original context stays as it is.
+        beta_slow: a rope frequency with fewer than this number of rotations over the original context is divided by
+            `factor`. (`rotary_frequencies` interpolates in between.)
+        mscale: magnitude scale in the numerator of `cos_sin_scale`, or None.
+        mscale_all_dim: magnitude scale in the denominator of `cos_sin_scale`, or None. The softmax scale is multiplied
+            by yarn_mscale(factor, mscale_all_dim)^2.
 
     Raises:
         ValueError: `factor`, `beta_fast` or `beta_slow` is not above 0; `original_max_position_embeddings` is not a
@@ -56,11 +56,12 @@ class YarnConfig:
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name))
 
-    @functools.cached_property  # every decode of every layer reads it
+    @functools.cached_property  # every layer reads it in every step
     def cos_sin_scale(self) -> float:
-        """Return the factor of cos and sin: m(f, mscale) / m(f, mscale_all_dim).
+        """Return the factor by which cos and sin of the rotation angles are multiplied.
 
-        The factor is m(f, 1) if one of the two magnitude scales is None or 0.
+        The factor is yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim). If one of the two magnitude
+        scales is None or 0, the factor is yarn_mscale(factor, 1).
         """
         if self.mscale and self.mscale_all_dim:
             return yarn_mscale(self.factor, self.mscale) / yarn_mscale(self.factor, self.mscale_all_dim)
@@ -69,10 +70,10 @@ class YarnConfig:
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Parameters of the rotary embedding of `q_pe` and `k_pe`.
+    """Parameters of the rotary embedding of `q_pe` and `k_pe`, the rotated parts of queries and keys.
 
     Attributes:
-        theta: base of the frequencies theta^(-2i/R); above 1.
+        theta: base of the frequencies: pair i of the R rotated elements has the frequency theta^(-2i/R). Above 1.
         interleaved: which elements are rotated as a pair. True: (0, 1), (2, 3), ...; False: (0, R/2), (1, R/2 + 1), ...
         yarn: YaRN parameters; None for a rotary embedding without YaRN.
 

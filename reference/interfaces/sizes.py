@@ -1,4 +1,4 @@
-"""Sizes that both packages compute in the same way: cache shapes, strides, workspace sizes and thresholds."""
+"""Sizes that an engine needs: cache shapes, strides, workspace sizes and thresholds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .checks import check, check_flag, check_int, check_type
 from .config import MLAConfig
 from .support import QueryLenSupport
 
-MOST_WORKSPACE_TOKENS = 64 * 1024  # upper bound of the context tokens that are expanded at once, as in vLLM
+MOST_WORKSPACE_TOKENS = 64 * 1024  # most context tokens that a prefill expands at once, as in vLLM
 LAYOUTS = {  # order in memory of the logical axes [layers, blocks, block_size, head_size]
     "layers_first": (0, 1, 2, 3),  # the cache of one layer is contiguous
     "blocks_first": (1, 0, 2, 3),  # all layers of one block are contiguous: one copy sends or swaps a block
@@ -27,7 +27,7 @@ def kv_cache_shape(
         num_blocks: blocks of one layer; may be 0.
         block_size: tokens per block.
         head_size: Lkv + R, elements of a cache entry.
-        num_layers: number of layers if one tensor holds the cache of all layers. The shape is then
+        num_layers: number of layers, if one tensor has the caches of all layers. The shape is then
             [num_layers, num_blocks, block_size, Lkv + R].
 
     Raises:
@@ -59,16 +59,16 @@ def stride_order(include_layers: bool = False, layout: str = "layers_first") -> 
 
 
 def context_unit(block_size: int, context_parallel_size: int = 1, interleave: int = 1) -> int:
-    """Return the unit in which context is cut into chunks, in tokens; each chunk begins at a multiple of this unit.
+    """Return the number of tokens of which every chunk begins at a multiple.
 
-    With one rank the unit is the block size, so that a chunk begins at the start of a block. With D ranks and
-    interleave I the unit is lcm(block_size, D * I). A chunk then also begins with a token of rank 0, and all ranks own
-    the same number of the tokens before the chunk.
+    A chunk is a part of the cached context of a request that a prefill expands at once. With one rank the result is the
+    block size, so that a chunk begins at the start of a block. With D ranks and interleave I the result is
+    lcm(block_size, D * I), so that all ranks own the same number of the tokens before the chunk.
 
     Args:
         block_size: tokens per block.
-        context_parallel_size: D, ranks that share each sequence.
-        interleave: I, consecutive tokens on one rank.
+        context_parallel_size: D, number of ranks that own the tokens of each sequence in turn.
+        interleave: I, number of consecutive tokens on one rank.
 
     Raises:
         ValueError: an argument is below 1.
@@ -82,18 +82,18 @@ def context_unit(block_size: int, context_parallel_size: int = 1, interleave: in
 def chunked_prefill_workspace_size(
     max_model_len: int, max_num_seqs: int, block_size: int, context_parallel_size: int = 1, interleave: int = 1
 ) -> int:
-    """Return the context tokens that are expanded at once: min(max(8 max_model_len, 4 max_num_seqs block_size), 64k).
+    """Return the number of context tokens that a prefill expands at once, by the rule of vLLM.
 
-    The number is rounded up to whole units (`context_unit`; with one rank a unit is a block), but not above 64k tokens.
-    The number is at least one unit for each sequence, so that a planner may also give every sequence an equal part of
-    the workspace. vLLM uses this rule for the workspace of MLA.
+    The number is min(max(8 max_model_len, 4 max_num_seqs block_size), 64k), where 64k is 65536. It is rounded up to
+    whole units (`context_unit`; with one rank a unit is a block), but not above 64k. It is at least one unit for each
+    of `max_num_seqs` sequences.
 
     Args:
         max_model_len: largest number of tokens of a sequence.
         max_num_seqs: largest number of requests in a batch.
         block_size: tokens per block.
-        context_parallel_size: D, ranks that share each sequence.
-        interleave: I, consecutive tokens on one rank.
+        context_parallel_size: D, number of ranks that own the tokens of each sequence in turn.
+        interleave: I, number of consecutive tokens on one rank.
 
     Raises:
         ValueError: an argument is below 1.
@@ -107,15 +107,15 @@ def chunked_prefill_workspace_size(
 
 
 def reorder_batch_threshold(query_len_support: QueryLenSupport, num_speculative_tokens: int = 0) -> int:
-    """Return the number of query tokens up to which a request may decode, whatever `choose_path` returns for it.
+    """Return the largest number of query tokens with which a request may decode without a call of `choose_path`.
 
-    This number is 1 plus the number of drafted tokens. With SINGLE_ONLY (the decode kernel supports single tokens only)
-    the number is 1.
+    (`choose_path` decides for longer queries whether they take the absorbed path, as decodes do, or the expanded path.)
+    The number is 1 plus the number of drafted tokens. With SINGLE_ONLY the number is 1, so requests with drafted tokens
+    take the expanded path.
 
     Args:
-        query_len_support: query lengths that the decode kernel supports. With SINGLE_ONLY, requests with drafted tokens
-            take the expanded path.
-        num_speculative_tokens: drafted tokens of a request in one step.
+        query_len_support: query lengths that the decode kernel supports.
+        num_speculative_tokens: number of tokens that a draft model proposes for a request in one step.
 
     Raises:
         ValueError: `num_speculative_tokens` is negative.
@@ -135,7 +135,7 @@ class GlobalHyperparameters:
         qk_nope_head_dim: P.
         qk_rope_head_dim: R.
         v_head_dim: V.
-        softmax_scale: factor of the scores on both paths.
+        softmax_scale: factor of the attention scores before the softmax.
     """
 
     num_heads: int

@@ -1,4 +1,4 @@
-"""The cache slots of all tokens of a batch, computed without a loop and without reading values on the host."""
+"""The cache slots (places in the paged cache) of all new tokens of a batch, computed on the device without a loop."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ def slots_of_tokens(
     num_tokens: int,
     ownership: TokenOwnership | None = None,
 ) -> Int64[Tensor, " num_tokens"]:
-    """Compute the cache slot of every new token; read no value on the host.
+    """Compute the cache slot of every new token, without a copy to the CPU.
 
-    The slot of token t of request b follows in three steps, with D ranks and interleave I:
+    D ranks own the tokens of a sequence in turn, I consecutive tokens at a time. Without context parallelism, D = 1.
+    For a new token t of request b with S_b tokens, the slot follows in three steps:
 
     1. The position of the token in the sequence is p = S_b - (query_start_loc[b + 1] - t).
-    2. Rank (p // I) mod D owns the token. The index of the token in the request, counted on this rank, is
+    2. Rank (p // I) mod D owns the token. Among the tokens of the request that this rank owns, the token has the index
        l = p // (D I) * I + p mod I. With one rank, l = p.
     3. The slot of the token is block_table[b, l // block_size] * block_size + l mod block_size.
 
@@ -31,12 +32,12 @@ def slots_of_tokens(
         seq_lens: [B], lengths of the whole sequences after this step.
         block_table: [B, W], block ids of each request.
         block_size: tokens per block, a multiple of I.
-        num_tokens: length of the result.
+        num_tokens: length of the result. Tokens after the last request have slot -1.
         ownership: the tokens that this context-parallel rank owns; None means that one rank owns all tokens.
 
     Returns:
-        [num_tokens] int64. The slot is -1 for a token of a padding row, for a token of another rank, for a token after
-        the last request, and for a token for which the block table has no column.
+        [num_tokens] int64. The slot is also -1 in three cases: S_b = 0 (a padding row), another rank owns the token, or
+        the block table has too few columns.
     """
     requests, width = block_table.shape
     tokens = torch.arange(num_tokens, device=block_table.device)

@@ -1,4 +1,4 @@
-"""Capabilities that kernels and builders declare: supported query lengths and supported CUDA graphs."""
+"""Capabilities of kernels and builders: the query lengths and the CUDA graphs that they support."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class QueryLenSupport(enum.Enum):
 
 
 class GraphSupport(enum.Enum):
-    """Batches for which a captured CUDA graph can be replayed.
+    """Batches for which one captured CUDA graph can be replayed.
 
     Attributes:
-        NONE: no batch; the call is not captured.
-        ONE_QUERY_LEN: batches in which all requests have the query length of the capture; only requests at the end of
-            the batch may have no token.
-        ANY: batches in which each request has at most the query length of the capture; a request may have no token.
+        NONE: no batch; there is no graph.
+        ONE_QUERY_LEN: batches in which every request has the query length of the capture. Requests at the end of the
+            batch may also have no query token.
+        ANY: batches in which every request has at most the query length of the capture, or no query token.
     """
 
     NONE = "none"
@@ -42,5 +42,5 @@ class GraphSupport(enum.Enum):
         return _WIDTH[self] >= _WIDTH[needed]
 
 
-# each member includes the members before it
+# position of each member in its enum; each member includes the members before it
 _WIDTH = {member: width for kind in (QueryLenSupport, GraphSupport) for width, member in enumerate(kind)}

@@ -1,4 +1,8 @@
-"""The workspace of a prefill: memory for the context of one chunk, gathered from the cache and expanded."""
+"""The workspace of a prefill: memory in which the cached context is gathered and expanded, chunk by chunk.
+
+A chunk has at most `workspace_tokens` context tokens. To gather a chunk is to copy its cache entries out of the cache.
+To expand it is to compute keys and values of every head from the entries.
+"""
 
 from __future__ import annotations
 
@@ -11,31 +15,27 @@ from .checks import check, check_dtype, check_int, check_out, check_tensor, chec
 from .config import MLAConfig
 from .context_chunk import ContextChunk, ContextParallelChunk
 
-ALIGNED_ELEMENTS = 128  # a part of a workspace begins at a multiple of this number of elements, so that TMA can read it
+ALIGNED_ELEMENTS = 128  # each part of a workspace begins at a multiple of this number, as TMA loads require
 
 
 class ContextWorkspace:
-    """Memory for the context of one chunk, which all layers of a model use one after another.
+    """Memory for one chunk, which all layers of a model use one after another.
 
-    The memory has two parts. The first part has the gathered cache entries of a chunk. The second part has the expanded
-    keys and values of the chunk. Under context parallelism, the second part first holds the cache entries that the rank
-    sends and receives; these entries are no longer needed when the keys and values are written.
+    The memory has two parts: the gathered cache entries of a chunk, and its expanded keys and values. Under context
+    parallelism, the second part first has the cache entries that the rank sends and receives. The keys and values then
+    overwrite these entries.
 
-    A builder owns one workspace and puts it into each of its plans with context. A plan without a builder has its own
-    workspace. So all layers that get the same plan share one workspace without further arguments. A layer does not own
-    a workspace, because every layer of a model would then hold one. A layer that was made with `workspace=` uses that
-    workspace, in the memory-profile run too.
+    A builder (`MLAMetadataBuilder`) has one workspace, which is in each of its plans with context. A layer uses the
+    workspace of its plan, or the workspace that was given to the layer. Therefore all layers share one workspace.
 
-    A workspace without given memory allocates its memory when a layer first needs it, because only the layer knows the
-    dtype and the device. The size depends on `workspace_tokens` and not on the length of the context, so the memory is
-    allocated once. The memory is replaced if a later layer needs more elements, another dtype or another device. Given
-    memory is never replaced.
+    If no memory is given, the first layer that needs the workspace allocates the memory. It allocates new memory if a
+    later layer needs more elements, another dtype or another device. Given memory is never replaced.
 
-    Only one step may use a workspace at a time. Two CUDA streams need two workspaces, and so do two threads.
+    Two steps must not use a workspace at the same time: each CUDA stream and each thread needs its own workspace.
 
     Args:
         memory: [elements], contiguous, in the dtype and on the device of the layers. `context_workspace_size` returns
-            the number of elements. None means that the workspace allocates its memory itself.
+            the number of elements. None means that layers allocate the memory when they need it.
 
     Raises:
         TypeError: `memory` is neither a tensor nor None.
@@ -49,7 +49,7 @@ class ContextWorkspace:
         self.memory, self._given = memory, memory is not None
 
     def reserve(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return the whole memory, [at least `elements`]; allocate it first if it is missing or does not fit.
+        """Return the whole memory, a vector of at least `elements` elements; allocate the memory first if necessary.
 
         Args:
             elements: number of elements that the caller needs.
@@ -61,7 +61,7 @@ class ContextWorkspace:
             ValueError: `dtype` is not supported; the memory was given by the caller, and is too small or has another
                 dtype or device.
         """
-        check_int("elements", elements, 0, below=2**48)  # a chunk of 65536 tokens with 128 heads needs 2^31
+        check_int("elements", elements, 0, below=2**48)  # 65536 tokens of 128 heads need more than 2^31
         check_dtype("dtype", dtype)
         check_type("device", device, torch.device)
         memory = self.memory
@@ -71,10 +71,10 @@ class ContextWorkspace:
             return memory
         if memory is not None and memory.dtype == dtype and memory.device == device and memory.shape[0] >= elements:
             return memory
-        if torch.compiler.is_compiling():  # the compiled graph owns its memory, and must not change this object
+        if torch.compiler.is_compiling():  # compiled code must not change this object
             return torch.empty(elements, dtype=dtype, device=device)
         memory = self.memory = None  # free the old memory before the new memory is allocated
-        with torch.inference_mode(False):  # later steps may run outside of the inference mode of this step
+        with torch.inference_mode(False):  # an inference tensor could not be overwritten in later steps
             self.memory = torch.empty(elements, dtype=dtype, device=device)
         return self.memory
 
@@ -85,23 +85,23 @@ def check_context_workspace(argument: str, workspace: ContextWorkspace | None) -
 
 
 def aligned(elements: int) -> int:
-    """Return a number of elements, rounded up to a multiple of `ALIGNED_ELEMENTS`."""
+    """Return `elements`, rounded up to a multiple of `ALIGNED_ELEMENTS`."""
     return -(-elements // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS
 
 
 def expanded_elements(tokens: int, heads: int, nope: int, value: int) -> int:
-    """Return the elements of the expanded keys [S, N, P] and values [S, N, V] of S tokens in a workspace."""
+    """Return the number of elements of the expanded keys [S, N, P] and values [S, N, V] of S tokens."""
     return aligned(tokens * heads * nope) + tokens * heads * value
 
 
 def _elements(tokens: int, exchanged: int, head_size: int, expanded: int) -> int:
-    """Return the elements of a workspace.
+    """Return the number of elements of a workspace.
 
     Args:
         tokens: S, largest number of tokens of a chunk.
-        exchanged: cache entries that a rank sends and receives for a chunk; 0 without context parallelism.
-        head_size: Lkv + R.
-        expanded: elements of the expanded keys and values of S tokens.
+        exchanged: number of cache entries that a rank sends and receives for a chunk; 0 without context parallelism.
+        head_size: Lkv + R, elements of a cache entry.
+        expanded: number of elements of the expanded keys and values of S tokens.
     """
     return max(aligned(tokens * head_size) + expanded, (tokens + exchanged) * head_size)
 
@@ -109,14 +109,15 @@ def _elements(tokens: int, exchanged: int, head_size: int, expanded: int) -> int
 def context_workspace_size(config: MLAConfig, workspace_tokens: int, context_parallel_size: int | None = None) -> int:
     """Return the number of elements of a `ContextWorkspace` for chunks of up to `workspace_tokens` tokens.
 
-    A workspace has S (Lkv + R + N (P + V)) elements, rounded up so that its parts are aligned. With D ranks, the rank
-    also needs (D + 1) / D S entries of Lkv + R elements to exchange its tokens. These entries use the memory of the
-    expanded keys and values. They make the workspace larger only if N (P + V) < (D + 1) / D (Lkv + R).
+    For chunks of S tokens, the gathered entries need S (Lkv + R) elements, and the expanded keys and values need
+    S N (P + V) elements. (Both numbers are rounded up for alignment.) With D ranks, a rank also sends S / D entries and
+    receives S entries. These entries use the memory of the expanded keys and values. If this memory is too small for
+    them, the workspace is larger.
 
     Args:
         config: config with the heads of this rank (`ContextParallel.local_config`).
         workspace_tokens: S, largest number of context tokens of a chunk.
-        context_parallel_size: D, ranks that share each sequence; None without context parallelism.
+        context_parallel_size: D, number of ranks that divide each sequence; None without context parallelism.
 
     Raises:
         TypeError: `config` is not an `MLAConfig`.
@@ -140,18 +141,18 @@ def reserve_largest(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """Reserve a workspace for every chunk of up to `workspace_tokens` tokens, and return its two parts.
+    """Reserve memory for every chunk of up to `workspace_tokens` tokens, and return its two parts.
 
     Args:
         workspace: the workspace.
         config: config with the heads of this rank.
         workspace_tokens: S, largest number of context tokens of a chunk.
-        context_parallel_size: D, ranks that share each sequence; None without context parallelism.
+        context_parallel_size: D, number of ranks that divide each sequence; None without context parallelism.
         dtype: dtype of the layer.
         device: device of the layer.
 
     Returns:
-        Two views: [S, Lkv + R] for the gathered context, and [elements], the memory after it, for expanded keys and
+        Two views: [S, Lkv + R] for the gathered entries, and the memory after it, [elements], for the expanded keys and
         values.
 
     Raises:
@@ -166,7 +167,7 @@ def reserve_for_chunks(
     workspace: ContextWorkspace, chunks: Iterable[ContextChunk], latents: Tensor, k_pe: Tensor, w_uk: Tensor,
     w_uv: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the two parts of a workspace in which any of these chunks can be gathered and expanded.
+    """Reserve memory in which each of these chunks can be gathered and expanded, and return its two parts.
 
     Args:
         workspace: the workspace.
@@ -177,9 +178,9 @@ def reserve_for_chunks(
         w_uv: [Lkv, N, V].
 
     Returns:
-        Two views. The first view, [rows, Lkv + R], is the whole memory as rows; a gather writes the context into the
-        first rows, and may use all other rows until it returns. The second view, [elements], is the memory after the
-        rows of the longest chunk, for expanded keys and values.
+        Two views. The first view, [rows, Lkv + R], is the whole memory. A gather writes the entries of a chunk into its
+        first rows, and may use the other rows until it returns. The second view, [elements], is the memory after the
+        rows of the longest chunk. It is for the expanded keys and values.
     """
     (_, heads, nope), value, head_size = w_uk.shape, w_uv.shape[2], latents.shape[1] + k_pe.shape[1]
     tokens, exchanged = max(chunk.num_tokens for chunk in chunks), 0
@@ -193,7 +194,7 @@ def reserve_for_chunks(
 
 
 def check_rows(workspace: Tensor, columns: int, rows: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Check a workspace of rows, which a gather writes."""
+    """Check the rows [rows, columns] of a workspace, into which a gather writes."""
     check_tensor("workspace", workspace, ("rows", columns), (dtype,), device)
     gaps = "" if workspace.is_contiguous() else " with gaps"
     check(workspace.shape[0] >= rows and not gaps, "workspace", f"at least {rows} rows without gaps",
@@ -201,7 +202,7 @@ def check_rows(workspace: Tensor, columns: int, rows: int, dtype: torch.dtype, d
 
 
 def check_expansion(latents: Tensor, w_uk: Tensor, w_uv: Tensor, workspace: Tensor | None) -> None:
-    """Check shapes, dtypes and devices of the arguments of `expand_kv`; read no values."""
+    """Check shapes, dtypes and devices of the arguments of `expand_kv`, but not their values."""
     check_tensor("kv_c_normed", latents, ("S", "Lkv"))
     dtypes, device = (latents.dtype,), latents.device
     check_tensor("w_uk", w_uk, (latents.shape[1], "N", "P"), dtypes, device)
@@ -216,12 +217,12 @@ def check_expansion(latents: Tensor, w_uk: Tensor, w_uv: Tensor, workspace: Tens
 
 
 def check_no_overlap(workspace: Tensor | None, *inputs: Tensor) -> None:
-    """Check that the memory of a workspace has no element of the tensors that are read while it is written."""
+    """Check that the memory of a workspace does not overlap the tensors `inputs`."""
     if workspace is not None:
         check_out("workspace", workspace, tuple(workspace.shape), workspace.dtype, workspace.device, *inputs)
 
 
 def split_for_keys(workspace: Tensor, tokens: int, heads: int, nope: int, value: int) -> tuple[Tensor, Tensor]:
-    """Return the parts of a checked workspace for expanded keys, [S N P], and for expanded values, [S N V]."""
+    """Return two vectors of a workspace: S N P elements for expanded keys, and S N V elements for expanded values."""
     keys = tokens * heads * nope
     return workspace[:keys], workspace[aligned(keys) : expanded_elements(tokens, heads, nope, value)]

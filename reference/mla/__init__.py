@@ -1,1 +1,1 @@
-"""Multi-head Latent Attention: weights, choice of path, builder, prefill, decode, context parallelism, layer."""
+"""Multi-head Latent Attention (MLA): the layer, its weights, the plan of a step, prefill and decode."""

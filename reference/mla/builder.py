@@ -1,4 +1,12 @@
-"""The metadata builder of MLA: it keeps the settings of an engine and plans one step after another."""
+"""The metadata builder of MLA, which computes the plan of each step of an engine.
+
+- A step is one forward pass over a batch of requests. Its plan (`MLAMetadata`) has the integers that attention needs,
+  such as lengths and cache slots. All layers use the same plan.
+- A decode is a request with one or a few new tokens; it takes the absorbed path (attention over the cached latents). A
+  prefill has more new tokens; it takes the expanded path (attention over keys and values of every head).
+- A schedule assigns the keys of decodes to the programs of a kernel. It is optional, and makes some decodes faster.
+- A cascade attends a prefix that all decodes share once for all of them. It is optional too.
+"""
 
 from __future__ import annotations
 
@@ -56,44 +64,47 @@ from .metadata import _rank_local_decode_lens, _with_schedule, build_mla_metadat
 
 
 class MLAMetadataBuilder:
-    """Builder that plans the steps of an engine, with the methods of vLLM's builders (`AttentionMetadataBuilder`).
+    """Plan the steps of an engine. The methods are those of vLLM's builders (`AttentionMetadataBuilder`).
 
     Args:
         config: config of the layers; all layers must have the same dims and softmax scale
             (`infer_global_hyperparameters` checks this condition).
-        block_size: tokens per block.
+        block_size: tokens per block of the cache.
         max_model_len: largest number of tokens of a sequence.
         max_num_seqs: largest number of requests in a batch.
         query_len_support: query lengths that the decode kernel supports.
-        num_speculative_tokens: drafted tokens of a request in one step.
-        costs: costs passed to `choose_path`.
-        num_programs: number of programs of a schedule. `choose_schedule` decides from the lengths of a step whether the
-            decode gets a schedule, and the plan has the decision as `schedule_choice`. Legal values:
+        num_speculative_tokens: number of tokens that a draft model proposes for a request in one step.
+        costs: costs from which `choose_path` estimates whether the absorbed or the expanded path is faster.
+        num_programs: number of programs of a schedule. `choose_schedule` decides in each step whether the decodes get a
+            schedule. The plan has this decision as `schedule_choice`. Legal values:
 
-            - None: the number that suits the device (in the reference: 1);
+            - None: the number that suits the device (in this package: 1);
             - 0: no step gets a schedule;
-            - an int: this number, for steps whose decodes have at most `reorder_batch_threshold` query tokens each;
-              other steps get no schedule;
+            - an int: this number. If a decode has more than `reorder_batch_threshold` query tokens, the step gets no
+              schedule;
             - a function: it takes the length of the longest decode query and returns the number.
         batch_invariant: whether the decode gives a request the same bits in every batch and with every number of
-            programs. `choose_path` is then disabled, and queries longer than the threshold are expanded.
-        workspace_tokens: context tokens that are expanded at once. None means `chunked_prefill_workspace_size`, but at
-            most `MOST_WORKSPACE_TOKENS`, the default upper bound of a layer.
-        context_parallel: the groups of context parallelism; None for one rank. With groups, batches have the lengths of
-            whole sequences and the slots of this rank, and no step has a cascade.
+            programs. If True, `choose_path` is not used: queries longer than `reorder_batch_threshold` are expanded.
+        workspace_tokens: number of context tokens that a prefill expands at once. None means
+            `chunked_prefill_workspace_size`, but at most `MOST_WORKSPACE_TOKENS`, the default maximum of a layer.
+        context_parallel: the process groups of context parallelism, whose ranks share every sequence; None for one
+            rank. With groups, a batch has the lengths of whole sequences and the slots of this rank. No step has a
+            cascade.
         schedule_costs: costs from which schedules are computed; None means the defaults of `ScheduleCosts`.
-        cache_format: format of the cache, for `choose_path` and the choice of a cascade.
-        dtype: dtype of queries and keys, for `choose_path` and the choice of a cascade. A plan is valid for any dtype.
-        graph_support: batches that captured plans serve (`GraphSupport`). With None, ANY, or ONE_QUERY_LEN if
-            `query_len_support` is UNIFORM. A plan for one query length needs kernels with less support. Plans for one
-            token of each request are always such plans.
+        cache_format: format of the cache, for the choice of a path and of a cascade.
+        dtype: dtype of queries and keys, for the choice of a path and of a cascade. A plan is valid for any dtype.
+        graph_support: query lengths that the batches of one CUDA graph may have (`GraphSupport`). None means
+            ONE_QUERY_LEN if `query_len_support` is UNIFORM, and ANY otherwise. A batch with one token of each request
+            gets a plan for ONE_QUERY_LEN in both cases, because more kernels support this kind of graph.
 
     Attributes:
-        workspace: the `ContextWorkspace` of all plans with context; the layers that get these plans share it.
+        workspace: memory for one chunk of context (`ContextWorkspace`). All plans with context refer to this memory, so
+            all layers share it.
 
     Raises:
-        ValueError: a number is below its smallest valid value; TP does not divide the heads; `batch_invariant` is
-            combined with the merge "ag_rs"; `graph_support` is ANY and `query_len_support` is UNIFORM.
+        ValueError: a number is below its smallest valid value; the number of heads is not a multiple of the number of
+            tensor-parallel ranks (TP); `batch_invariant` is combined with the merge "ag_rs" of `context_parallel`;
+            `graph_support` is ANY and `query_len_support` is UNIFORM.
     """
 
     def __init__(
@@ -127,7 +138,7 @@ class MLAMetadataBuilder:
         smallest = chunked_prefill_workspace_size(max_model_len, max_num_seqs, block_size, owned.size, owned.interleave)
         unit = context_unit(block_size, owned.size, owned.interleave)
         if context_parallel is not None:
-            context_parallel.gathered_heads(config.num_heads)  # raises if TP does not divide the heads
+            context_parallel.gathered_heads(config.num_heads)  # raises if the heads are not a multiple of TP
         if num_programs is not None and not callable(num_programs):
             check_int("num_programs", num_programs, 0, "an int >= 0, a function or None")
         self.config, self.block_size, self.costs = config, block_size, costs
@@ -135,8 +146,8 @@ class MLAMetadataBuilder:
         self.query_len_support = query_len_support
         self.num_programs, self.batch_invariant = num_programs, batch_invariant
         self.schedule_costs, self.cache_format, self.dtype = schedule_costs, cache_format, dtype
-        self._path_config = None if batch_invariant else config  # passed to `choose_path`; None disables the choice
-        if workspace_tokens is None:  # chunks are packed, so a workspace may be smaller than one unit for each sequence
+        self._path_config = None if batch_invariant else config  # None disables `choose_path`
+        if workspace_tokens is None:  # at most the default `workspace_tokens` of a layer
             workspace_tokens = min(smallest, max(1, MOST_WORKSPACE_TOKENS // unit) * unit)
         self.workspace_tokens = workspace_tokens
         check_chunking(self.workspace_tokens, unit)
@@ -147,23 +158,23 @@ class MLAMetadataBuilder:
         """Return the plan of one step.
 
         Args:
-            common_prefix_len: context tokens that all decodes share; 0 for none. The plan has a cascade if attending
-                this prefix once is faster (`use_cascade_attention`).
-            common: the batch, in the order that the swaps of `reorder_batch` give. Without lengths on the CPU
-                (`common.seq_lens_cpu` is None), the plan is computed from upper bounds as in `build_mla_metadata`, has
-                no cascade, and gets a schedule unless no batch within these bounds could gain by one.
-            fast_build: whether to leave out the cascade and the schedule, which only make the kernels faster. A
-                batch-invariant builder keeps the schedule, because the bits of the result depend on the schedule.
+            common_prefix_len: number of context tokens that all decodes share; 0 for none. The plan has a cascade if
+                `use_cascade_attention` estimates that a cascade is faster.
+            common: the batch, in the order that the swaps of `reorder_batch` give. If `common.seq_lens_cpu` is None,
+                the plan is computed from upper bounds of the lengths (see `build_mla_metadata`). Such a plan has no
+                cascade. It gets a schedule if any batch within these bounds would get one.
+            fast_build: whether to leave out the cascade and the schedule, to save planning time. A batch-invariant
+                builder keeps the schedule, because the bits of the result depend on the schedule.
 
         Raises:
-            ValueError: for the same reasons as `build_mla_metadata`; `common_prefix_len` is longer than the context of
-                a decode; an absorbed request comes after an expanded request; the batch has more or longer requests
-                than the builder allows.
+            ValueError: for the same reasons as `build_mla_metadata`; a decode has less context than
+                `common_prefix_len`; a request of the absorbed path comes after a request of the expanded path; the
+                batch has more or longer requests than the builder allows.
         """
         check_int("common_prefix_len", common_prefix_len, 0)
         check_flag("fast_build", fast_build)
         check_batch_size(common, self.max_num_seqs, self.max_model_len)
-        if not has_host_lens(common):  # the engine's bound may be larger than the longest possible request
+        if not has_host_lens(common):  # an engine may give an upper bound above `max_model_len`
             common = dataclasses.replace(common, max_seq_len=min(common.max_seq_len, self.max_model_len))
         metadata = build_mla_metadata(
             common, self.block_size, self.workspace_tokens, self.reorder_batch_threshold, self._path_config,
@@ -179,7 +190,7 @@ class MLAMetadataBuilder:
     def _with_hints(
         self, metadata: MLAMetadata, common_prefix_len: int, common: CommonAttentionMetadata
     ) -> MLAMetadata:
-        """Return the plan with a cascade or a schedule, if the cascade or the schedule makes the decode faster."""
+        """Return the plan with a cascade or a schedule, if one of the two is estimated to make the decode faster."""
         if common_prefix_len > 0 and not self.batch_invariant and self.ownership is None and has_host_lens(common):
             check_common_prefix(common, common_prefix_len, metadata.num_decodes)
             lengths = common.seq_lens_cpu[: metadata.num_decodes]
@@ -193,7 +204,7 @@ class MLAMetadataBuilder:
         return _with_schedule(metadata, lens, programs, self.schedule_costs, self.batch_invariant)
 
     def _programs_for(self, query_len: int) -> int:
-        """Return the number of programs of a schedule for the length of the longest query; 0 means no schedule."""
+        """Return the number of programs of a schedule if the longest query has `query_len` tokens; 0 = no schedule."""
         if self.num_programs is None:
             return 1
         if callable(self.num_programs):
@@ -205,13 +216,15 @@ class MLAMetadataBuilder:
     def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> MLAMetadata:
         """Return the plan of a batch for a CUDA graph. The graph can be replayed with other lengths.
 
-        A replay has as many requests as this batch, each with at most as many query tokens as the longest query of this
-        batch. All requests together have at most `num_actual_tokens` query tokens; later tokens are padding. Query
-        lengths may be mixed (`can_run_in_cudagraph`), so `common.query_start_loc` is one of the buffers.
+        Each replay must meet these limits:
 
-        A request may have up to `max_model_len` tokens in a replay, and no more than fit into the columns of the block
-        table. The plan is computed from the tensors on the device alone (`plan_captured_decodes`). There are two ways
-        to use this method:
+        - The number of requests is the same as in this batch.
+        - A request has at most as many query tokens as the longest query of this batch.
+        - All requests together have at most `num_actual_tokens` query tokens. Later tokens are padding.
+        - A request has at most `max_model_len` tokens, and no more than the columns of the block table can hold.
+
+        The plan is computed from tensors on the device alone (`plan_captured_decodes`). There are two ways to use this
+        method:
 
         - Call this method during the capture, as `DecodeGraph` does. The graph then contains the planning, and every
           replay computes a plan for its own lengths.
@@ -219,7 +232,8 @@ class MLAMetadataBuilder:
           caller calls `update_captured` before each replay.
 
         Args:
-            common: the batch, in the buffers that the caller writes before each replay.
+            common: the batch. The graph reads its tensors, and the caller writes new values into them before each
+                replay.
 
         Raises:
             ValueError: `can_run_in_cudagraph` is False for the batch; the batch has more or longer requests than the
@@ -230,7 +244,7 @@ class MLAMetadataBuilder:
         return dataclasses.replace(plan, captured=captured_tensors(plan))
 
     def _plan_captured(self, common: CommonAttentionMetadata, graph: GraphSupport) -> MLAMetadata:
-        """Return the plan of a captured batch, whose `max_seq_len` is an upper bound of the lengths in every replay."""
+        """Return the plan of a batch whose `max_seq_len` is an upper bound of the lengths in every replay."""
         programs = self._programs_for(common.max_query_len)
         return plan_captured_decodes(
             common, self.block_size, programs, self.schedule_costs, self.batch_invariant, self.ownership, graph
@@ -239,12 +253,12 @@ class MLAMetadataBuilder:
     def update_captured(self, captured: MLAMetadata, common: CommonAttentionMetadata) -> None:
         """Write the plan of another batch of the same shape into the tensors that a captured graph reads.
 
-        This method writes the schedule, the visible lengths and, under context parallelism, the rank-local lengths. The
-        caller writes the other buffers: lengths, offsets, block table and slots (-1 for padding tokens). A plan that
-        was computed during the capture needs no update.
+        This method is for plans that were made before the capture. It writes three things: the schedule, the number of
+        keys that each query token sees (`visible_lens`) and, under context parallelism, the number of keys on this
+        rank. The caller writes the other tensors: lengths, offsets, block table and slots (-1 for padding tokens).
 
-        The batch has as many requests as the captured batch. An engine with fewer requests appends requests without
-        tokens, of length 0.
+        The batch must have as many requests as the captured batch. An engine with fewer requests appends requests with
+        0 tokens.
 
         Args:
             captured: plan that `build_for_cudagraph_capture` returned before the capture.
@@ -263,8 +277,8 @@ class MLAMetadataBuilder:
         """Return whether a CUDA graph can be captured for a batch and replayed.
 
         The longest query must have from 1 to `reorder_batch_threshold` tokens. With the graph support ANY, query
-        lengths may be mixed, and requests may have no token. With ONE_QUERY_LEN all requests, padding rows included,
-        must have the same query length; only requests at the end of the batch may have no token.
+        lengths may be mixed, and any request may have no query token. With ONE_QUERY_LEN all requests must have the
+        same query length, but requests at the end of the batch may have no query token.
         """
         return self._graph_kind(common) is not GraphSupport.NONE
 
@@ -274,7 +288,7 @@ class MLAMetadataBuilder:
 
     @property
     def graph_support(self) -> GraphSupport:
-        """Return the kind of batches that a captured plan serves: the constructor's `graph_support`."""
+        """Return which query lengths the batches of one CUDA graph may have: `graph_support` of the constructor."""
         return self._graph_support
 
     def use_cascade_attention(
@@ -282,9 +296,8 @@ class MLAMetadataBuilder:
     ) -> bool:
         """Return whether `build` plans a cascade for a shared prefix.
 
-        The answer is the result of the function `use_cascade_attention` for the builder's config, with two exceptions.
-        The answer is always False under context parallelism and for a batch-invariant builder, whose results must not
-        depend on other requests.
+        The result is False under context parallelism, and also for a batch-invariant builder, because a shared prefix
+        depends on other requests. Otherwise the function `use_cascade_attention` decides.
 
         Args:
             common_prefix_len: tokens of the prefix.
@@ -303,7 +316,7 @@ class MLAMetadataBuilder:
     def reorder_batch(
         self, query_lens: Int32[Tensor, " B"], context_lens: Int32[Tensor, " B"]
     ) -> tuple[tuple[int, int], ...]:
-        """Return the fewest swaps of two requests after which the requests of the absorbed path come first.
+        """Return the fewest swaps of two requests that bring the requests of the absorbed path to the front.
 
         Args:
             query_lens: [B], new tokens of each request, on the CPU.

@@ -1,4 +1,8 @@
-"""Plan decodes from tensors on the device alone, so that a CUDA graph can contain the planning."""
+"""Plan decodes from tensors on the device alone, so that a CUDA graph can contain the planning.
+
+A plan has the integers that attention needs, such as lengths and slots. A schedule is an optional part of a plan: it
+assigns the keys of the requests to the programs of a kernel.
+"""
 
 from __future__ import annotations
 
@@ -36,39 +40,39 @@ def plan_captured_decodes(
 ) -> MLAMetadata:
     """Plan decodes from the lengths in the device tensors `common.seq_lens` and `common.query_start_loc`.
 
-    The lengths in `common.seq_lens_cpu` are not used. If this function is called during the capture of a CUDA graph,
-    the graph contains the planning. Every replay then plans for the lengths that are in the two tensors at that time.
-    The lengths are unknown at capture, so `choose_schedule` cannot decide on a schedule. The plan has a schedule
-    whenever `num_programs` is above 0.
+    If this function is called during the capture of a CUDA graph, the graph contains the planning. Every replay then
+    plans for the lengths that the two tensors have at that time. The lengths are unknown at capture, so the choice of a
+    schedule cannot depend on them: the plan has a schedule if `num_programs` is above 0.
 
-    The replays have as many requests as the batch of the capture; requests at the end may have no token. `graph` says
-    which query lengths the replays may have:
+    A replay has as many requests as the batch of the capture. `graph` says which query lengths a replay may have:
 
     | `graph` | query lengths of a replay | tokens of the plan |
     |---|---|---|
     | ANY | from 0 to `common.max_query_len`, mixed | `common.num_actual_tokens`; a replay may have fewer |
     | ONE_QUERY_LEN | `common.max_query_len`, or 0 for requests at the end of the batch | B * `common.max_query_len` |
 
-    Tokens behind the last request are padding. With ANY, `decode.query_start_loc` is `common.query_start_loc`, and no
-    request has the padding tokens. With ONE_QUERY_LEN, `decode.query_start_loc` is a tensor of its own that assigns
-    `max_query_len` tokens to every request, so that each padding token belongs to a request without tokens. In both
-    cases padding tokens see no key.
+    Tokens behind the last request are padding and see no key:
+
+    - With ANY, `decode.query_start_loc` is `common.query_start_loc`. Padding tokens belong to no request.
+    - With ONE_QUERY_LEN, `decode.query_start_loc` is a new tensor that assigns `max_query_len` tokens to every request.
+      Padding tokens belong to the requests that have no tokens in `common`.
 
     Args:
-        common: the batch. `max_query_len` must be an upper bound of the query lengths, and `max_seq_len` an upper bound
-            of the keys of every request, in every replay.
+        common: the batch. For every replay, `max_query_len` must be an upper bound of the query lengths, and
+            `max_seq_len` an upper bound of the keys of a request.
         block_size: tokens per block.
-        num_programs: number of programs of the schedule; 0 means no schedule, so the kernel divides the requests into
-            splits itself.
+        num_programs: number of programs of the schedule; 0 means no schedule. The kernel then divides the keys of each
+            request into splits itself.
         costs: costs from which the schedule is computed; None means the defaults of `ScheduleCosts`.
-        batch_invariant: whether the splits of a request depend on its own length alone, also if `num_programs` is 0.
+        batch_invariant: whether a request gets the same bits in every batch. Its splits then depend on its own length
+            alone, also if `num_programs` is 0.
         ownership: the tokens that this context-parallel rank owns; None if one rank owns all tokens. `common` has the
             lengths of whole sequences and the slots of this rank.
-        graph: kind of the graph, ANY or ONE_QUERY_LEN.
+        graph: ANY or ONE_QUERY_LEN, see the table.
 
     Returns:
-        The plan; a `ContextParallelMetadata` if `ownership` is given. The block table and the slots of the plan are the
-        tensors of `common`, not copies. With ANY so are the offsets, and without `ownership` so is `decode.seq_lens`.
+        The plan; a `ContextParallelMetadata` if `ownership` is given. The plan shares these tensors with `common`: the
+        block table, the slots, the offsets (with ANY), and `seq_lens` (without `ownership`).
 
     Raises:
         ValueError: the batch has no request or no token; its query lengths do not fit `graph` or `max_query_len`; there
@@ -123,5 +127,5 @@ def plan_captured_decodes(
 
 
 def _on_device_of(common: CommonAttentionMetadata, values: list[int]) -> torch.Tensor:
-    """Return ints as an int32 tensor on the device of a batch."""
+    """Return `values` as an int32 tensor on the device of the batch."""
     return torch.tensor(values, dtype=torch.int32, device=common.seq_lens.device)

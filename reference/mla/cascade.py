@@ -1,4 +1,4 @@
-"""Cascade: attend the prefix that all decodes share together and once, then the suffix of each request."""
+"""Cascade: attend a prefix that all requests share once for all requests, then the suffix of each request alone."""
 
 from __future__ import annotations
 
@@ -35,15 +35,16 @@ def use_cascade_attention(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     dtype: torch.dtype = torch.bfloat16,
 ) -> bool:
-    """Return whether a decode is faster if it attends the shared prefix separately, estimated from FLOPs and bytes.
+    """Return whether a decode is estimated to be faster with a cascade, from counted FLOPs and bytes.
 
-    The FLOPs are the same with and without a cascade. With a cascade the prefix is read once instead of once for each
-    request. In exchange, the attention states of prefix and suffix are written and read again to be merged. A cascade
-    is therefore faster if memory traffic limits the decode and the saved reads have more bytes than the states.
+    The FLOPs are the same with and without a cascade. With a cascade a kernel reads the prefix once, and without a
+    cascade once for each request. But a cascade also writes two attention states (output and log-sum-exp, over the
+    prefix and over the suffix), and reads them again to merge them. A cascade is faster if memory traffic limits the
+    decode and the prefix reads that it saves have more bytes than the states.
 
     Args:
-        common_prefix_len: number of context tokens that all requests share (the function `common_prefix_len` returns
-            this number).
+        common_prefix_len: number of context tokens that all requests share, as the function `common_prefix_len`
+            returns it.
         query_lens: [B], new tokens of each request, on the CPU.
         seq_lens: [B], tokens of each request after this step, on the CPU; 0 for padding rows.
         config: config of the layer.
@@ -88,14 +89,14 @@ def cascade_attention(
 ) -> AttentionState:
     """Compute the result of `mla_decode`, but attend the shared prefix once for all requests.
 
-    Merging the attention states over the prefix and over the suffixes gives the state over all keys. The merged state
-    differs from the state of `mla_decode` by rounding alone.
+    The function attends the prefix and the suffixes separately, and merges the two attention states. The merged state
+    differs from the result of `mla_decode` by rounding alone.
 
     Args:
         ql_nope: [T, N, Lkv], queries with W_UK absorbed (`query_to_latent`).
         q_pe: [T, N, R], rotated rope parts of the queries.
         kv_cache: the cache of the layer; it must already contain the new tokens.
-        metadata: plan of the decode in two parts (`split_shared_prefix`).
+        metadata: plans of two decodes, over the prefix and over the suffixes (`split_shared_prefix`).
         softmax_scale: factor of the scores, `MLAConfig.softmax_scale`: (P + R)^-1/2, times YaRN's factor.
         cache_format: format of the cache.
 

@@ -34,9 +34,9 @@ def choose_path(
 ) -> str:
     """Return the path on which a request is estimated to be faster.
 
-    The absorbed path attends the latents themselves; the expanded path first computes keys and values of every head. A
-    request with q new tokens and c cached tokens has n = q c + q (q + 1) / 2 pairs of a query and a key. The paths need
-    this work for the request:
+    The absorbed path attends the cached latents themselves. The expanded path first computes keys and values of every
+    head from the latents, with the weights W_UK and W_UV. Let a request have q new tokens and c cached tokens. Its
+    query tokens attend n = q c + q (q + 1) / 2 keys in total. The paths need this work:
 
     | | absorbed path | expanded path |
     |---|---|---|
@@ -45,21 +45,21 @@ def choose_path(
     | cache entries read | c + q | c + q |
     | elements written and read, for each head | q (2 Lkv + R) | (c + q) (P + V) |
 
-    The estimated time of a path is its time for FLOPs or its time for bytes, whichever is longer, plus fixed costs.
+    The letters Lkv, R, P and V are the dims of `MLAConfig`. The estimated time of a path is its time for FLOPs or its
+    time for bytes, whichever is longer, plus fixed costs.
 
-    In attention, the expanded path needs 2 n (2 Lkv - P - V) fewer FLOPs for each head. In the projections, the
-    absorbed path needs 2 c Lkv (P + V) fewer FLOPs for each head. If 2 Lkv > P + V, as in every published model, two
-    rules follow:
+    If 2 Lkv > P + V, as in every published model, the table gives two rules:
 
-    - With a long context (c >> q, so n is about q c) both paths need the same FLOPs at q = Lkv (P + V) / (2 Lkv - P -
-      V) query tokens. For DeepSeek-V3 this is q = 171. Shorter queries need fewer FLOPs on the absorbed path.
-    - Without context the expanded path always needs fewer FLOPs.
+    - With a context much longer than the query, n is about q c. Both paths then need the same FLOPs at
+      q = Lkv (P + V) / (2 Lkv - P - V), which is 171 query tokens for DeepSeek-V3. Shorter queries need fewer FLOPs on
+      the absorbed path.
+    - Without context (c = 0) the expanded path always needs fewer FLOPs.
 
     Args:
         query_len: q, new tokens of the request.
         context_len: c, cached tokens of the request.
         config: config of the layer.
-        costs: costs of FLOPs, bytes and requests, measured on a device; None means the defaults of `PathCosts`.
+        costs: time for each FLOP, byte and request; None means the defaults of `PathCosts`.
         cache_format: format of the cache.
         dtype: dtype of queries, keys and values.
 
@@ -115,17 +115,17 @@ def choose_paths(
 ) -> Bool[Tensor, " B"]:
     """Return for each request of a batch whether it may take the absorbed path.
 
-    - A query of at most `decode_threshold` tokens always may take the absorbed path, because captured graphs need a
-      fixed rule.
-    - A longer query may take the absorbed path if `choose_path` returns "absorbed" for this query and the decode kernel
-      supports any query lengths.
+    - A request with at most `decode_threshold` new tokens may always take the absorbed path. CUDA graphs need this
+      rule, because a captured graph cannot change the path.
+    - A request with more new tokens may take the absorbed path if `choose_path` returns "absorbed" for it, and if
+      `query_len_support` is VARLEN (the decode kernel supports any query lengths).
 
     Args:
         query_lens: [B], new tokens of each request, on the CPU.
         context_lens: [B], cached tokens of each request, on the CPU.
-        decode_threshold: a request with at most this number of new tokens takes the absorbed path, whatever
-            `choose_path` returns for it. With 0, `choose_path` decides for every request.
-        config: config passed to `choose_path`; None disables the choice, and the threshold alone decides.
+        decode_threshold: number of new tokens up to which a request may always take the absorbed path. With 0,
+            `choose_path` decides for every request with new tokens.
+        config: config passed to `choose_path`; with None the threshold alone decides.
         costs: costs passed to `choose_path`.
         query_len_support: query lengths that the decode kernel supports.
         cache_format: format of the cache, passed to `choose_path`.

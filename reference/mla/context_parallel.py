@@ -1,4 +1,8 @@
-"""Context parallelism of MLA: gather context from all ranks, and decode over the rank-local tokens of all ranks."""
+"""Context parallelism of MLA, where D ranks divide the tokens of every sequence among themselves.
+
+The rank-local tokens are the tokens that one rank keeps in its cache. TP is the number of tensor-parallel ranks, which
+divide the N heads among themselves.
+"""
 
 from __future__ import annotations
 
@@ -42,29 +46,29 @@ def dcp_gather_context(
 ) -> Float[Tensor, "S head_size"]:
     """Return the cache entries of one chunk from all ranks, in the order of the tokens.
 
-    This function replaces `gather_context` in a prefill with context parallelism. Every rank gathers the cache entries
-    of its rank-local tokens. The ranks exchange these entries by an all-gather. Then `reorg_kvcache` puts the entries
-    of all ranks into the order of the tokens.
+    A chunk is a part of the cached context that a prefill gathers at once. With context parallelism a prefill calls
+    this function instead of `gather_context`. Every rank gathers the cache entries of its rank-local tokens, and the
+    ranks exchange these entries by an all-gather. `reorg_kvcache` then puts the entries into the order of the tokens.
 
     Args:
         kv_cache: cache of this rank.
         metadata: plan of the prefill.
         chunk: one chunk of the prefill's context.
-        context_parallel: the groups.
+        context_parallel: the process groups.
         cache_format: format of the cache.
         out_dtype: dtype of the result and of the exchanged entries; None means the dtype of the cache (see
             `gather_and_maybe_dequant_cache`).
-        workspace: [rows, Lkv + R] in `out_dtype`, contiguous, for the entries that this rank sends and receives: at
-            least (D + 1) padded_tokens rows. If there are num_tokens more rows, the first num_tokens rows receive the
-            result. None allocates tensors.
+        workspace: [rows, Lkv + R] in `out_dtype`, contiguous, for the entries that this rank sends and receives. It
+            needs at least (D + 1) * `chunk.padded_tokens` rows. If it has `chunk.num_tokens` rows more, the result is
+            written to its first rows. None allocates tensors.
 
     Returns:
-        [num_tokens, Lkv + R] in `out_dtype`, with num_tokens from `chunk`; the first rows of `workspace` if it has
-        room for the result.
+        [`chunk.num_tokens`, Lkv + R] in `out_dtype`; a view of the first rows of `workspace` if it has room for the
+        result.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match; the chunk was planned for another rank; a block is outside
-            the cache; `workspace` has too few rows. If the function raises this error, it has exchanged nothing.
+            the cache; `workspace` has too few rows. If the function raises a `ValueError`, it has exchanged nothing.
         GroupError: the exchange failed.
     """
     width, dtype = check_context(kv_cache, metadata, chunk, cache_format, out_dtype)
@@ -98,23 +102,24 @@ def dcp_decode(
     out_dtype: torch.dtype | None = None,
     cache_format: CacheFormat = COMPUTE_FORMAT,
 ) -> AttentionState:
-    """Compute absorbed attention over keys that are distributed over D ranks.
+    """Compute absorbed attention (over the cached latents) with keys that are distributed over D ranks.
 
-    The steps are:
+    Before the call, each rank has the queries of N / TP heads. The steps are:
 
     1. All-gather the queries, so that each rank has the queries of N D / TP heads.
-    2. Attend the rank-local keys with all of these heads (`mla_decode`).
-    3. Merge the attention states of the D ranks. The owner rank of each head gets the head's merged state.
+    2. Attend the rank-local keys with the queries of these heads (`mla_decode`).
+    3. Merge the attention states (output and log-sum-exp) of the D ranks. Each rank gets the merged states of the heads
+       with which it began.
 
     Args:
         ql_nope: [T, N / TP, Lkv], queries of this rank's heads, with W_UK absorbed.
         q_pe: [T, N / TP, R], rotated rope parts of the queries.
         kv_cache: cache of this rank; it must already contain the new tokens that this rank owns.
-        metadata: plan of the decode, in rank-local keys: query token t attends the first `visible_lens[t]` keys of its
-            request on this rank.
+        metadata: plan of the decode. Its lengths count rank-local keys: query token t attends the first
+            `visible_lens[t]` keys that this rank has of the request.
         softmax_scale: factor of the scores, `MLAConfig.softmax_scale`: (P + R)^-1/2, times YaRN's factor.
-        context_parallel: the groups, and the name of the merge.
-        schedule: schedule of step 2, which changes results by rounding alone.
+        context_parallel: the process groups, and the name of the merge.
+        schedule: schedule of `mla_decode` in step 2; it changes results by rounding alone.
         out_dtype: dtype of `out` and of the exchanged outputs; None means the dtype of `ql_nope`.
         cache_format: format of the cache.
 

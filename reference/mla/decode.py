@@ -39,36 +39,35 @@ def mla_decode(
 ) -> AttentionState:
     """Attend the cached latents of each request with its query tokens, on the absorbed path.
 
-    The result is an attention state: the output and its log-sum-exp (LSE). A caller needs the LSE to merge the state
-    with a state over other keys, as a cascade or context parallelism does. A caller may drop the LSE if one call covers
-    all keys of the requests.
+    The result is an attention state: the output and the log-sum-exp (LSE) of the scores. A caller needs the LSE to
+    merge the state with a state over other keys of the same requests. Otherwise a caller may drop the LSE.
 
-    `metadata`, the plan of the decode, is always needed: it determines the keys that each query token attends.
-    `schedule` is optional: it assigns tiles of keys to the programs of a kernel. A schedule makes the decode faster if
-    the requests have very different lengths.
+    `metadata`, the plan of the decode, determines the keys that each query token attends. `schedule` is optional: it
+    assigns the keys to the programs of a kernel. A schedule makes the decode faster if the requests have very different
+    lengths.
 
     Args:
         ql_nope: [T, N, Lkv], queries with W_UK absorbed (`query_to_latent`).
         q_pe: [T, N, R], rotated rope parts of the queries.
         kv_cache: the cache of the layer; it must already contain the new tokens (`concat_and_cache_mla`).
         metadata: plan of the decode; query token t attends the first `visible_lens[t]` keys of its request.
-        softmax_scale: factor of the scores, `MLAConfig.softmax_scale`. This scale is (P + R)^-1/2, times YaRN's factor.
-            The scale is not (Lkv + R)^-1/2, although the absorbed queries have Lkv + R elements.
-        schedule: schedule of the decode (`plan_decode`). A schedule changes results by rounding alone. The reference
-            validates the schedule and does not use it.
+        softmax_scale: factor of the scores, `MLAConfig.softmax_scale`: (P + R)^-1/2, times YaRN's factor. It is not
+            (Lkv + R)^-1/2, although the absorbed queries have Lkv + R elements.
+        schedule: schedule of the decode (`plan_decode`). This function validates the schedule and does not use it. A
+            kernel uses it; the results then change by rounding alone.
         out_dtype: dtype of `out`; None means the dtype of `ql_nope`. Use float32 if the state will be merged.
         cache_format: format of the cache.
 
     Returns:
-        out [T, N, Lkv] and lse [N, T]. `out` is still a latent; `latent_to_value` applies W_UV to it. A padding token
-        (a token behind the last request of a plan with `graph` ANY) has out = 0 and lse = -inf.
+        out [T, N, Lkv] and lse [N, T]. `latent_to_value` turns `out` into values. A padding token (a query token behind
+        the last request) has out = 0 and lse = -inf.
 
     Raises:
         ValueError: in one of the following cases:
 
             - shapes, dtypes or devices do not match, or the plan was made for another block size;
             - the offsets decrease, or a length is above `max_seq_len`;
-            - a query token attends more keys than its request has;
+            - `visible_lens` of a query token is above the number of keys of its request;
             - a block is outside the cache.
     """
     check_decode(ql_nope, q_pe, kv_cache, metadata, cache_format, schedule)

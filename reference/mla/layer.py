@@ -1,4 +1,8 @@
-"""One MLA attention layer: projections, rotary embedding, cache write, and attention on one of two paths."""
+"""One MLA attention layer: projections, rotary embedding, cache write, and attention.
+
+Decodes (requests with one or a few new tokens) take the absorbed path: attention over the cached latents themselves.
+Prefills (requests with more new tokens) take the expanded path: attention over keys and values of every head.
+"""
 
 from __future__ import annotations
 
@@ -73,9 +77,10 @@ def rms_norm(x: Float[Tensor, "T L"], weight: Float[Tensor, " L"], eps: float) -
 class MLAAttention(nn.Module):
     """Multi-head Latent Attention over a paged latent cache, for inference.
 
-    The caller passes the projections as modules, under the names of DeepSeek's checkpoints. The layer does not copy the
-    weights of these modules, with one exception (`refresh_weights`). Any module works as a projection, also a quantised
-    module. A projection returns its product, or (product, None) like the linear modules of vLLM and Megatron.
+    The caller passes the projections as modules, under the names of DeepSeek's checkpoints. Any module works as a
+    projection, also a quantised module. A projection returns its product, or (product, None) like the linear modules of
+    vLLM and Megatron. The layer uses the weights of the modules without a copy, except a `kv_b_proj` that is not a
+    plain `nn.Linear` (see `refresh_weights`).
 
     Args:
         config: dims, epsilon of the latent norms, rotary parameters.
@@ -88,22 +93,22 @@ class MLAAttention(nn.Module):
         q_a_proj: projection H -> Lq, to the query latent.
         q_a_layernorm: RMS norm of the query latent, with a weight [Lq]. The layer takes the epsilon from `config`.
         q_b_proj: projection Lq -> N (P + R), from the query latent to the queries.
-        workspace_tokens: largest number of context tokens of a chunk; a call with a plan that has a larger chunk
-            raises. The memory-profile run (`metadata=None`) expands this number of tokens. The default is the largest
-            workspace that a builder chooses by itself. If the caller gives `workspace_tokens` to the builder, the layer
-            needs the same number.
-        context_parallel: the groups of context parallelism; None for one rank. With groups, `q_proj` or `q_b_proj`,
-            `kv_b_proj` and `o_proj` have only this rank's N / TP heads, `o_proj` has no bias, and `config` still
-            describes all N heads.
+        workspace_tokens: largest number of context tokens that a prefill expands at once (one chunk). A call raises if
+            its plan has a larger chunk. If the caller gives `workspace_tokens` to the builder of the plans, the layer
+            needs the same number. The default is enough for a builder without this argument.
+        context_parallel: the process groups of context parallelism; None for one rank. With groups, `q_proj` or
+            `q_b_proj`, `kv_b_proj` and `o_proj` have only this rank's N / TP heads (TP: number of tensor-parallel
+            ranks), and `o_proj` has no bias. `config` still describes all N heads.
         cache_format: format of the layer's cache.
-        workspace: memory for the context of one chunk, gathered and expanded; all layers of a model can share it. None
-            means the workspace of the plan (`MLAMetadata.workspace`); the memory-profile run then allocates a workspace
-            of the same size and frees it.
+        workspace: memory in which a prefill gathers and expands one chunk; all layers of a model can share it. With
+            None the layer uses the workspace of the plan (`MLAMetadata.workspace`). A memory-profile run, which has no
+            plan, then allocates the memory and frees it.
 
     Raises:
         TypeError: a projection is not a module, or an argument has another type.
-        ValueError: the query projections do not fit `config`; a norm has a wrong weight or hooks; TP does not divide
-            N; `o_proj` has a bias that the layer cannot add; `kv_b_proj` has a bias and is not a plain linear.
+        ValueError: the query projections do not fit `config`; a norm has a wrong weight or hooks; N is not a multiple
+            of TP; ranks share the heads and `o_proj` has a bias; `o_proj` returns its bias instead of adding it;
+            `kv_b_proj` is not a plain `nn.Linear` and has a bias.
     """
 
     def __init__(
@@ -150,15 +155,15 @@ class MLAAttention(nn.Module):
         """Build a layer that shares the submodules of a DeepseekV2Attention or DeepseekV3Attention of transformers.
 
         Args:
-            module: the attention module. The layer takes the epsilon of the module's latent norms. With
-                `context_parallel` the module has the projections of all heads, and the layer uses views of the weights
-                of this rank's heads.
+            module: the attention module, with the projections of all heads. The layer takes the epsilon of the module's
+                latent norms. With `context_parallel` the layer uses views of the weights of this rank's heads.
             options: keyword arguments of the constructor (`workspace_tokens`, `context_parallel`,
                 `cache_format`, `workspace`).
 
         Raises:
             UnsupportedConfiguration: for the same reasons as `MLAConfig.from_hf`; the latent norms have different
-                epsilons; with `context_parallel`, a projection is not a plain linear, so its heads cannot be separated.
+                epsilons; `context_parallel` is given, and a projection is not a plain linear, so its heads cannot be
+                separated.
         """
         if not hasattr(module, "config") or not hasattr(module, "kv_a_layernorm"):
             wanted = "module: expected a DeepseekV2Attention or DeepseekV3Attention"
@@ -169,7 +174,7 @@ class MLAAttention(nn.Module):
         low_rank = config.q_lora_rank is not None
         eps = latent_norm_eps(module.kv_a_layernorm, module.q_a_layernorm if low_rank else None)
         config = dataclasses.replace(config, latent_norm_eps=eps)
-        # dimension of each weight that contains the heads
+        # name of each projection with heads, and the dimension of its weight that contains the heads
         with_heads = {"kv_b_proj": 0, "o_proj": 1, "q_b_proj" if low_rank else "q_proj": 0}
         projections = {name: getattr(module, name) for name in with_heads}
         if (context_parallel := options.get("context_parallel")) is not None:
@@ -190,9 +195,9 @@ class MLAAttention(nn.Module):
     def refresh_weights(self) -> None:
         """Read the weight of `kv_b_proj` again, after the caller changed it.
 
-        Only a quantised, wrapped or hooked linear needs this call: the layer keeps a dense copy of its weight
-        (`dense_weight`), and updates this copy in place if possible. The layer uses the parameter of a plain linear
-        directly.
+        If `kv_b_proj` is a plain `nn.Linear`, the layer uses its parameter directly, and this call does nothing. If
+        `kv_b_proj` is quantised, wrapped or hooked, the layer keeps a dense copy of the weight (`dense_weight`). This
+        call then updates the copy, in place if possible.
         """
         dtype = self.kv_a_layernorm.weight.dtype
         if is_plain_linear(self.kv_b_proj, dtype):
@@ -226,11 +231,11 @@ class MLAAttention(nn.Module):
             hidden_states: [T, H].
             positions: [T], position of each token in its request.
             kv_cache: cache of this layer; the new tokens are written to it.
-            metadata: plan of the step; None for the memory-profile run, which allocates the largest buffers and
-                computes no attention.
+            metadata: plan of the step. None is for a memory-profile run, in which an engine measures the largest memory
+                of a step: the layer allocates its largest buffers and computes no attention.
 
         Returns:
-            [T, H]. A padding row has the output of `o_proj` for zeros.
+            [T, H]. A padding token has the output of `o_proj` for zeros.
 
         Raises:
             ValueError: arguments do not match. If the method raises, it has not written to the cache.
@@ -284,14 +289,14 @@ class MLAAttention(nn.Module):
         metadata: MLAMetadata | None,
         output: Float[Tensor, "T N V"],
     ) -> None:
-        """Write the new tokens to the cache, then attend decodes on the absorbed and prefills on the expanded path.
+        """Write the new tokens to the cache, then compute attention: decodes absorbed, prefills expanded.
 
         Args:
             q: [T, N, P + R], queries with the rope part rotated.
             kv_c_normed: [T, Lkv], normed latents of the new tokens.
             k_pe: [T, R], rotated rope parts of the new tokens' keys.
             kv_cache: cache of this layer; written at `metadata.slot_mapping`.
-            metadata: plan of the step. With None the method allocates the largest buffers, for a memory profile, and
+            metadata: plan of the step. With None (a memory-profile run) the method allocates the largest buffers and
                 fills `output` with zeros.
             output: [T, N, V]; every element is written.
 
@@ -348,6 +353,6 @@ class MLAAttention(nn.Module):
     def _reserve(
         self, workspace: ContextWorkspace, tokens: int, q: Tensor
     ) -> tuple[Float[Tensor, "S head_size"], Float[Tensor, " elements"]]:
-        """Reserve a workspace for chunks of up to `tokens` tokens; return its rows of context and the rest."""
+        """Reserve a workspace for chunks of up to `tokens` tokens; return its memory for context, and the rest."""
         size = None if self.context_parallel is None else self.context_parallel.size
         return reserve_largest(workspace, self.local_config, tokens, size, q.dtype, q.device)

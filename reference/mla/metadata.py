@@ -1,4 +1,8 @@
-"""Compute the plan of a step from the batch of a scheduler."""
+"""Compute the plan of a step (one forward pass) from the batch of an engine's scheduler.
+
+A request takes one of two paths. The absorbed path attends the cached latents themselves, and suits decodes: requests
+with one or a few new tokens. The expanded path computes keys and values of every head first, and suits prefills.
+"""
 
 from __future__ import annotations
 
@@ -72,38 +76,38 @@ def build_mla_metadata(
 ) -> MLAMetadata:
     """Plan one step: choose a path for each request, cut context into chunks, and decide on a schedule.
 
-    A layer always needs the plan that this function returns. The plan may have a schedule, which is optional and makes
-    a decode faster.
+    A chunk is a part of the cached context that a prefill expands at once. A schedule is optional: it assigns the keys
+    of the decodes to the programs of a kernel, so that the decode is faster.
 
     A request may take the absorbed path in these cases:
 
     | `query_len_support` | the request may take the absorbed path if |
     |---|---|
     | SINGLE_ONLY | it has at most `decode_threshold` (= 1) query tokens |
-    | UNIFORM | it has the query length of the first decode, which is at most `decode_threshold` |
+    | UNIFORM | it has as many query tokens as the first request with query tokens, and at most `decode_threshold` |
     | VARLEN | it has at most `decode_threshold` query tokens, or `choose_path` returns "absorbed" for it |
 
-    The leading requests that may take the absorbed path decode; all later requests prefill on the expanded path. A
-    request that may take the absorbed path but comes after an expanded request is therefore expanded. The result is
-    correct, but slower; `reorder_batch_to_split_decodes_and_prefills` gives an order without such requests.
+    The first request that may not take the absorbed path, and all requests after it, take the expanded path. To lose no
+    time, an engine puts the requests of the absorbed path first (`reorder_batch_to_split_decodes_and_prefills`).
 
-    An engine may not know the lengths on the host: `common.seq_lens_cpu` is None. The paths and the chunks are then
-    planned from upper bounds, and the tensors of the plan get the true lengths from the device:
+    If an engine does not know the lengths on the CPU, `common.seq_lens_cpu` is None. This function then plans the paths
+    and the chunks from upper bounds of the lengths. The tensors of the plan get the true lengths from the device:
 
-    - A step that has only decodes needs `max_query_len` and `max_seq_len`, and nothing else on the CPU.
-    - A step that may have prefills (a query above `decode_threshold`) needs `query_start_loc_cpu` and
-      `seq_lens_cpu_upper_bound`. `choose_path` gets the bounds of the contexts. The chunks are cut to the true lengths
-      (`clamp_context_chunk`), so the result does not depend on the bounds, except by rounding.
-    - The choice of a schedule is made for the batch in which a schedule saves most: one request of `max_seq_len` keys,
-      and one key in all other requests. `schedule_choice` has the numbers of this batch.
+    - If `max_query_len` is at most `decode_threshold`, the function needs no other CPU values than `max_query_len`
+      and `max_seq_len`.
+    - Otherwise the step may have prefills, and needs `query_start_loc_cpu` and `seq_lens_cpu_upper_bound`.
+      `choose_path` gets upper bounds of the contexts. `clamp_context_chunk` cuts the chunks to the true lengths, so the
+      upper bounds change the result by rounding alone.
+    - `choose_schedule` gets the lengths for which a schedule saves most: one request of `max_seq_len` keys, and one key
+      in all other requests. `schedule_choice` has the numbers of these lengths.
 
     Args:
         common: the batch.
-        block_size: tokens per block.
-        workspace_tokens: largest number of context tokens that are expanded at once.
-        decode_threshold: a request with at most this number of query tokens may take the absorbed path, whatever
-            `choose_path` returns for it (`reorder_batch_threshold`).
-        config: config of the layer, for `choose_path` and for a schedule. With None, the threshold alone determines the
+        block_size: tokens per block of the cache.
+        workspace_tokens: largest number of context tokens of a chunk.
+        decode_threshold: number of query tokens up to which a request may take the absorbed path without a call of
+            `choose_path`. The function `reorder_batch_threshold` computes it.
+        config: config of the layer. With None, `choose_path` is not called, so `decode_threshold` alone determines the
             paths, and the plan has no schedule.
         costs: costs passed to `choose_path`.
         query_len_support: query lengths that the decode kernel supports.
@@ -111,9 +115,9 @@ def build_mla_metadata(
         ownership: the tokens that this context-parallel rank owns; None if one rank owns all tokens. `common` has the
             lengths of whole sequences and the slots of this rank (`dcp_slot_mapping`). The paths are the same as on one
             rank.
-        num_programs: number of programs of a schedule; 0 means no schedule. If `config` is given, None means the number
-            that suits the device (in the reference: 1). `choose_schedule` decides from the lengths whether the decode
-            gets the schedule, and the plan has the decision as `schedule_choice`.
+        num_programs: number of programs of a schedule; 0 means no schedule. None means the number that suits the device
+            (in this package: 1) if `config` is given. `choose_schedule` decides from the lengths whether the decodes
+            get a schedule, and the plan has this decision as `schedule_choice`.
         schedule_costs: costs from which the schedule is computed; None means the defaults of `ScheduleCosts`.
         cache_format: format of the cache, for `choose_path`.
         dtype: dtype of queries and keys, for `choose_path`. The plan itself works for any dtype.
@@ -127,10 +131,11 @@ def build_mla_metadata(
             - `decode_threshold` is below 1, or above 1 with SINGLE_ONLY;
             - `num_programs` is above 0 and `config` is None;
             - the slots were computed for another block size, or the block table has too few columns;
-            - `workspace_tokens` is below one unit (`context_unit`);
-            - on a CPU: there are more slots than the rank owns new tokens;
-            - a padding row with query tokens (S = 0 < Sq) is among the prefills;
-            - without lengths on the CPU: the step may have prefills, and the offsets or the upper bounds are missing;
+            - `workspace_tokens` is below `context_unit`, the smallest chunk;
+            - more tokens have a slot than the rank owns (checked for slots on the CPU);
+            - a padding row (a request without keys) has query tokens and is among the prefills;
+            - `common.seq_lens_cpu` is None, the step may have prefills, and `query_start_loc_cpu` or
+              `seq_lens_cpu_upper_bound` is missing;
             - `require_order` is True, and a request that may take the absorbed path comes after an expanded request.
     """
     check_threshold(decode_threshold, query_len_support)
@@ -225,17 +230,18 @@ def build_mla_metadata(
 
 
 def _split_by_context(prefill: PrefillMetadata, context_lens: Int32[Tensor, " B"]) -> tuple[PrefillPart, ...]:
-    """Return the parts of a prefill, or no part if there would be one part or more than `MOST_PARTS`.
+    """Divide a prefill into parts of consecutive requests: in each part, all requests have context, or none has.
 
-    Only requests with context need an attention state that is merged. The output of the other requests is final after
-    one call of the attention kernel. A kernel takes consecutive requests, so each part has consecutive requests.
+    Requests without context need a single call of the attention kernel. The output of requests with context is merged
+    with the outputs over the chunks of the context, so these requests are called separately.
 
     Args:
-        prefill: plan of the prefill, whose `query_start_loc` and chunks are on the CPU; its parts are not read.
+        prefill: plan of the prefill, whose `query_start_loc` and chunks are on the CPU.
         context_lens: [B], cached tokens of each request, on the CPU.
 
     Returns:
-        The parts, in the order of the requests. Their tensors are on the CPU, except the block tables.
+        The parts, in the order of the requests. Their tensors are on the CPU, except the block tables. The result is
+        empty if there would be one part, or more than `MOST_PARTS`.
     """
     starts, contexts = prefill.query_start_loc.tolist(), context_lens.tolist()
     parts, first = [], 0
@@ -266,7 +272,7 @@ def _split_by_context(prefill: PrefillMetadata, context_lens: Int32[Tensor, " B"
 def _with_device_lens(
     metadata: MLAMetadata, common: CommonAttentionMetadata, ownership: TokenOwnership | None
 ) -> MLAMetadata:
-    """Return a plan that was computed from upper bounds, with the true lengths from the device in its tensors."""
+    """Replace the upper bounds in the tensors of a plan by the true lengths, which are on the device."""
     decodes, device = metadata.num_decodes, common.block_table.device
     starts, lens = common.query_start_loc[: decodes + 1], common.seq_lens[:decodes]
     visible_lens = compute_visible_lens(starts, lens, metadata.num_decode_tokens, ownership)
@@ -284,10 +290,10 @@ def _with_device_lens(
 def _rank_local_decode_lens(
     common: CommonAttentionMetadata, num_decodes: int, max_seq_len: int, ownership: TokenOwnership | None
 ) -> Int32[Tensor, " decodes"]:
-    """Return the number of rank-local keys of each decode, as a tensor on the CPU.
+    """Return the number of keys that this rank has of each decode, as a tensor on the CPU.
 
-    Without lengths on the CPU, return the lengths for which a schedule saves most (`longest_decode_lens`);
-    `max_seq_len` is the upper bound of the rank-local keys of a decode.
+    If the lengths are not on the CPU, return lengths of at most `max_seq_len` for which a schedule saves most
+    (`longest_decode_lens`).
     """
     if not has_host_lens(common):
         return longest_decode_lens(num_decodes, max_seq_len)
@@ -304,7 +310,7 @@ def _with_schedule(
     costs: ScheduleCosts | None,
     batch_invariant: bool = False,
 ) -> MLAMetadata:
-    """Return the plan with its `schedule_choice`, and with a schedule if `choose_schedule` decides for one."""
+    """Return the plan with the decision of `choose_schedule`, and with a schedule if the decision is for a schedule."""
     costs = check_schedule_costs(costs)
     choice = choose_schedule(decode_lens, num_programs, costs, batch_invariant)
     schedule = DecodeSchedule(batch_invariant=True, split_rule=costs.split_rule) if batch_invariant else None

@@ -1,6 +1,6 @@
 """Prefill on the expanded path: expand latents to keys and values of every head, then compute ordinary attention.
 
-The cached context is expanded chunk by chunk, so that the memory depends on the workspace and not on the context.
+The cached context is gathered and expanded in chunks of limited size, so that a long context needs no more memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .weights import expand_kv
 
 
 def _concat_key(k_nope: Float[Tensor, "S N P"], k_pe: Float[Tensor, "S R"]) -> Float[Tensor, "S N P+R"]:
-    """Return the whole key of every head: its own part without rope, then the rope part that all heads share."""
+    """Return the key of every head: the part without rope of this head, then the rope part that all heads share."""
     return torch.cat((k_nope, repeat(k_pe, "tokens rope -> tokens heads rope", heads=k_nope.shape[1])), dim=-1)
 
 
@@ -58,12 +58,12 @@ def run_prefill_new_tokens(
         v: [T, N, V], values.
         metadata: plan of the prefill.
         softmax_scale: factor of the scores, `MLAConfig.softmax_scale`.
-        return_lse: whether the caller merges the result with the states of context chunks. False means that the new
-            tokens have no other keys, so the output is final.
+        return_lse: whether the caller needs the log-sum-exp (LSE) of the scores, to merge the result with the attention
+            over chunks of the context.
 
     Returns:
         With `return_lse`, an `AttentionState`: out [T, N, V] and lse [N, T], both in float32 (float64 if `q` is
-        float64). The output stays in this dtype because the state is merged with the states of the context chunks.
+        float64), so that a merge does not round twice.
 
         Without `return_lse`, a tensor: out [T, N, V] in the dtype of `q`.
 
@@ -99,7 +99,7 @@ def run_prefill_context_chunk(
         k_pe: [S, R], rope parts of the chunk's keys, from the cache.
         v: [S, N, V], values of the chunk.
         metadata: plan of the prefill.
-        chunk: the chunk.
+        chunk: positions and lengths of the chunk.
         softmax_scale: factor of the scores, `MLAConfig.softmax_scale`.
 
     Returns:
@@ -111,7 +111,7 @@ def run_prefill_context_chunk(
     """
     check_expanded(q, k_nope, k_pe, v, metadata, chunk)
     k = _concat_key(k_nope, k_pe)
-    if chunk.bounded:  # rows behind the last request belong to no request
+    if chunk.bounded:  # `num_tokens` is an upper bound; drop the rows behind the last request
         k, v = (x[: int(chunk.cu_seq_lens[-1])] for x in (k, v))
     return flash_attn_varlen(
         q, k, v, metadata.query_start_loc, chunk.cu_seq_lens, metadata.max_query_len, chunk.max_seq_len, softmax_scale,
@@ -128,7 +128,7 @@ def gather_context(
     *,
     workspace: Float[Tensor, "rows head_size"] | None = None,
 ) -> Float[Tensor, "S head_size"]:
-    """Return the cache entries of one chunk, one request after another.
+    """Return the cache entries of one chunk of the context, one request after another.
 
     Args:
         kv_cache: the cache of the layer.
@@ -136,12 +136,12 @@ def gather_context(
         chunk: one chunk of the prefill's context.
         cache_format: format of the cache.
         out_dtype: dtype of the result; None means the dtype of the cache (see `gather_and_maybe_dequant_cache`).
-        workspace: [at least S, Lkv + R] in `out_dtype`, contiguous; its first S rows receive the result. None allocates
-            a tensor.
+        workspace: [at least S, Lkv + R] in `out_dtype`, contiguous; the function writes the result to its first S rows.
+            None allocates a tensor.
 
     Returns:
-        [S, Lkv + R] in `out_dtype`, with S = `chunk.num_tokens`; a view of `workspace` if it is given. If the chunk is
-        `bounded`, rows behind the last request are 0.
+        [S, Lkv + R] in `out_dtype`, with S = `chunk.num_tokens`; a view of `workspace` if it is given. If S is an upper
+        bound (`chunk.bounded`), the rows behind the last request are 0.
 
     Raises:
         ValueError: the plan was made for another block size; shapes, dtypes or devices do not match; `workspace` has
@@ -177,12 +177,10 @@ def forward_prefill(
 
     The steps are:
 
-    1. Expand the latents of the new tokens, and attend the resulting keys with the causal mask. For requests without
-       context this is the result. The output of requests with context stays in float32 (float64 for float64).
-    2. For each chunk of the context, gather the cache entries and expand the latents. Attend the resulting keys without
-       a mask, and merge the chunk's state with the state over the keys so far.
-
-    `metadata.parts` lists the requests with context and the requests without context separately.
+    1. Expand the latents of the new tokens, and attend these keys with the causal mask. Requests without context are
+       then done.
+    2. For each chunk of the context, gather the cache entries, expand the latents, and attend these keys without a
+       mask. Merge the attention state (output and log-sum-exp) with the state over the keys so far.
 
     Args:
         q: [T, N, P + R], queries with the rope part rotated.
@@ -193,11 +191,10 @@ def forward_prefill(
         w_uk: [Lkv, N, P], key up-projection.
         w_uv: [Lkv, N, V], value up-projection.
         softmax_scale: factor of the scores, `MLAConfig.softmax_scale`: (P + R)^-1/2, times YaRN's factor.
-        gather: function that returns the cache entries of a chunk, with the signature of `gather_context`. It gets
-            `workspace=` only if `workspace` is given. Under context parallelism this function is `dcp_gather_context`
-            with its argument `context_parallel` already given.
+        gather: function that returns the cache entries of a chunk, with the signature of `gather_context`. Under
+            context parallelism this function is `dcp_gather_context` with a given `context_parallel`.
         cache_format: format of the cache.
-        return_lse: whether the caller needs the LSE of the result.
+        return_lse: whether the caller needs the log-sum-exp (LSE) of the result.
         workspace: memory in which each chunk is gathered and expanded; None allocates memory for every chunk.
 
     Returns:
@@ -207,7 +204,7 @@ def forward_prefill(
 
     Raises:
         TypeError: `return_lse` is not a bool, or `workspace` is not a `ContextWorkspace`.
-        ValueError: shapes, dtypes or devices do not match; the given memory of `workspace` is too small.
+        ValueError: shapes, dtypes or devices do not match; the memory that the caller gave to `workspace` is too small.
     """
     check_prefill(q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, cache_format)
     check_function("gather", gather)
@@ -220,7 +217,7 @@ def forward_prefill(
         gather_options["workspace"] = rows
     parts = metadata.all_parts(q.shape[0])
     k_nope, v = expand_kv(kv_c_normed, w_uk, w_uv)
-    results = []  # for each part: its attention state, or its final output
+    results = []  # for each part (consecutive requests): its attention state, or its final output
     for part in parts:
         tokens = slice(part.first_token, part.end_token)
         needs_lse = return_lse or len(part.rows) > 0

@@ -1,9 +1,10 @@
 """The up-projections of the latent, and their absorption (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-`kv_b_proj` turns a latent c [Lkv] into the keys W_UK c and values W_UV c of every head. Absorption moves both products
-away from the cached tokens, so that attention runs on the latents themselves:
+`kv_b_proj` turns a latent c [Lkv] into the key W_UK c [P] and the value W_UV c [V] of each head. Absorption applies
+both matrices to the query tokens instead of the cached tokens, so that attention runs on the latents themselves. Here q
+is the query of a head, and p_s is the softmax probability of cached token s:
 
-- (W_UK c) . q = c . (W_UK^T q), so W_UK can be applied to the query before attention;
+- (W_UK c) . q = c . (W_UK^T q), so W_UK can be applied to the query before attention.
 - sum_s p_s (W_UV c_s) = W_UV (sum_s p_s c_s), so W_UV can be applied to the output after attention.
 """
 
@@ -28,11 +29,11 @@ from ..interfaces import (
 
 
 def dense_weight(linear: nn.Module, in_features: int, dtype: torch.dtype) -> Float[Tensor, "out Lkv"]:
-    """Return the weight of a linear module as a dense tensor, also if the module stores it in another form.
+    """Return the weight W [out, Lkv] of a linear module as a dense tensor, also if the module stores W in another form.
 
-    For a plain `nn.Linear` of `dtype` the result is the detached parameter of the module. This parameter is not copied,
-    so later in-place changes of the parameter change the result. For any other module (quantised, wrapped, hooked) the
-    weight is computed: the module is applied to the unit vectors, and its outputs are the rows of W^T.
+    For a plain `nn.Linear` of `dtype` the result is the parameter of the module, detached but not copied. For any other
+    module (quantised, wrapped, hooked) the function applies the module to the Lkv unit vectors; the outputs are the
+    rows of W^T.
 
     Args:
         linear: module that takes [.., Lkv] and returns the product, or (product, None) as in vLLM and Megatron.
@@ -43,7 +44,7 @@ def dense_weight(linear: nn.Module, in_features: int, dtype: torch.dtype) -> Flo
         [out, Lkv].
 
     Raises:
-        ValueError: the module has a bias, or its output for the identity matrix is not [Lkv, out].
+        ValueError: the module has a bias, or its output for the unit vectors is not [Lkv, out].
     """
     check_int("in_features", in_features)
     check_dtype("dtype", dtype)
@@ -51,7 +52,7 @@ def dense_weight(linear: nn.Module, in_features: int, dtype: torch.dtype) -> Flo
         check(linear.bias is None, "linear", "no bias", "a bias")
         return linear.weight.detach()
     device = next((t.device for t in _tensors_of(linear)), torch.device("cpu"))
-    with torch.no_grad(), torch.inference_mode(False):  # the result may be overwritten outside of inference mode
+    with torch.no_grad(), torch.inference_mode(False):  # an inference tensor could not be overwritten later
         unit_vectors = torch.eye(in_features, dtype=dtype, device=device)
         at_zero = linear_output("linear", linear(torch.zeros_like(unit_vectors[:1])))
         check(not at_zero.any(), "linear", "no bias", "a bias")
@@ -93,7 +94,7 @@ def split_kv_b_proj(
 def absorb(
     w_uk: Float[Tensor, "Lkv N P"], w_uv: Float[Tensor, "Lkv N V"]
 ) -> tuple[Float[Tensor, "N P Lkv"], Float[Tensor, "N Lkv V"]]:
-    """Permute the up-projections for the absorbed path: one matrix for each head, as `query_to_latent` needs them.
+    """Permute the up-projections for the absorbed path: one matrix for each head.
 
     Args:
         w_uk: [Lkv, N, P], key up-projection.
@@ -160,8 +161,8 @@ def expand_kv(
         kv_c_normed: [S, Lkv], normed latents.
         w_uk: [Lkv, N, P], key up-projection.
         w_uv: [Lkv, N, V], value up-projection.
-        workspace: memory for the results, a contiguous vector in the dtype and on the device of `kv_c_normed` that
-            shares no memory with the arguments. `k_nope` takes the first S N P elements, and `v` begins at the next
+        workspace: memory for the results, a contiguous vector in the dtype and on the device of `kv_c_normed`. It must
+            not overlap the other arguments. `k_nope` takes the first S N P elements, and `v` begins at the next
             multiple of 128 elements. None allocates the results.
 
     Returns:

@@ -1,1 +1,1 @@
-"""Plan a step: compute its integers, for any attention family."""
+"""Plan a step (one forward pass): compute the integers that attention needs, for any kind of attention."""

@@ -1,4 +1,4 @@
-"""Advance a batch to its next step: the sampled tokens become the query tokens of one decode for each request."""
+"""Advance a batch to its next step: the sampled token of each request becomes its one query token."""
 
 from __future__ import annotations
 
@@ -25,46 +25,47 @@ def advance_step(
     ownership: TokenOwnership | None = None,
     max_seq_len: int | None = None,
 ) -> CommonAttentionMetadata:
-    """Advance a batch to the next step, in place: every sampled token becomes the one query token of its request.
+    """Advance a batch to the next step, in place: the sampled token of each request becomes its one query token.
 
-    An engine that samples on the device can run several steps without the host: it makes the plan of a step, runs the
-    layers, samples, and calls `advance_step` before the next plan. The function writes the tensors that the next step
-    reads, so one CUDA graph may contain several such steps.
+    An engine that samples on the device can run several steps without the CPU. In each step, it makes the plan, runs
+    the layers, samples, and calls this function. The function writes into the tensors of `common`, so one CUDA graph
+    may contain several steps. Let S be the length of a request in `common`. The next step has:
 
-    What the next step of each request is follows from the step before:
-
-    - A request with S > 0 tokens, decode or prefill, takes its sampled token at position S, and its length becomes
-      S + 1. The cache slot of the token follows from the block table as in `slot_mapping`; under context parallelism
-      the slot is -1 on every rank that does not own the token. All requests of a step with prefills are decodes of one
-      token in the next step. A request must therefore have its whole prompt before the call. All query tokens of the
-      step before count: if drafted tokens were rejected, lower `common.seq_lens` first.
-    - A padding row (S = 0) with query tokens stays a padding row, with one query token: id 0, position 0, slot -1.
-    - A request without query tokens in the step before stays without query tokens, and keeps its length.
+    - For a request with S > 0 and query tokens: its sampled token at position S. The length becomes S + 1. The slot of
+      the token follows from the block table (see `slot_mapping`); it is -1 on a context-parallel rank that does not own
+      the token.
+    - For a padding row (S = 0) with query tokens: one query token with id 0, position 0 and slot -1.
+    - For a request without query tokens: no query token and the same length.
 
     Token t of the next step belongs to the t-th request that has query tokens. All later elements of `input_ids`,
     `positions` and `slot_mapping` become padding: id 0, position 0, slot -1.
 
-    An engine may not know the lengths on the host: `common.seq_lens_cpu` is None. The tensors on the device are then
-    advanced in the same way, and the CPU fields of the result follow from those of `common`:
+    The caller must meet two conditions. A prefill must have its whole prompt before the call, because it becomes a
+    decode. If drafted tokens were rejected, the caller must first lower `common.seq_lens`.
 
-    - `seq_lens_cpu` stays None. `max_seq_len` rises by one, as it does with lengths.
-    - `seq_lens_cpu_upper_bound`, if given, rises by one for requests with query tokens. A bound of 0 marks a padding
-      row and stays 0. No bound rises above the argument `max_seq_len` or above what fits into the block table.
-    - `query_start_loc_cpu`, if given, is advanced to one query token for each request that has query tokens.
-    - If `query_start_loc_cpu` is None, it stays None, and all bounds above 0 rise. The number of query tokens of the
-      next step must then follow from `common.num_actual_tokens` and `common.max_query_len`. This number is known if
-      each request has at most one query token, or if all requests have `max_query_len` query tokens. In general,
-      ceil(`num_actual_tokens` / `max_query_len`) must equal the smaller of B and `num_actual_tokens`. Other batches
-      need `query_start_loc_cpu`.
+    If an engine does not know the lengths on the CPU, `common.seq_lens_cpu` is None. The function then advances the
+    tensors on the device in the same way. The CPU fields of the result change as follows. The limit is the argument
+    `max_seq_len`, or the number of tokens that the block table can hold, whichever is smaller.
+
+    - `seq_lens_cpu` stays None.
+    - `max_seq_len` rises by one, up to the limit.
+    - `seq_lens_cpu_upper_bound` (if not None) rises by one, up to the limit, for requests with query tokens. The upper
+      bound 0 of a padding row stays 0.
+    - `query_start_loc_cpu` (if not None) gets one query token for each request with query tokens.
+
+    If `query_start_loc_cpu` is None, it stays None, and the upper bounds of all requests rise. The function must then
+    compute the number of query tokens of the next step from `num_actual_tokens` and `max_query_len` of `common`. It can
+    do so if each request has at most one query token, or if all requests have `max_query_len` query tokens. In general,
+    ceil(`num_actual_tokens` / `max_query_len`) must equal the smaller of B and `num_actual_tokens`.
 
     Args:
         sampled_token_ids: [B] int32 or int64, the sampled token of each request; ignored for padding rows and for
-            requests without query tokens. The tensor must not share memory with the tensors that are written.
-        input_ids: [T], token ids of the step, of the dtype of `sampled_token_ids`; written.
-        positions: [T], position of each token in its request; written.
-        common: batch of the step before. Its tensors `seq_lens`, `query_start_loc` and `slot_mapping`, which has T
-            slots, are written; the block table must have a block for the new token. After the call `common` itself is
-            out of date, because its CPU fields may still have the lengths of the step before.
+            requests without query tokens. The tensor must not share memory with the tensors that the function writes.
+        input_ids: [T], token ids, in the dtype of `sampled_token_ids`. The function writes those of the next step.
+        positions: [T], position of each token in its request. The function writes those of the next step.
+        common: the batch before the call. The function writes its tensors `seq_lens`, `query_start_loc` and
+            `slot_mapping` (T slots). The block table must have a block for the new token. Do not use `common` after the
+            call: its CPU fields may have the old lengths.
         block_size: tokens per block.
         ownership: the tokens that this context-parallel rank owns; None means that one rank owns all tokens. All ranks
             advance the lengths of the whole sequences.
@@ -72,24 +73,27 @@ def advance_step(
             the lengths.
 
     Returns:
-        The batch of the next step. It has the tensors of `common` on the device, with `slot_mapping` cut to the tokens
-        of the step, and new CPU fields, for which no value is copied from the device. If the CPU fields of `common` are
-        upper bounds, as in a captured graph, the new fields are upper bounds too.
+        The batch of the next step, with the device tensors of `common` and new CPU fields. `slot_mapping` is cut to the
+        tokens of the next step. No value is copied from the device. If the CPU fields of `common` are upper bounds, as
+        in a captured graph, the new CPU fields are upper bounds too.
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: shapes, dtypes or devices do not match; the values of `common` are no batch, or have more than T
-            tokens; a request would exceed `max_seq_len` or the columns of the block table; without `seq_lens_cpu`, a
-            bound in `seq_lens_cpu_upper_bound` is negative, or below the length or the query tokens of its request;
-            without `query_start_loc_cpu`, the number of tokens of the next step is unknown. The error is raised before
-            anything is written.
+        ValueError: in one of the following cases. If the function raises, it has written nothing.
+
+            - Shapes, dtypes or devices do not match.
+            - The lengths and offsets of `common` are not valid, or there are more than T query tokens.
+            - A request would exceed `max_seq_len` or the columns of the block table.
+            - `seq_lens_cpu` is None, and an upper bound is negative, or below the length or the number of query tokens
+              of its request.
+            - `query_start_loc_cpu` is None, and the number of query tokens of the next step is unknown.
     """
     limit = check_advance(sampled_token_ids, input_ids, positions, common, block_size, ownership, max_seq_len)
     owned = ONE_RANK if ownership is None else ownership
     check_advance_values(
         common.query_start_loc, common.seq_lens, common.block_table, input_ids.shape[0], block_size * owned.size, limit
     )
-    following = advanced_batch(common, limit)  # now: on a CPU the CPU fields may be the tensors that are written below
+    following = advanced_batch(common, limit)  # first: on a CPU the loop below may overwrite the CPU fields
     starts, lens, tables = common.query_start_loc.tolist(), common.seq_lens.tolist(), common.block_table.tolist()
     sampled = sampled_token_ids.tolist()
     new_ids, new_positions, new_slots, new_starts = [], [], [], [0]

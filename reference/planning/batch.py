@@ -1,4 +1,4 @@
-"""Split a batch into decodes and prefills, and reorder it so that the decodes come first."""
+"""Split a batch into decodes (requests with few new tokens) and prefills, and reorder it: decodes first."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def split_decodes_and_prefills(
 ) -> BatchSplit:
     """Count the leading requests that decode, the prefills after them, and the query tokens of both parts.
 
-    A request with at most `decode_threshold` query tokens decodes. The first request with a longer query is a prefill,
-    and so are all requests after it. Requests without query tokens are padding and count as decodes.
+    The first request with more than `decode_threshold` query tokens and all requests after it are prefills. All
+    requests before it decode, also requests without query tokens.
 
     Args:
         common: the batch.
-        decode_threshold: length of the longest query that decodes, at least 1 (`reorder_batch_threshold`).
-        require_uniform: whether all decodes must have the same query length. The first request with another (non-zero)
-            length is then a prefill, and so are all requests after it.
+        decode_threshold: largest number of query tokens of a decode, at least 1 (`reorder_batch_threshold`).
+        require_uniform: whether all decodes with query tokens must have the same query length. The first request with
+            another length (above 0) and all requests after it are then prefills.
 
     Returns:
         The numbers of requests and of query tokens in the two parts.
@@ -58,9 +58,8 @@ def split_decodes_and_prefills(
 def reorder_batch_to_split_decodes_and_prefills(decodes: Bool[Tensor, " B"]) -> tuple[tuple[int, int], ...]:
     """Return the fewest swaps of two requests after which all decodes come first in the batch.
 
-    With n decodes, the first n requests of the result are the decodes. Every prefill among the first n requests is
-    misplaced and must be swapped with a decode that comes later. One swap corrects one misplaced prefill, so the number
-    of swaps is the number of misplaced prefills. All other requests keep their index.
+    With n decodes, every prefill among the first n requests must be swapped with a decode behind them. Each swap moves
+    one prefill, so the number of swaps is the number of these prefills. All other requests keep their index.
 
     Args:
         decodes: [B] bool on the CPU, True for the requests that decode (`choose_paths`, or query_lens <= threshold).

@@ -1,4 +1,4 @@
-"""Cut cached context into chunks that fit into a workspace."""
+"""Cut cached context into chunks. A prefill expands one chunk at a time in memory of fixed size (workspace)."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ def plan_context_chunks(
 ) -> tuple[ContextChunk, ...]:
     """Cut the cached context of some requests into chunks that fit into the workspace.
 
-    Every context token is in exactly one chunk. Chunks are filled one after another in the order of the requests, so
-    only the first request of a chunk can have earlier tokens in the previous chunk.
+    Every context token is in exactly one chunk. Chunks are filled one after another in the order of the requests. If a
+    context does not fit into the rest of a chunk, it continues in the next chunk.
 
-    Workspace is allocated in units (`context_unit`: one block, or lcm(block_size, D * I) tokens under context
-    parallelism). A request's first token in a chunk is at a multiple of a unit, and a request occupies whole units.
-    There are ceil(units of all contexts / units of the workspace) chunks.
+    Contexts are cut at multiples of a unit (`context_unit`): one block, or lcm(block_size, D * I) tokens under context
+    parallelism. Each context counts in whole units, rounded up. Therefore there are ceil(units of all contexts / units
+    of the workspace) chunks.
 
     Args:
         context_lens: [B], context tokens of each request, on the CPU; 0 = no context.
         workspace_tokens: largest number of tokens of one chunk.
         block_size: tokens per block.
         context_parallel_size: D, ranks that share each sequence.
-        interleave: I, consecutive tokens on one rank.
+        interleave: I; each of these ranks in turn owns I consecutive tokens.
 
     Returns:
         The chunks, with tensors on the CPU; empty if no request has context.
@@ -92,11 +92,11 @@ def _chunk(ranges: dict[int, tuple[int, int]], num_requests: int) -> ContextChun
 
 
 def rank_local_chunk(chunk: ContextChunk, ownership: TokenOwnership) -> ContextParallelChunk:
-    """Return a chunk with the numbers of its tokens on each context-parallel rank.
+    """Return a chunk, extended by the numbers of its tokens on each of the D context-parallel ranks.
 
     Args:
-        chunk: chunk from `plan_context_chunks` with the D and I of `ownership`. The first token of each request in the
-            chunk is then at a multiple of D * I.
+        chunk: chunk from `plan_context_chunks`, for the D ranks and the interleave I of `ownership`. In such a chunk,
+            the first token of each request is at a multiple of D * I.
         ownership: the tokens that this rank owns.
 
     Returns:
@@ -135,16 +135,17 @@ def rank_local_chunk(chunk: ContextChunk, ownership: TokenOwnership) -> ContextP
 def clamp_context_chunk(chunk: ContextChunk, context_lens: Int32[Tensor, " B"]) -> ContextChunk:
     """Return a chunk that was planned from upper bounds of the context lengths, cut to the true lengths.
 
-    An engine may not know the context lengths on the host. Its chunks are then planned from upper bounds, and this
-    function corrects the tensors of each chunk on the device. The numbers that the host needs (`num_tokens`,
-    `max_seq_len`, `local_tokens`, `padded_tokens`) stay upper bounds. A request may have no token left in a chunk.
+    If an engine does not know the context lengths on the CPU, it plans chunks from upper bounds. This function then
+    corrects the tensors of a chunk from the true lengths, which are on the device. The ints of the chunk (`num_tokens`,
+    `max_seq_len`, `local_tokens`, `padded_tokens`) stay upper bounds. A request may have no token left in the chunk.
 
     Args:
         chunk: chunk of `plan_context_chunks` or `rank_local_chunk`.
         context_lens: [B], context length of each request, at most the upper bound; on the device of the chunk.
 
     Returns:
-        The chunk with `bounded` True, other `cu_seq_lens` and, on a rank, other `local_cu_seq_lens`.
+        The chunk with `bounded` True and a new `cu_seq_lens`. A `ContextParallelChunk` also has a new
+        `local_cu_seq_lens`.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match.

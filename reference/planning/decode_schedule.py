@@ -1,4 +1,8 @@
-"""Compute the schedule of a decode: assign the tiles of all requests to programs that take similar times."""
+"""Compute the schedule of a decode: assign the keys of all requests to the programs of a kernel.
+
+A tile is `DECODE_TILE` consecutive keys of a request. The tiles of one request that a program attends together are a
+split. A combine kernel then adds the partial outputs of all splits of a request.
+"""
 
 from __future__ import annotations
 
@@ -30,43 +34,40 @@ def plan_decode(
 ) -> DecodeSchedule:
     """Compute the schedule of a decode: assign consecutive tiles to each program, so that programs take similar times.
 
-    A schedule is optional. A schedule makes a decode faster if the requests have very different lengths
-    (`choose_schedule` estimates the gain), and changes results by rounding alone. A decode always needs its plan
-    (`DecodeMetadata`), with or without a schedule.
+    A schedule makes a decode faster if the requests have very different lengths (`choose_schedule` estimates the gain).
+    It changes results by rounding alone.
 
-    The requests are placed one after another on a time line, whose unit is the time of one tile. Each request consists
-    of parts. The line is divided into segments of Q = ceil(length / num_programs) units, and program p gets the parts
-    that start in [p Q, (p + 1) Q). The parts that a program gets of one request are one split. A request without keys
-    is not on the line and has no split; the combine kernel writes output 0 and LSE -inf for such a request.
+    All requests are placed one after another on a line. One unit of the line is the time of one tile. Each request is
+    divided into parts. The line is cut into segments of Q = ceil(length of the line / num_programs) units. Program p
+    gets the parts that start in segment p, the units p Q to (p + 1) Q - 1. All parts of one request that a program gets
+    form one split. A request without keys has no split and no length on the line.
 
-    There are two candidates:
+    The function lays out two lines, and takes the schedule with the lower upper bound of the time:
 
-    - *Balanced*: a part is one tile. Each request has `request_cost` units for its start, then one unit for each tile.
-      A program that continues a request of the previous program needs `request_cost` once more. No program therefore
-      takes longer than Q + `request_cost`.
+    - *Balanced*: a part is one tile. A request has `request_cost` units, then one unit for each tile. A program that
+      continues a request of the previous program needs another `request_cost`. Therefore no program takes longer than
+      Q + `request_cost`.
     - *Whole parts*: a part is a whole request, or one of the equal parts of a long request (`_equal_part_tiles`). Each
-      part has `request_cost` units, then one unit for each tile. The last part of a request may have fewer tiles, but
-      has the same length on the line. With the shortest and the longest part of all requests, a program gets at most
-      ceil(Q / shortest) parts, and these parts start within Q units. No program therefore takes longer than
+      part has `request_cost` units, then one unit for each tile. (A last part with fewer tiles gets the same length.)
+      Let *shortest* and *longest* be the lengths of the shortest and the longest part. A program gets at most
+      ceil(Q / shortest) parts, which start within Q units. Therefore no program takes longer than
       min(Q - 1 + longest, longest * ceil(Q / shortest)).
 
-    After the programs, the combine kernel adds `splits_per_tile` splits of a request in one unit. A request of t tiles
-    has at most ceil((t - 1) / Q) + 1 splits in a balanced schedule, and one split for each part in a schedule of whole
-    parts. The time of the request with the most splits is added to both upper bounds. The schedule consists of whole
-    parts if the second sum does not exceed the first sum; otherwise the schedule is balanced. Whole parts need fewer
-    partial outputs, because fewer requests are split. If all requests have similar lengths, the whole parts are usually
-    chosen.
+    Both upper bounds also get the time of the combine kernel for the request with the most splits. The combine kernel
+    adds `splits_per_tile` splits in one unit. With balanced parts, a request of t tiles has at most
+    ceil((t - 1) / Q) + 1 splits. With whole parts, it has at most as many splits as parts. If both sums are equal, the
+    function takes the whole parts, because they need fewer partial outputs.
 
-    With `batch_invariant`, a part is one split of `invariant_split_tiles` tiles, which depend on the length of the
-    request alone. On the line, the first split of a request has `request_cost` units in addition to its tiles. Every
-    further split has `split_cost` units in addition to its tiles, or `request_cost` units if this number is smaller. A
-    program may get several splits of one request.
+    With `batch_invariant` there is one line. A part is one split of `invariant_split_tiles` tiles, so the splits depend
+    on the length of the request alone. The first split of a request has `request_cost` units in addition to its tiles.
+    Every further split has min(`split_cost`, `request_cost`) units in addition to its tiles. A program may get several
+    splits of one request.
 
     Args:
         seq_lens: [B], keys of each request.
         num_programs: number of programs of the decode kernel, which run at the same time.
-        costs: costs of the decode kernel; None means the defaults of `ScheduleCosts`.
-        batch_invariant: whether the splits of a request depend on its own length alone.
+        costs: costs of the decode kernel, such as `request_cost`; None means the defaults of `ScheduleCosts`.
+        batch_invariant: whether a request gets the same bits in every batch.
 
     Returns:
         The schedule, on the device of `seq_lens`.
@@ -129,11 +130,11 @@ class _Part(NamedTuple):
     """Consecutive tiles of one request that one program attends.
 
     Attributes:
-        request: number of the request.
-        number: number of the part within the request.
+        request: index of the request.
+        number: index of the part within the request.
         first_tile: first tile of the part.
         last_tile: last tile of the part (exclusive).
-        start: where the part starts on the line.
+        start: unit of the line at which the part starts.
     """
 
     request: int
@@ -144,7 +145,7 @@ class _Part(NamedTuple):
 
 
 class _Line(NamedTuple):
-    """The parts of all requests in the order of the line, and the length of the segment of each program."""
+    """The parts of all requests in the order of the line, and Q, the units of the line for each program."""
 
     parts: list[_Part]
     segment: int
@@ -158,14 +159,14 @@ def _lay_out(
     num_programs: int,
     shorter_last: bool = False,
 ) -> _Line:
-    """Place all requests on a line, each request divided into parts.
+    """Divide each request into parts, and place the parts on a line (see `plan_decode`).
 
     Args:
         tiles: tiles of each request.
         part_tiles: tiles of one part of each request; the last part of a request may have fewer tiles.
         request_cost: length that each request with tiles has in addition to its parts.
         part_cost: length that each part has in addition to its tiles.
-        num_programs: number of segments.
+        num_programs: number of programs, which get equal segments of the line.
         shorter_last: if True, a last part with fewer tiles is shorter on the line; if False, it has the length of the
             other parts.
     """
@@ -180,12 +181,12 @@ def _lay_out(
 
 
 def _equal_part_tiles(tiles: list[int], num_programs: int, splits_per_tile: int) -> list[int]:
-    """Return the tiles of one part of each request, if long requests are divided into equal parts.
+    """Return the number of tiles of one part of each request, if long requests are divided into equal parts.
 
-    A request gets as many parts as its fraction of all tiles gives programs, rounded down, and at least one part. The
-    parts are larger if there would be too many to combine: with t tiles in parts of s tiles, a part and the combination
-    of all parts take s + t / (s * splits_per_tile) units. This time is lowest for s = sqrt(t / splits_per_tile).
-    The least size is this root, rounded up to 1 or to an even number, because kernels process tiles in pairs.
+    A request with t of the T tiles of all requests gets max(1, floor(num_programs * t / T)) parts of equal size. Very
+    small parts take too long to combine: with parts of s tiles, the time of one part and of the combine kernel is
+    s + t / (s * splits_per_tile) tiles. This time is lowest at s = sqrt(t / splits_per_tile). No part is therefore
+    smaller than this root, rounded up to 1 or to an even number. (Kernels process tiles in pairs.)
     """
     total = max(1, sum(tiles))
     parts = [max(1, num_programs * count // total) for count in tiles]

@@ -1,4 +1,4 @@
-"""Decode steps with fixed batch sizes, as CUDA graphs require. The reference runs these steps without a graph."""
+"""Decode steps with fixed batch sizes, as CUDA graphs require. This package runs these steps without a graph."""
 
 from __future__ import annotations
 
@@ -33,36 +33,36 @@ Step = Callable[[Tensor, Tensor, Any], Tensor]
 class DecodeGraph:
     """A decode step that runs with a few fixed batch sizes; a smaller batch is padded to the next larger size.
 
-    A CUDA graph has fixed shapes, but the query lengths, sequence lengths, block tables and slots may differ in every
-    run. This class runs the step without a graph; its twin in `fast` captures the step in a graph.
+    This class runs the step without a CUDA graph. The class of the same name in the package `fast` captures the step in
+    a graph. The shapes of a graph are fixed, but the values of lengths, block tables and slots may differ in every run.
 
-    A graph for B requests has B * query_len tokens. A run may have fewer requests and fewer tokens:
+    A graph for B requests has B * query_len tokens. A run with fewer requests or tokens is padded:
 
-    - A padding row (a request that is added) has sequence length 0 and block 0. It reads no key.
-    - A padding token (a token behind the last request) has slot -1 and sees no key, so it writes no cache entry and its
-      attention output is 0. If every request has `query_len` tokens, the padding tokens belong to the padding rows.
-    - Requests at the end of the batch without tokens, which engines append as padding, are left out.
+    - A padding row is an added request with length 0. It reads no key.
+    - A padding token is a token behind the last request. It has slot -1 and sees no key, so it writes no cache entry
+      and its attention output is 0. If `graph_support` is ONE_QUERY_LEN, the padding tokens belong to the padding rows.
+    - Requests without tokens at the end of the batch are left out.
 
-    The builder plans every run from the lengths of that run (`build_for_cudagraph_capture`) and the step gets this
-    plan, so the class works for any attention family.
+    The builder makes the plan of every run (`build_for_cudagraph_capture`), and the step gets this plan. The class
+    therefore works for any kind of attention.
 
     Args:
         step: function (hidden_states [T, H], positions [T], plan) -> [T, H], such as one layer over its cache or all
             layers of a model. The function must not change its arguments.
         builder: builder that plans the step (such as `MLAMetadataBuilder`). Under context parallelism every rank makes
-            a `DecodeGraph` with its own builder, and runs the graph with the same batches but its own slots.
+            a `DecodeGraph` with its own builder. All ranks then run the same batches, each rank with its own slots.
         batch_sizes: numbers of requests to which batches are padded.
         max_blocks: largest number of columns of a block table.
         hidden_size: H.
         dtype: dtype of the hidden states.
         device: device of the step.
-        query_len: largest number of query tokens of a request: 1, plus the drafted tokens if there are any.
+        query_len: largest number of query tokens of a request: 1 plus the number of drafted tokens.
 
     Attributes:
-        max_seq_len: largest number of tokens that a request may have in a run; `builder` and `max_blocks` are its
-            limits.
-        graph_support: ANY if a run may mix query lengths up to `query_len`, as the builder's support says.
-            ONE_QUERY_LEN if every request of a run must have `query_len` tokens; this is always so if `query_len` is 1.
+        max_seq_len: largest number of tokens that a request may have in a run: the limit of `builder`, or the tokens
+            that fit into `max_blocks` blocks, whichever is smaller.
+        graph_support: ANY if the requests of a run may have different numbers of query tokens, up to `query_len`.
+            ONE_QUERY_LEN if every request must have `query_len` query tokens, or if `query_len` is 1.
 
     Raises:
         TypeError: `builder` is not an `AttentionMetadataBuilder`, or another argument has a wrong type.
@@ -99,7 +99,7 @@ class DecodeGraph:
 
     @property
     def memory(self) -> GraphMemory:
-        """Return the bytes of the buffers of the largest batch size; there is no graph and no memory pool."""
+        """Return the bytes of the buffers of the largest batch size. The memory pool of a graph has 0 bytes here."""
         return GraphMemory(self._padding(self.batch_sizes[-1]).size_in_bytes, 0)
 
     def run(
@@ -113,16 +113,17 @@ class DecodeGraph:
         Args:
             hidden_states: [T, H].
             positions: [T], position of each token in its request.
-            common: the batch. Every request, padding rows (S = 0) included, has at most `query_len` query tokens; with
-                the graph support ONE_QUERY_LEN it has `query_len` tokens, or none if it stands at the end of the batch.
+            common: the batch. With the graph support ANY, every request has at most `query_len` query tokens. With
+                ONE_QUERY_LEN, every request has `query_len` query tokens, except requests without query tokens at the
+                end of the batch.
 
         Returns:
             [T, H], the output without the rows that were added as padding. The next run may overwrite this tensor.
 
         Raises:
             ValueError: the batch has more requests, longer requests or a wider block table than the graph allows; a
-                query length does not fit; a tensor has a wrong shape, dtype or device. If the method raises, it has not
-                run the step.
+                query length does not fit `graph_support`; a tensor has a wrong shape, dtype or device. If the method
+                raises, it has not run the step.
         """
         check_graph_batch(self, hidden_states, positions, common)
         tokens, requests = common.num_actual_tokens, requests_with_tokens(common)

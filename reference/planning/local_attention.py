@@ -1,4 +1,4 @@
-"""Express chunked local attention as ordinary attention of virtual requests."""
+"""Express chunked local attention as ordinary attention of a batch with more requests (virtual requests)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ..interfaces import (
 def make_local_attention_virtual_batches(
     common: CommonAttentionMetadata, attention_chunk_size: int, block_size: int
 ) -> CommonAttentionMetadata:
-    """Return a batch of virtual requests whose ordinary attention is chunked local attention of the given batch.
+    """Return a batch of virtual requests whose ordinary attention equals chunked local attention of `common`.
 
-    In chunked local attention, a token at position i attends the positions from (i // size) * size to i, where size is
-    `attention_chunk_size`. Query tokens in the same attention chunk therefore form a virtual request that has only this
-    chunk as its keys. The chunk begins at a block boundary, so the block table of the virtual request is a part of the
-    original block table. Tokens keep their order and their slots.
+    In chunked local attention, positions are divided into attention chunks of `attention_chunk_size` tokens. A token
+    attends itself and the tokens before it in the same attention chunk. All query tokens of a request in one attention
+    chunk therefore become one virtual request, whose keys are the tokens of this chunk. An attention chunk begins at
+    the start of a block, so its blocks are a part of the block table of the request. Tokens keep their order and slots.
 
     Args:
         common: the batch.

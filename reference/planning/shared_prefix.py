@@ -1,4 +1,4 @@
-"""Find the prefix that all requests share, and split the plan of a decode into this prefix and the suffixes."""
+"""Find the prefix that all requests of a batch share, and split the plan of a decode into prefix and suffixes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..interfaces import (
 def common_prefix_len(common: CommonAttentionMetadata, block_size: int) -> int:
     """Return the number of leading context tokens that all requests of a batch have in the same blocks of the cache.
 
-    The number is a multiple of the block size and at most the shortest context. Every new token attends all of these
-    tokens, so attention over them needs no mask. Padding rows (S = 0) are ignored. The function reads the values of the
-    block table. On a GPU this read waits for the device.
+    The context of a request is its tokens before this step. The result is a multiple of `block_size` and at most the
+    shortest context. Padding rows (requests of length 0) are ignored. The function reads the values of the block table,
+    so it waits for a GPU.
 
     Args:
         common: the batch.
@@ -47,18 +47,18 @@ def common_prefix_len(common: CommonAttentionMetadata, block_size: int) -> int:
 def split_shared_prefix(
     metadata: DecodeMetadata, common_prefix_len: int, block_size: int, row: int = 0
 ) -> CascadeMetadata:
-    """Split the plan of a decode into two parts: all query tokens over the shared prefix, each request over its suffix.
+    """Split the plan of a decode into a plan over the shared prefix and a plan over the suffix of each request.
 
-    The function does not check that the requests share the prefix. The caller must ensure this condition (the function
-    `common_prefix_len` returns the length of the prefix).
+    The plan over the prefix has one request with all query tokens. The function does not check that the requests share
+    the prefix; the function `common_prefix_len` returns its length.
 
     Args:
         metadata: plan of the decode.
         common_prefix_len: tokens of the shared prefix: a multiple of `block_size`, and at most the context of every
             request except padding rows.
         block_size: tokens per block.
-        row: index of a request that is not a padding row; the blocks of the prefix are taken from this request's row of
-            the block table.
+        row: index of a request that is not a padding row. The blocks of the prefix are read from this row of the block
+            table.
 
     Returns:
         The plans of prefix and suffix, for `cascade_attention`.

@@ -1,4 +1,4 @@
-"""Compute the cache slots of the new tokens of a step, with loops that are easy to read."""
+"""Compute the cache slots (places in the paged cache) of the new tokens of a step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def slot_mapping(
     block_size: int,
     num_tokens: int,
 ) -> Int64[Tensor, " num_tokens"]:
-    """Return the cache slot of every new token; the new tokens are the last Sq tokens of each request.
+    """Return the cache slot of every new token. With Sq new tokens, the new tokens are the last Sq tokens of a request.
 
     The token at position p of request b has the slot block_table[b, p // block_size] * block_size + p mod block_size.
 
@@ -73,6 +73,8 @@ def dcp_slot_mapping(
     interleave: int = 1,
 ) -> Int64[Tensor, " num_tokens"]:
     """Return the cache slot of every new token on one context-parallel rank; -1 for tokens that another rank owns.
+
+    D ranks own the tokens of a sequence in turn, I consecutive tokens at a time.
 
     Args:
         query_start_loc: [B + 1], prefix sum of the query lengths.

@@ -19,11 +19,11 @@ def compute_visible_lens(
 ) -> Int32[Tensor, " num_tokens"]:
     """Return the number of keys that each query token of a decode attends (`DecodeMetadata.visible_lens`).
 
-    The query token with index i in a request of Sq query tokens attends the first S - Sq + i + 1 keys. A token of a
-    padding row (S = 0) and a padding token (a token behind the last request) attend no key.
+    The query token with index i in a request of Sq query tokens and S keys attends the first S - Sq + i + 1 keys. A
+    token of a padding row (a request with S = 0) attends no key, and neither does a token behind the last request.
 
-    The numbers are computed from tensors on the device alone. A CUDA graph can therefore contain this computation, and
-    a replay can mix query lengths that differ from those of the capture.
+    The numbers follow from tensors on the device alone, so a CUDA graph can contain this computation. Each replay then
+    computes them from its own lengths.
 
     Args:
         query_start_loc: [B + 1], prefix sum of the query lengths Sq.
@@ -52,7 +52,7 @@ def compute_visible_lens(
 
 
 def _visible_lens(starts: list[int], lengths: list[int], ownership: TokenOwnership | None) -> list[int]:
-    """Return the number of (rank-local) keys that each query token attends, from offsets [B + 1] and lengths [B]."""
+    """Return the number of keys that each query token attends (of this rank, if `ownership` is given)."""
     visible = []
     for (start, end), length in zip(itertools.pairwise(starts), lengths, strict=True):
         visible += [length - (end - 1 - token) if length > 0 else 0 for token in range(start, end)]
