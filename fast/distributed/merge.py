@@ -32,7 +32,7 @@ def cp_lse_ag_out_rs(
         state: out [T, N, Dv] and lse [N, T] of all N heads over the keys of this rank.
         group: the D ranks; rank r is the owner rank of heads [r N / D, (r + 1) N / D).
         graph: kind of the CUDA graph that contains the call; NONE if no graph contains the call.
-        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+        backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
         out [T, N / D, Dv] in the dtype of `state.out` and lse [N / D, T], over the keys of all ranks. See
@@ -79,7 +79,7 @@ def cp_lse_a2a(
         state: out [T, N, Dv] and lse [N, T] of all N heads over the keys of this rank.
         group: the D ranks; rank r is the owner rank of heads [r N / D, (r + 1) N / D).
         graph: kind of the CUDA graph that contains the call; NONE if no graph contains the call.
-        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+        backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
         out [T, N / D, Dv] in the dtype of `state.out` and lse [N / D, T], over the keys of all ranks. The weighted sum

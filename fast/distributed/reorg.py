@@ -35,7 +35,7 @@ def reorg_kvcache(
         chunk: the gathered chunk.
         out: tensor [num_tokens, Lkv + R] that receives the result; it must share no memory with `gathered`. None
             allocates a tensor.
-        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+        backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
         [num_tokens, Lkv + R]; the tensor `out` if `out` is given.

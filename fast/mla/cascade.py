@@ -97,7 +97,7 @@ def cascade_attention(
         metadata: result of `split_shared_prefix`.
         softmax_scale: (P + R)^-1/2, times YaRN's factor.
         cache_format: format of the cache.
-        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+        backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
         out [T, N, Lkv] in the dtype of `ql_nope`, lse [N, T].

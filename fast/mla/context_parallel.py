@@ -55,7 +55,7 @@ def dcp_gather_context(
         workspace: contiguous tensor [rows, Lkv + R] in `out_dtype` for the entries that this rank sends and receives:
             at least (D + 1) padded_tokens rows. If there are num_tokens more rows, the first num_tokens rows receive
             the result. None allocates tensors.
-        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+        backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
         [num_tokens, Lkv + R] in `out_dtype`; the first rows of `workspace` if it has room for the result.
@@ -117,7 +117,7 @@ def dcp_decode(
         schedule: schedule of this rank's decode, which has N D / TP heads.
         out_dtype: dtype of `out` and of the exchange; None takes the dtype of `ql_nope`.
         cache_format: format of the cache.
-        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+        backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
         out [T, N / TP, Lkv], lse [N / TP, T], over the keys of all ranks.

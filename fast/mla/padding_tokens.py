@@ -29,7 +29,7 @@ def zero_padding_tokens(
         output: [T, N, V], written in place.
         query_start_loc: [B + 1], prefix sum of the query lengths; it ends at T or before T.
         graph: kind of the CUDA graph that contains the call; NONE if no graph contains the call.
-        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+        backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Raises:
         ValueError: shapes, dtypes or devices do not match.
