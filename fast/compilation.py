@@ -296,8 +296,9 @@ def _launches(
         copy_blocks([kv_cache], pairs, backend=backend)
         swap_blocks(kv_cache, torch.empty_like(kv_cache[:2]), pairs, backend=backend)
 
-    # Triton compiles another variant of a kernel if a stride is divisible by 16, and some strides depend on the number
-    # of tokens: 1, 2 and 16 requests. A batch of two long requests also has several requests with many splits each.
+    # Triton compiles another variant of a kernel if a stride is divisible by 16. Some strides depend on the number of
+    # tokens, so there are batches of 1 and of 16 requests. Two long requests can have so many splits that the combine
+    # kernel uses its variant for several requests with many splits.
     for query_len in range(1, decode_threshold + 1):
         for requests in (1, 2, 16):
             step([query_len] * requests, [LONG_CONTEXT] * requests)

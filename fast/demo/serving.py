@@ -128,7 +128,7 @@ class ServingLoop:
         self.context_parallel, self.eos = context_parallel, frozenset()
         if eos is not None:
             self.eos = frozenset((eos,) if isinstance(eos, int) else eos)
-        # The ranks compare their arguments first: if one rank raised alone, the other ranks would wait for it forever.
+        # The ranks compare their arguments first: if one rank raised alone, the other ranks would wait for it.
         if context_parallel is not None:
             with deadline(context_parallel, ()):
                 ops.verify_group(

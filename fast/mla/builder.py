@@ -76,7 +76,7 @@ class MLAMetadataBuilder:
         query_len_support: query lengths that the decode kernel supports.
         num_speculative_tokens: number of drafted tokens of a request in one step.
         costs: costs with which `choose_path` compares the two paths; None takes the defaults of `PathCosts`.
-        num_programs: number of programs of a schedule. A decode gets a schedule only if `choose_schedule` expects that
+        num_programs: number of programs of a schedule. `build` makes a schedule only if `choose_schedule` expects that
             the schedule saves time. The value is one of these:
 
             - None: the number of programs that the device runs at the same time (`decode_programs`);

@@ -254,7 +254,7 @@ class MLAAttention(nn.Module):
             positions: [T], position of each token in its request.
             kv_cache: cache of this layer.
             metadata: plan of the step. None selects the memory-profile run: it allocates the buffers of the largest
-                step, so that the engine can measure the peak memory.
+                step of T tokens, so that the engine can measure the peak memory.
 
         Returns:
             [T, H]. The output of a padding token is `o_proj` of zeros.
@@ -367,7 +367,7 @@ class MLAAttention(nn.Module):
             kv_c_normed: [T, Lkv].
             k_pe: [T, R], rotated.
             kv_cache: cache, written at `metadata.slot_mapping`.
-            metadata: plan of the step. None allocates the buffers of the largest step and writes zeros to `output`.
+            metadata: plan of the step. None allocates the buffers of the largest step of T tokens, and zeros `output`.
             output: [T, N, V]; the function writes every element.
 
         Raises:

@@ -1,8 +1,8 @@
 """The workspace of a step, and the memory-profile run.
 
 The workspace is the memory in which a prefill gathers and expands one chunk of context. The memory-profile run is a
-call of a layer without a plan: it allocates the buffers of the largest step, so that an engine can measure the peak
-memory before it allocates the cache. docs/glossary.md explains the letters of shapes.
+call of a layer without a plan: it allocates the buffers of the largest step with the same number of tokens, so that an
+engine can measure the peak memory before it allocates the cache. docs/glossary.md explains the letters of shapes.
 """
 
 from __future__ import annotations

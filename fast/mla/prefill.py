@@ -201,8 +201,8 @@ def forward_prefill(
 ) -> AttentionState | Float[Tensor, "T N V"]:
     """Compute attention of new tokens over the cached context and the new tokens, on the expanded path.
 
-    For requests without context, one kernel computes the output in its final dtype. For requests with context, the
-    attention states over the new tokens and over each chunk are merged in float32.
+    If `metadata.parts` separates the requests without context, one kernel computes their output in its final dtype. For
+    all other requests, the attention states over the new tokens and over each chunk are merged in float32.
 
     Args:
         q: [T, N, P + R], rope part rotated.

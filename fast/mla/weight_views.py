@@ -1,7 +1,8 @@
 """The views of a layer's weights that attention needs; a layer makes the views once and keeps them.
 
-Module `fast.backends.nested_calls` explains a second use of the kept views: a layer whose weights and arguments have
-the same shapes, dtypes and strides as in an earlier call skips the checks of the ops that it calls.
+The module also keeps a signature of the layer: shapes, strides, dtypes and devices of its weights, and its settings. If
+this signature and the signature of the arguments are the same as in an earlier call of the layer, the ops inside the
+layer skip their checks (`fast.backends.nested_calls`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _CALLS_INSIDE = backends.CallsInside()
 
 @dataclass(frozen=True)
 class LayerSignature:
-    """Properties of a layer on which the checks and kernels of its ops depend, besides the arguments of `forward`.
+    """Signature of a layer: all its properties on which the checks and kernels of its ops depend.
 
     Attributes:
         config: config with all heads.
