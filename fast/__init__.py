@@ -1,7 +1,7 @@
 """Serving of Multi-head Latent Attention with optimised kernels.
 
-The public names and signatures are the names and signatures of `reference`. A function of `fast` may take additional
-keyword-only parameters, such as `backend=` (see `fast.backends`).
+Every public name of `reference` exists here too, with the same arguments. A function of `fast` may take additional
+keyword-only arguments, such as `backend=` (see `fast.backends`).
 """
 
 from ._shadow import shadow_of_reference

@@ -1,6 +1,6 @@
 """Main job: serve prompts with `reference` and with `fast`, and compare both packages with transformers.
 
-Without options, the job serves eight prompts with the small checkpoint of the package; `--help` explains the options.
+Without options, the job serves eight prompts with the small checkpoint in fast/assets; `--help` explains the options.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fast",
         description="Serve prompts together over one paged latent cache, with `reference` and with `fast`, and compare "
-        "both with plain transformers: parity of each op, greedy tokens, bytes of the cache, speed. " + DURATION,
+        "both with plain transformers: parity of each op (its error is within a computed budget), greedy tokens, bytes "
+        "of the cache, speed. " + DURATION,
         epilog="Exit status: 0 if everything agrees, 1 if parity fails or (in float32) tokens differ, 2 for bad "
         "input, 130 after Ctrl-C.",
     )
@@ -71,7 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--backend": dict(
             metavar="NAME",
             help=f"backend of `fast`, one of: {backend_names}; the backend must serve every op that it has kernels for."
-            " A call that the backend cannot serve is an error (default: each op chooses a backend by capability)",
+            " A call that the backend cannot serve is an error (default: an automatic choice for each op)",
         ),
         "--block-size": dict(
             type=int, default=16, metavar="N", help="tokens in a block of the paged cache (default: %(default)s)"
@@ -80,14 +81,14 @@ def make_parser() -> argparse.ArgumentParser:
             type=int,
             default=256,
             metavar="N",
-            help="tokens of cached context that are expanded at once (default: %(default)s; the longer default prompts "
-            "then need several chunks)",
+            help="tokens of cached context that are expanded at once (default: %(default)s; so small that the longer "
+            "default prompts need several chunks)",
         ),
         "--token-budget": dict(
             type=int,
             default=256,
             metavar="N",
-            help="upper bound of the tokens in one step; decodes come first, and parts of prompts take the rest "
+            help="largest number of tokens in one step: first a token of each decode, then parts of prompts "
             "(default: %(default)s)",
         ),
         "--context-parallel": dict(
@@ -115,7 +116,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--no-picture": dict(action="store_true", help="draw no picture; matplotlib is then not needed"),
         "--verbose": dict(
             action="store_true",
-            help="print every reason why a backend serves or refuses an op, instead of one line per backend",
+            help="print for each op why a backend serves or refuses it, instead of one line per backend",
         ),
     }
     for name, settings in options.items():
@@ -128,8 +129,8 @@ def main(argv: Sequence[str] | None = None, *, ops: ModuleType = fast, oracle: M
 
     Args:
         argv: command-line options; None takes the options of the process.
-        ops: module that serves as `fast`.
-        oracle: module that serves as `reference`.
+        ops: module to use in place of `fast`; a test may pass another one.
+        oracle: module to use in place of `reference`.
 
     Returns:
         The exit status. After Ctrl-C the status is 130, and stderr gets the line "interrupted".
@@ -143,7 +144,7 @@ def main(argv: Sequence[str] | None = None, *, ops: ModuleType = fast, oracle: M
     if os.environ.get("RANK", "0") == "0":
         print("interrupted", file=sys.stderr, flush=True)
     if args.context_parallel is not None:
-        os._exit(status)  # destroying a communicator may wait for ranks that have ended
+        os._exit(status)  # a normal exit would destroy communicators, and may wait for ranks that have ended
     return status
 
 
@@ -152,8 +153,8 @@ def run(args: argparse.Namespace, ops: ModuleType, oracle: ModuleType) -> int:
 
     Args:
         args: parsed options.
-        ops: module that serves as `fast`.
-        oracle: module that serves as `reference`.
+        ops: module to use in place of `fast`.
+        oracle: module to use in place of `reference`.
 
     Returns:
         The exit status.

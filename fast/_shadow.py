@@ -1,4 +1,4 @@
-"""Which module or folder Python finds in place of the package `reference`, before `fast` imports from it."""
+"""Search for a module or folder that hides the package `reference`, before `fast` imports from this package."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import sys
 def shadow_of_reference() -> str | None:
     """Return the path of another module or folder that Python finds under the name `reference`, or None.
 
-    A file `reference.py` beside a user's script, or a folder of that name with an `__init__.py`, comes first on
-    `sys.path`. This function only looks for the module: it does not run the file, which may be the script itself.
+    A file `reference.py` beside a user's script comes first on `sys.path`, and so does a folder `reference` with an
+    `__init__.py`. The function does not run the file that it finds, because the file may be the script itself.
 
     Returns:
-        The path of the file, or None where `reference` has the subpackage `interfaces` or is not found at all.
+        The path; None if the found package is the right one (it has the subpackage `interfaces`), or if no module of
+        this name is found.
     """
     imported = sys.modules.get("reference")
     spec = importlib.util.find_spec("reference") if imported is None else imported.__spec__

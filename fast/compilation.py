@@ -1,7 +1,9 @@
-"""Compilation ahead of time: every kernel that a layer can launch is launched once.
+"""Compilation ahead of time: launch once every kernel that a layer can launch.
 
-Triton compiles a kernel at its first launch, mostly outside Python's lock. So several threads can run the steps of a
-warm-up, and then different kernels are compiled at the same time.
+Triton compiles a kernel at its first launch, and mostly releases Python's global lock meanwhile. `warmup` therefore
+launches kernels from several threads, so that several kernels are compiled at the same time.
+
+docs/glossary.md explains the terms, such as plan, schedule, split and cascade.
 """
 
 from __future__ import annotations
@@ -50,18 +52,18 @@ from .planning.decode_schedule import plan_decode
 from .planning.shared_prefix import split_shared_prefix
 from .planning.visible_lens import compute_visible_lens
 
-LONG_CONTEXT = 16384  # tokens; so many that a decode splits the request and combines partial outputs
-# Lengths of the only request of a decode. Splits, row blocks and the combine kernel depend on this length.
+LONG_CONTEXT = 16384  # tokens; a request of this length is split, and its partial outputs are combined
+# Lengths (tokens) of a decode of one request. Depending on the length, different kernel variants are launched.
 ALONE = (64, *(tokens << step for step in range(10) for tokens in (256, 384)))
-MANY_REQUESTS = 512  # so many that they fill any GPU; the kernel then does not split a short decode
-# A cascade attends its prefix as one request with all query tokens, so row blocks and splits depend on both numbers.
+MANY_REQUESTS = 512  # this number of short requests fills any GPU, so the kernel does not split them
+# Cascades with these numbers of query tokens and of shared prefix tokens launch all variants of the decode kernel.
 CASCADE_TOKENS = (2, 3, 7, 16, 32, 64, 128, 256, 512, 513)
 CASCADE_PREFIXES = (1, 1024, 8192, 16384)
-# By the number of requests: numbers of programs of a schedule with which the combine kernel has all its tiles.
+# number of requests -> numbers of programs of a schedule; together they launch all variants of the combine kernel
 PLANNED_PROGRAMS = {1: (1, 16), 2: (4, 40, 200)}
-MOST_THREADS = 4  # more threads compile hardly faster, and each thread waits a second for its own handle of cuBLAS
+MOST_THREADS = 4  # more threads are hardly faster, and each thread needs a second to create its own cuBLAS handle
 
-Launch = Callable[[], object]  # runs a layer or an op once
+Launch = Callable[[], object]  # a function that runs a layer or an op once
 
 
 def warmup(
@@ -78,29 +80,29 @@ def warmup(
     threads: int | None = None,
     progress: bool | None = None,
 ) -> list[str]:
-    """Compile every kernel that a layer of these dims can launch, so that no request waits for a compilation.
+    """Compile every kernel that a layer with this config can launch, so that no request waits for a compilation.
 
-    The function runs steps of a layer whose projections return zeros: decodes with and without splits and schedules,
-    decodes in cascades, and prefills with and without context. It also advances a batch and copies blocks. A captured
-    step launches the kernels of these steps. Triton stores compiled kernels on disk too.
+    The function runs a layer whose projections return zeros: decodes with and without splits and schedules, cascades,
+    and prefills with and without context. It also runs the ops outside a layer, such as `copy_blocks`. A CUDA graph
+    needs no further kernels. Triton also stores compiled kernels on disk.
 
     Args:
         config: configuration of the layer.
         device: device of the layer.
         dtype: dtype of the layer.
         block_size: tokens of a cache block.
-        decode_threshold: number of query tokens up to which a request decodes, as in `build_mla_metadata`.
+        decode_threshold: a request with at most this number of query tokens decodes, as in `build_mla_metadata`.
         batch_invariant: whether the decodes of the layer are batch-invariant.
-        context_parallel: groups of ranks that share heads and sequences, or None. The processes exchange no data: each
-            process simulates all ranks (`simulate`), so each process can call `warmup` alone.
+        context_parallel: groups of ranks that share heads and sequences, or None. Each process simulates all ranks
+            (`simulate`) and exchanges no data, so a process can call `warmup` alone.
         cache_format: format of the layer's cache.
         backend: the layer's `backend=`: a name, a mapping from op to name, or None (`fast.backends`).
-        threads: number of kernels that are compiled at the same time; None takes the number of processor cores, at most
-            `MOST_THREADS`. With `context_parallel`, and on a CPU, one thread runs all steps.
+        threads: number of threads that launch kernels; None takes the number of processor cores, at most
+            `MOST_THREADS`. On a CPU or with `context_parallel`, the function uses one thread only.
         progress: whether to show a progress bar on stderr; None shows it if stderr is a terminal.
 
     Returns:
-        One line for each kernel that this call compiled, or loaded from Triton's cache on disk.
+        One line for each kernel that this call compiled or loaded from Triton's cache on disk.
 
     Raises:
         ValueError: a size or `threads` is below 1, the dtype is not supported, or the CUDA device does not exist.
@@ -138,10 +140,10 @@ def warmup(
 
 
 class _Bar:
-    """The progress of a warm-up, counted in launches; the base class shows nothing."""
+    """Progress bar of a warm-up, which counts launches; this base class shows nothing."""
 
     def grow(self, launches: int) -> None:
-        """Expect more launches."""
+        """Add `launches` to the expected number of launches."""
 
     def advance(self) -> None:
         """Count one launch."""
@@ -169,10 +171,10 @@ def _progress_bar(shown: bool | None) -> Iterator[_Bar]:
 
 
 def _run(launches: Sequence[Launch], threads: int, bar: _Bar) -> None:
-    """Run all launches in some threads. A kernel that several launches need is compiled by one of the threads.
+    """Run all launches in some threads; if several launches need a kernel, one of the threads compiles it.
 
     Raises:
-        Exception: the first exception of a launch; launches that have not begun are left out.
+        Exception: the first exception that a launch raises; launches that have not begun then do not run.
     """
     bar.grow(len(launches))
     if threads == 1:
@@ -212,7 +214,7 @@ def _launches(
     cache_format: CacheFormat,
     backend: BackendChoice,
 ) -> list[Launch]:
-    """Return launches of all kinds of steps on one rank. Without context parallelism, `ranks` is None."""
+    """Return functions that launch every kernel of a layer on one rank; `ranks` is None without context parallelism."""
     num_blocks = -(-LONG_CONTEXT // block_size) + 2
     columns = cache_format.columns(config.kv_lora_rank, config.qk_rope_head_dim)
     kv_cache = allocate_kv_cache(num_blocks, block_size, columns, cache_format.dtype_for(dtype), device).zero_()
@@ -245,10 +247,10 @@ def _launches(
         def serve_planned(count: int) -> None:
             serve(plan_decode(plan.decode.seq_lens, count, costs, batch_invariant, backend=backend))
 
-        def attend() -> None:  # an engine with its own projections calls these two methods instead of `forward`
+        def attend() -> None:  # `project` and `forward_attention`, which an engine may call instead of `forward`
             hidden_states, positions = inputs()
             projected = layer.project(hidden_states, positions)
-            # the rows of a mixed step's prefills may begin at an address that is not a multiple of 16 bytes
+            # an output whose address need not be a multiple of 16 bytes, as the rows of prefills behind decodes
             output = hidden_states.new_empty(tokens + 1, local.num_heads, config.v_head_dim)[1:]
             layer.forward_attention(*projected, kv_cache, plan, output)
 
@@ -294,8 +296,9 @@ def _launches(
         copy_blocks([kv_cache], pairs, backend=backend)
         swap_blocks(kv_cache, torch.empty_like(kv_cache[:2]), pairs, backend=backend)
 
-    # Triton compiles another variant if a stride is divisible by 16; some strides depend on the number of tokens.
-    # Two requests can have so many splits that the combine kernel has its tile for several requests with many splits.
+    # Triton compiles another variant of a kernel if a stride is divisible by 16. Some strides depend on the number of
+    # tokens, so there are batches of 1 and of 16 requests. Two long requests can have so many splits that the combine
+    # kernel uses its variant for several requests with many splits.
     for query_len in range(1, decode_threshold + 1):
         for requests in (1, 2, 16):
             step([query_len] * requests, [LONG_CONTEXT] * requests)
@@ -303,14 +306,14 @@ def _launches(
             step([query_len], [max(length, query_len)], scheduled=False)
         for requests in (MANY_REQUESTS, MANY_REQUESTS + 1):
             step([query_len] * requests, [query_len] * requests)
-        if ranks is None and not batch_invariant:  # other builders plan no cascade
+        if ranks is None and not batch_invariant:  # otherwise a builder plans no cascade
             launches.extend(
                 functools.partial(cascade, max(2, -(-tokens // query_len)), prefix, query_len)
                 for tokens in CASCADE_TOKENS
                 for prefix in sorted({max(1, shared // block_size) * block_size for shared in CASCADE_PREFIXES})
             )
-    # `choose_path` may also choose the absorbed path for longer queries.
-    # 17 tokens have more than 16 rows with any number of heads.
+    # `choose_path` may choose the absorbed path for a query above the threshold. A query of at least 17 tokens has more
+    # than 16 rows, (token, head) pairs, with any number of heads, so its row blocks are large.
     longer = max(decode_threshold + 1, 17)
     for requests, length in ((1, LONG_CONTEXT), (16, LONG_CONTEXT), (64, longer)):
         step([longer] * requests, [length] * requests, longer)
@@ -346,7 +349,7 @@ def _sharing_compilations():
 def _batch(
     query_lens: list[int], seq_lens: list[int], columns: int, num_blocks: int, device: torch.device
 ) -> CommonAttentionMetadata:
-    """Return a batch whose requests all have the same cache blocks, and whose tokens are not written to the cache."""
+    """Return a batch whose requests share all their cache blocks, and whose tokens are not written to the cache."""
     ends = torch.tensor([0, *query_lens], dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
     table = (torch.arange(columns, dtype=torch.int32, device=device) % num_blocks).repeat(len(query_lens), 1)
     slots = torch.full((sum(query_lens),), -1, dtype=torch.int64, device=device)
@@ -354,7 +357,7 @@ def _batch(
 
 
 class _Zeros(nn.Module):
-    """A projection or norm that returns zeros of a given width and computes nothing."""
+    """A module in place of a projection or norm; it returns zeros of a given width."""
 
     def __init__(self, width: int, weight: Tensor):
         super().__init__()
@@ -365,7 +368,7 @@ class _Zeros(nn.Module):
 
 
 def _projections_of_zeros(config: MLAConfig, dtype: torch.dtype, device: torch.device) -> dict[str, nn.Module]:
-    """Return the modules of a layer. Only the up-projection has a full weight, because the layer reads this weight."""
+    """Return modules for a layer; only `kv_b_proj` has a full weight, because the layer reads this weight itself."""
     c, kind = config, {"dtype": dtype, "device": device}
     up = nn.Linear(c.kv_lora_rank, c.num_heads * (c.qk_nope_head_dim + c.v_head_dim), bias=False, **kind)
     nn.init.zeros_(up.weight)

@@ -1,10 +1,9 @@
-"""Comparison of results of `fast` with the reference, on an error budget that is computed and not chosen by hand.
+"""Comparison of results of `fast` with the reference, within an error budget that is computed for each comparison.
 
 - gold: the result of the reference in float64, on inputs that were rounded to the kernel's dtype.
-- low: the result of the reference in the kernel's dtype. The reference then rounds inputs and probabilities as an
-  accurate kernel does.
-- budget: twice the error of low, plus one unit in the last place. The largest error and the mean error have separate
-  budgets.
+- low: the result of the reference in the kernel's dtype. Its error shows how large the error of an accurate kernel is.
+- budget: twice the error of low, plus the rounding unit of the dtype times the size of gold. The largest error and the
+  mean error have separate budgets.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from reference.interfaces import AttentionState, check
 
-LSE_RELATIVE = 2.0**-13  # more than the error of exp2 kernels, which multiply the LSE by ln 2 in float32
+LSE_RELATIVE = 2.0**-13  # above the rounding error of kernels that compute with exp2 and multiply the LSE by ln 2
 
 
 @dataclass(frozen=True)
@@ -24,12 +23,12 @@ class Parity:
     """Comparison of one result with gold.
 
     Attributes:
-        op: name of the op and the result.
+        op: name of the op and of the result, such as "mla_decode: out".
         max_error: largest absolute error.
         mean_error: mean absolute error.
         max_budget: upper bound of `max_error`.
         mean_budget: upper bound of `mean_error`.
-        same_infinities: whether the result and gold have NaN and infinities at the same elements.
+        same_infinities: whether the result and gold have NaN, inf and -inf at the same elements.
     """
 
     op: str
@@ -46,26 +45,25 @@ class Parity:
 
 
 def compare(op: str, value: Tensor, low: Tensor, gold: Tensor, relative: float = 0.0) -> Parity:
-    """Compare one result of a kernel with gold, on a budget computed from the error of low.
+    """Compare one result of a kernel with gold, within a budget that is computed from the error of low.
 
     Args:
-        op: name of the op and the result.
+        op: name of the op and of the result.
         value: the kernel's result.
         low: the reference's result in the kernel's dtype.
         gold: the reference's result in float64.
-        relative: factor of an additional budget, by which the absolute value of gold is multiplied.
+        relative: additional relative error that the budget allows.
 
     Returns:
-        The comparison. Where gold is NaN or infinite, the value must equal gold; these elements do not count in the
-        errors.
+        The comparison. Where gold is NaN or infinite, the value must equal gold; the errors leave these elements out.
 
     Raises:
-        ValueError: shapes differ, or value and low have different dtypes (the rounding floor depends on the dtype).
+        ValueError: shapes differ, or value and low have different dtypes.
     """
     check(value.shape == gold.shape == low.shape, "value", f"shape {list(gold.shape)}", list(value.shape))
     check(value.dtype == low.dtype, "value", f"dtype {low.dtype}, as low", value.dtype)
     finite = gold.isfinite()
-    # an infinite low at a finite gold would make the budget infinite, so the comparison fails
+    # if low is infinite where gold is finite, the budget would be infinite: the comparison fails instead
     same = (
         bool(low[finite].isfinite().all())
         and torch.equal(value.isfinite(), finite)
@@ -87,7 +85,10 @@ def compare(op: str, value: Tensor, low: Tensor, gold: Tensor, relative: float =
 
 
 def compare_states(op: str, value: AttentionState, low: AttentionState, gold: AttentionState) -> list[Parity]:
-    """Compare the output and the LSE of an attention state; the LSE has an additional relative budget of 2^-13."""
+    """Compare the output and the LSE (log-sum-exp) of an attention state.
+
+    For the LSE, the budget allows an additional relative error of 2^-13.
+    """
     return [
         compare(f"{op}: out", value.out, low.out, gold.out),
         compare(f"{op}: lse", value.lse, low.lse, gold.lse, relative=LSE_RELATIVE),
@@ -95,7 +96,7 @@ def compare_states(op: str, value: AttentionState, low: AttentionState, gold: At
 
 
 def compare_exact(op: str, value: Tensor, expected: Tensor) -> Parity:
-    """Compare two tensors bit by bit, including NaN payloads and signs of zero; the budget is zero.
+    """Compare two tensors bit by bit, including the bits of NaNs and the signs of zeros; the budget is zero.
 
     Raises:
         ValueError: shapes or dtypes differ.

@@ -1,17 +1,16 @@
-"""Trains the small Multi-head Latent Attention model that ships in ``tiny-mla/``.
+"""Train the small Multi-head Latent Attention model that ships in ``tiny-mla/``.
 
-A byte-level ``DeepseekV3ForCausalLM`` (all layers dense) learns the source of Python's standard library.
-Every tenth file is held out. The recipe:
+A byte-level ``DeepseekV3ForCausalLM`` (all layers dense) learns the source of Python's standard library. The steps:
 
-1. List the ``.py`` files by relative posix path, read them as raw bytes, hold out index % 10 == 0.
-2. Join the rest into one stream of tokens: bos, the bytes of a file, eos, and so on.
-3. Draw windows with random starts; in half of them the first token is replaced by bos, so that bos
-   means "a text begins here", wherever that is in a file.
-4. AdamW with warm-up and a cosine to zero, bf16 autocast over float32 weights.
-5. Round to bfloat16, save in transformers' format, load again as float32, measure.
+1. Sort the ``.py`` files by path and read their bytes. Hold out every tenth file; train on the other files.
+2. Join the training files into one stream of tokens. Each file begins with bos and ends with eos.
+3. Cut windows from the stream at random places. In half of the windows, replace the first token by bos, so that
+   the model learns to start at any place of a file.
+4. Train float32 weights with AdamW and bfloat16 autocast. The learning rate warms up, then falls to zero as a cosine.
+5. Round the weights to bfloat16, save them in the format of transformers, load them as float32, and measure.
 
-The metric is bits per byte. A file is cut into non-overlapping windows of 1024 bytes and the remainder is
-dropped. Each window is scored by itself behind one bos token, so all of its 1024 bytes are predicted and counted.
+The metric is bits per byte. A file is cut into windows of 1024 bytes that do not overlap, and the rest of the file is
+dropped. Each window is a separate input behind one bos token, so the model predicts all of its 1024 bytes.
 
     python train_tiny_mla.py --steps 12000 --out tiny-mla --log train_tiny_mla.log.jsonl
     python train_tiny_mla.py --evaluate tiny-mla
@@ -53,7 +52,11 @@ HERE = Path(__file__).resolve().parent
 
 
 def model_config() -> DeepseekV3Config:
-    """The dims: P, R and V all differ, so that a mistake between them shows; no layer is a mixture of experts."""
+    """Return the config of the model.
+
+    The three widths of a head (qk_nope_head_dim, qk_rope_head_dim, v_head_dim) all differ, so that a test detects code
+    that confuses two of them. No layer is a mixture of experts.
+    """
     return DeepseekV3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=256,
@@ -97,12 +100,13 @@ def model_config() -> DeepseekV3Config:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer whose ids 0..255 are the byte values; specials follow from 256.
+    """Return a tokenizer whose ids 0..255 are the byte values; the special tokens have the ids from 256 on.
 
-    ``encode`` adds nothing: callers put bos in front themselves. The text of a special token inside a string
-    is encoded as the bytes it is made of (``split_special_tokens``).
+    ``encode`` adds no bos; the caller adds it. If a string contains the text of a special token, ``encode`` gives the
+    bytes of this text (``split_special_tokens``).
     """
-    # The printable stand-ins of GPT-2's byte-level alphabet: most printable bytes stand for themselves.
+    # GPT-2's byte-level alphabet writes each byte as a printable character: a printable byte as itself, any other byte
+    # as a character from 256 on.
     kept = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     moved = iter(range(256, 512))
     vocab = {chr(byte) if byte in kept else chr(next(moved)): byte for byte in range(256)}
@@ -124,13 +128,13 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def split_stdlib(root: Path) -> tuple[dict[str, bytes], dict[str, bytes]]:
-    """Reads the ``.py`` files under ``root`` and holds out every tenth.
+    """Read the ``.py`` files under ``root``, and hold out every tenth file.
 
     Args:
         root: folder of a standard library.
 
     Returns:
-        Two dicts from relative posix path to raw bytes: for training, and held out.
+        Two dicts from relative path to the bytes of a file: the training files, and the held-out files.
 
     Raises:
         FileNotFoundError: there are no ``.py`` files under ``root``.
@@ -150,7 +154,7 @@ def split_stdlib(root: Path) -> tuple[dict[str, bytes], dict[str, bytes]]:
 
 
 def token_stream(files: dict[str, bytes]) -> torch.Tensor:
-    """Joins files into int16 tokens: bos, bytes, eos for each file in turn."""
+    """Join files into one int16 vector of tokens: for each file bos, the bytes of the file, and eos."""
     parts = []
     for content in files.values():
         parts += [[BOS], np.frombuffer(content, dtype=np.uint8), [EOS]]
@@ -160,16 +164,16 @@ def token_stream(files: dict[str, bytes]) -> torch.Tensor:
 def draw_batch(
     stream: torch.Tensor, tokens: int, length: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws ``tokens // length`` windows with random starts; bos replaces the first token of half of them.
+    """Cut windows from the stream at random places; in half of the windows, replace the first token by bos.
 
     Args:
         stream: int16 ``[S]``, on the training device.
-        tokens: how many tokens a batch has.
-        length: window length in tokens.
-        generator: CPU generator, so that the draw is the same on every device.
+        tokens: number of tokens in a batch.
+        length: length of a window in tokens.
+        generator: random generator on the CPU, which gives the same windows for every training device.
 
     Returns:
-        Inputs and targets, int64 ``[tokens // length, length]``.
+        Inputs and targets, both int64 ``[tokens // length, length]``; a target is the token after the input.
     """
     rows = tokens // length
     starts = torch.randint(stream.numel() - length, (rows, 1), generator=generator).to(stream.device)
@@ -180,15 +184,18 @@ def draw_batch(
 
 @torch.inference_mode()
 def bits_per_byte(model: torch.nn.Module, contents: Sequence[bytes], window: int = 1024) -> dict[str, float | int]:
-    """Scores files in non-overlapping windows, each behind one bos and by itself; remainders are dropped.
+    """Return how many bits the model needs to predict one byte of some files.
+
+    Each file is cut into windows that do not overlap, and the rest of the file is dropped. Each window is a separate
+    input behind one bos token.
 
     Args:
         model: causal language model over the ids of ``byte_tokenizer``.
-        contents: the files.
+        contents: bytes of each file.
         window: bytes in a window.
 
     Returns:
-        ``bits_per_byte``, ``windows`` and ``bytes``.
+        ``bits_per_byte``, the number of ``windows`` and the number of predicted ``bytes``.
 
     Raises:
         ValueError: no file is as long as a window.
@@ -215,27 +222,27 @@ def bits_per_byte(model: torch.nn.Module, contents: Sequence[bytes], window: int
 
 @torch.inference_mode()
 def greedy_continuation(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, prompt: str, count: int) -> str:
-    """Continues bos + ``prompt`` by at most ``count`` bytes, each the most likely one."""
+    """Return the greedy continuation of bos and ``prompt``, at most ``count`` tokens."""
     ids = torch.tensor([[BOS, *tokenizer.encode(prompt)]], device=model.device)
     output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
     return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
 
 
 def learning_rate(step: int, steps: int, peak: float, warmup: int) -> float:
-    """Linear warm-up to ``peak``, then a cosine to zero at ``steps``."""
+    """Return the learning rate of a step: it rises linearly to ``peak``, then falls to zero as a cosine."""
     if step < warmup:
         return peak * (step + 1) / warmup
     return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
 def load(folder: str, device: str) -> torch.nn.Module:
-    """Loads saved weights as float32, for measuring."""
+    """Load a saved model as float32, in eval mode."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
     return model.to(device).eval()
 
 
 class Log:
-    """Prints JSON lines and, where a path is given, writes them there as well."""
+    """Log of events: print each event as one line of JSON, and also write it to a file if a path is given."""
 
     def __init__(self, path: str | None) -> None:
         self._path = Path(path) if path else None
@@ -243,7 +250,7 @@ class Log:
             self._path.write_text("")
 
     def __call__(self, event: str, **fields: object) -> None:
-        """Logs one event with its fields."""
+        """Log one event with its fields."""
         line = json.dumps({"event": event, **fields})
         print(line, flush=True)
         if self._path:
@@ -252,7 +259,7 @@ class Log:
 
 
 def train(args: argparse.Namespace) -> None:
-    """Trains, saves the rounded weights with their tokenizer, and measures what was saved."""
+    """Train the model, save the rounded weights and the tokenizer, and measure the saved model."""
     log = Log(args.log)
     on_gpu = args.device.startswith("cuda")
     log(
@@ -278,7 +285,7 @@ def train(args: argparse.Namespace) -> None:
     log("model", parameters=sum(p.numel() for p in model.parameters()))
     stream = token_stream(train_files).to(args.device)
 
-    # Layer by layer: transformers then still drops the causal mask, which a compiled whole model would build.
+    # Compile each layer, not the whole model: a compiled model would build a causal mask that is not needed.
     if args.compile:
         for layer in model.model.layers:
             layer.compile(dynamic=False)
@@ -356,7 +363,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    """Prints the bits per byte of a saved folder: on ``--files``, or on the held-out part of ``--stdlib``."""
+    """Print the bits per byte of a saved model, for ``--files`` or for the held-out files of ``--stdlib``."""
     if args.files:
         contents = [Path(path).read_bytes() for path in args.files]
     else:
@@ -365,24 +372,24 @@ def evaluate(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Reads the command line, then trains or evaluates."""
+    """Read the command line, then train or evaluate."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--evaluate", metavar="FOLDER", help="measure a saved folder instead of training")
-    parser.add_argument("--files", nargs="+", help="with --evaluate: score these files, not the held-out ones")
+    parser.add_argument("--evaluate", metavar="FOLDER", help="measure a saved model instead of training")
+    parser.add_argument("--files", nargs="+", help="with --evaluate: measure on these files, not on held-out files")
     parser.add_argument("--window", type=int, default=1024, help="with --evaluate: bytes in a window (default 1024)")
     parser.add_argument("--stdlib", default=sysconfig.get_path("stdlib"), help="folder of the standard library")
-    parser.add_argument("--stdlib-python", default=platform.python_version(), help="its Python version, for the log")
-    parser.add_argument("--out", default=str(HERE / "tiny-mla"), help="folder to write (default: tiny-mla beside this)")
+    parser.add_argument("--stdlib-python", default=platform.python_version(), help="Python version of --stdlib")
+    parser.add_argument("--out", default=str(HERE / "tiny-mla"), help="output folder (default: tiny-mla)")
     parser.add_argument("--log", help="file for the JSON lines")
-    parser.add_argument("--prompts", default=str(HERE / "prompts"), help="prompts continued at the end of the log")
-    parser.add_argument("--steps", type=int, default=12000, help="also sets the schedule (default 12000)")
-    parser.add_argument("--seconds", type=float, help="stop training after this long, even before --steps")
+    parser.add_argument("--prompts", default=str(HERE / "prompts"), help="folder of prompts for the end of the log")
+    parser.add_argument("--steps", type=int, default=12000, help="steps; the learning rate ends at 0 (default 12000)")
+    parser.add_argument("--seconds", type=float, help="stop after this time, even before --steps are done")
     parser.add_argument("--batch-tokens", type=int, default=65536, help="tokens in a step (default 65536)")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 2048, 2048, 4096],
-                        help="window lengths, taken in turn")  # fmt: skip
+                        help="lengths of the windows in tokens, one for each step, repeated in this order")  # fmt: skip
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate (default 3e-3)")
     parser.add_argument("--warmup", type=int, default=300, help="warm-up steps (default 300)")
-    parser.add_argument("--weight-decay", type=float, default=0.1, help="on matrices only (default 0.1)")
+    parser.add_argument("--weight-decay", type=float, default=0.1, help="weight decay of matrices (default 0.1)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log-every", type=int, default=100)
     parser.add_argument("--probe-every", type=int, default=1000)

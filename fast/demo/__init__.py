@@ -1,1 +1,1 @@
-"""The modules of `python -m fast`: they check options, serve prompts, measure, compare ops and print the results."""
+"""The modules of the main job, `python -m fast`: check options, serve prompts, measure, compare, print the results."""

@@ -1,4 +1,4 @@
-"""Allocator of the blocks of a paged cache, for the serving loop."""
+"""Allocator of the blocks of a paged cache, for the serving loop of the main job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from reference.interfaces import check, check_int, check_type
 
 
 def check_order(argument: str, order: Sequence[int] | None, num_blocks: int) -> None:
-    """Check the order in which the blocks of a cache are first used; None means the ascending order."""
+    """Raise ValueError unless `order` is None or a permutation of the block ids 0 .. num_blocks - 1."""
     wanted = f"a permutation of {num_blocks} blocks"
     check_type(argument, order, (Sequence, type(None)), wanted)
     known = order is None or all(type(block) is int for block in order)
@@ -44,14 +44,14 @@ class BlockAllocator:
 
     @property
     def free_blocks(self) -> list[int]:
-        """Ids of the free blocks; no request owns the cache entries in them."""
+        """Ids of the free blocks, which belong to no request."""
         return list(self._free)
 
     def allocate(self, count: int) -> list[int]:
         """Allocate `count` blocks and return their ids.
 
         Raises:
-            ValueError: fewer than `count` blocks are free; no block is allocated in this case.
+            ValueError: fewer than `count` blocks are free; no block is then allocated.
         """
         check_int("count", count, 0)
         check(0 <= count <= self.num_free, "count", f"at most the {self.num_free} free blocks", count)
@@ -64,7 +64,7 @@ class BlockAllocator:
         """Free blocks.
 
         Raises:
-            ValueError: a block does not exist, is already free, or is given twice; no block is freed in this case.
+            ValueError: a block does not exist, is already free, or is given twice; no block is then freed.
         """
         given = isinstance(blocks, Iterable) and not isinstance(blocks, Tensor)
         check(given, "blocks", "ids of blocks", type(blocks).__name__)

@@ -1,14 +1,14 @@
 """Deadline that ends a process whose step waits for a dead rank.
 
-The two libraries for exchanges differ:
+A step of several ranks exchanges data through gloo (CPU) or NCCL (GPU). They behave differently if a rank has died:
 
-- Over gloo, an exchange with a dead rank raises an error in the waiting process; nothing else is needed.
-- Over NCCL, a launch returns before the exchange ends, and the host sees no error until a result is read. PyTorch's
-  watchdog ends such a process, but the watchdog does not log the requests of the step, and does not see exchanges in a
-  replayed CUDA graph.
+- gloo: the exchange raises an error in the waiting process. No deadline is needed.
+- NCCL: the launch of the exchange returns at once, and the process waits without an error when it reads a result.
+  PyTorch's watchdog ends the process after the timeout of the group. But the watchdog does not know the requests of the
+  step, and it does not see exchanges in a replayed CUDA graph.
 
-Over NCCL, a step therefore has a deadline a little before the timeout of its groups. When the deadline passes, this
-process logs the requests and the exchanges of the step and ends.
+Over NCCL, a step therefore has a deadline a little before the timeout. When the deadline passes, the process writes the
+requests and the exchanges of the step to stderr, and ends.
 """
 
 from __future__ import annotations
@@ -22,22 +22,21 @@ from collections.abc import Iterator, Sequence
 from reference.distributed.groups import ContextParallel
 
 EXIT_STATUS = 70  # EX_SOFTWARE of sysexits.h
-# The deadline is this fraction of the groups' timeout, so that the deadline passes before PyTorch's watchdog acts. The
-# watchdog starts to count later: at the exchange, and not at the start of the step.
-TIMEOUT_FRACTION = 0.9
+TIMEOUT_FRACTION = 0.9  # deadline / timeout of the groups; below 1, so that the watchdog does not act first
 
 logger = logging.getLogger(__name__)
-# `_end` writes its line to stderr itself. Without a handler, logging would write the line to stderr a second time.
+# `_end` writes its line to stderr itself; without this handler, logging would write it to stderr once more
 logger.addHandler(logging.NullHandler())
 
 
 @contextlib.contextmanager
 def deadline(context_parallel: ContextParallel | None, request_ids: Sequence[int]) -> Iterator[None]:
-    """End the process, after one line with the reason, if the body takes longer than 0.9 x the groups' timeout.
+    """End the process if the `with` block takes longer than 0.9 x the timeout of the groups.
 
-    The time includes the compilation of kernels on first use (`fast.warmup` compiles the kernels beforehand).
-    Without groups there is no deadline. If the exchanges of a group raise an error by themselves (gloo, a simulation),
-    the group has no deadline either.
+    The process first writes one line with the reason to stderr. There is no deadline without groups, and none for
+    groups whose exchanges raise an error themselves (gloo, or simulated ranks).
+
+    The time includes the compilation of kernels at their first use; `fast.warmup` compiles kernels beforehand.
 
     Args:
         context_parallel: groups of ranks, or None.
@@ -68,7 +67,7 @@ def _end(groups, seconds: float, request_ids: tuple[int, ...]) -> None:
     line = (
         f"no answer within {seconds:.1f} s: {waiting}; requests in flight: {', '.join(map(str, request_ids)) or 'none'}"
     )
-    try:  # write to the descriptor: a broken sys.stderr or a log handler must not keep the process alive
+    try:  # write to file descriptor 2: an error of sys.stderr or of a log handler must not keep the process alive
         os.write(2, f"{line}\n".encode())
         logger.critical(line)
     finally:

@@ -1,4 +1,4 @@
-"""Repetition of the KeyboardInterrupt of Ctrl-C, because Python may discard the first exception."""
+"""Repetition of the KeyboardInterrupt that Ctrl-C raises, because Python may discard the first one."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ SECONDS_BETWEEN = 2.0  # longer than the clean-up that the first interrupt start
 def repeated_interrupts(seconds: float = SECONDS_BETWEEN) -> Iterator[None]:
     """Raise KeyboardInterrupt repeatedly, from the first Ctrl-C until the `with` block ends.
 
-    Python discards an exception that is raised inside a finaliser or a weak reference's callback. A KeyboardInterrupt
-    that is raised there is lost, and the program goes on. Therefore the first SIGINT starts a timer, and each signal of
-    the timer raises KeyboardInterrupt once more.
+    Python discards an exception that is raised inside a finaliser or a callback of a weak reference. If Ctrl-C comes at
+    such a moment, its KeyboardInterrupt is lost and the program goes on. Therefore the first Ctrl-C starts a timer, and
+    each signal of the timer raises KeyboardInterrupt again.
 
-    Only the main thread may set signal handlers; in another thread this function changes nothing.
+    Only the main thread may set signal handlers. In another thread this function does nothing.
 
     Args:
-        seconds: time in seconds between two of these exceptions.
+        seconds: time between two exceptions.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -41,8 +41,8 @@ class Job:
         dtype: dtype of weights and cache.
         eos: tokens that end a request.
         packages: the packages that serve (`reference`, `fast` or both), by name.
-        loops: one serving loop for each package, in which all requests are waiting.
-        context_parallel: groups of ranks that divide heads and sequences, or None.
+        loops: one serving loop for each package; all prompts are queued in it.
+        context_parallel: groups of ranks that share heads and sequences, or None.
     """
 
     args: argparse.Namespace
@@ -68,7 +68,7 @@ class Job:
         return options
 
     def make_loop(self, name: str, prompt_ids: list[list[int]], max_new_tokens: int) -> ServingLoop:
-        """Return a serving loop in which requests for these prompts wait; its cache has room for all requests."""
+        """Return a serving loop with these prompts in its queue; its cache has room for all of them."""
         block = self.args.block_size
         covered = block * (1 if self.context_parallel is None else self.context_parallel.size)
         loop = ServingLoop(
@@ -91,12 +91,12 @@ class Job:
 def check_outputs(args: argparse.Namespace) -> None:
     """Check that the files of `--json` and `--picture` can be written, without changing their contents.
 
-    An existing file is opened for writing. For a missing file, a temporary file is made in its folder. The temporary
-    file also detects a read-only file system and a file system without free inodes.
+    The function opens an existing file for writing. For a missing file, it makes a temporary file in the same folder,
+    which also fails on a read-only or full file system.
 
     Raises:
         ValueError: a folder is missing, a path is a folder, a file cannot be written, or both options name the same
-            file; the message is one line.
+            file. The message is one line.
     """
     given = {"--json": args.json, "--picture": None if args.no_picture else args.picture}
     for option, path in given.items():
@@ -105,9 +105,9 @@ def check_outputs(args: argparse.Namespace) -> None:
         target = Path(os.path.realpath(path))  # follow links, because a link may lead to another folder
         try:
             check(target.parent.is_dir() and not target.is_dir(), option, "a file in a folder that exists", path)
-            if target.is_file() or target.is_symlink():  # `realpath` leaves only links that form a loop
+            if target.is_file() or target.is_symlink():  # after `realpath`, a link is part of a loop: `open` raises
                 os.close(os.open(target, os.O_WRONLY | os.O_APPEND))
-            elif target.exists():  # do not open a device or pipe: this may block or end the reader
+            elif target.exists():  # a device or a pipe; opening a pipe may block this process or end its reader
                 check(os.access(target, os.W_OK), option, "a path that can be written", path)
             else:
                 tempfile.TemporaryFile(dir=target.parent).close()
@@ -122,10 +122,10 @@ def check_outputs(args: argparse.Namespace) -> None:
 def prepare(
     args: argparse.Namespace, ops: ModuleType, oracle: ModuleType, context_parallel: ContextParallel | None = None
 ) -> Job:
-    """Check every option except the output paths (see `check_outputs`), and load the checkpoint.
+    """Check every option except the output paths (`check_outputs` checks them), and load the checkpoint.
 
     Raises:
-        ValueError: an option is invalid; the message is one line.
+        ValueError: an option is invalid. The message is one line.
         OSError: a file cannot be read or written.
     """
     needed = ("transformers",) if args.no_picture else ("transformers", "matplotlib")
@@ -198,7 +198,7 @@ def locate(model: str) -> tuple[str, bool]:
 
 
 def read(load: Callable[[], Any]) -> Any:
-    """Call a function of transformers that reads a checkpoint; turn every error into a ValueError of one line.
+    """Call `load`, which reads a file of a checkpoint, and turn every error into a ValueError of one line.
 
     Raises:
         ValueError: a file is missing or broken, or the architecture is unknown.
@@ -235,7 +235,7 @@ def choose_device(
     Without `--device`, the device is a GPU if the chosen packages can serve the model on a GPU, and otherwise the CPU.
 
     Raises:
-        UnsupportedConfiguration: the package `fast` cannot serve the model on this device; the error has every reason.
+        UnsupportedConfiguration: `fast` cannot serve the model on this device; the error lists every reason.
         ValueError: the device or the backend is unknown.
     """
 

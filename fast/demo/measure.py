@@ -24,9 +24,9 @@ from .job import Job
 from .op_parity import run_parity
 from .requests import Request, StepReport
 
-PARITY_TOKENS = 512
-WARMUP_TOKENS = 2
-LONGEST_DECODE = 3  # largest number of query tokens of a decode in the parity table
+PARITY_TOKENS = 512  # tokens of the batch with which ops are compared
+WARMUP_TOKENS = 2  # new tokens of a prompt that is served before each measurement
+LONGEST_DECODE = 3  # largest number of query tokens of a decode in the comparison of ops
 
 
 @torch.inference_mode()
@@ -109,7 +109,7 @@ def measure(job: Job, console: Console) -> dict[str, Any]:
 
 
 def compile_ahead(job: Job, console: Console) -> None:
-    """Compile the kernels for the model and the parity table, so that no measured time includes a compilation."""
+    """Compile the kernels of `fast` for the model, so that no measured time includes a compilation."""
     console.print("compiling kernels ...")
     started = time.perf_counter()
     compiled = warmup(
@@ -122,20 +122,23 @@ def compile_ahead(job: Job, console: Console) -> None:
 
 @torch.inference_mode()
 def layer_input(job: Job) -> torch.Tensor:
-    """Return the input of the first layer's attention for PARITY_TOKENS tokens: the prompts, repeated if needed."""
+    """Return the input [PARITY_TOKENS, H] of the first attention layer for the tokens of the prompts.
+
+    The prompts are repeated if they are too short.
+    """
     base = job.model.base_model
     stream = list(itertools.islice(itertools.cycle(itertools.chain(*job.prompt_ids)), PARITY_TOKENS))
     return base.layers[0].input_layernorm(base.embed_tokens(torch.tensor(stream, device=job.device)))
 
 
 def rate(tokens: list[list[int]], seconds: float, how: str) -> dict[str, Any]:
-    """Return the number of generated tokens, and the tokens per second; the time includes the prefill."""
+    """Return the number of generated tokens and the tokens per second; `seconds` includes the prefill."""
     count = sum(map(len, tokens))
     return {"tokens": count, "seconds": seconds, "tokens_per_second": count / seconds, "how": how}
 
 
 def summary(reports: list[StepReport]) -> dict[str, int]:
-    """Return the counts of all steps of one package, and the peak bytes of its cache."""
+    """Return the counts of all steps of one package, and the largest size of its cache in bytes."""
     return {
         "steps": len(reports),
         "mixed_steps": sum(report.num_decodes > 0 and report.num_prefills > 0 for report in reports),
@@ -147,7 +150,10 @@ def summary(reports: list[StepReport]) -> dict[str, int]:
 
 
 def prompt_figures(job: Job, number: int, tokens: dict[str, list[list[int]]]) -> dict[str, Any]:
-    """Return the figures of one prompt; `differs_at` is the first index at which not all generated tokens are equal."""
+    """Return the figures of one prompt: its text, its lengths, and the generated tokens of each contender.
+
+    `differs_at` is the index of the first generated token that is not the same for all contenders, or None.
+    """
     answers = {name: ids[number] for name, ids in tokens.items()}
     differs = [
         index
@@ -167,7 +173,10 @@ def prompt_figures(job: Job, number: int, tokens: dict[str, list[list[int]]]) ->
 
 
 def cache_figures(job: Job, schedules: dict[str, dict[str, int]]) -> dict[str, Any]:
-    """Return the cache bytes of 1000 tokens over all layers, for latents and for expanded keys and values."""
+    """Return the bytes that a cache of all layers needs for 1000 tokens.
+
+    The first figure is for latents, the second for keys and values of every head.
+    """
     c, entries = job.config, job.model.config.num_hidden_layers * 1000
     latent = entries * COMPUTE_FORMAT.entry_bytes(c.kv_lora_rank, c.qk_rope_head_dim, job.dtype)
     expanded = entries * c.num_heads * (c.qk_head_dim + c.v_head_dim) * element_bytes(job.dtype)
@@ -180,7 +189,7 @@ def cache_figures(job: Job, schedules: dict[str, dict[str, int]]) -> dict[str, A
 
 
 def surroundings(job: Job) -> dict[str, Any]:
-    """Return the hardware, the versions of packages, the options, and the backends of all ops."""
+    """Return the hardware, the versions of packages, the options, and which backends serve."""
     versions = {"python": platform.python_version()}
     for name in ("mla-twins", "torch", "transformers", "triton", "einops", "safetensors"):
         try:
@@ -203,8 +212,8 @@ def kernels(job: Job) -> dict[str, list[str]]:
     """Return which backend serves each op of the package `fast`.
 
     Returns:
-        Two lists of lines. `lines` has one line for each op, with every reason. `summary` has one line for each
-        backend, with the number of ops that the backend serves, or with the first reason against a decode.
+        Two lists of lines. `lines` has one line for each op: its backend, and why the other backends do not serve it.
+        `summary` has one line for each backend: how many ops it serves, or the first reason why it cannot decode.
     """
     if "fast" not in job.packages:
         lines = ["reference: plain PyTorch and einops"]
@@ -213,7 +222,7 @@ def kernels(job: Job) -> dict[str, list[str]]:
     lines = backends.explain(
         c, device=job.device, dtype=job.dtype, block_size=block, backend=job.args.backend
     ).splitlines()
-    chosen = dict(re.findall(r"^(\w+): (\w+)", "\n".join(lines), re.MULTILINE))  # op: backend that serves it
+    chosen = dict(re.findall(r"^(\w+): (\w+)", "\n".join(lines), re.MULTILINE))  # op -> backend that serves the op
     decode = backends.decode_request(
         job.device, job.dtype, c.kv_lora_rank, c.qk_rope_head_dim, block, QueryLenSupport.VARLEN
     )
@@ -241,7 +250,10 @@ def cpu_name() -> str:
 
 
 def verdict(figures: dict[str, Any]) -> dict[str, Any]:
-    """Return the verdict as lines of text and as booleans; different tokens are a failure in float32 only."""
+    """Return whether the job passed, as lines of text and as booleans.
+
+    Different tokens are a failure in float32 only: in narrower dtypes, rounding may change a token.
+    """
     parity, prompts, dtype = figures["parity"], figures["prompts"], figures["settings"]["dtype"]
     failed = [row["op"] for row in parity if not row["passed"]]
     different = [str(number) for number, prompt in enumerate(prompts, 1) if not prompt["identical"]]

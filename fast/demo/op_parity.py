@@ -1,8 +1,10 @@
-"""Comparison of two packages op by op on real activations; each op has a computed error budget.
+"""Comparison of two packages op by op, on the activations of a real model.
 
-The package `ops` is tested; the package `oracle` is the specification. The inputs of each op have the model's dtype.
-Gold is the oracle's result in float64, and low is the oracle's result in the model's dtype (see `fast.parity`). Ops
-that only copy data or compute integers must give equal bits.
+`ops` is the package under test, and `oracle` is the specification. Both get inputs in the dtype of the model. The error
+of `ops` must be within a budget, which `fast.parity` computes from two results of `oracle`: gold (computed in float64)
+and low (computed in the dtype of the model). Ops that only copy data or compute integers must give equal bits.
+
+docs/glossary.md explains the terms and the letters of shapes.
 """
 
 from __future__ import annotations
@@ -32,17 +34,17 @@ from reference.interfaces import (
 from ..backends import BackendChoice, bind
 from ..parity import Parity, compare, compare_exact, compare_states
 
-GARBAGE = 2147480000  # block-table entry past a request's last block; no op may read such a block
-PROGRAMS = 3  # programs of a decode schedule: fewer than requests, so that only some requests have several splits
-WEIGHTS = (4, 3, 2, 1)  # relative lengths of the requests: two decodes, then up to two prefills
+GARBAGE = 2147480000  # block-table entry behind the last block of a request; no op may read this block
+PROGRAMS = 3  # programs of a decode schedule: with 4 requests, only some requests are split
+WEIGHTS = (4, 3, 2, 1)  # relative lengths of the requests: two decodes, then at most two prefills
 
 
 class WithBackend:
-    """Wrapper of a package; it passes a given `backend=` to each function that has this parameter.
+    """Wrap a package, so that each of its functions with a parameter `backend` gets the same `backend`.
 
     Args:
         ops: the package.
-        backend: value of `backend=`: a mapping from op to name, or None.
+        backend: mapping from op to backend name, or None, which changes nothing.
     """
 
     def __init__(self, ops: ModuleType, backend: BackendChoice):
@@ -55,10 +57,10 @@ class WithBackend:
 
 
 class Comparison:
-    """Comparisons of ops; each op runs three times (value, low and gold), and `rows` collects the comparisons.
+    """Compare ops of two packages, and collect one row for each comparison in `rows`.
 
     Args:
-        ops: the package that is tested.
+        ops: the package under test.
         oracle: the package that is the specification.
     """
 
@@ -67,9 +69,13 @@ class Comparison:
         self.rows: list[Parity] = []
 
     def within_budget(self, op: str, call: Callable[..., Any], *arguments: Any, parts: tuple[str, ...] = ()) -> None:
-        """Compare the error of `call(ops, *arguments)` with its budget.
+        """Call an op of both packages, and compare the error of `ops` with its budget.
 
-        The result is a tensor, a state, or a tuple whose elements have the names `parts`.
+        Args:
+            op: name of the op in the table.
+            call: function that gets a package and `arguments`, and returns a tensor, an attention state or a tuple.
+            arguments: arguments of the op, in the dtype of the model.
+            parts: names of the elements, if `call` returns a tuple.
         """
         value, low = call(self.ops, *arguments), call(self.oracle, *arguments)
         gold = call(self.oracle, *(widen(argument) for argument in arguments))
@@ -82,10 +88,7 @@ class Comparison:
             self.rows.append(compare(op, value, low, gold))
 
     def exact(self, op: str, call: Callable[..., Any], *arguments: Any) -> None:
-        """Compare `call(ops, *arguments)` with `call(oracle, *arguments)`; all elements must be equal.
-
-        The results are tensors or plans.
-        """
+        """Call an op of both packages, and compare the results, tensors or plans, bit by bit."""
         value, expected = (flatten(call(module, *arguments)) for module in (self.ops, self.oracle))
         if value.shape != expected.shape:
             self.rows.append(Parity(op, math.inf, math.inf, 0.0, 0.0, same_infinities=False))
@@ -94,7 +97,7 @@ class Comparison:
 
 
 def widen(argument: Any) -> Any:
-    """Convert a tensor, state or module to float64; return integers and plans unchanged."""
+    """Convert a float tensor, an attention state or a module to float64; return other arguments unchanged."""
     if isinstance(argument, Tensor):
         return argument.double() if argument.is_floating_point() else argument
     if isinstance(argument, AttentionState):
@@ -105,7 +108,7 @@ def widen(argument: Any) -> Any:
 
 
 def flatten(value: Any) -> Tensor:
-    """Return all numbers of a tensor or plan, in order, as one vector. The workspace of a plan has no numbers."""
+    """Return all numbers of a tensor or plan as one vector; leave out the workspace of a plan."""
     if isinstance(value, Tensor):
         return value.flatten()
     if dataclasses.is_dataclass(value):
@@ -123,15 +126,15 @@ def flatten(value: Any) -> Tensor:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batch:
-    """A step with decodes and prefills; the tokens of each request are a consecutive part of one stream of tokens.
+    """A step with decodes and prefills. All its requests are cut from one stream of T tokens.
 
     Attributes:
         lens: tokens of each request.
-        starts: index in the stream of each request's first token.
+        starts: index of each request's first token in the stream.
         query_lens: query tokens of each request in this step; 1 for a decode.
         positions: [T], position of each token of the stream within its request.
-        block_table: [B, W] int32, the ids of shuffled blocks, then GARBAGE in each row.
-        num_blocks: number of blocks of the cache; two blocks belong to no request.
+        block_table: [B, W] int32; each row has the shuffled blocks of a request, then GARBAGE.
+        num_blocks: number of blocks of the cache; two of them belong to no request.
         block_size: tokens of a block.
         num_decodes: number of decodes; decodes come before prefills.
     """
@@ -146,21 +149,21 @@ class Batch:
     num_decodes: int
 
     def offsets(self, lens: list[int]) -> Tensor:
-        """Return the prefix sums of `lens`, beginning with 0, [B + 1] int32 on the CPU."""
+        """Return the prefix sums of `lens`, beginning with 0: [B + 1] int32 on the CPU."""
         return torch.tensor([sum(lens[:i]) for i in range(len(lens) + 1)], dtype=torch.int32)
 
     def rows_of_last(self, query_lens: list[int]) -> Tensor:
-        """Return where the last tokens of each request lie in the stream of tokens.
+        """Return the indices of the last tokens of each request in the stream.
 
         Args:
-            query_lens: number of tokens to return for each request.
+            query_lens: number of these tokens for each request.
         """
         ends = [start + length for start, length in zip(self.starts, self.lens, strict=True)]
         rows = [row for end, count in zip(ends, query_lens, strict=True) for row in range(end - count, end)]
         return torch.tensor(rows, device=self.positions.device)
 
     def common(self, oracle: ModuleType, query_lens: list[int]) -> CommonAttentionMetadata:
-        """Return the metadata of a step in which each request has the given number of query tokens."""
+        """Return the batch of a step in which each request has the given number of query tokens."""
         starts, lens = self.offsets(query_lens), torch.tensor(self.lens, dtype=torch.int32)
         slots = oracle.slot_mapping(starts, lens, self.block_table.cpu(), self.block_size, int(starts[-1]))
         slots = slots.to(self.block_table.device)
@@ -168,7 +171,7 @@ class Batch:
 
 
 def make_batch(tokens: int, block_size: int, num_prefills: int, device: torch.device) -> Batch:
-    """Divide `tokens` tokens into two decodes and `num_prefills` prefills that have cached context."""
+    """Divide `tokens` tokens into two decodes and `num_prefills` prefills with cached context."""
     weights = WEIGHTS[: 2 + num_prefills]
     check(tokens >= 4 * sum(weights), "tokens", f"at least {4 * sum(weights)} for the parity run", tokens)
     lens = [tokens * weight // sum(weights) for weight in weights[:-1]]
@@ -200,17 +203,17 @@ def run_parity(
     Args:
         attention: attention module of transformers (DeepseekV2Attention or DeepseekV3Attention), without `use_mla`.
         hidden_states: [T, H], input of this module; T is at least 40.
-        ops: the package that is tested.
+        ops: the package under test.
         oracle: the package that is the specification.
         block_size: tokens of a block.
-        workspace_tokens: context tokens that are expanded at once.
+        workspace_tokens: largest number of context tokens that a prefill expands at once.
         backend: `backend=` of `ops`: a name, a mapping from op to name, or None.
 
     Returns:
-        One row for each result of each op, in the order of a step.
+        One row for each result of each op.
 
     Raises:
-        ValueError: T is too small, or the workspace is smaller than one block.
+        ValueError: T is too small, or `workspace_tokens` is below `block_size`.
     """
     check(workspace_tokens >= block_size, "workspace_tokens", f"at least one block of {block_size}", workspace_tokens)
     device, backend = hidden_states.device, bind(backend)
@@ -237,7 +240,7 @@ def run_parity(
 
 
 def plans(compared: Comparison, batch: Batch, workspace_tokens: int, config: MLAConfig) -> None:
-    """Compare slots, context chunks, chosen paths, the decode schedule, the plan of a step and the next step."""
+    """Compare the functions that compute integers: slots, chunks, plans, chosen paths, a schedule, `advance_step`."""
     lens, table = torch.tensor(batch.lens, dtype=torch.int32), batch.block_table.cpu()
     starts, tokens = batch.offsets(batch.lens), sum(batch.lens)
     compared.exact("slot_mapping", lambda m: m.slot_mapping(starts, lens, table, batch.block_size, tokens + 3))
@@ -261,7 +264,11 @@ def plans(compared: Comparison, batch: Batch, workspace_tokens: int, config: MLA
 def projections(
     compared: Comparison, layer: nn.Module, hidden_states: Tensor, batch: Batch
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compare norm, rotation and up-projections; return the oracle's q [T, N, P + R], kv_c [T, Lkv], k_pe [T, R]."""
+    """Compare norm, rotation and up-projections.
+
+    Returns:
+        Queries [T, N, P + R], normed latents [T, Lkv] and rotated rope keys [T, R] of the oracle.
+    """
     c = layer.config
     q, kv_c_normed, k_pe = layer.project(hidden_states, batch.positions)
     kv_c, k_pe_raw = layer.kv_a_proj_with_mqa(hidden_states).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
@@ -285,7 +292,11 @@ def projections(
 
 
 def caches(compared: Comparison, kv_c_normed: Tensor, k_pe: Tensor, batch: Batch) -> Tensor:
-    """Compare cache writes, gathers and copies bit by bit; return a cache of all tokens; other slots are NaN."""
+    """Compare cache writes, gathers and copies bit by bit.
+
+    Returns:
+        A cache with the entries of all tokens; all other slots are NaN, so that an op that reads them fails.
+    """
     head_size = kv_c_normed.shape[1] + k_pe.shape[1]
     slots = batch.common(compared.oracle, batch.lens).slot_mapping
     empty = kv_c_normed.new_full((batch.num_blocks, batch.block_size, head_size), math.nan)
@@ -334,7 +345,7 @@ def attentions(
     batch: Batch,
     metadata: MLAMetadata,
 ) -> None:
-    """Compare packed attention, merge, decode and prefill."""
+    """Compare attention of packed sequences, merge, decode and prefill."""
     c, oracle, device = layer.config, compared.oracle, q.device
     scale = c.softmax_scale
     w_uk, w_uv = layer.up_projections()

@@ -1,4 +1,7 @@
-"""Context parallelism in the main job: all ranks serve the prompts together, then one rank serves the prompts alone."""
+"""Context parallelism in the main job: all ranks serve the prompts together, then one rank serves them alone.
+
+D ranks share each sequence: each of them caches a part of its tokens.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +39,14 @@ def serve_in_parallel(args: argparse.Namespace, ops: ModuleType, oracle: ModuleT
         The exit status:
 
         - 0: success.
-        - 1: another rank did not answer, or tokens differ in float32; only the first rank compares tokens.
-        - 2: bad input.
+        - 1: another rank did not answer, or tokens differ in float32. Only the first rank compares tokens.
+        - 2: an option is invalid, or a file cannot be read or written.
     """
     who = f"rank {os.environ.get('RANK', 0)}"
     args.no_picture = True
     try:
         device = check_start(args)
-        if os.environ["RANK"] == "0":  # check before waiting for other ranks; only this rank writes files
+        if os.environ["RANK"] == "0":  # only this rank writes files; check them before it waits for other ranks
             check_outputs(args)
         dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
     except (ValueError, RuntimeError) as error:
@@ -57,9 +60,9 @@ def serve_in_parallel(args: argparse.Namespace, ops: ModuleType, oracle: ModuleT
         print(f"error: {who}: {one_line(error)}", file=sys.stderr, flush=True)
         status = 1 if isinstance(error, GroupError) else 2
         if device != "cpu":
-            os._exit(status)  # a normal exit would destroy the communicator, which may wait for lost ranks
+            os._exit(status)  # a normal exit would destroy the communicator, and may wait for dead ranks
         return status
-    dist.destroy_process_group()  # after a failure this call could wait for lost ranks
+    dist.destroy_process_group()  # not after an error: the call could then wait for dead ranks
     if job.context_parallel.tp_group.rank > 0:
         return 0
     alone = alone_tokens(job)
@@ -80,7 +83,7 @@ def serve_in_parallel(args: argparse.Namespace, ops: ModuleType, oracle: ModuleT
 
 
 def check_start(args: argparse.Namespace) -> str:
-    """Check how this process was started, fill in defaults of the options, and return the device of this rank.
+    """Check that torchrun started this process, set missing options to their defaults, and return the rank's device.
 
     Raises:
         ValueError: the process was not started by torchrun, an option is invalid, or there are too few GPUs.
@@ -107,14 +110,14 @@ def check_start(args: argparse.Namespace) -> str:
 
 
 def make_groups(args: argparse.Namespace) -> ContextParallel:
-    """Make the groups: every D consecutive ranks share each sequence, and all ranks share the heads."""
+    """Make the groups of ranks: D consecutive ranks share each sequence, and all ranks share the heads."""
     world, rank, size = dist.get_world_size(), dist.get_rank(), args.context_parallel
     groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
     return ContextParallel(groups[rank // size], dist.group.WORLD, args.interleave, args.merge)
 
 
 def serve(job: Job) -> dict[str, Any]:
-    """Serve the prompts with each package on all ranks; return tokens, time and traffic."""
+    """Serve the prompts with each package on all ranks; return the tokens, the speed and the bytes received."""
     from ..integrations.transformers import restore, use_mla
 
     cp, rows = job.context_parallel, {}

@@ -1,4 +1,7 @@
-"""Output of the main job: text and tables, one picture, and a JSON file, all from the same dict of figures."""
+"""Output of the main job: tables on the console, one picture and a JSON file.
+
+All three show the same figures: the dict that `measure` returns.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-# Colour of each contender. A test checks that docs/hooks/picture.py and docs/assets/site.css have the same colours.
+# Colour of each contender, here and in docs/hooks/picture.py and docs/assets/site.css; a test compares the three files.
 COLOURS = {
     "fast": "#0072b2",
     "reference": "#009e73",
@@ -23,8 +26,8 @@ COLOURS = {
     "cuDNN": "#8a6d3b",
     "FA2 (V padded)": "#4f4f9e",
 }
-NO_CONTENDER = ("#4d4d4d", "#c9c9c9")  # colours of the bars of cache sizes, which belong to no contender
-TAIL_LINES = 3
+NO_CONTENDER = ("#4d4d4d", "#c9c9c9")  # colours of the two bars of cache sizes
+TAIL_LINES = 3  # lines of each prompt that are shown
 
 
 def show(console: Console, figures: dict[str, Any], verbose: bool = False) -> None:
@@ -33,7 +36,7 @@ def show(console: Console, figures: dict[str, Any], verbose: bool = False) -> No
     Args:
         console: console to print to.
         figures: result of `measure`.
-        verbose: print one line for each op, with every reason, instead of one line for each backend.
+        verbose: print for each op why each backend serves or refuses it, instead of one line for each backend.
     """
     console.rule("verdict")
     for line in figures["verdict"]["lines"]:
@@ -47,7 +50,7 @@ def show(console: Console, figures: dict[str, Any], verbose: bool = False) -> No
 
 
 def show_continuations(console: Console, figures: dict[str, Any]) -> None:
-    """Print the last lines of each prompt, dimmed, and the generated text."""
+    """Print the last `TAIL_LINES` lines of each prompt in a dim colour, and the generated text."""
     console.rule("continuations")
     for number, prompt in enumerate(figures["prompts"], 1):
         tail = prompt["text"].splitlines(keepends=True)[-TAIL_LINES:]
@@ -60,12 +63,12 @@ def show_continuations(console: Console, figures: dict[str, Any]) -> None:
 
 
 def printable(text: str) -> str:
-    """Replace control characters, which a model may generate, by escape sequences."""
+    """Replace control characters by escape sequences; a model may generate control characters."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def show_identity(console: Console, figures: dict[str, Any]) -> None:
-    """Print a table that says for each prompt whether all greedy tokens are identical."""
+    """Print for each prompt whether all packages and transformers generated the same tokens."""
     served = figures["served"]
     table = Table(title=f"greedy tokens, prompt by prompt ({figures['settings']['dtype']})")
     table.add_column("prompt", justify="right")
@@ -80,7 +83,7 @@ def show_identity(console: Console, figures: dict[str, Any]) -> None:
 
 
 def show_parity(console: Console, figures: dict[str, Any]) -> None:
-    """Print the parity table: errors, budgets and verdict of each op."""
+    """Print the parity table: the errors of each op and their budgets (`fast.parity`)."""
     if not figures["parity"]:
         console.print(f"parity table: left out, because only {figures['served'][0]} ran; --ops both compares packages")
         return
@@ -112,7 +115,7 @@ def show_speed(console: Console, figures: dict[str, Any]) -> None:
 
 
 def show_kernels(console: Console, figures: dict[str, Any], verbose: bool) -> None:
-    """Print which backends serve: one line for each backend or, if verbose, for each op with every reason."""
+    """Print which backends serve: one line for each backend, or one line with all reasons for each op if verbose."""
     kernels = figures["kernels"]
     console.print(f"kernels on {kernels['device']}" + (":" if verbose else " (--verbose gives every reason):"))
     for line in kernels["lines" if verbose else "summary"]:
@@ -120,7 +123,7 @@ def show_kernels(console: Console, figures: dict[str, Any], verbose: bool) -> No
 
 
 def show_costs(console: Console, figures: dict[str, Any]) -> None:
-    """Print the cache bytes and the counts of steps."""
+    """Print the cache bytes of 1000 tokens, and the counts of steps."""
     cache = figures["cache"]
     table = Table(title="cache, all layers")
     table.add_column("per 1000 tokens")
@@ -192,7 +195,7 @@ def draw_cache(axes: Any, cache: dict[str, Any]) -> None:
 
 
 def draw_parity(axes: Any, parity: list[dict[str, Any]]) -> None:
-    """Draw the ratios of largest and mean error to their budgets; the limit is 1."""
+    """Draw largest error / budget and mean error / budget for each op; both must be at most 1."""
     positions = range(len(parity))
     ratios = {
         key: [budget_ratio(row[f"{key}_error"], row[f"{key}_budget"]) for row in parity] for key in ("max", "mean")
@@ -225,7 +228,7 @@ def budget_ratio(error: float, budget: float) -> float:
 
 
 def without_nan(value: Any) -> Any:
-    """Return the figures with None instead of NaN and infinities, which JSON does not have."""
+    """Return the figures with None in place of NaN and infinity, because JSON has neither."""
     if isinstance(value, dict):
         return {key: without_nan(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Records of the serving loop: a request, the report of a step, and the error if another rank does not answer."""
+"""Data classes of the serving loop: a request, the report of a step, and the error if another rank does not answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Request:
         generated_ids: tokens generated so far, including an end-of-sequence token.
         num_computed: number of leading tokens that are in the cache.
         blocks: ids of the cache blocks of the `num_computed` tokens, in order.
-        num_preemptions: how often the request lost its blocks.
+        num_preemptions: how often the loop took the blocks of this request for another request.
         finished: True when the generation has ended.
     """
 
@@ -42,7 +42,7 @@ class Request:
         return self.num_tokens - self.num_computed
 
     def tokens(self, start: int, end: int) -> list[int]:
-        """Return the tokens [start, end) of the sequence of prompt and generated tokens."""
+        """Return the tokens [start, end) of the request: first its prompt, then its generated tokens."""
         return (self.prompt_ids + self.generated_ids)[start:end]
 
 
@@ -56,11 +56,11 @@ class StepReport:
         num_prefills: requests on the expanded path.
         num_context_chunks: chunks of cached context that the prefills expanded.
         num_generated: tokens that were sampled.
-        preempted: ids of requests that lost their blocks.
+        preempted: ids of requests whose blocks the loop took for other requests.
         finished: ids of requests that finished.
         num_running: requests that are running after the step.
         num_waiting: requests that are waiting after the step.
-        cache_bytes: resident bytes of the latent cache during the step.
+        cache_bytes: bytes of the cache blocks that requests own during the step.
     """
 
     num_tokens: int
@@ -79,8 +79,8 @@ class StepLost(GroupError):
     """Error of a step in which another rank did not answer.
 
     Args:
-        error: the error of the failed exchange between ranks; its text names the group of ranks and the operation.
-        request_ids: ids of the step's requests, in batch order; the new tokens of this step are not recorded.
+        error: error of the failed exchange; its text names the group of ranks and the operation.
+        request_ids: ids of the requests of this step, in batch order. The requests have no new tokens.
     """
 
     def __init__(self, error: GroupError, request_ids: tuple[int, ...]):

@@ -1,10 +1,11 @@
-"""Loop that serves requests in mixed batches over one paged latent cache, for the demo and the soak test.
+"""Loop that serves requests in mixed batches over one paged latent cache, for the main job and the soak test.
 
-The loop is not an inference server. The loop shows what a scheduler must pass to MLA attention:
+The loop is not an inference server. It shows what a scheduler must pass to MLA attention:
 
-- Requests are admitted in the order of arrival.
-- Each step runs the decodes first and fills a token budget with parts of prompts (chunked prefill).
-- If no block is free, the youngest request gives its blocks back; its tokens are computed again later.
+- Requests start to run in the order of arrival.
+- A step has a limited number of tokens, the token budget. Decodes come first; parts of prompts fill the rest.
+- If no block is free, the loop preempts the youngest running request: it frees the blocks of this request, and computes
+  its tokens again later.
 - A finished request frees its blocks.
 - Sampling is greedy.
 """
@@ -44,11 +45,11 @@ from .blocks import BlockAllocator, check_order
 from .deadline import deadline
 from .requests import Request, StepLost, StepReport
 
-UNOWNED = torch.iinfo(torch.int32).max  # a block-table entry past a request's last block: no block has this id
+UNOWNED = torch.iinfo(torch.int32).max  # block-table entry behind the last block of a request; no block has this id
 
 
 def _layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the attention layers that `use_mla` installed in a model, or an empty list for any other model."""
+    """Return the `MLAAttention` layers that `use_mla` installed in a model; an empty list for any other model."""
     forwards = (module.__dict__.get("forward") for module in model.modules())
     layers = (getattr(forward, "attention", None) for forward in forwards)
     return [layer for layer in layers if hasattr(layer, "workspace_tokens")]
@@ -58,10 +59,10 @@ class _Schedule(NamedTuple):
     """The requests and blocks of a step.
 
     Attributes:
-        plan: tokens of each request, in batch order.
-        preempted: ids of the requests that gave their blocks back.
-        taken: number of blocks that each request took for this step.
-        admitted: waiting requests that start to run in this step, for the first time or after a preemption.
+        plan: number of tokens that each request computes in this step, in batch order.
+        preempted: ids of the preempted requests.
+        taken: number of new blocks of each request for this step.
+        admitted: requests that start to run in this step, for the first time or after a preemption.
     """
 
     plan: dict[Request, int]
@@ -74,29 +75,28 @@ class ServingLoop:
     """Loop that serves requests together, in mixed batches of decodes and prefills.
 
     Args:
-        model: causal language model that accepts a packed batch (`fast.integrations.transformers.use_mla`); the cache
-            takes its device and dtype from the model.
+        model: causal language model under `fast.integrations.transformers.use_mla`. The cache has its device and dtype.
         config: config of the model's attention layers.
         ops: module that plans and allocates: `reference`, `fast`, or another module with the same functions.
         num_blocks: blocks of the cache of each layer.
         block_size: tokens per block.
-        max_num_seqs: upper bound of the requests that run at the same time.
-        token_budget: upper bound of the tokens in one step; at least `max_num_seqs`, so that every running request can
+        max_num_seqs: largest number of requests that run at the same time.
+        token_budget: largest number of tokens in one step; at least `max_num_seqs`, so that every running request can
             decode.
-        workspace_tokens: context tokens that are expanded at once; at least one `context_unit`, which is one block if
-            one rank serves.
-        decode_threshold: number of query tokens up to which a request takes the absorbed path, whatever `choose_path`
-            returns.
+        workspace_tokens: largest number of context tokens that a prefill expands at once; at least `context_unit`,
+            which is `block_size` without context parallelism.
+        decode_threshold: a request with at most this number of query tokens takes the absorbed path, whatever
+            `choose_path` returns for it.
         eos: token or tokens that end a request, or None.
         block_order: order in which blocks are first used; None means the ascending order.
         costs: costs from which `ops.choose_path` chooses the path of longer queries; None takes the defaults of
             `PathCosts`.
-        context_parallel: groups of the ranks that share heads and sequences. The model is under `use_mla` with the same
-            groups. Every rank creates the loop, adds the same requests and runs the same steps. The cache of D ranks
-            holds D times the tokens.
+        context_parallel: groups of the ranks that share heads and sequences, or None. `use_mla` must have got the same
+            groups. Every rank creates the loop, adds the same requests and runs the same steps. The caches of D ranks
+            that share sequences hold D times as many tokens as one cache.
 
     Raises:
-        ValueError: a number is too small, or the ranks have different arguments (see `verify_group`). Nothing has been
+        ValueError: a number is too small, or the ranks have different arguments (`verify_group`). Nothing has been
             allocated then.
     """
 
@@ -128,7 +128,7 @@ class ServingLoop:
         self.context_parallel, self.eos = context_parallel, frozenset()
         if eos is not None:
             self.eos = frozenset((eos,) if isinstance(eos, int) else eos)
-        # The ranks compare their arguments first: if one rank raised alone, the other ranks would wait.
+        # The ranks compare their arguments first: if one rank raised alone, the other ranks would wait for it.
         if context_parallel is not None:
             with deadline(context_parallel, ()):
                 ops.verify_group(
@@ -180,21 +180,18 @@ class ServingLoop:
 
     @property
     def cache_bytes_in_use(self) -> int:
-        """Return the allocated cache bytes of all layers: entry bytes x tokens, in whole blocks for each request.
-
-        If ranks share sequences, only the bytes of this rank count.
-        """
+        """Return the bytes of all cache blocks that requests own on this rank, over all layers."""
         owned = self.allocator.num_blocks - self.allocator.num_free
         return owned * self.block_size * self._entry_bytes * len(self.kv_caches)
 
     def add(self, prompt_ids: Sequence[int], max_new_tokens: int) -> Request:
-        """Queue a request.
+        """Put a request into the queue.
 
-        The loop keeps the request after it has finished, until `forget_finished` drops the request.
+        The loop keeps a finished request until the caller calls `forget_finished`.
 
         Raises:
             ValueError: the prompt is empty or has a token outside the vocabulary; `max_new_tokens` is below 1; prompt
-                and new tokens are more than the cache or the model's positions can hold. Nothing changes then.
+                and new tokens do not fit into the cache or exceed the model's positions. Nothing changes then.
         """
         check_type("prompt_ids", prompt_ids, Sequence, "a list of ints")
         prompt_ids = list(prompt_ids)
@@ -220,14 +217,13 @@ class ServingLoop:
         """Run steps until every request has finished.
 
         Args:
-            on_step: function that is called with the report of each step. It may call `forget_finished`.
+            on_step: function that gets the report of each step. It may call `forget_finished`.
 
         Returns:
-            The requests that the loop holds, in the order of arrival. Requests that `forget_finished` dropped are
-            missing.
+            The requests in the order of arrival, without those that `forget_finished` dropped.
 
         Raises:
-            ValueError: ranks that share sequences have different requests; no step has run then.
+            ValueError: the ranks have different requests. No step has run then.
             StepLost: a rank did not answer.
         """
         check_type("on_step", on_step, (Callable, type(None)), "a function or None")
@@ -254,8 +250,7 @@ class ServingLoop:
     def forget_finished(self) -> list[Request]:
         """Drop the finished requests, so that a loop that serves for a long time does not accumulate requests.
 
-        Request ids are never reused, and no step reads a finished request. If ranks share sequences, each rank may
-        therefore call this method at any time.
+        With several ranks, each rank may call this method at any time, because no step reads a finished request.
 
         Returns:
             The dropped requests, in the order of arrival.
@@ -267,13 +262,13 @@ class ServingLoop:
     def step(self) -> StepReport:
         """Run one mixed batch.
 
-        Tokens and counts change only after the model has returned. If the model raises, the step can be repeated:
+        If the model raises, the requests get no tokens, and the caller can repeat the step:
 
-        - Blocks that were taken for this step are given back.
-        - Requests that were admitted in this step wait again.
+        - Blocks that were allocated for this step are free again.
+        - Requests that started to run in this step wait again.
         - Requests that were preempted stay preempted, because their blocks may have been overwritten.
 
-        If ranks share heads, no step may follow a failed step, because other ranks may still be in the failed step.
+        With several ranks, every later step raises ValueError, because other ranks may still be in the failed step.
 
         Raises:
             StepLost: a rank did not answer; the error names the group, the operation and the requests of this step.
@@ -318,18 +313,18 @@ class ServingLoop:
         check(self._lost is None, "ServingLoop", "ranks at the same step", f"a step that failed ({self._lost})")
 
     def _schedule(self) -> _Schedule:
-        """Choose the requests and tokens of a step, and take blocks for them."""
+        """Choose the requests of a step and their numbers of tokens, and allocate blocks for them."""
         plan: dict[Request, int] = {}
         taken: dict[Request, int] = {}
         preempted: list[int] = []
         budget = self.token_budget
-        # The oldest request comes first. The budget cuts at most one prompt, so only the youngest running request may
-        # have pending prompt tokens. Decodes therefore come first in the batch, and one block of workspace is enough.
+        # Older requests come first. The budget cuts at most one prompt in a step, so at most one running request, the
+        # youngest, has pending prompt tokens. So the batch has the decodes first, as the plan of a step requires.
         for request in list(self.running):
             count = min(request.num_pending, budget)
             needed = self._blocks_for(request, count)
             while needed > self.allocator.num_free and request in self.running:
-                victim = self.running[-1]  # `request`, or a younger request; the plan has neither of them yet
+                victim = self.running[-1]  # `request` or a younger request, not yet in `plan`
                 preempted.append(victim.request_id)
                 self._preempt(victim)
             if request not in self.running:
@@ -338,9 +333,8 @@ class ServingLoop:
             self._take(request, needed, taken)
             plan[request] = count
 
-        # No request is admitted in a step with a preemption. The last preempted request is first in the queue and needs
-        # more blocks than are free: an older request took some of the freed blocks, or the freed blocks were too few
-        # for the next tokens of the preempted request.
+        # After a preemption in this step, the loop below admits no request: the first waiting request is then the last
+        # preempted one, and it needs more blocks than are free.
         admitted: list[Request] = []
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
@@ -363,7 +357,7 @@ class ServingLoop:
             taken[request] = count
 
     def _preempt(self, request: Request) -> None:
-        """Stop a running request, free its blocks and put the request first in the queue, with no computed token."""
+        """Stop a running request: free its blocks, and put it first in the queue without computed tokens."""
         self.running.remove(request)
         self.allocator.free(request.blocks)
         request.blocks, request.num_computed = [], 0
@@ -393,7 +387,11 @@ class ServingLoop:
 
     @torch.inference_mode()
     def _forward(self, plan: dict[Request, int]) -> tuple[MLAMetadata, dict[Request, int]]:
-        """Run the packed batch; return the plan, and a new token for each request without further pending tokens."""
+        """Run the model on the packed batch, and sample tokens.
+
+        Returns:
+            The plan of the step, and a new token for each request whose last pending token is in the batch.
+        """
         metadata = self._metadata(plan)
         ids, positions, sampled, last_rows = [], [], [], []
         for request, count in plan.items():
@@ -416,12 +414,12 @@ class ServingLoop:
             logits_to_keep=on_device(last_rows),
         ).logits[0]
         tokens = logits.float().argmax(dim=-1)
-        if self.context_parallel is not None:  # take rank 0's tokens: different tokens would block the ranks forever
+        if self.context_parallel is not None:  # all ranks continue with rank 0's tokens, so that they never diverge
             tokens = self.context_parallel.tp_group.all_gather(tokens)[0]
         return metadata, dict(zip(sampled, tokens.tolist(), strict=True))
 
     def _advance(self, plan: dict[Request, int], next_ids: dict[Request, int]) -> list[int]:
-        """Update counts and tokens after a successful step, and return the ids of the requests that finished."""
+        """Append the new tokens after a successful step, and return the ids of the requests that finished."""
         finished = []
         for request, count in plan.items():
             request.num_computed += count

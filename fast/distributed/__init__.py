@@ -1,1 +1,1 @@
-"""Exchanges between context-parallel ranks, for any attention family."""
+"""Exchanges between context-parallel ranks: merge of attention states, and reordering of gathered context."""

@@ -1,4 +1,9 @@
-"""Merge of attention states over the ranks of a group."""
+"""Merge of attention states over the D ranks of a group.
+
+Each rank has an attention state of all N heads over its own keys: the output `out` [T, N, Dv] and the log-sum-exp of
+the scores `lse` [N, T], for T query tokens. The merge gives the state over the keys of all ranks. Each rank gets N / D
+heads of the merged state; it is the owner rank of these heads.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +21,7 @@ from reference.interfaces import (
 from .. import backends
 from ..backends import BackendChoice
 
-MESSAGE_ALIGNMENT = 16  # bytes; both parts of a message (LSEs and outputs) are aligned for vector loads
+MESSAGE_ALIGNMENT = 16  # bytes, for vector loads; in a message, the LSEs and the outputs both begin at a multiple
 
 
 def cp_lse_ag_out_rs(
@@ -26,17 +31,19 @@ def cp_lse_ag_out_rs(
     graph: GraphSupport = GraphSupport.NONE,
     backend: BackendChoice = None,
 ) -> AttentionState:
-    """Merge the states of all ranks: all-gather the LSEs, multiply the outputs by weights, reduce-scatter the heads.
+    """Merge the states of all ranks: all-gather the LSEs, multiply the outputs by weights, reduce-scatter the products.
+
+    The softmax weight of a rank's state follows from the LSEs of all ranks.
 
     Args:
         state: out [T, N, Dv] and lse [N, T] of all N heads over the keys of this rank.
         group: the D ranks; rank r is the owner rank of heads [r N / D, (r + 1) N / D).
         graph: kind of the CUDA graph that contains the call; NONE if no graph contains the call.
-        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+        backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
-        out [T, N / D, Dv] in the dtype of `state.out` and lse [N / D, T], over the keys of all ranks. See
-        `reference.distributed.merge.cp_lse_ag_out_rs` for ranks without keys.
+        out [T, N / D, Dv] in the dtype of `state.out` and lse [N / D, T], over the keys of all ranks.
+        `reference.distributed.merge.cp_lse_ag_out_rs` explains the case of ranks without keys.
 
     Raises:
         ValueError: shapes or dtypes do not match, or D does not divide the number of heads.
@@ -73,17 +80,16 @@ def cp_lse_a2a(
     graph: GraphSupport = GraphSupport.NONE,
     backend: BackendChoice = None,
 ) -> AttentionState:
-    """Merge the states of all ranks after one all-to-all, which sends outputs and LSEs to the owner rank of each head.
+    """Merge the states of all ranks: one all-to-all sends outputs and LSEs to the owner ranks, which merge them.
 
     Args:
         state: out [T, N, Dv] and lse [N, T] of all N heads over the keys of this rank.
         group: the D ranks; rank r is the owner rank of heads [r N / D, (r + 1) N / D).
         graph: kind of the CUDA graph that contains the call; NONE if no graph contains the call.
-        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+        backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
-        out [T, N / D, Dv] in the dtype of `state.out` and lse [N / D, T], over the keys of all ranks. The weighted sum
-        is rounded once.
+        out [T, N / D, Dv] in the dtype of `state.out` and lse [N / D, T], over the keys of all ranks.
 
     Raises:
         ValueError: shapes or dtypes do not match, or D does not divide the number of heads.
@@ -103,7 +109,7 @@ def cp_lse_a2a(
 
 
 def _message_bytes(tokens, heads, value, dtype):  # the sizes may be symbolic
-    """Return the size of the LSEs at the start of the message to one rank, and of the whole message, in bytes."""
+    """Return two sizes in bytes: of the LSEs at the start of the message to one rank, and of this whole message."""
 
     def aligned(size):
         return -(-size // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT

@@ -1,4 +1,4 @@
-"""Reordering of context that was gathered from all ranks."""
+"""Reordering of context that was gathered from all context-parallel ranks."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def reorg_kvcache(
     out: Float[Tensor, "S head_size"] | None = None,
     backend: BackendChoice = None,
 ) -> Float[Tensor, "S head_size"]:
-    """Return a chunk of context, gathered from all ranks, in the order of the requests and of the tokens in a request.
+    """Put the cache entries of a chunk, gathered from D ranks, into the order of requests and of tokens in a request.
 
-    See `reference.distributed.reorg.reorg_kvcache` for the layout and for the difference to vLLM's function of this
-    name.
+    `reference.distributed.reorg.reorg_kvcache` explains the layout, and how vLLM's function of this name differs.
 
     Args:
-        gathered: [D, padded_tokens, Lkv + R], the cache entries that each rank sent.
-        chunk: the gathered chunk.
-        out: tensor [num_tokens, Lkv + R] that receives the result; it must share no memory with `gathered`. None
+        gathered: [D, chunk.padded_tokens, Lkv + R], the cache entries that each rank sent (Lkv: width of a latent, R:
+            width of the rope key).
+        chunk: the gathered chunk of context.
+        out: tensor [chunk.num_tokens, Lkv + R] that receives the result; it must share no memory with `gathered`. None
             allocates a tensor.
-        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+        backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
-        [num_tokens, Lkv + R]; the tensor `out` if `out` is given.
+        [chunk.num_tokens, Lkv + R]; the tensor `out` if `out` is given.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match; for CPU tensors, the offsets of `chunk` contradict each

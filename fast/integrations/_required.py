@@ -1,11 +1,11 @@
-"""Check of the packages of an extra; its message is one line with the pip command."""
+"""Check whether the packages of the pip extra `hf` are installed."""
 
 from __future__ import annotations
 
 import importlib
 import re
 
-TRANSFORMERS = "5.17"  # lowest version; the extra `hf` in pyproject.toml requires the same version
+TRANSFORMERS = "5.17"  # lowest version, as in the extra `hf` of pyproject.toml
 
 
 def missing_transformers() -> str | None:

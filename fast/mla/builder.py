@@ -1,4 +1,7 @@
-"""The builder of an engine's plans, one plan for each step."""
+"""The builder, which makes the plan of each step of an engine.
+
+docs/glossary.md explains the terms and the letters of shapes.
+"""
 
 from __future__ import annotations
 
@@ -60,52 +63,55 @@ from .staging import StagingBuffer
 
 
 class MLAMetadataBuilder:
-    """Builder of the plan of each step, with the methods that vLLM calls on its metadata builders.
+    """Make the plan of each step; the class has the methods that vLLM calls on its metadata builders.
 
-    See `reference.interfaces.AttentionMetadataBuilder` for the methods. Unlike the builder of `reference`, this builder
-    gets the number of programs and the costs of a schedule from the device. The builder sends plans to a GPU through
-    pinned memory.
+    A plan has the integers that the attention of one step needs: lengths, slots, chunks of context, and a schedule if
+    one saves time. `reference.interfaces.AttentionMetadataBuilder` explains the methods.
 
     Args:
         config: config of the layers; all layers must have the same config (`infer_global_hyperparameters` checks this).
         block_size: tokens per block.
-        max_model_len: upper bound of the tokens of a request.
-        max_num_seqs: upper bound of the requests in a batch.
+        max_model_len: largest number of tokens of a request.
+        max_num_seqs: largest number of requests in a batch.
         query_len_support: query lengths that the decode kernel supports.
         num_speculative_tokens: number of drafted tokens of a request in one step.
-        costs: costs from which `choose_path` estimates both paths; None takes the defaults of `PathCosts`.
-        num_programs: number of programs of a schedule. The lengths of a decode also decide whether the decode gets a
-            schedule (`choose_schedule`); the plan's `schedule_choice` reports the decision. The value is one of these:
+        costs: costs with which `choose_path` compares the two paths; None takes the defaults of `PathCosts`.
+        num_programs: number of programs of a schedule. `build` makes a schedule only if `choose_schedule` expects that
+            the schedule saves time. The value is one of these:
 
-            - None: the result of `decode_programs`, the number of programs that the device runs at the same time;
+            - None: the number of programs that the device runs at the same time (`decode_programs`);
             - 0: no decode gets a schedule;
-            - a positive int: this number, for decodes whose queries are not longer than `reorder_batch_threshold`; a
-              decode with a longer query gets no schedule;
+            - a positive int: this number. A decode with a query longer than `reorder_batch_threshold` gets no schedule;
             - a function: it takes the length of the longest query in the decode and returns the number.
 
         batch_invariant: if True, the decode output of a request does not depend on the other requests or on the number
-            of programs, bit for bit. With True, `choose_path` is not used: requests with queries longer than the
-            threshold take the expanded path.
-        workspace_tokens: upper bound of the context tokens that are expanded at once. None takes the result of
+            of programs, bit for bit. `choose_path` is then not used: requests with queries longer than
+            `reorder_batch_threshold` take the expanded path.
+        workspace_tokens: largest number of context tokens that a prefill expands at once. None takes the result of
             `chunked_prefill_workspace_size`, but at most `MOST_WORKSPACE_TOKENS`, the default of a layer.
         context_parallel: groups of the ranks that share sequences, or None. With groups, the batches have the lengths
             of whole sequences and the slots of this rank, and no plan has a cascade.
         schedule_costs: costs from which schedules are computed; None takes the costs of the device (`schedule_costs`).
-        cache_format: format of the cache; it affects `choose_path`, the cascade, the number of programs and the costs.
-        dtype: dtype of queries and keys; it affects the same choices as `cache_format`. A plan is valid for any dtype.
-        graph_support: batches that captured plans serve. None takes ANY, or ONE_QUERY_LEN if `query_len_support` is
-            UNIFORM. Every op of an ANY plan needs a backend that declares ANY; a plan for one token of each request
-            needs ONE_QUERY_LEN only.
-        backend: backend of the ops `compute_visible_lens`, `decode_programs`, `schedule_costs` and `plan_decode`. A
-            name holds for each of these ops that the named backend declares; a mapping gives the backend name of each
-            op. For all other ops, and with None, the backend is chosen by capability (`fast.backends`).
+        cache_format: format of the cache. It influences `choose_path`, the choice of a cascade, and the schedule.
+        dtype: dtype of queries and keys. It influences the same choices as `cache_format`. A plan is valid for any
+            dtype.
+        graph_support: batches for which a captured CUDA graph can be replayed (`GraphSupport`). None takes
+            ONE_QUERY_LEN if `query_len_support` is UNIFORM, and ANY otherwise. If all requests have one token, the plan
+            is of the kind ONE_QUERY_LEN, which more backends support.
+        backend: backend of the ops `compute_visible_lens`, `decode_programs`, `schedule_costs` and `plan_decode`: a
+            name, a mapping from op to backend name, or None. A name applies to the ops that the backend declares. For
+            every other op, the backend is chosen automatically (`fast.backends`).
 
     Attributes:
         workspace: `ContextWorkspace` of all plans with context; the layers that get these plans share it.
 
     Raises:
-        ValueError: a number is below its minimum; TP does not divide the number of heads; `batch_invariant` is used
-            with the merge "ag_rs"; `graph_support` is ANY and `query_len_support` is UNIFORM.
+        ValueError: in one of these cases:
+
+            - a number is below its minimum;
+            - the number of tensor-parallel ranks does not divide the number of heads;
+            - `batch_invariant` is True and the ranks merge with "ag_rs";
+            - `graph_support` is ANY and `query_len_support` is UNIFORM.
     """
 
     def __init__(
@@ -152,7 +158,7 @@ class MLAMetadataBuilder:
         check_format(cache_format)
         self.dtype, self.cache_format, self.backend = dtype, cache_format, bind(backend, PLANNING_OPS)
         self._path_config = None if batch_invariant else config  # passed to `choose_path`; None disables the choice
-        if workspace_tokens is None:  # at most the default of a layer
+        if workspace_tokens is None:  # a multiple of `unit`, and at most the default of a layer
             workspace_tokens = min(smallest, max(1, MOST_WORKSPACE_TOKENS // unit) * unit)
         self.workspace_tokens = workspace_tokens
         check_chunking(self.workspace_tokens, unit)
@@ -164,22 +170,25 @@ class MLAMetadataBuilder:
         """Return the plan of one step.
 
         Args:
-            common_prefix_len: number of context tokens that all decodes share. The plan has a cascade over these tokens
-                if a cascade is faster (`use_cascade_attention`).
-            common: batch of the step, in the order that the swaps of `reorder_batch` give. Without lengths on the CPU,
-                the plan has no cascade, and a schedule unless no batch within the upper bounds could gain by one.
-            fast_build: if True, leave out the cascade, and the schedule of a decode that is not batch-invariant. A
-                cascade and a schedule only make kernels faster.
+            common_prefix_len: number of context tokens that all decodes share. The plan attends these tokens once for
+                all decodes (a cascade) if a cascade is faster (`use_cascade_attention`).
+            common: batch of the step, in the order that the swaps of `reorder_batch` give. If it has no lengths on the
+                CPU, the plan has no cascade, and `choose_schedule` decides from upper bounds of the lengths.
+            fast_build: if True, save time on the host: make no cascade and, unless the builder is batch-invariant, no
+                schedule.
 
         Raises:
-            ValueError: for the same reasons as `build_mla_metadata`; `common_prefix_len` is longer than a context; an
-                absorbed request comes after an expanded request; the batch has more than `max_num_seqs` requests, or a
-                request with more than `max_model_len` tokens.
+            ValueError: in one of these cases:
+
+                - `build_mla_metadata` raises it;
+                - `common_prefix_len` is longer than a context;
+                - an absorbed request comes after an expanded request;
+                - the batch has more than `max_num_seqs` requests, or a request has more than `max_model_len` tokens.
         """
         check_int("common_prefix_len", common_prefix_len, 0)
         check_flag("fast_build", fast_build)
         check_batch_size(common, self.max_num_seqs, self.max_model_len)
-        if not has_host_lens(common):  # the engine's bound may be larger than the longest possible request
+        if not has_host_lens(common):  # `max_seq_len` of the engine may be above the builder's limit
             common = dataclasses.replace(common, max_seq_len=min(common.max_seq_len, self.max_model_len))
         metadata = build_mla_metadata(
             common, self.block_size, self.workspace_tokens, self.reorder_batch_threshold, self._path_config,
@@ -196,7 +205,7 @@ class MLAMetadataBuilder:
     def _with_hints(
         self, metadata: MLAMetadata, common_prefix_len: int, common: CommonAttentionMetadata
     ) -> MLAMetadata:
-        """Return the plan, extended by the cascade or the schedule of the decode."""
+        """Return the plan with a cascade, or with a schedule, or unchanged."""
         if common_prefix_len > 0 and not self.batch_invariant and self.ownership is None and has_host_lens(common):
             check_common_prefix(common, common_prefix_len, metadata.num_decodes)
             lengths = common.seq_lens_cpu[: metadata.num_decodes]
@@ -210,7 +219,7 @@ class MLAMetadataBuilder:
         return _with_schedule(metadata, lens, programs, costs, self.batch_invariant, self.backend)
 
     def _programs_and_costs(self, query_len: int, device: torch.device) -> ProgramsAndCosts:
-        """Return the number of programs of a schedule (0: no schedule), and the costs that determine the schedule."""
+        """Return the number of programs of a schedule (0: no schedule), and the costs for `plan_decode`."""
         programs = self.num_programs
         if callable(programs):
             programs = programs(query_len)
@@ -223,14 +232,16 @@ class MLAMetadataBuilder:
         )
 
     def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> MLAMetadata:
-        """Return the plan of a captured batch, for any lengths up to `max_model_len` and the width of the block table.
+        """Return a plan for a CUDA graph that is captured once and replayed for other batches.
 
-        The plan holds replays of as many requests, with at most as many tokens in all and in the longest query. See
-        `reference.mla.builder.MLAMetadataBuilder.build_for_cudagraph_capture` for the two ways to use the plan: the
-        caller calls this function during the capture, or before the capture.
+        A batch of a replay has the same number of requests as `common`. It has at most as many query tokens as
+        `common`, and its longest query is at most as long. A request may have up to `max_model_len` tokens.
+
+        The caller calls this function during the capture or before the capture.
+        `reference.mla.builder.MLAMetadataBuilder.build_for_cudagraph_capture` explains both ways.
 
         Args:
-            common: batch whose tensors are the buffers that the caller writes before each replay.
+            common: batch of the capture. Its tensors are the buffers that the caller overwrites before each replay.
 
         Raises:
             ValueError: `can_run_in_cudagraph` is False for the batch, the batch has more than `max_num_seqs` requests,
@@ -241,40 +252,43 @@ class MLAMetadataBuilder:
         return dataclasses.replace(plan, captured=captured_tensors(plan))
 
     def _plan_captured(self, common: CommonAttentionMetadata, graph: GraphSupport) -> MLAMetadata:
-        """Return the plan of a captured batch; `common.max_seq_len` is an upper bound of the lengths in all replays."""
+        """Return the plan of a captured batch; no request of a replay is longer than `common.max_seq_len`."""
         programs, costs = self._programs_and_costs(common.max_query_len, common.block_table.device)
         return plan_captured_decodes(
             common, self.block_size, programs, costs, self.batch_invariant, self.ownership, graph, backend=self.backend
         )
 
     def update_captured(self, captured: MLAMetadata, common: CommonAttentionMetadata) -> None:
-        """Write the plan of another batch that the captured plan can hold into the tensors that a graph reads.
+        """Write the plan of the next replay's batch into the tensors of the captured plan, which the graph reads.
 
-        See `reference.mla.builder.MLAMetadataBuilder.update_captured` for which tensors the caller must write.
+        `reference.mla.builder.MLAMetadataBuilder.update_captured` lists the tensors that the caller writes itself.
 
         Args:
             captured: plan that `build_for_cudagraph_capture` returned before the capture.
             common: the batch of the next replay.
 
         Raises:
-            ValueError: the captured plan cannot hold the batch, or a tensor of the captured plan was replaced. The
-                error is raised before anything is written.
+            ValueError: the batch is too large for the captured plan, or a tensor of the captured plan was replaced.
+                Nothing has been written then.
         """
         plan = self._plan_captured(batch_of_update(self, captured, common), captured.decode.graph)
         check_captured(captured, plan)
         write_captured(captured, plan)
 
     def can_run_in_cudagraph(self, common: CommonAttentionMetadata) -> bool:
-        """Return whether a CUDA graph can capture a batch: it has only decodes, with the lengths of `graph_support`."""
+        """Return whether a CUDA graph can be captured for a batch.
+
+        The batch must have decodes only, with query lengths that `graph_support` allows.
+        """
         return self._graph_kind(common) is not GraphSupport.NONE
 
     def _graph_kind(self, common: CommonAttentionMetadata) -> GraphSupport:
-        """Return the kind of graph that serves a batch; NONE if no graph can serve it."""
+        """Return the kind of CUDA graph for a batch; NONE if the batch cannot be captured."""
         return graph_kind(common, self.reorder_batch_threshold, self._graph_support)
 
     @property
     def graph_support(self) -> GraphSupport:
-        """Return the kind of batches that a captured plan serves: the constructor's `graph_support`."""
+        """Return the batches for which a captured graph can be replayed: the constructor's `graph_support`."""
         return self._graph_support
 
     def use_cascade_attention(
@@ -282,8 +296,7 @@ class MLAMetadataBuilder:
     ) -> bool:
         """Return whether `build` plans a cascade for decodes that share a prefix.
 
-        See `reference.mla.builder.MLAMetadataBuilder.use_cascade_attention` for the builders that plan no
-        cascade.
+        A batch-invariant builder and a builder with context parallelism never plan a cascade.
 
         Args:
             common_prefix_len: number of tokens of the prefix.
@@ -306,8 +319,8 @@ class MLAMetadataBuilder:
 
         Args:
             query_lens: [B], new tokens of each request, on the CPU.
-            context_lens: [B], context tokens of each request, on the CPU; upper bounds if the engine does not know
-                them.
+            context_lens: [B], context tokens of each request, on the CPU; upper bounds if the engine does not know the
+                lengths.
 
         Raises:
             ValueError: shapes, dtypes or devices do not match, or a length is negative.

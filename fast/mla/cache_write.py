@@ -1,4 +1,7 @@
-"""One op that rotates queries and keys, norms latents and writes the new entries to the cache."""
+"""One op that rotates queries and keys, norms the latents and writes the new cache entries.
+
+docs/glossary.md explains the terms and the letters of shapes.
+"""
 
 from __future__ import annotations
 
@@ -42,28 +45,27 @@ def rope_norm_and_cache(
 
     Args:
         positions: [T], position of each token in its request.
-        q_pe: [T, N, R].
+        q_pe: [T, N, R], rope parts of the queries.
         kv_c: [T, Lkv], latents before the norm.
-        k_pe: [T, R].
+        k_pe: [T, R], rope part of the keys, shared by all heads.
         kv_cache: cache, written in place.
-        slot_mapping: slots of the first tokens. A token with slot -1 (padding) and a token without a slot are not
-            written.
+        slot_mapping: cache slots of the tokens. A token with slot -1 (padding) is not written. If there are fewer than
+            T slots, the last tokens are not written.
         norm_weight: [Lkv].
         eps: epsilon of the norm.
         rope: rotary parameters.
         cache_format: format of the cache.
-        frequencies: result of `rotary_frequencies(rope, R, float32 or float64)` on the device; None computes
-            the frequencies.
+        frequencies: result of `rotary_frequencies` in float32 or float64 on the device of `q_pe`; None computes the
+            frequencies in this call.
         graph: kind of the CUDA graph that contains the call; NONE if no graph contains the call.
-        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+        backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
-        Rotated q_pe [T, N, R], normed latents [T, Lkv] and rotated k_pe [T, R], all new tensors. The cache gets the
-        same latents and keys.
+        Rotated q_pe [T, N, R], normed latents [T, Lkv] and rotated k_pe [T, R], all new tensors.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match; for CPU tensors, a slot is outside the cache. The error
-            is raised before anything is written.
+        ValueError: shapes, dtypes or devices do not match; for CPU tensors, a slot is outside the cache. Nothing has
+            been written then.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     signature = _WRITES.signature(

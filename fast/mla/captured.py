@@ -1,4 +1,7 @@
-"""Plans of captured decodes, from device tensors only, so that a CUDA graph can contain the planning."""
+"""Plans of captured decodes: computed on the device alone, so that a CUDA graph can contain the computation.
+
+docs/glossary.md explains the terms, such as plan, schedule and padding row.
+"""
 
 from __future__ import annotations
 
@@ -41,21 +44,22 @@ def plan_captured_decodes(
 ) -> MLAMetadata:
     """Plan decodes from device tensors: the lengths `common.seq_lens` and the offsets `common.query_start_loc`.
 
-    See `reference.mla.captured.plan_captured_decodes` for the use inside a graph and for the batches of each kind of
-    graph. The function copies nothing between host and device.
+    The function copies nothing between host and device. `reference.mla.captured.plan_captured_decodes` explains the use
+    inside a CUDA graph, and the batches that each kind of graph allows.
 
     Args:
-        common: batch of the step. In every replay, `max_query_len` is an upper bound of the query lengths, and
-            `max_seq_len` of the keys of a request.
+        common: batch of the step. In every replay, no query is longer than `max_query_len`, and no request is longer
+            than `max_seq_len`.
         block_size: tokens per block.
         num_programs: number of programs of the schedule; 0 makes no schedule.
         costs: costs from which the schedule is computed; None takes the defaults of `ScheduleCosts`.
-        batch_invariant: whether the splits of a request depend on its own length only, with or without a schedule.
+        batch_invariant: if True, the division of a request's keys into splits depends on its own length only, with or
+            without a schedule.
         ownership: the tokens that this context-parallel rank owns; None if one rank owns all tokens. With `ownership`,
             `common` has the lengths of the whole sequences and the slots of this rank.
         graph: kind of the graph: ANY for mixed query lengths, ONE_QUERY_LEN for one query length.
         backend: backend of `plan_decode` and `compute_visible_lens`: a name, a mapping from op to backend name, or None
-            to choose by capability (`fast.backends`).
+            for an automatic choice (`fast.backends`).
 
     Returns:
         The plan; a `ContextParallelMetadata` if `ownership` is given.
@@ -63,7 +67,7 @@ def plan_captured_decodes(
     Raises:
         ValueError: there is no request or no token; the query lengths do not fit `graph` or `max_query_len`; there are
             fewer slots than tokens; `block_size` or `num_programs` is below its minimum.
-        UnsupportedConfiguration: no backend that `backend` allows can be captured in such a graph.
+        UnsupportedConfiguration: no backend that `backend` allows supports this kind of graph.
     """
     tokens = check_captured_lens(common, graph)
     requests, query_len = common.num_reqs, common.max_query_len
@@ -77,7 +81,7 @@ def plan_captured_decodes(
         common.query_start_loc, seq_lens, tokens, ownership, graph=graph, backend=backend
     )
     query_start_loc = common.query_start_loc
-    if graph is GraphSupport.ONE_QUERY_LEN:  # every request has the same number of rows, which may be padding
+    if graph is GraphSupport.ONE_QUERY_LEN:  # each request has `query_len` tokens, a padding row too
         last = requests * query_len
         query_start_loc = torch.arange(0, last + 1, query_len, dtype=torch.int32, device=seq_lens.device)
     if ownership is not None:

@@ -1,4 +1,7 @@
-"""Cascade: a decode whose requests share a prefix, which is attended once for all requests."""
+"""Cascade: a decode that attends the prefix that all its requests share only once.
+
+docs/glossary.md explains the terms and the letters of shapes.
+"""
 
 from __future__ import annotations
 
@@ -40,19 +43,19 @@ def use_cascade_attention(
 ) -> bool:
     """Return whether a cascade is faster than an ordinary decode, estimated from FLOPs and bytes.
 
-    See `reference.mla.cascade.use_cascade_attention` for the estimate.
+    `reference.mla.cascade.use_cascade_attention` explains the estimate.
 
     Args:
-        common_prefix_len: number of shared context tokens (`fast.common_prefix_len`).
-        query_lens: [B], on the CPU.
-        seq_lens: [B], on the CPU; 0 for padding rows.
+        common_prefix_len: number of context tokens that all requests share (`fast.common_prefix_len`).
+        query_lens: [B], new tokens of each request, on the CPU.
+        seq_lens: [B], tokens of each request after this step, on the CPU; 0 for padding rows.
         config: config of the layer.
         cache_format: format of the cache.
         dtype: dtype of the queries.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match; `common_prefix_len` is negative; the format does not support
-            the dtype or the dims.
+            the dtype or the dimensions.
     """
     check_tensor("query_lens", query_lens, ("B",), (torch.int32,), torch.device("cpu"))
     check_tensor("seq_lens", seq_lens, (query_lens.shape[0],), (torch.int32,), torch.device("cpu"))
@@ -72,7 +75,7 @@ def use_cascade_attention(
     entry_bytes = cache_format.entry_bytes(c.kv_lora_rank, c.qk_rope_head_dim, dtype)
     whole_bytes = keys * entry_bytes
     apart_bytes = whole_bytes - (requests - 1) * common_prefix_len * entry_bytes
-    state_elements = 4 * tokens * c.num_heads * (c.kv_lora_rank + 1)  # two states; both are written and read
+    state_elements = 4 * tokens * c.num_heads * (c.kv_lora_rank + 1)  # prefix and suffix; written and read
     state_bytes = state_elements * element_bytes(wide_dtype(dtype))
     apart = max(flops, FLOPS_PER_BYTE * apart_bytes) + FLOPS_PER_BYTE * state_bytes
     return apart < max(flops, FLOPS_PER_BYTE * whole_bytes)
@@ -88,16 +91,16 @@ def cascade_attention(
     *,
     backend: BackendChoice = None,
 ) -> AttentionState:
-    """Compute `mla_decode` as a cascade: attend the shared prefix once, attend the suffixes, and merge the states.
+    """Compute a decode as a cascade: attend the shared prefix, attend the suffix of each request, merge both states.
 
     Args:
-        ql_nope: [T, N, Lkv].
-        q_pe: [T, N, R], rotated.
+        ql_nope: [T, N, Lkv], queries with W_UK absorbed (`query_to_latent`).
+        q_pe: [T, N, R], rotated rope parts of the queries.
         kv_cache: cache, which already contains the new tokens.
-        metadata: result of `split_shared_prefix`.
+        metadata: plans of prefix and suffix (`split_shared_prefix`).
         softmax_scale: (P + R)^-1/2, times YaRN's factor.
         cache_format: format of the cache.
-        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+        backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
         out [T, N, Lkv] in the dtype of `ql_nope`, lse [N, T].

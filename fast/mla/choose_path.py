@@ -1,4 +1,7 @@
-"""Choice of a request's path through attention, absorbed or expanded, for one request or for a batch."""
+"""Choice between the absorbed and the expanded path of attention, for one request or for a batch.
+
+docs/glossary.md explains both paths.
+"""
 
 from __future__ import annotations
 
@@ -44,14 +47,14 @@ def choose_path(
 ) -> str:
     """Choose between the absorbed path (attend the latents) and the expanded path (compute keys and values first).
 
-    See `reference.mla.choose_path.choose_path` for the FLOPs and bytes that are compared.
+    `reference.mla.choose_path.choose_path` lists the FLOPs and bytes that are compared.
 
     Args:
         query_len: number of new tokens of the request.
         context_len: number of context tokens of the request.
         config: config of the layer.
-        costs: costs of both paths, such as measured costs (`measured_path_costs`); None takes the defaults of
-            `PathCosts`.
+        costs: cost of a FLOP, a byte and a request on each path, for example from `measured_path_costs`; None takes the
+            defaults of `PathCosts`.
         cache_format: format of the cache.
         dtype: dtype of queries, keys and values.
 
@@ -59,7 +62,7 @@ def choose_path(
         "absorbed" or "expanded"; "absorbed" if both cost the same.
 
     Raises:
-        ValueError: a length is negative, or the format does not support the dtype or the dims.
+        ValueError: a length is negative, or the format does not support the dtype or the dimensions.
     """
     check_int("query_len", query_len, 0)
     check_int("context_len", context_len, 0)
@@ -85,26 +88,26 @@ def choose_paths(
 ) -> Bool[Tensor, " B"]:
     """Return which requests of a batch may take the absorbed path.
 
-    See `reference.mla.choose_path.choose_paths` for the rule. The paths of all requests are computed at once,
-    with tensors.
+    `reference.mla.choose_path.choose_paths` explains the rule.
 
     Args:
         query_lens: [B], new tokens of each request, on the CPU.
         context_lens: [B], context tokens of each request, on the CPU.
         decode_threshold: a request with at most this number of new tokens takes the absorbed path, whatever
             `choose_path` returns for it. With 0, `choose_path` decides for every request.
-        config: config of the layer; with None, only the threshold decides.
+        config: config of the layer; with None, `decode_threshold` alone decides.
         costs: costs for `choose_path`; None takes the defaults of `PathCosts`.
-        query_len_support: query lengths that the decode kernel supports.
-        cache_format: cache format for `choose_path`.
-        dtype: dtype for `choose_path`.
+        query_len_support: query lengths that the decode kernel supports. With another value than VARLEN,
+            `decode_threshold` alone decides.
+        cache_format: format of the cache, for `choose_path`.
+        dtype: dtype of queries, keys and values, for `choose_path`.
 
     Returns:
         [B] bool on the CPU; True for the absorbed path.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match; a length or the threshold is negative; the format does not
-            support the dtype or the dims.
+            support the dtype or the dimensions.
     """
     check_tensor("query_lens", query_lens, ("B",), (torch.int32,), torch.device("cpu"))
     check_tensor("context_lens", context_lens, (query_lens.shape[0],), (torch.int32,), torch.device("cpu"))
@@ -119,7 +122,7 @@ def choose_paths(
     absorbed = query_lens <= decode_threshold
     if config is None or query_len_support is not QueryLenSupport.VARLEN:
         return absorbed
-    longer = (~absorbed).nonzero().flatten()  # only these requests need the estimate
+    longer = (~absorbed).nonzero().flatten()  # only for these requests, costs are compared
     if longer.numel():
         lens = (lens[longer].to(torch.float64) for lens in (query_lens, context_lens))
         entry_bytes = cache_format.entry_bytes(config.kv_lora_rank, config.qk_rope_head_dim, dtype)
@@ -137,9 +140,10 @@ def _absorbed_costs_least(
     bytes_per_element: int,
     maximum: Callable,
 ):
-    """Return whether the absorbed path costs at most as much as the expanded path, for floats or tensors [B].
+    """Return whether the absorbed path costs at most as much as the expanded path.
 
-    The operations have the same order as in the reference, so that both packages get the same float64 values.
+    The query length `q` and the context length `context` are floats, or float64 tensors [B]. The operations have the
+    same order as in `reference`, so that both packages get the same float64 values.
     """
     c, costs = config, costs or COUNTED
     heads, both = float(c.num_heads), float(c.qk_nope_head_dim + c.v_head_dim)
@@ -165,7 +169,7 @@ def _absorbed_costs_least(
 
 
 def short_name(gpu: str) -> str:
-    """Return the name of a GPU in the names of result files: "h200" for "NVIDIA H200"."""
+    """Return the short name of a GPU that file names use: "h200" for "NVIDIA H200"."""
     return "-".join(word for word in re.split(r"[^a-z0-9]+", gpu.lower()) if word and word != "nvidia")
 
 
@@ -175,15 +179,15 @@ def costs_file(gpu: str, num_heads: int) -> str:
 
 
 def measured_path_costs(config: MLAConfig, device: torch.device | str) -> PathCosts | None:
-    """Return the costs that were measured on this model of GPU, for the number of heads nearest to `config.num_heads`.
+    """Return path costs that were measured on the same GPU model, with a number of heads near to `config.num_heads`.
 
     Args:
         config: config of the layer.
         device: device of the layer.
 
     Returns:
-        A value for `costs=` of `choose_path`; None if no costs were measured on this model of GPU, or if `device` is
-        not a CUDA device.
+        A value for `costs=` of `choose_path`; None if no costs were measured on this GPU model, or if `device` is not a
+        CUDA device.
     """
     if torch.device(device).type != "cuda":
         return None

@@ -1,4 +1,7 @@
-"""Context parallelism of MLA: a gather of context from all ranks, and a decode over keys of all ranks."""
+"""Context parallelism of MLA: gather context from all ranks, and decode over keys that are distributed over ranks.
+
+The tokens of each sequence are distributed over D ranks. docs/glossary.md explains the terms and the other letters.
+"""
 
 from __future__ import annotations
 
@@ -52,17 +55,17 @@ def dcp_gather_context(
         context_parallel: the groups of ranks.
         cache_format: format of the cache.
         out_dtype: dtype of the result and of the exchange; None takes the dtype of the cache.
-        workspace: contiguous tensor [rows, Lkv + R] in `out_dtype` for the entries that this rank sends and receives:
-            at least (D + 1) padded_tokens rows. If there are num_tokens more rows, the first num_tokens rows receive
-            the result. None allocates tensors.
-        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+        workspace: contiguous tensor [rows, Lkv + R] in `out_dtype` for the entries that this rank sends and receives.
+            It needs at least (D + 1) * `chunk.padded_tokens` rows. With `chunk.num_tokens` further rows, its first rows
+            receive the result. None allocates tensors.
+        backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
-        [num_tokens, Lkv + R] in `out_dtype`; the first rows of `workspace` if it has room for the result.
+        [chunk.num_tokens, Lkv + R] in `out_dtype`; the first rows of `workspace` if it has room for the result.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match; the chunk was made for another rank; `workspace` has too few
-            rows; for CPU tensors, a block is outside the cache. The error is raised before the exchange.
+            rows; for CPU tensors, a block is outside the cache. Nothing has been sent to other ranks then.
         GroupError: the exchange failed.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
@@ -78,7 +81,7 @@ def dcp_gather_context(
     exchange = workspace[chunk.num_tokens if has_room else 0 :]
     received, sent = exchange[: group.size * padded], exchange[group.size * padded : exchanged]
     starts, offsets = chunk.held
-    gather_and_maybe_dequant_cache(  # the rows after the rank-local tokens are padding and are never read
+    gather_and_maybe_dequant_cache(  # the later rows of `sent` are padding, which no rank reads
         kv_cache, metadata.block_table, offsets, starts, chunk.local_tokens, cache_format, dtype,
         out=sent[: chunk.local_tokens], bounded=chunk.bounded, backend=backend,
     )  # fmt: skip
@@ -104,20 +107,22 @@ def dcp_decode(
 ) -> AttentionState:
     """Compute attention on the absorbed path over keys that are distributed over D ranks.
 
-    See `reference.distributed.groups.ContextParallel` for the exchanges.
+    Each rank gathers the queries of the D ranks, attends its own keys, and merges its attention states with those of
+    the other ranks. `reference.distributed.groups.ContextParallel` explains the exchanges.
 
     Args:
-        ql_nope: [T, N / TP, Lkv], queries of this rank's heads, with W_UK absorbed.
-        q_pe: [T, N / TP, R], rotated.
+        ql_nope: [T, N / TP, Lkv], queries of this rank's heads, with W_UK absorbed. TP is the number of tensor-parallel
+            ranks, which share the N heads.
+        q_pe: [T, N / TP, R], rotated rope parts of the queries.
         kv_cache: cache of this rank, which already contains the new tokens of this rank.
-        metadata: decode part of the plan. Query token t attends the first `visible_lens[t]` rank-local keys of its
-            request.
+        metadata: decode part of the plan. Query token t attends the first `visible_lens[t]` keys of its request that
+            this rank owns.
         softmax_scale: (P + R)^-1/2, times YaRN's factor.
         context_parallel: the groups of ranks and the kind of merge.
-        schedule: schedule of this rank's decode, which has N D / TP heads.
+        schedule: schedule of this rank's decode, which has the D * N / TP gathered heads.
         out_dtype: dtype of `out` and of the exchange; None takes the dtype of `ql_nope`.
         cache_format: format of the cache.
-        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+        backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
         out [T, N / TP, Lkv], lse [N / TP, T], over the keys of all ranks.
@@ -133,7 +138,7 @@ def dcp_decode(
     check_dtype("out_dtype", ql_nope.dtype if out_dtype is None else out_dtype)
     backend = backends.bind(backend, DCP_DECODE_OPS)
     latent, group = ql_nope.shape[2], context_parallel.cp_group
-    # heads first: the all-gather then returns all heads in one tensor, which needs no reordering copy
+    # [heads, T, Lkv + R]: the all-gather appends the heads of all ranks, so that no copy has to reorder the heads
     q = torch.cat((ql_nope.transpose(0, 1), q_pe.transpose(0, 1)), dim=-1)
     q = group.all_gather(q).flatten(0, 1).transpose(0, 1)
     state = mla_decode(

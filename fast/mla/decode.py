@@ -1,4 +1,7 @@
-"""Decode on the absorbed path: multi-query attention over the latent cache itself."""
+"""Decode on the absorbed path: multi-query attention over the latent cache itself.
+
+docs/glossary.md explains the terms and the letters of shapes.
+"""
 
 from __future__ import annotations
 
@@ -46,18 +49,19 @@ def decode_programs(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     backend: BackendChoice = None,
 ) -> int:
-    """Return the number of programs for `plan_decode`: the number of programs that a device runs at the same time.
+    """Return how many programs of the decode kernel a device runs at the same time.
 
-    A builder calls this function itself if its `num_programs` is None.
+    The result is the `num_programs` of `plan_decode`. A builder calls this function itself if its `num_programs` is
+    None.
 
     Args:
         config: config of the layer.
         device: device of the decode.
-        dtype: dtype of queries, and of a cache in the compute format.
+        dtype: dtype of the queries.
         block_size: tokens per cache block.
         query_len: length of the longest query in the decode.
         cache_format: format of the cache.
-        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+        backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Raises:
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
@@ -83,10 +87,10 @@ def schedule_costs(
     Args:
         config: config of the layer.
         device: device of the decode.
-        dtype: dtype of queries, and of a cache in the compute format.
+        dtype: dtype of the queries.
         block_size: tokens per cache block.
         cache_format: format of the cache.
-        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+        backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Raises:
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
@@ -123,35 +127,37 @@ def mla_decode(
     out: Float[Tensor, "T N Lkv"] | None = None,
     backend: BackendChoice = None,
 ) -> AttentionState:
-    """Attend the cached latents of each request with its query tokens, on the absorbed path.
+    """Compute attention of the query tokens of each request over its cached latents (absorbed path).
 
-    A caller needs the LSE only to merge the output with attention over other keys; a caller whose call covers all keys
-    may drop the LSE.
+    The result is an attention state: the output, and the log-sum-exp of the scores (LSE). The LSE is needed to merge
+    the output with attention over other keys; otherwise the caller can ignore it.
 
     Args:
         ql_nope: [T, N, Lkv], queries with W_UK absorbed (`query_to_latent`).
-        q_pe: [T, N, R], rotated.
+        q_pe: [T, N, R], rotated rope parts of the queries.
         kv_cache: cache, which already contains the new tokens.
         metadata: decode part of the plan; query token t attends the first `visible_lens[t]` keys of its request.
-        softmax_scale: (P + R)^-1/2, times YaRN's factor; never (Lkv + R)^-1/2.
-        schedule: schedule of the decode (`plan_decode`); with None, the kernel itself chooses the splits. A schedule
-            changes results by rounding alone. The `cpu` backend does not split a decode and ignores the schedule.
+        softmax_scale: (P + R)^-1/2, times YaRN's factor; not (Lkv + R)^-1/2.
+        schedule: schedule (`plan_decode`), which assigns keys to the programs of the kernel. With None, the kernel
+            divides the keys itself. A schedule changes results by rounding alone. The backend "cpu" ignores it.
         out_dtype: dtype of `out`; None takes the dtype of `ql_nope`.
         cache_format: format of the cache.
         out: contiguous tensor [T, N, Lkv] in `out_dtype` that receives the output; it must share no memory with the
             other tensors. The backend "hopper" needs an address that is a multiple of 16 bytes. None allocates a
             tensor.
-        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+        backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
-        out [T, N, Lkv] (apply `latent_to_value` next), lse [N, T]; `out` is the given tensor if there is one. A GPU
-        kernel does not check offsets: rows that `query_start_loc` assigns to no request are undefined. A layer writes
-        zeros for them (`zero_padding_tokens`).
+        An `AttentionState`: out [T, N, Lkv] and lse [N, T]. Apply `latent_to_value` to `out` next. On a GPU, the rows
+        of padding tokens (token `query_start_loc[-1]` and all later tokens) are undefined; a layer sets them to zero
+        (`zero_padding_tokens`).
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match; the plan was made for another block size; for CPU tensors,
-            offsets decrease, a length is above `max_seq_len`, a query token sees more keys than its request has, or a
-            block is outside the cache.
+        ValueError: in one of these cases:
+
+            - shapes, dtypes or devices do not match, or the plan was made for another block size;
+            - the tensors are on the CPU, and an offset, a length, a visible length or a block of the plan is invalid.
+
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     calls = _DECODES if out is None else _DECODES_INTO
@@ -166,7 +172,7 @@ def mla_decode(
             check_dtype("out_dtype", out_dtype)
         request = backends.decode_request(
             ql_nope.device, ql_nope.dtype, ql_nope.shape[2], q_pe.shape[2], kv_cache.shape[1],
-            QueryLenSupport.VARLEN  # the lengths of a replay are on the device
+            QueryLenSupport.VARLEN  # a replay may have other query lengths, which only the device knows
             if metadata.graph is GraphSupport.ANY
             else backends.query_lens_of(ql_nope.shape[0], metadata.seq_lens.shape[0], metadata.max_query_len),
             backends.cache_in_words(kv_cache), out_dtype=ql_nope.dtype if out_dtype is None else out_dtype,
@@ -191,7 +197,7 @@ def mla_decode(
     )  # fmt: skip
     if out is None:
         return AttentionState(*_DECODES.run(signature, chosen, *arguments))
-    # at every call: whether two tensors overlap is not part of a signature
+    # checked in every call: a signature (shapes, dtypes, devices) does not show whether two tensors share memory
     check_out("out", out, tuple(ql_nope.shape), out_dtype, ql_nope.device, *inputs, contiguous=True)
     return AttentionState(out, _DECODES_INTO.run(signature, chosen, *arguments, out))
 
@@ -203,7 +209,7 @@ def _launch_decode(
     if ql_nope.device.type == "cpu":
         metadata = DecodeMetadata(
             block_table, seq_lens, query_start_loc, max_query_len, visible_lens, max_seq_len, kv_cache.shape[1],
-            GraphSupport.ANY,  # tokens behind the last request are legal here; `mla_decode` checks other eager calls
+            GraphSupport.ANY,  # allows padding tokens; `mla_decode` has rejected them where they are not allowed
         )  # fmt: skip
         check_decode_values(metadata, ql_nope.shape[0], kv_cache.shape[1], kv_cache.shape[0])
     return backends.kernel(backend, "mla_decode")(

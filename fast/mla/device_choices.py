@@ -1,4 +1,7 @@
-"""Number of programs and costs of a schedule, as the backends of a device return these values, with a cache."""
+"""Number of programs and costs of a schedule that suit a device; the values are asked from a backend once and cached.
+
+A schedule assigns the keys of a decode to programs (kernel instances). `plan_decode` computes it from both values.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,10 @@ class ProgramsAndCosts(NamedTuple):
 
 
 class DecodeLayer(NamedTuple):
-    """Properties of a layer's decodes that determine the decode kernel, except the query length.
+    """Properties of a layer that determine its decode kernel.
 
     Attributes:
-        config: config of the layer, with the number of heads of its decode.
+        config: config of the layer. Under context parallelism, `num_heads` is the number of gathered heads.
         device: device of the decode.
         dtype: dtype of the queries.
         block_size: tokens per block.
@@ -46,20 +49,18 @@ class DecodeLayer(NamedTuple):
         *,
         batch_invariant: bool,
     ) -> ProgramsAndCosts:
-        """Return the given number of programs and the given costs; replace None by the value of the device.
+        """Return the given number of programs and the given costs, each replaced by the value of the device if None.
 
-        The values of the device are the results of `decode_programs` and `schedule_costs`. If no backend serves
-        `decode_programs`, the number of programs is 0. If no backend serves `schedule_costs`, the costs are the
-        defaults of `ScheduleCosts`.
+        If no backend serves the op `decode_programs`, the number of programs of the device is 0. If no backend serves
+        the op `schedule_costs`, the costs of the device are the defaults of `ScheduleCosts`.
 
         Args:
             query_len: length of the longest query in the decode.
             num_programs: number of programs of a schedule; None takes the number of the device.
             costs: costs of a schedule; None takes the costs of the device.
-            batch_invariant: whether the splits of a request depend on its own length only. If `batch_invariant` is
-                False and `num_programs` is 0, nothing reads the costs: the defaults are returned without a call to a
-                backend.
-            backend: mapping from each of the two ops to a backend name, or None to choose by capability.
+            batch_invariant: whether the splits of a request depend on its own length only. Such a decode needs the
+                costs even without a schedule, for the rule of its splits.
+            backend: mapping from op to backend name, or None for an automatic choice.
         """
         if num_programs is not None and costs is not None:
             return ProgramsAndCosts(num_programs, costs)
@@ -75,7 +76,7 @@ class DecodeLayer(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _of_device(layer: DecodeLayer, query_len: int, named) -> ProgramsAndCosts:
-    """Return both values from one cache entry, because a builder needs both values in every step."""
+    """Return both values of the device with one look-up in a cache."""
     return ProgramsAndCosts(_programs_of_device(layer, query_len, named), _costs_of_device(layer, named))
 
 
@@ -102,7 +103,7 @@ def _costs_of_device(layer: DecodeLayer, named) -> ScheduleCosts:
 
 
 def _is_named(op: str, named: tuple[tuple[str, str], ...] | None) -> bool:
-    """Return whether the caller named a backend for the op. An error of a named backend is raised to the caller."""
+    """Return whether the caller named a backend for the op; the errors of a named backend reach the caller."""
     return named is not None and op in dict(named)
 
 

@@ -1,6 +1,6 @@
-"""One MLA attention layer: projections, rotary embedding, cache write, and the two paths through attention.
+"""One MLA attention layer: projections, rotary embedding, cache write, and attention on the absorbed or expanded path.
 
-`torch.compile(fullgraph=True)` can trace `forward`, because only custom ops read tensor values on the CPU.
+docs/glossary.md explains the terms and the letters of shapes. `torch.compile(fullgraph=True)` can trace `forward`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ LAYER_OPS = (
 
 
 def rms_norm(x: Float[Tensor, "T L"], weight: Float[Tensor, " L"], eps: float) -> Float[Tensor, "T L"]:
-    """Compute the RMS norm x / sqrt(mean(x^2) + eps) * weight (arXiv 1910.07467).
+    """Compute the RMS norm x / sqrt(mean(x^2) + eps) * weight of each row of `x` (arXiv 1910.07467).
 
     The mean is computed in float64 if `x` is float64, and in float32 otherwise.
 
@@ -85,34 +85,33 @@ def rms_norm(x: Float[Tensor, "T L"], weight: Float[Tensor, " L"], eps: float) -
 class MLAAttention(nn.Module):
     """Multi-head Latent Attention over a paged latent cache, for inference only.
 
-    The caller owns the projections. A projection may be any callable module, a quantised module too. Each projection
-    returns its product, or (product, None) like the linear layers of vLLM and Megatron. The parameters have the names
-    of DeepSeek's checkpoints. See `reference.mla.layer.MLAAttention` for the computation.
+    The caller passes the projections as modules. A projection may be any module, for example a quantised one. It
+    returns its product, or (product, None) as the linear layers of vLLM and Megatron do. The parameters have the names
+    of DeepSeek's checkpoints. `reference.mla.layer.MLAAttention` explains the computation.
 
     Args:
-        config: dims, epsilon and rotary parameters.
-        kv_a_proj_with_mqa: H -> Lkv + R.
+        config: dimensions, epsilon and rotary parameters.
+        kv_a_proj_with_mqa: projection H -> Lkv + R.
         kv_a_layernorm: RMS norm with a weight [Lkv]; the layer uses the epsilon of the config.
-        kv_b_proj: Lkv -> N (P + V).
-        o_proj: N V -> H.
-        q_proj: H -> N (P + R), only if the config has no `q_lora_rank`.
-        q_a_proj: H -> Lq, only if the config has a `q_lora_rank`.
+        kv_b_proj: projection Lkv -> N (P + V).
+        o_proj: projection N V -> H.
+        q_proj: projection H -> N (P + R), only if `config.q_lora_rank` is None.
+        q_a_proj: projection H -> Lq, only if the config has a `q_lora_rank`.
         q_a_layernorm: RMS norm with a weight [Lq], only if the config has a `q_lora_rank`.
-        q_b_proj: Lq -> N (P + R), only if the config has a `q_lora_rank`.
-        workspace_tokens: upper bound of the context tokens in a chunk of a plan. A plan with a larger chunk is an
-            error. The memory-profile run (`metadata=None`) expands this number of tokens. The default is the largest
-            workspace that a builder chooses itself. If the builder gets another `workspace_tokens`, pass the same
-            number to the layer.
-        context_parallel: groups of the ranks that share heads and sequences, or None. With these groups, the config has
-            all N heads, the projections have the N / TP heads of this rank, and `o_proj` has no bias.
+        q_b_proj: projection Lq -> N (P + R), only if the config has a `q_lora_rank`.
+        workspace_tokens: largest number of context tokens that a prefill expands at once. A plan with a larger chunk
+            raises ValueError. The memory-profile run (`forward` with `metadata=None`) expands this number of tokens. If
+            you pass `workspace_tokens` to the builder of the plans, pass the same number here.
+        context_parallel: groups of the ranks that share heads and sequences, or None. With groups, `config` has all N
+            heads, the projections have the N / TP heads of this rank (TP: tensor-parallel ranks), and `o_proj` has no
+            bias.
         cache_format: format of the layer's cache.
-        workspace: memory for the context of one chunk, gathered and expanded; all layers of a model can share it. None
-            takes the workspace of the plan (`MLAMetadata.workspace`); the memory-profile run then allocates a workspace
-            of the same size and frees it.
-        check_every_call: whether every op checks all arguments in every call. With False, an op that was called before
-            with arguments of the same signature may check only what can differ (`fast.backends.checked_calls`).
-        backend: name of a backend (for the ops that this backend declares), mapping from op to backend name, or None.
-            For every other op, each call chooses a backend by capability (`fast.backends`).
+        workspace: memory in which a prefill gathers and expands one chunk; all layers of a model can share it. None
+            takes the workspace of the plan. A memory-profile run has no plan: it allocates a workspace and frees it.
+        check_every_call: if True, every op checks all its arguments in every call. If False, an op may skip a check
+            that an earlier call with the same shapes, strides and dtypes has passed (`fast.backends.checked_calls`).
+        backend: name of a backend, mapping from op to backend name, or None. A name applies to the ops that the backend
+            declares. For every other op, the backend is chosen automatically in each call (`fast.backends`).
 
     Raises:
         ValueError: the projections do not match the config, or `backend` has an unknown name or an unknown op.
@@ -170,15 +169,15 @@ class MLAAttention(nn.Module):
         """Build the layer from a transformers DeepseekV2Attention or DeepseekV3Attention, and share its submodules.
 
         Args:
-            module: the attention module. The projections of the module have all heads. The layer takes the epsilon from
-                the latent norms of the module. With `context_parallel`, the layer takes views of the weights of this
-                rank's heads.
+            module: the attention module; its projections have all heads. The layer takes the epsilon from the norms of
+                the module. With `context_parallel`, the layer uses views of the weights that belong to the heads of
+                this rank.
             options: keyword arguments of the constructor (`workspace_tokens`, `context_parallel`, `cache_format`,
                 `workspace`, `check_every_call`, `backend`).
 
         Raises:
-            UnsupportedConfiguration: for the same reasons as `MLAConfig.from_hf`; the latent norms have
-                different epsilons; the heads of a projection cannot be separated.
+            UnsupportedConfiguration: `MLAConfig.from_hf` raises it; the two norms have different epsilons; the weight
+                of a projection cannot be divided by heads.
         """
         if not hasattr(module, "config") or not hasattr(module, "kv_a_layernorm"):
             wanted = "module: expected a DeepseekV2Attention or DeepseekV3Attention"
@@ -189,7 +188,7 @@ class MLAAttention(nn.Module):
         low_rank = config.q_lora_rank is not None
         eps = latent_norm_eps(module.kv_a_layernorm, module.q_a_layernorm if low_rank else None)
         config = dataclasses.replace(config, latent_norm_eps=eps)
-        # the dimension of each weight that contains the heads
+        # for each projection: the dimension of its weight along which the heads lie
         with_heads = {"kv_b_proj": 0, "o_proj": 1, "q_b_proj" if low_rank else "q_proj": 0}
         projections = {name: getattr(module, name) for name in with_heads}
         if (context_parallel := options.get("context_parallel")) is not None:
@@ -210,9 +209,9 @@ class MLAAttention(nn.Module):
     def refresh_weights(self) -> None:
         """Read the weight of `kv_b_proj` again, after the caller changed this weight.
 
-        A dense copy of the weight is overwritten in place if its device and dtype have not changed.
-
-        See `reference.mla.layer.MLAAttention.refresh_weights` for when a caller must do this.
+        If `kv_b_proj` is not a plain linear module, the layer keeps a dense copy of its weight. This function
+        overwrites the copy in place if device and dtype have not changed, and replaces the copy otherwise.
+        `reference.mla.layer.MLAAttention.refresh_weights` explains when a caller must call this function.
         """
         dtype = self.kv_a_layernorm.weight.dtype
         if is_plain_linear(self.kv_b_proj, dtype):
@@ -225,7 +224,7 @@ class MLAAttention(nn.Module):
             self.recovered_kv_b_weight = weight
 
     def up_projections(self) -> tuple[Float[Tensor, "Lkv N P"], Float[Tensor, "Lkv N V"]]:
-        """Return W_UK [Lkv, N, P] and W_UV [Lkv, N, V], views of the weight of `kv_b_proj`."""
+        """Return W_UK [Lkv, N, P] and W_UV [Lkv, N, V], views of the dense weight of `kv_b_proj`."""
         weight = self.recovered_kv_b_weight
         if weight is None:
             weight = self.kv_b_proj.weight.detach()
@@ -233,7 +232,7 @@ class MLAAttention(nn.Module):
         return split_kv_b_proj(weight, c.num_heads, c.qk_nope_head_dim, c.v_head_dim)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> MLAAttention:
-        """Move or cast the layer, and drop the views of weights, which would keep the old memory alive."""
+        """Move or cast the layer, and drop the cached views of weights: they would keep the old memory alive."""
         self._weight_views.forget()
         return super()._apply(fn, recurse)
 
@@ -246,22 +245,22 @@ class MLAAttention(nn.Module):
         kv_cache: Shaped[Tensor, "num_blocks block_size columns"],
         metadata: MLAMetadata | None,
     ) -> Float[Tensor, "T H"]:
-        """Compute the output of the layer for one packed batch: decodes first, then prefills, then padding.
+        """Compute the output of the layer for one packed batch, and write the new tokens to the cache.
 
-        One op (`rope_norm_and_cache`) rotates queries and keys, norms the latents and writes the new tokens to the
-        cache.
+        The tokens of decodes come first, then the tokens of prefills, then padding tokens.
 
         Args:
             hidden_states: [T, H].
             positions: [T], position of each token in its request.
-            kv_cache: cache of this layer; the function writes the new tokens to the cache.
-            metadata: plan of the step; None selects the memory-profile run.
+            kv_cache: cache of this layer.
+            metadata: plan of the step. None selects the memory-profile run: it allocates the buffers of the largest
+                step of T tokens, so that the engine can measure the peak memory.
 
         Returns:
-            [T, H]; the output of a padding row is `o_proj` of zeros.
+            [T, H]. The output of a padding token is `o_proj` of zeros.
 
         Raises:
-            ValueError: the arguments do not match. The error is raised before anything is written to the cache.
+            ValueError: the arguments do not match. Nothing has been written to the cache then.
         """
         weights = self._weight_views.of(self)
         with weights.calls_inside(hidden_states, positions, kv_cache, metadata):
@@ -269,7 +268,7 @@ class MLAAttention(nn.Module):
         return self._project_out(output)
 
     def _attend(self, hidden_states, positions, kv_cache, metadata, weights: AttentionWeights) -> Tensor:
-        """Compute the layer up to the output of the heads, before W_O."""
+        """Compute the output [T, N, V] of the heads, before `o_proj`."""
         w_uk, w_uv = weights.w_uk, weights.w_uv
         _check_inputs(self.config, self.kv_a_layernorm.weight, hidden_states, positions)
         with backends.CallsOfOthers():
@@ -288,7 +287,7 @@ class MLAAttention(nn.Module):
             positions, q_pe, kv_c, k_pe, kv_cache, slots, self.kv_a_layernorm.weight, c.latent_norm_eps, c.rope,
             cache_format=self.cache_format, frequencies=self._frequencies_for(q), graph=graph, backend=self.backend,
         )  # fmt: skip
-        del kv_c  # the last view of the down-projection, whose memory is then free
+        del kv_c  # the last tensor that keeps the memory of the down-projection
         split, end = (0, q.shape[0]) if metadata is None else (metadata.num_decode_tokens, metadata.num_actual_tokens)
         if split > 0:
             self._decode(q_nope, q_pe, kv_cache, metadata, output, weights)
@@ -305,7 +304,7 @@ class MLAAttention(nn.Module):
         return output
 
     def _project_out(self, output: Tensor) -> Tensor:
-        """Apply W_O to the heads of this rank, and sum over the ranks that share the heads."""
+        """Apply `o_proj` to the heads of this rank, and sum the products of all tensor-parallel ranks."""
         hidden_states = linear_output("o_proj", self.o_proj(output.flatten(1)))
         if self.context_parallel is None:
             return hidden_states
@@ -330,7 +329,7 @@ class MLAAttention(nn.Module):
         return torch.cat((q_nope, q_pe), dim=-1), kv_c_normed, k_pe
 
     def _down_project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return query [T, N, P + R], latent [T, Lkv] and shared key [T, R], before rotation and norm of the latent."""
+        """Return query [T, N, P + R], latent [T, Lkv] before its norm, and rope key [T, R]; nothing is rotated yet."""
         c = self.local_config
         if self.q_proj is not None:
             q = linear_output("q_proj", self.q_proj(hidden_states))
@@ -368,18 +367,18 @@ class MLAAttention(nn.Module):
             kv_c_normed: [T, Lkv].
             k_pe: [T, R], rotated.
             kv_cache: cache, written at `metadata.slot_mapping`.
-            metadata: plan of the step; None allocates the largest buffers and writes zeros to `output`.
-            output: [T, N, V]; every element is written.
+            metadata: plan of the step. None allocates the buffers of the largest step of T tokens, and zeros `output`.
+            output: [T, N, V]; the function writes every element.
 
         Raises:
-            ValueError: the arguments do not match. The error is raised before anything is written.
+            ValueError: the arguments do not match. Nothing has been written then.
         """
         weights = self._weight_views.of(self)
         with weights.calls_inside(q, kv_c_normed, k_pe, kv_cache, metadata, output):
             self._write_and_attend(q, kv_c_normed, k_pe, kv_cache, metadata, output, weights)
 
     def _write_and_attend(self, q, kv_c_normed, k_pe, kv_cache, metadata, output, weights) -> None:
-        """Compute `forward_attention` with the given weights."""
+        """Compute `forward_attention` with the given views of the weights."""
         c, w_uk, w_uv = self.local_config, weights.w_uk, weights.w_uv
         _check_forward_attention(c, w_uk, q, kv_c_normed, k_pe, kv_cache, self.cache_format)
         check_attention_output(c, output, w_uk, q, kv_c_normed, k_pe, kv_cache)
@@ -404,7 +403,7 @@ class MLAAttention(nn.Module):
             output[end:] = 0
 
     def _check_step(self, metadata: MLAMetadata, q: Tensor, kv_cache: Tensor) -> None:
-        """Check the plan of a step before the layer writes anything."""
+        """Raise if the plan of a step does not fit the layer, the queries or the cache."""
         _check_step(metadata, q.shape[0], kv_cache, self.workspace_tokens)
         check_step_values(metadata, kv_cache)
         check_step_ownership(metadata, self.context_parallel)
@@ -412,7 +411,7 @@ class MLAAttention(nn.Module):
     def _prefill(self, q, kv_c_normed, k_pe, kv_cache, metadata, output, w_uk, w_uv, workspace) -> None:
         """Compute the expanded path for the query tokens of the prefills, and write their rows of `output`.
 
-        `q` has the rows of the prefills. The other tensors have the rows of the whole step.
+        `q` has only the query tokens of the prefills; `kv_c_normed`, `k_pe` and `output` have all tokens of the step.
         """
         gather = gather_context
         if self.context_parallel is not None:
@@ -444,7 +443,7 @@ class MLAAttention(nn.Module):
                 cache_format=self.cache_format, backend=self.backend,
             )  # fmt: skip
         write_values(state.out, weights.w_uv_by_head, output)
-        if metadata.decode.graph is GraphSupport.ANY:  # the decode leaves tokens behind the last request undefined
+        if metadata.decode.graph is GraphSupport.ANY:  # the decode leaves the rows of padding tokens undefined
             zero_padding_tokens(
                 output, metadata.decode.query_start_loc, graph=metadata.decode.graph, backend=self.backend
             )

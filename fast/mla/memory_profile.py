@@ -1,4 +1,9 @@
-"""The workspace of a step, and the memory-profile run, which allocates what the largest step of its tokens needs."""
+"""The workspace of a step, and the memory-profile run.
+
+The workspace is the memory in which a prefill gathers and expands one chunk of context. The memory-profile run is a
+call of a layer without a plan: it allocates the buffers of the largest step with the same number of tokens, so that an
+engine can measure the peak memory before it allocates the cache. docs/glossary.md explains the letters of shapes.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +27,14 @@ from .weights import expand_into
 def reserve_for_step(
     layer: nn.Module, metadata: MLAMetadata | None, q: Tensor
 ) -> tuple[ContextWorkspace | None, tuple[Tensor, Tensor] | None]:
-    """Return the workspace of a step and its two parts for the largest chunk; None twice without any context.
+    """Return the workspace of a step, and its two tensors for the largest chunk (`reserve_largest`).
+
+    Both results are None if the step has no context.
 
     Args:
         layer: the `MLAAttention`.
         metadata: plan of the step; None for the memory-profile run.
-        q: queries, which have dtype and device of the layer.
+        q: queries, in the dtype and on the device of the layer.
     """
     tokens, workspace, context_parallel = layer.workspace_tokens, layer.workspace, layer.context_parallel
     if metadata is not None:
@@ -56,19 +63,19 @@ def touch_largest(
     expanded: Float[Tensor, " elements"],
     context_parallel: ContextParallel | None,
 ) -> None:
-    """Allocate the buffers of a step of T tokens, so that a measurement of peak memory includes these buffers.
+    """Allocate and free the buffers of a step of T tokens, so that a measurement of peak memory includes them.
 
-    First come the buffers of a step whose tokens all prefill with context, then the buffers of a step whose tokens all
-    decode. Two kinds of buffers are left out: the partial outputs of a decode, and the states of a cascade.
+    The function first allocates the buffers of T prefill tokens with context, and then the buffers of T decode tokens.
+    It leaves out the partial outputs of a decode, and the attention states of a cascade.
 
     Args:
-        q: [T, N, P + R].
-        kv_c_normed: [T, Lkv].
+        q: [T, N, P + R], queries.
+        kv_c_normed: [T, Lkv], latents of the new tokens.
         w_uk: [Lkv, N, P].
         w_uv: [Lkv, N, V].
         config: config with the heads of this rank.
         context: [S, Lkv + R], memory for the context tokens of the largest chunk (`reserve_largest`).
-        expanded: memory for the expanded keys and values of these tokens.
+        expanded: memory for the keys and values of these S tokens.
         context_parallel: groups of the ranks that share sequences, or None.
     """
     expand_into(context.zero_()[:, : config.kv_lora_rank], w_uk, w_uv, expanded)
@@ -79,16 +86,16 @@ def touch_largest(
         return q.new_empty(tokens, heads, config.v_head_dim, dtype=wide), q.new_empty(heads, tokens, dtype=wide)
 
     keys = expand_into(kv_c_normed, w_uk, w_uv, None)
-    states = [state()]  # over the new tokens
+    states = [state()]  # attention over the new tokens
     del keys
-    states.append(state())  # over one chunk; the merge writes in place
+    states.append(state())  # attention over one chunk; the merge overwrites the first state
     del states
 
     rotated = q.new_empty(tokens, heads, config.qk_rope_head_dim)
     queries = q.new_empty(tokens, heads, config.kv_lora_rank)
     if context_parallel is None:
         held = [queries, q.new_empty(queries.shape), q.new_empty(heads, tokens, dtype=wide)]
-    else:  # queries of this rank and of all ranks, the outputs of all heads, a sent and a received message
+    else:  # queries of this rank and of all ranks; then the output of all heads, a sent and a received message
         gathered = heads * context_parallel.size
         held = [queries, q.new_empty(tokens, heads + gathered, config.head_size)]
         held += [q.new_empty(tokens, gathered, config.kv_lora_rank + 2) for _ in range(3)]

@@ -1,7 +1,10 @@
-"""The plan of a step, computed from the batch that a scheduler chose.
+"""The plan of a step, computed from the batch that an engine's scheduler chose.
 
-Plans are computed on the CPU from the CPU fields of the batch. No value is read from a GPU. If the engine gives no
-lengths on the CPU, plans are computed from upper bounds, and kernels write the true lengths into tensors of the plan.
+A plan has the integers that the attention of one step needs: lengths, slots, chunks of context, and a schedule if one
+saves time. The host computes a plan and reads no value from a GPU. If the engine knows the lengths only on the GPU, the
+host plans with upper bounds, and kernels write the true lengths into the tensors of the plan.
+
+docs/glossary.md explains the terms and the letters of shapes.
 """
 
 from __future__ import annotations
@@ -88,38 +91,38 @@ def build_mla_metadata(
     staging: StagingBuffer | None = None,
     backend: BackendChoice = None,
 ) -> MLAMetadata:
-    """Plan one step: leading requests that may take the absorbed path are decodes; all other requests are prefills.
+    """Plan one step: choose a path for each request, cut context into chunks, and decide on a schedule.
 
-    See `reference.mla.metadata.build_mla_metadata` for which requests may take the absorbed path, and for batches
-    without lengths on the CPU.
+    Requests at the beginning of the batch that may take the absorbed path are decodes. All other requests are prefills.
+    `reference.mla.metadata.build_mla_metadata` explains which requests may take the absorbed path, and how a batch
+    without lengths on the CPU is planned.
 
     Args:
         common: batch of the step.
         block_size: tokens per block.
-        workspace_tokens: upper bound of the context tokens that are expanded at once.
+        workspace_tokens: largest number of context tokens that a prefill expands at once.
         decode_threshold: a request with at most this number of query tokens may take the absorbed path, whatever
             `choose_path` returns for it (`reorder_batch_threshold`).
-        config: config of the layer, for `choose_path` and for the schedule. With None, only the threshold decides the
-            paths, and the plan has no schedule.
+        config: config of the layer, for `choose_path` and for the schedule. With None, `decode_threshold` alone decides
+            the paths, and the plan has no schedule.
         costs: costs for `choose_path`; None takes the defaults of `PathCosts`.
         query_len_support: query lengths that the decode kernel supports.
         require_order: if True, an absorbed request after an expanded request is an error.
         ownership: the tokens that this context-parallel rank owns; None if one rank owns all tokens. With
             `ownership`, `common` has the lengths of the whole sequences and the slots of this rank
             (`dcp_slot_mapping`). The lengths of the whole sequences decide the paths.
-        num_programs: number of programs of the schedule; 0 makes no schedule. If `config` is given, None takes the
-            number of programs that the device runs at the same time (`decode_programs`); otherwise None means 0. The
-            lengths of the decode also decide whether the decode gets a schedule (`choose_schedule`); the plan's
-            `schedule_choice` reports the decision.
+        num_programs: number of programs of the schedule; 0 makes no schedule. None takes the number of programs that
+            the device runs at the same time (`decode_programs`), or 0 without a `config`. A decode gets a schedule only
+            if `choose_schedule` expects that the schedule saves time.
         schedule_costs: costs from which the schedule is computed; None takes the costs of the device
             (`schedule_costs`).
-        cache_format: format of the cache; it affects `choose_path`, the number of programs and the costs.
-        dtype: dtype of queries and keys; it affects the same choices as `cache_format`. A plan is valid for any dtype.
+        cache_format: format of the cache. It influences `choose_path` and the schedule.
+        dtype: dtype of queries and keys. It influences `choose_path` and the schedule. A plan is valid for any dtype.
         staging: pinned memory through which plans are copied to a GPU; None takes pinned memory from PyTorch's
-            allocator each time.
-        backend: backend of the ops `compute_visible_lens`, `decode_programs`, `schedule_costs` and `plan_decode`. A
-            name holds for each of these ops that the named backend declares; a mapping gives the backend name of each
-            op. For all other ops, and with None, the backend is chosen by capability (`fast.backends`).
+            allocator in each call.
+        backend: backend of the ops `compute_visible_lens`, `decode_programs`, `schedule_costs` and `plan_decode`: a
+            name, a mapping from op to backend name, or None. A name applies to the ops that the backend declares. For
+            every other op, the backend is chosen automatically (`fast.backends`).
 
     Returns:
         The plan, with its tensors on the device of `common`; a `ContextParallelMetadata` if `ownership` is given.
@@ -131,9 +134,9 @@ def build_mla_metadata(
             - `num_programs` is above 0 and `config` is None;
             - the slots were made for another block size, or, for CPU tensors, a rank has more slots than new tokens;
             - the block table is narrower than the longest request;
-            - the workspace is smaller than one `context_unit`;
-            - a padding row (S = 0 < Sq) is not among the decodes;
-            - without lengths on the CPU: the step may have prefills, and the offsets or the upper bounds are missing;
+            - `workspace_tokens` is below the smallest size of a chunk (`context_unit`);
+            - a padding row (a request of length 0 with query tokens) is not among the decodes;
+            - the batch has no lengths on the CPU and may have prefills, and CPU offsets or upper bounds are missing;
             - `require_order` is True, and an absorbed request comes after an expanded request.
     """
     backend = bind(backend, PLANNING_OPS)
@@ -174,10 +177,10 @@ def build_mla_metadata(
     one_each = decode_tokens == decodes and (common.max_query_len <= 1 or decode_threshold == 1)
     if query_lens is None and not (one_each and decodes == requests):
         query_lens = starts_cpu.diff()
-    if one_each and query_lens is not None and config is not None:  # longer queries may be absorbed
+    if one_each and query_lens is not None and config is not None:  # `choose_path` may absorb longer queries
         one_each = _longest(query_lens[:decodes]) <= 1
 
-    # tensors of the plan that are not views of the batch; one copy sends all of these tensors to the device
+    # tensors of the plan that are not views of the batch, by name; one copy sends them all to the device
     made: dict[str, Tensor] = {}
     if not one_each and host_lens:
         made["visible_lens"] = visible_lens_of_tokens(
@@ -262,16 +265,17 @@ def build_mla_metadata(
 
 
 def _split_by_context(prefill: PrefillMetadata, context_lens: Int32[Tensor, " B"]) -> tuple[PrefillPart, ...]:
-    """Return the parts of a prefill, or no part if there would be one part or more than `MOST_PARTS`.
+    """Divide a prefill into parts: consecutive requests that all have context, or that all have no context.
 
-    Only requests with context need an attention state that is merged (`PrefillMetadata.parts`).
+    A part without context needs no merge, so its attention is cheaper.
 
     Args:
         prefill: plan of the prefill, whose `query_start_loc` and chunks are on the CPU.
         context_lens: [B], cached tokens of each request, on the CPU.
 
     Returns:
-        The parts, in the order of the requests. Their tensors are on the CPU, except the block tables.
+        The parts, in the order of the requests. Their tensors are on the CPU, except the block tables. The tuple is
+        empty if there would be only one part, or more than `MOST_PARTS` parts.
     """
     requests = prefill.block_table.shape[0]
     has_context = context_lens > 0
@@ -308,7 +312,8 @@ def _with_device_lens(
 ) -> MLAMetadata:
     """Return a plan that was computed from upper bounds, with the true lengths from the device in its tensors.
 
-    If each decode has one token (`one_each`) and one rank owns all tokens, the lengths are also the visible lengths.
+    If each decode has one query token (`one_each`), this token sees all keys. Without `ownership`, the tensors of the
+    decode then already have the true lengths, and only the chunks of context change.
     """
     decodes, decode, chunks = metadata.num_decodes, metadata.decode, metadata.prefill.context_chunks
     if not one_each or ownership is not None:
@@ -330,10 +335,10 @@ def _with_device_lens(
 def _rank_local_decode_lens(
     common: CommonAttentionMetadata, num_decodes: int, max_seq_len: int, ownership: TokenOwnership | None
 ) -> Int32[Tensor, " decodes"]:
-    """Return the number of rank-local keys of each decode, on the CPU.
+    """Return the number of keys of each decode that this rank owns, on the CPU.
 
-    Without lengths on the CPU, return the lengths for which a schedule saves most (`longest_decode_lens`);
-    `max_seq_len` is the upper bound of the rank-local keys of a decode.
+    Without lengths on the CPU, return the lengths for which a schedule saves most time (`longest_decode_lens`). No
+    length is above `max_seq_len`.
     """
     if not has_host_lens(common):
         return longest_decode_lens(num_decodes, max_seq_len)
@@ -353,7 +358,7 @@ def _with_schedule(
     batch_invariant: bool = False,
     backend: BackendChoice = None,
 ) -> MLAMetadata:
-    """Return the plan with a `schedule_choice`, and with a schedule if the choice or `batch_invariant` requires it."""
+    """Return the plan with a `schedule_choice`, and with a schedule if it saves time or `batch_invariant` is True."""
     choice = choose_schedule(decode_lens, num_programs, costs, batch_invariant)
     schedule = DecodeSchedule(batch_invariant=True, split_rule=costs.split_rule) if batch_invariant else None
     if choice.planned:
@@ -371,14 +376,14 @@ def _first_expanded(common, query_lens, decode_threshold, query_len_support, pat
         return first
     query_len = int(query_lens[first])
     if choose_path(query_len, max(0, int(common.seq_lens_cpu[first]) - query_len), **paths) == "expanded":
-        return first  # the usual case: the paths of later requests need not be chosen
+        return first  # the usual case: no other request matters
     contexts = common.num_computed_tokens_cpu[longer]
     expanded = longer[~choose_paths(query_lens[longer], contexts, decode_threshold, **paths)]
     return int(expanded[0]) if expanded.numel() else common.num_reqs
 
 
 def _check_order(common, query_lens, decodes, decode_threshold, query_len_support, paths) -> None:
-    """Raise if an absorbed request comes after the first expanded request."""
+    """Raise if a request that may take the absorbed path comes after the first expanded request."""
     ahead, behind = query_lens[:decodes], query_lens[decodes:]
     if query_len_support is QueryLenSupport.UNIFORM:
         absorbed = behind == (ahead.max() if ahead.numel() else 0)

@@ -1,4 +1,8 @@
-"""Zeros in the output of the padding tokens of a captured decode."""
+"""Zeros for the padding tokens of a captured decode.
+
+A padding token is a query token behind the last request. A CUDA graph has a fixed number of tokens, so a replay with
+fewer query tokens has padding tokens.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +23,17 @@ def zero_padding_tokens(
     graph: GraphSupport = GraphSupport.NONE,
     backend: BackendChoice = None,
 ) -> None:
-    """Write zeros to the rows of `output` that belong to no request: the rows from `query_start_loc[-1]` on.
+    """Write zeros to the rows of `output` that belong to padding tokens: the rows from `query_start_loc[-1]` on.
 
-    A decode kernel leaves these rows undefined. Which rows these are is known on the device only, because a replay of a
-    CUDA graph may have fewer query tokens than the capture. The kernel has one program for each token. A program whose
-    token is no padding reads one number and ends.
+    A decode kernel leaves these rows undefined. The host does not know `query_start_loc[-1]` of a replay, so a kernel
+    reads it on the device. The kernel has one program for each of the T tokens.
 
     Args:
-        output: [T, N, V], written in place.
-        query_start_loc: [B + 1], prefix sum of the query lengths; it ends at T or before T.
+        output: [T, N, V] (tokens, heads, value dimension), written in place.
+        query_start_loc: [B + 1], first token of each of the B requests; the last element is the number of query tokens,
+            at most T.
         graph: kind of the CUDA graph that contains the call; NONE if no graph contains the call.
-        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+        backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Raises:
         ValueError: shapes, dtypes or devices do not match.

@@ -1,7 +1,9 @@
-"""Prefill on the expanded path: latents are expanded into keys and values, and ordinary attention follows.
+"""Prefill on the expanded path: expand latents into keys and values of every head, then compute ordinary attention.
 
-The cached context is expanded chunk by chunk, so the workspace limits the memory. The attention kernels read the rope
-part of the keys from one tensor that all heads share, so this part is never copied for each head.
+The cached context is expanded chunk by chunk, so that the memory for keys and values has a limit. The rope part of a
+key is the same for all heads. The attention kernels read it from one tensor [S, R] without copies for each head.
+
+docs/glossary.md explains the terms and the letters of shapes.
 """
 
 from __future__ import annotations
@@ -61,23 +63,21 @@ def run_prefill_new_tokens(
 ) -> AttentionState | Float[Tensor, "T N V"]:
     """Compute causal attention of the new tokens of each request over the new tokens of the same request.
 
-    Without `return_lse`, one kernel writes the output in its dtype, and nothing else.
-
     Args:
         q: [T, N, P + R], rope part rotated.
-        k_nope: [T, N, P].
-        k_pe: [T, R], rotated.
+        k_nope: [T, N, P], keys without their rope part.
+        k_pe: [T, R], rotated rope part of the keys.
         v: [T, N, V].
         metadata: prefill part of the plan.
         softmax_scale: (P + R)^-1/2, times YaRN's factor.
-        return_lse: whether context will be merged into the result.
+        return_lse: True if the caller will merge attention over the context into the result.
         out: tensor [T, N, V] that receives the output, in the dtype of the output and with any strides; it must share
             no memory with the other tensors. None allocates a tensor.
-        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+        backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
         With `return_lse`, an `AttentionState`: out [T, N, V] and lse [N, T], both in float32 (float64 if `q` is
-        float64). The state is not rounded to the dtype of `q`, because context may be merged into it.
+        float64), so that a merge loses no precision.
 
         Without `return_lse`, a tensor: out [T, N, V] in the dtype of `q`.
 
@@ -95,7 +95,7 @@ def run_prefill_new_tokens(
 def _attend_new_tokens(
     q, k_nope, k_pe, v, metadata, softmax_scale, dtype, return_lse, out, backend, out_is_checked=False
 ):
-    """Compute causal attention of the new tokens with an output of any dtype; do not check the plan."""
+    """Compute `run_prefill_new_tokens` with an output in `dtype`, and without checks of the plan."""
     offsets, longest = metadata.query_start_loc, metadata.max_query_len
     return attend(
         AttentionInputs(q, k_nope, k_pe, v, offsets, offsets), longest, longest, softmax_scale, True, dtype, backend,
@@ -116,6 +116,16 @@ def run_prefill_context_chunk(
 ) -> AttentionState:
     """Compute unmasked attention of the new tokens over one chunk of the cached context.
 
+    Args:
+        q: [T, N, P + R], rope part rotated.
+        k_nope: [S, N, P], keys of the chunk without their rope part.
+        k_pe: [S, R], rotated rope part of the keys of the chunk.
+        v: [S, N, V], values of the chunk.
+        metadata: prefill part of the plan.
+        chunk: the chunk of the plan that has these S tokens.
+        softmax_scale: (P + R)^-1/2, times YaRN's factor.
+        backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
+
     Returns:
         out [T, N, V] and lse [N, T], both in float32 (float64 if `q` is float64).
     """
@@ -124,7 +134,7 @@ def run_prefill_context_chunk(
 
 
 def _attend_context(q, k_nope, k_pe, v, metadata, chunk, softmax_scale, backend):
-    """Compute attention of the new tokens over one chunk of context; do not check the plan."""
+    """Compute `run_prefill_context_chunk` without checks of the plan."""
     inputs = AttentionInputs(q, k_nope, k_pe, v, metadata.query_start_loc, chunk.cu_seq_lens)
     return attend(
         inputs, metadata.max_query_len, chunk.max_seq_len, softmax_scale, False, wide_dtype(q.dtype), backend,
@@ -152,7 +162,7 @@ def gather_context(
         out_dtype: dtype of the result; None takes the dtype of the cache.
         workspace: contiguous tensor [at least S, Lkv + R] in `out_dtype`, whose first S rows receive the result; None
             allocates a tensor.
-        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+        backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
         [S, Lkv + R] in `out_dtype`, or in the dtype of the cache if `out_dtype` is None; a view of `workspace` if it is
@@ -191,27 +201,27 @@ def forward_prefill(
 ) -> AttentionState | Float[Tensor, "T N V"]:
     """Compute attention of new tokens over the cached context and the new tokens, on the expanded path.
 
-    The output of requests without context is written once. Requests with context have a float32 state, and the merge of
-    their last chunk writes their output (`metadata.parts`).
+    If `metadata.parts` separates the requests without context, one kernel computes their output in its final dtype. For
+    all other requests, the attention states over the new tokens and over each chunk are merged in float32.
 
     Args:
         q: [T, N, P + R], rope part rotated.
         kv_c_normed: [T, Lkv], normed latents of the new tokens.
         k_pe: [T, R], rotated keys of the new tokens.
-        kv_cache: cache, from which only the context is read.
+        kv_cache: cache, which needs to contain the context only.
         metadata: prefill part of the plan: the requests and the chunks of context.
         w_uk: [Lkv, N, P].
         w_uv: [Lkv, N, V].
         softmax_scale: (P + R)^-1/2, times YaRN's factor.
-        gather: function `(kv_cache, metadata, chunk, cache_format=, out_dtype=) -> [S, Lkv + R]` that returns the
-            entries of a chunk in `out_dtype`, the dtype of `q`; it gets `workspace=` too if `workspace` is given.
-            Context parallelism passes `dcp_gather_context`.
+        gather: function `(kv_cache, metadata, chunk, cache_format=, out_dtype=) -> [S, Lkv + R]` that returns the cache
+            entries of a chunk. `out_dtype` is the dtype of `q`. If `workspace` is given, the function also gets
+            `workspace=`. Under context parallelism, pass `dcp_gather_context`.
         cache_format: format of the cache.
         return_lse: whether the caller needs the LSE of the result.
         out: tensor [T, N, V] in the dtype of `q` that receives the output, with any strides; it must share no memory
             with the other tensors. None allocates a tensor.
-        workspace: memory in which each chunk is gathered and expanded; None allocates memory for every chunk.
-        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+        workspace: memory in which each chunk is gathered and expanded; None allocates new memory for each chunk.
+        backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
         With `return_lse`, an `AttentionState`: out [T, N, V] in the dtype of `q`, and lse [N, T].
@@ -220,11 +230,11 @@ def forward_prefill(
 
     Raises:
         TypeError: `return_lse` is not a bool, or `workspace` is not a `ContextWorkspace`.
-        ValueError: shapes, dtypes or devices do not match; `out` overlaps another tensor; the given memory of
-            `workspace` is too small.
+        ValueError: shapes, dtypes or devices do not match; `out` overlaps another tensor; `workspace` was made with a
+            `memory` that is too small.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
-    if gather is not gather_context:  # what another function does is not known
+    if gather is not gather_context:  # its calls of ops are unknown: each op checks its arguments
         check_function("gather", gather)
         return _forward_prefill(
             q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, softmax_scale, gather, cache_format, return_lse, out,
@@ -243,7 +253,7 @@ def _forward_prefill(
     q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, softmax_scale, gather, cache_format, return_lse, out,
     workspace, backend,
 ):  # fmt: skip
-    """Compute `forward_prefill`; without `gather`, the entries of a chunk come from `gather_context`."""
+    """Compute `forward_prefill`; if `gather` is None, `gather_context` gathers the entries of a chunk."""
     _check_prefill(q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, cache_format)
     check_flag("return_lse", return_lse)
     check_context_workspace("workspace", workspace)
@@ -262,7 +272,8 @@ def _forward_prefill(
         backends.confirm(rows, expanded)
         gather = functools.partial(gather, workspace=rows)
     k_nope, v = expand_into(kv_c_normed, w_uk, w_uv, None)
-    states = []  # of each part: an attention state, or only the final output
+    # a part: consecutive requests that all have context, or that all have none
+    states = []  # for each part: an attention state, or only the final output
     parts = metadata.all_parts(q.shape[0])
     for part in parts:
         tokens = part.first_token, part.end_token
@@ -288,7 +299,7 @@ def _forward_prefill(
                     target = rows_of(out, *tokens) if place == last else states[index].out
                     states[index] = _merge_into(target, chunk_state, states[index], backend)
                     del chunk_state, keys
-        del k_nope, v, context  # frees the memory of this chunk before the next chunk is expanded
+        del k_nope, v, context  # free the memory of this chunk before the next chunk is expanded
     if not return_lse:
         return out
     lses = [state.lse for state in states]
@@ -296,7 +307,7 @@ def _forward_prefill(
 
 
 def _merge_into(target: Tensor, chunk_state: AttentionState, state: AttentionState, backend: BackendChoice):
-    """Merge two states; write the output to `target` and the LSE in place. Return the merged state."""
+    """Merge two states: write the output to `target` and the LSE to `state.lse`; return the merged state."""
     made = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
     merged = merge_states(chunk_state, state, AttentionState(made, state.lse), backend=backend)
     if made is not target:
@@ -305,5 +316,5 @@ def _merge_into(target: Tensor, chunk_state: AttentionState, state: AttentionSta
 
 
 def rows_of(x: Tensor, first: int, end: int) -> Tensor:
-    """Return x[first:end] of a tensor [rows, ...]: a view, or the tensor itself if these are all its rows."""
+    """Return x[first:end] of a tensor [rows, ...]; if this is the whole tensor, return `x` itself without a view."""
     return x if first == 0 and end == x.shape[0] else x[first:end]

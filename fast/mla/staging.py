@@ -1,4 +1,4 @@
-"""Transfer of the integers of a plan to a GPU, in one copy."""
+"""Transfer of a plan to a GPU in one copy; a plan is the set of int32 tensors that one step of an engine needs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from torch import Tensor
 def to_device(
     tensors: Mapping[str, Tensor], device: torch.device, staging: StagingBuffer | None
 ) -> Mapping[str, Tensor]:
-    """Return int32 tensors on a device: a GPU gets all tensors in one copy, a CPU gets the tensors unchanged.
-
-    The host does not wait for the copy.
+    """Send int32 tensors to a GPU in one copy, without waiting for the copy; return tensors for the CPU unchanged.
 
     Args:
         tensors: int32 tensors on the CPU, by name.
         device: device of the result.
         staging: pinned memory for the copy; None takes pinned memory from PyTorch's allocator.
+
+    Returns:
+        The tensors on `device`, by name.
     """
     if device.type == "cpu" or not tensors:
         return tensors
@@ -26,7 +27,7 @@ def to_device(
     sizes = [tensor.shape[0] for tensor in flat]
     if staging is not None:
         moved = staging.send(flat, device)
-    else:  # PyTorch's allocator reuses pinned memory only after copies from this memory have run
+    else:  # the allocator does not reuse pinned memory before copies from it have finished
         pinned = torch.empty(sum(sizes), dtype=torch.int32, device="cpu", pin_memory=True)
         moved = torch.cat(flat, out=pinned).to(device, non_blocking=True)
     parts = zip(tensors.items(), moved.split(sizes), strict=True)
@@ -36,16 +37,16 @@ def to_device(
 class StagingBuffer:
     """Pinned memory through which plans are sent to a GPU; the host never waits for the GPU.
 
-    The memory has one part for each plan that is on its way. An event tells whether the last copy from a part has run.
-    A plan takes a part whose copy has run; if there is none, it takes a new part. So there are as many parts as the
-    host is steps ahead of the GPU. Only one thread may use a buffer.
+    The memory consists of parts, each with a CUDA event that is recorded after the last copy from the part. A plan uses
+    a part whose copy has finished; if there is no such part, the buffer allocates a new one. Only one thread may use a
+    buffer.
     """
 
     def __init__(self):
         self._parts: dict[torch.device, list[tuple[Tensor, torch.cuda.Event]]] = {}
 
     def send(self, pieces: list[Tensor], device: torch.device) -> Tensor:
-        """Return the given vectors, one after another, as one int32 vector on a CUDA device.
+        """Concatenate vectors in pinned memory, and return them as one int32 vector on a CUDA device.
 
         Args:
             pieces: int32 vectors on the CPU.
@@ -55,7 +56,7 @@ class StagingBuffer:
         parts = self._parts.setdefault(device, [])
         free = next((number for number, (_, event) in enumerate(parts) if event.query()), None)
         part, event = (None, torch.cuda.Event()) if free is None else parts.pop(free)
-        with torch.inference_mode(False):  # later steps may run outside of the inference mode of this step
+        with torch.inference_mode(False):  # a later step may reuse the memory outside of inference mode
             if part is None or part.shape[0] < total:
                 part = torch.empty(2 * total, dtype=torch.int32, device="cpu", pin_memory=True)
             try:

@@ -1,4 +1,9 @@
-"""The views of a layer's weights that attention needs; a layer makes them once and keeps them."""
+"""The views of a layer's weights that attention needs; a layer makes the views once and keeps them.
+
+The module also keeps a signature of the layer: shapes, strides, dtypes and devices of its weights, and its settings. If
+this signature and the signature of the arguments are the same as in an earlier call of the layer, the ops inside the
+layer skip their checks (`fast.backends.nested_calls`).
+"""
 
 from __future__ import annotations
 
@@ -17,13 +22,13 @@ _CALLS_INSIDE = backends.CallsInside()
 
 @dataclass(frozen=True)
 class LayerSignature:
-    """What the calls inside a layer depend on, apart from the arguments of the layer's call.
+    """Signature of a layer: all its properties on which the checks and kernels of its ops depend.
 
     Attributes:
         config: config with all heads.
         cache_format: format of the cache.
         workspace_tokens: largest number of context tokens of a chunk.
-        parts: signatures of the weights and of the backends.
+        parts: signatures (shapes, strides, dtypes, devices) of the weights, and the names of the backends.
     """
 
     config: MLAConfig
@@ -33,17 +38,19 @@ class LayerSignature:
 
 
 class AttentionWeights(NamedTuple):
-    """Views of the weights that attention needs, and the weights that they were made from.
+    """Views of the weights that attention needs, and the weights from which the views were made.
+
+    N is the number of heads, Lkv the latent width, P and V the widths of keys (without rope part) and values of a head.
 
     Attributes:
-        weight: weight of `kv_b_proj`.
-        norm_weight: weight of `kv_a_layernorm`.
+        weight: weight of `kv_b_proj`, [N (P + V), Lkv].
+        norm_weight: weight of `kv_a_layernorm`, [Lkv].
         made_from: layouts of the two weights, and the settings of the layer; None if the views must not be kept.
         w_uk: [Lkv, N, P].
         w_uv: [Lkv, N, V].
-        w_uk_t: [N, P, Lkv], for the absorption of queries.
+        w_uk_t: [N, P, Lkv], which turns queries into absorbed queries.
         w_uv_by_head: [N, Lkv, V].
-        signature: what the calls inside the layer depend on; None if these calls are not known.
+        signature: signature of the layer; None if the ops of the layer must check their arguments in every call.
     """
 
     weight: Tensor
@@ -56,12 +63,12 @@ class AttentionWeights(NamedTuple):
     signature: LayerSignature | None
 
     def calls_inside(self, *arguments: Any) -> contextlib.AbstractContextManager[None]:
-        """Return the context manager around the calls inside a call of the layer with these arguments."""
+        """Return a context manager in which the layer calls its ops; the arguments are those of the layer's call."""
         return contextlib.nullcontext() if self.signature is None else _CALLS_INSIDE.given(self.signature, *arguments)
 
 
 class WeightViews:
-    """The kept `AttentionWeights` of one layer; they are made again if a weight was replaced."""
+    """Cache of the `AttentionWeights` of one layer; the views are made again if a weight or a setting was replaced."""
 
     def __init__(self):
         self._kept: AttentionWeights | None = None
@@ -76,7 +83,7 @@ class WeightViews:
         if weight is None:
             weight = layer.kv_b_proj.weight
         norm_weight = layer.kv_a_layernorm.weight
-        if backends.must_be_dispatched():  # these tensors may have no address
+        if backends.must_be_dispatched():  # for example in `torch.compile`, where tensors may have no address
             return _make(layer, weight, norm_weight, None)
         kept = self._kept
         made_from = (
@@ -93,20 +100,20 @@ class WeightViews:
         return kept
 
     def __getstate__(self) -> dict[str, None]:
-        """Return the state of a copy, which makes its own views."""
+        """Return the state for a copy of this object; the copy makes its own views."""
         return {"_kept": None}
 
 
 def _layout(weight: Tensor) -> tuple:
-    """Return what the views of a weight depend on, apart from its values."""
+    """Return address, shape, strides and dtype of a weight."""
     return weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
 
 
 def _make(layer: nn.Module, weight: Tensor, norm_weight: Tensor, made_from: tuple | None) -> AttentionWeights:
-    """Return the views of the layer's weights; without `made_from`, the calls inside the layer are not known."""
+    """Return the views of the layer's weights; without `made_from`, they get no signature."""
     w_uk, w_uv = layer.up_projections()
     signature = None
-    if made_from is not None and layer.context_parallel is None:  # otherwise another process takes part in the calls
+    if made_from is not None and layer.context_parallel is None:  # checks on every rank, because ranks exchange data
         with contextlib.suppress(backends.NoSignature):
             parts = backends.signature_of((w_uk, norm_weight, layer.backend))
             signature = LayerSignature(layer.config, layer.cache_format, layer.workspace_tokens, parts)

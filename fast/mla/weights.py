@@ -1,7 +1,7 @@
-"""The up-projections of the latent, split and absorbed (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+"""The up-projections of the latent, for keys and for values (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-See `reference.mla.weights` for the algebra of absorption. The split and the absorbed matrices are views of the
-weight of `kv_b_proj`. Each product is one `torch.bmm` over the heads.
+The matrices W_UK and W_UV are views of the weight of `kv_b_proj`, so nothing is copied. Each product is one `torch.bmm`
+over the heads. `reference.mla.weights` explains the algebra; docs/glossary.md explains the letters of shapes.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from .. import backends
 def dense_weight(linear: nn.Module, in_features: int, dtype: torch.dtype) -> Float[Tensor, "out Lkv"]:
     """Return the dense weight of a linear module, even if the module stores the weight in another form.
 
-    See `reference.mla.weights.dense_weight` for how the weight of a quantised or wrapped module is recovered.
+    The weight of a quantised or wrapped module is recovered from its products with the unit vectors.
 
     Args:
         linear: module that takes [.., Lkv] and returns the product, or (product, None) as vLLM and Megatron do.
         in_features: Lkv.
-        dtype: dtype of the result, and of the unit vectors by which the weight is recovered.
+        dtype: dtype of the result and of the unit vectors.
 
     Returns:
         [out, Lkv]. For a plain linear of `dtype`, the result shares memory with the parameter.
 
     Raises:
-        ValueError: the module has a bias, or does not return [Lkv, out] for the identity matrix.
+        ValueError: the module has a bias, or its products have another shape than [rows, out].
     """
     check_int("in_features", in_features)
     check_dtype("dtype", dtype)
@@ -51,7 +51,7 @@ def dense_weight(linear: nn.Module, in_features: int, dtype: torch.dtype) -> Flo
     probes = torch.zeros(in_features + 1, in_features, dtype=dtype, device=device)
     probes[1:].fill_diagonal_(1)
     with torch.no_grad(), torch.inference_mode(False):  # the result may be overwritten outside of inference mode
-        products = linear_output("linear", linear(probes))  # row 0 of the probes is zero: the first product is the bias
+        products = linear_output("linear", linear(probes))  # row 0 of `probes` is zero, so its product is the bias
         check_tensor("linear(identity)", products, (in_features + 1, "out"))
         check(not products[0].any(), "linear", "no bias", "a bias")
         return products[1:].to(dtype).T.contiguous()
@@ -66,7 +66,7 @@ def _tensors_of(linear: nn.Module) -> list[Tensor]:
 def split_kv_b_proj(
     kv_b_weight: Float[Tensor, "rows Lkv"], num_heads: int, qk_nope_head_dim: int, v_head_dim: int
 ) -> tuple[Float[Tensor, "Lkv N P"], Float[Tensor, "Lkv N V"]]:
-    """Split the weight of `kv_b_proj` into the key and the value up-projection.
+    """Split the weight of `kv_b_proj` into the up-projections W_UK for keys and W_UV for values.
 
     Args:
         kv_b_weight: [N (P + V), Lkv]; each head has P rows for keys, then V rows for values.
@@ -95,7 +95,11 @@ def _check_up_projection(kv_b_weight, num_heads, qk_nope_head_dim, v_head_dim):
 def absorb(
     w_uk: Float[Tensor, "Lkv N P"], w_uv: Float[Tensor, "Lkv N V"]
 ) -> tuple[Float[Tensor, "N P Lkv"], Float[Tensor, "N Lkv V"]]:
-    """Transpose the up-projections for absorption, into one matrix for each head.
+    """Transpose the up-projections into one matrix for each head, as the absorbed path needs them.
+
+    Args:
+        w_uk: [Lkv, N, P].
+        w_uv: [Lkv, N, V].
 
     Returns:
         w_uk_t [N, P, Lkv] (query to latent) and w_uv [N, Lkv, V] (latent to value), views of the arguments.
@@ -114,7 +118,7 @@ def _check_absorption(w_uk, w_uv):
 
 
 def query_to_latent(q_nope: Float[Tensor, "T N P"], w_uk_t: Float[Tensor, "N P Lkv"]) -> Float[Tensor, "T N Lkv"]:
-    """Absorb W_UK into the query: [T, N, P] -> [T, N, Lkv]. FLOPs: 2 T N P Lkv.
+    """Multiply the query of each head by W_UK of this head: [T, N, P] -> [T, N, Lkv]. FLOPs: 2 T N P Lkv.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match.
@@ -130,7 +134,7 @@ def _check_queries(q_nope, w_uk_t):
 
 
 def multiply_heads(x: Float[Tensor, "T N K"], weight: Float[Tensor, "N K M"]) -> Float[Tensor, "T N M"]:
-    """Multiply the rows of each head by the matrix of this head; the caller has checked the tensors."""
+    """Multiply the rows x[:, n] of each head n by weight[n]; the caller has checked the tensors."""
     return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
 
 
@@ -140,10 +144,10 @@ def latent_to_value(
     *,
     out: Float[Tensor, "T N V"] | None = None,
 ) -> Float[Tensor, "T N V"]:
-    """Apply the absorbed W_UV to the output of attention: [T, N, Lkv] -> [T, N, V]. FLOPs: 2 T N Lkv V.
+    """Multiply the output of the absorbed path by W_UV: [T, N, Lkv] -> [T, N, V]. FLOPs: 2 T N Lkv V.
 
     Args:
-        latent: [T, N, Lkv].
+        latent: [T, N, Lkv], output of `mla_decode`.
         w_uv: [N, Lkv, V].
         out: tensor [T, N, V] that receives the result, with any strides; it must share no memory with the arguments.
             None allocates a tensor.
@@ -171,10 +175,7 @@ def _check_latents(latent, w_uv):
 def write_values(
     latent: Float[Tensor, "T N Lkv"], w_uv: Float[Tensor, "N Lkv V"], out: Float[Tensor, "T N V"]
 ) -> Float[Tensor, "T N V"]:
-    """Compute `latent_to_value` into `out`, which the caller has checked or allocated; return `out`.
-
-    `latent`, `w_uv` and `out` have the same dtype and device, and `out` may have any strides.
-    """
+    """Compute `latent_to_value` without checks, write the result to `out`, and return `out`."""
     _bmm_into(latent.transpose(0, 1), w_uv, out.transpose(0, 1))
     return out
 
@@ -192,16 +193,17 @@ def expand_kv(
         kv_c_normed: [S, Lkv], RMS-normed latents.
         w_uk: [Lkv, N, P].
         w_uv: [Lkv, N, V].
-        workspace: contiguous vector for the results, which shares no memory with the arguments; None allocates tensors.
-            See `reference.mla.weights.expand_kv` for its size.
+        workspace: contiguous vector that receives the results; it must share no memory with the arguments.
+            `reference.mla.weights.expand_kv` gives its size. None allocates tensors.
 
     Returns:
-        k_nope [S, N, P] and v [S, N, V], contiguous for each head; views of `workspace` if it is given.
+        k_nope [S, N, P] and v [S, N, V]; k_nope[:, n] and v[:, n] of each head n are contiguous. Both are views of
+        `workspace` if it is given.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match; `workspace` is too small or overlaps an argument.
     """
-    if workspace is not None:  # at every call: whether two tensors overlap is not part of a signature
+    if workspace is not None:  # checked in every call: a signature does not show whether two tensors share memory
         _check_expansion(kv_c_normed, w_uk, w_uv, workspace)
         check_no_overlap(workspace, kv_c_normed, w_uk, w_uv)
     return expand_into(kv_c_normed, w_uk, w_uv, workspace)
@@ -216,10 +218,7 @@ def expand_into(
     w_uv: Float[Tensor, "Lkv N V"],
     workspace: Float[Tensor, " elements"] | None,
 ) -> tuple[Float[Tensor, "S N P"], Float[Tensor, "S N V"]]:
-    """Compute `expand_kv`, with a workspace of which the caller knows that it overlaps no argument, or with None.
-
-    See `expand_kv` for the arguments, the results and the errors.
-    """
+    """Compute `expand_kv` without the check that `workspace` overlaps no argument."""
     _check_expansion(kv_c_normed, w_uk, w_uv, workspace)
     tokens, heads = kv_c_normed.shape[0], w_uk.shape[1]
     by_head = kv_c_normed.expand(heads, -1, -1)  # [N, S, Lkv], no copy
@@ -236,7 +235,8 @@ def expand_into(
 def _bmm_into(a: Float[Tensor, "N T K"], b: Float[Tensor, "N K M"], out: Float[Tensor, "N T M"]) -> None:
     """Write the batched product a b into `out`, which may have any strides.
 
-    `torch.compile` traces no `out=` with gaps, so compiled code calls a custom op.
+    `torch.compile` cannot trace `torch.bmm(out=)` into a tensor that is not contiguous, so compiled code calls a custom
+    op.
     """
     if torch.compiler.is_compiling():
         torch.ops.mla_twins.bmm_out(a, b, out)

@@ -6,15 +6,15 @@
     model.generate(**inputs)             # as before, but with a paged latent cache and absorbed decodes
     restore(model)
 
-How it works: `use_mla` replaces `forward` on two kinds of module *instances*. No class, config, parameter, submodule
-or hook changes.
+How it works: `use_mla` replaces `forward` on two kinds of module *instances*. It changes no class, config, parameter,
+submodule or hook.
 
-- The `forward` of the base model checks the arguments of a call, refuses unsupported calls, plans the step once (module
-  `attention`) and passes the plan to the layers.
-- The `forward` of each attention module runs an `ops.MLAAttention` that uses the projections of this module.
+- The new `forward` of the base model checks the arguments of a call, refuses unsupported calls, and plans the step once
+  for all layers. A plan has the integers that attention needs: lengths, cache slots, chunks of context.
+- The new `forward` of each attention module runs an `ops.MLAAttention` that uses the projections of this module.
 
-The base model builds no attention mask: transformers returns a four-dimensional mask unchanged, and the adapter passes
-an empty mask of four dimensions. The module `cache` stores the latents of a padded batch in a `DynamicCache`.
+The base model builds no attention mask, because the adapter passes an empty mask of four dimensions: transformers
+returns such a mask unchanged. The module `cache` stores the latents of a padded batch in a `DynamicCache`.
 """
 
 from .._required import missing_transformers

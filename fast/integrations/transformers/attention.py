@@ -1,4 +1,9 @@
-"""Implementation of `use_mla`: the base model plans each forward, and the layers run `ops.MLAAttention`."""
+"""Implementation of `use_mla`: the base model plans each forward, and the layers run `ops.MLAAttention`.
+
+`ops` is the package `fast` or `reference`. A padded batch is the usual batch of transformers: B rows with Q new tokens
+each, and a mask that marks padding. A packed batch is one row of T tokens without padding: the caller passes its own
+plan and caches. docs/glossary.md explains the terms, such as plan, latent and absorbed path.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +48,7 @@ NEEDED = ("CommonAttentionMetadata", "MLAAttention", "allocate_kv_cache", "build
 
 @dataclass(frozen=True)
 class Options:
-    """Options of one call of `use_mla`; copies of the model share the object, because `ops` cannot be copied."""
+    """Options of one call of `use_mla`; a copied model shares this object, because `ops`, a module, has no copy."""
 
     ops: ModuleType
     block_size: int
@@ -60,13 +65,13 @@ class Options:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """Plan of one forward, made once and read by every layer.
+    """Plan and caches of one forward, made once and read by every layer.
 
     Attributes:
-        metadata: the requests that decode, the requests that prefill, and the slots of their tokens.
-        positions: [T], positions of the real tokens.
-        tokens: [T], indices of the real tokens among the B x Q padded tokens; None if all tokens are real.
-        kv_caches: one cache per layer.
+        metadata: the plan: which requests decode, which prefill, and the cache slots of their tokens.
+        positions: [T], positions of the real (not padding) tokens.
+        tokens: [T], indices of the real tokens among the B x Q tokens of the batch; None if all tokens are real.
+        kv_caches: one paged cache for each layer.
     """
 
     metadata: MLAMetadata
@@ -76,11 +81,11 @@ class Step:
 
 
 class InferenceOnly(torch.autograd.Function):
-    """Identity function whose backward pass raises an error, because attention under `use_mla` has no gradient."""
+    """Identity function whose backward pass raises, because attention under `use_mla` has no gradient."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, *requiring_grad: Tensor) -> Tensor:
-        """Return `output` as a node of the autograd graph, so that `backward` runs if a gradient is asked for."""
+        """Return `output` as a node of the autograd graph, so that a backward pass reaches `backward`."""
         return output.view_as(output)
 
     @staticmethod
@@ -90,7 +95,7 @@ class InferenceOnly(torch.autograd.Function):
 
 
 class AttentionAdapter:
-    """Replacement for the `forward` of one attention module; it passes the packed real tokens to `ops.MLAAttention`.
+    """Replace the `forward` of one attention module: pack the real tokens, and run `ops.MLAAttention` on them.
 
     Args:
         module: the attention module.
@@ -103,7 +108,7 @@ class AttentionAdapter:
     def __call__(
         self, hidden_states: Float[Tensor, "B Q H"], *args: Any, mla_step: Step | None = None, **kwargs: Any
     ) -> tuple[Float[Tensor, "B Q H"], None]:
-        """Return the attention output and None; positions, cache and plan come from `mla_step`."""
+        """Return the attention output, and None for attention weights; positions, cache and plan are in `mla_step`."""
         check(mla_step is not None, "model", "a call through the model that use_mla was given", "a call of one layer")
         self.refuse_stale_shares()
         flat = hidden_states.flatten(0, 1)
@@ -122,7 +127,7 @@ class AttentionAdapter:
         return output, None
 
     def refuse_stale_shares(self) -> None:
-        """Raise ValueError if the module replaced a weight after this rank's layer took a view of that weight."""
+        """Raise ValueError if a weight of the module was replaced after this rank's layer took a view of the weight."""
         if self.attention.context_parallel is None:
             return
         for name in ("q_proj", "q_b_proj", "kv_b_proj", "o_proj"):
@@ -132,7 +137,7 @@ class AttentionAdapter:
 
 
 class ModelAdapter:
-    """Replacement for the `forward` of the base model: it plans each call and records the tokens that were cached.
+    """Replace the `forward` of the base model: plan each call, run the layers, and record the cached tokens.
 
     Args:
         base: the DeepseekV2Model or DeepseekV3Model.
@@ -152,16 +157,16 @@ class ModelAdapter:
         return type(self.base).forward.__get__(self.base)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the base model's own forward, for a padded batch or a packed batch.
+        """Plan a padded or a packed batch, and run the base model's own forward with the plan.
 
         Args:
             args: positional arguments of the base model's forward.
-            kwargs: keyword arguments of the base model's forward. A packed batch has `input_ids` [1, T], `position_ids`
-                [1, T], `use_cache=False`, `mla_metadata` (plan of `ops.build_mla_metadata`) and `mla_kv_caches` (one
-                paged cache per layer).
+            kwargs: keyword arguments of the base model's forward. For a packed batch: `input_ids` [1, T],
+                `position_ids` [1, T], `use_cache=False`, `mla_metadata` (plan of `ops.build_mla_metadata`) and
+                `mla_kv_caches` (one paged cache for each layer).
 
         Raises:
-            ValueError: the call cannot be served; the message is one line. No cache entry is written then.
+            ValueError: the call is not supported. Nothing has been written to a cache then.
         """
         if len(args) > len(ARGUMENTS):
             raise TypeError(f"model: expected at most {len(ARGUMENTS)} positional arguments, got {len(args)}")
@@ -169,7 +174,7 @@ class ModelAdapter:
         self.refuse(kwargs)
         inputs = next(kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None)
         metadata, kv_caches = kwargs.pop("mla_metadata", None), kwargs.pop("mla_kv_caches", None)
-        unread = inputs.new_empty(0, 0, 0, 0)  # transformers returns a mask of four dimensions unchanged
+        unread = inputs.new_empty(0, 0, 0, 0)  # transformers passes a mask of four dimensions on, and builds none
         if metadata is not None or kv_caches is not None:
             step = self.plan_packed(inputs, kwargs, metadata, kv_caches)
             kwargs["use_cache"] = False
@@ -199,7 +204,7 @@ class ModelAdapter:
         return output
 
     def refuse(self, kwargs: dict[str, Any]) -> None:
-        """Raise ValueError for training mode, autocast, attention weights, non-causal attention and other batches."""
+        """Raise ValueError for an unsupported call, for example in training mode or with `output_attentions`."""
         config = self.base.config
         training = self.base.training or any(layer.self_attn.training for layer in self.base.layers)
         check(not training, "model", "eval mode (inference only)", "training mode")
@@ -245,13 +250,14 @@ class ModelAdapter:
         mask: Bool[Tensor, "B S"] | None,
         positions: Int[Tensor, "B Q"],
     ) -> tuple[Step, Tensor]:
-        """Pack the real tokens of a padded batch, and plan them over the blocks of the cache.
+        """Pack the real tokens of a padded batch, and plan their attention.
 
         Args:
             record: record of the cached tokens.
-            layers: layers of the cache; None makes one temporary cache, which the layers use one after another.
-            mask: [B, cached + Q], True for real tokens; None if no token is padding.
-            positions: [B, Q].
+            layers: layers of the cache; with None, the function makes one temporary cache, which all layers of the
+                model use one after another.
+            mask: [B, cached tokens + Q], True for real tokens; None if no token is padding.
+            positions: [B, Q], positions of the new tokens.
 
         Returns:
             The step, and the number of real tokens of each row after the step, [B] int32.
@@ -299,7 +305,7 @@ class ModelAdapter:
 
 
 def planning_options(ops: ModuleType, attention: nn.Module) -> dict[str, Any]:
-    """Return the layer's dtype, and its backend if `ops` has backends, as arguments of `ops.build_mla_metadata`."""
+    """Return the arguments `dtype` and, if `ops` has backends, `backend` for `ops.build_mla_metadata`."""
     options: dict[str, Any] = {"dtype": attention.kv_a_layernorm.weight.dtype}
     if "backend" in inspect.signature(ops.build_mla_metadata).parameters:  # `reference` has no backends
         options["backend"] = getattr(attention, "backend", None)
@@ -320,7 +326,7 @@ class CacheEntry(NamedTuple):
 
 
 def entry_of(module: nn.Module) -> CacheEntry:
-    """Return the cache entry of a module, from the cache format, the module's dims and the dtype of its weights."""
+    """Return columns, dtype and device of the cache entries that an attention module needs."""
     weight = module.kv_a_layernorm.weight
     columns = COMPUTE_FORMAT.columns(module.kv_lora_rank, module.qk_rope_head_dim)
     return CacheEntry(columns, COMPUTE_FORMAT.dtype_for(weight.dtype), weight.device)
@@ -330,7 +336,7 @@ def base_of(model: Any) -> PreTrainedModel:
     """Return the DeepseekV2Model or DeepseekV3Model inside a model.
 
     Raises:
-        UnsupportedConfiguration: the model has no such base model, or a layer has another kind of attention.
+        UnsupportedConfiguration: the model has neither, or a layer has another kind of attention.
     """
     base = model.base_model if isinstance(model, PreTrainedModel) else None
     if not isinstance(base, DeepseekV2Model | DeepseekV3Model):
@@ -356,34 +362,37 @@ def use_mla(
 ) -> PreTrainedModel:
     """Replace the attention of a DeepSeek model of transformers by `ops.MLAAttention`, in place and for inference only.
 
-    `model.generate` works as before, but with a paged latent cache: the layers of the `DynamicCache` become
-    `LatentCacheLayer`s when the first forward succeeds. A packed batch is `model(ids[1, T], position_ids=positions[1,
-    T], use_cache=False, mla_metadata=plan, mla_kv_caches=caches)`, with the plan of `ops.build_mla_metadata` and one
-    paged cache per layer.
+    `model.generate` works as before, but keeps latents in a paged cache: the first forward puts `LatentCacheLayer`s
+    into the `DynamicCache`. The model also accepts a packed batch of T tokens:
+
+        model(input_ids, position_ids=positions, use_cache=False, mla_metadata=plan, mla_kv_caches=caches)
+
+    `input_ids` and `positions` have the shape [1, T], `plan` is the result of `ops.build_mla_metadata`, and `caches`
+    has one paged cache for each layer.
 
     Args:
         model: a DeepseekV2 or DeepseekV3 model (with any head, or none), in eval mode.
         ops: `fast`, `reference`, or another module with the same functions.
         block_size: tokens per block of the cache.
-        workspace_tokens: context tokens that a prefill expands at once; None takes
-            `ops.chunked_prefill_workspace_size`, but no more than the limit of the layers. The workspace must have
-            at least one block.
-        decode_threshold: number of query tokens up to which a request takes the absorbed path, whatever `choose_path`
-            returns.
+        workspace_tokens: largest number of context tokens that a prefill expands at once, at least `block_size`. None
+            takes the result of `ops.chunked_prefill_workspace_size`, but at most the limit of the layers.
+        decode_threshold: a request with at most this number of query tokens takes the absorbed path, whatever
+            `choose_path` returns for it.
         costs: costs from which `ops.choose_path` chooses the path of longer queries; None takes the defaults of
             `PathCosts`.
-        context_parallel: groups of the ranks that share heads and sequences. Every rank has the whole model, and
-            the layers use views of the weights of the rank's heads. Therefore move or load the model before this call.
-            Only packed batches are served, with plans for `context_parallel.ownership`.
+        context_parallel: groups of the ranks that share heads and sequences, or None. Every rank has the whole model,
+            and its layers use views of the weights of its heads. Load and move the model before this call: the model
+            raises ValueError if its weights are replaced later. It accepts packed batches only, with plans for
+            `context_parallel.ownership`.
         options: keyword arguments for `ops.MLAAttention.from_hf` (for example `backend` of `fast`).
 
     Returns:
         The same model.
 
     Raises:
-        UnsupportedConfiguration: the model has no MLA, or its rope, scaling or bias is not implemented; the error names
-            every reason.
-        ValueError: the model is in training mode or already under `use_mla`; a `forward` of its modules was replaced on
+        UnsupportedConfiguration: the model has no Multi-head Latent Attention, or its rotary embedding, scaling or bias
+            is not implemented; the error lists every reason.
+        ValueError: the model is in training mode or already under `use_mla`; the `forward` of a module was replaced on
             the instance; an option is invalid. The model is unchanged then.
     """
     base = base_of(model)
@@ -408,7 +417,7 @@ def use_mla(
     if context_parallel is not None:
         options["context_parallel"] = context_parallel
     if workspace_tokens is not None:
-        options["workspace_tokens"] = workspace_tokens  # the layers refuse plans with larger chunks
+        options["workspace_tokens"] = workspace_tokens  # layers raise for plans with larger chunks
     adapters = [AttentionAdapter(module, ops.MLAAttention.from_hf(module, **options)) for module in modules]
     config = adapters[0].attention.config
     planning = planning_options(ops, adapters[0].attention)
@@ -423,7 +432,7 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
     """Undo `use_mla`: remove the replaced forwards, and return the same model.
 
     Raises:
-        UnsupportedConfiguration: the model has no MLA.
+        UnsupportedConfiguration: the model has no Multi-head Latent Attention.
         ValueError: the model is not under `use_mla`, or a `forward` was replaced again after `use_mla`.
     """
     base = base_of(model)

@@ -1,9 +1,11 @@
-"""Latents of a padded batch in a DynamicCache: one paged cache per layer, and one record for all layers.
+"""Paged latent cache of a padded batch, as the layers of a `DynamicCache` of transformers.
 
-The real tokens of a batch row are stored in order and without gaps; padding tokens are not stored. Each batch row has W
-blocks: row b owns the blocks [b W, (b + 1) W). The record (`BatchRecord`) contains how many tokens each batch row has.
-All layers of a cache share the record, and the record changes only after a forward has succeeded. A forward that raises
-therefore leaves the cached tokens unchanged: slots past the recorded length of a row are never read.
+A padded batch has B rows. The real tokens of a row are stored in order and without gaps; padding tokens are not stored.
+Each row has W blocks: row b owns the blocks [b W, (b + 1) W). Each layer has its own cache, [B W, block_size, columns].
+
+All layers share one record (`BatchRecord`) of the number of cached tokens of each row. The record changes only after a
+forward of the model has succeeded. If a forward raises, the recorded tokens are therefore unchanged. Entries that this
+forward wrote lie behind the recorded tokens, and no later call reads them.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ class BatchRecord:
     Attributes:
         block_size: tokens of a block.
         rows: B, number of batch rows.
-        length: number of tokens of a row including padding, which is the length that transformers knows.
+        length: number of tokens of each row including padding; transformers calls this number the length of the cache.
         lens: [B] int32, real tokens of each row.
         mask: [B, length], True for real tokens; None if there is no padding.
-        width: W, blocks of a row.
-        block_table: [B, W] int32.
+        width: W, number of blocks of a row.
+        block_table: [B, W] int32, block ids of each row.
     """
 
     def __init__(self, block_size: int):
@@ -43,7 +45,10 @@ class BatchRecord:
         self.block_table: Int32[Tensor, "B W"] = torch.zeros(0, 0, dtype=torch.int32, device="cpu")
 
     def reserve(self, rows: int, tokens: int) -> Int32[Tensor, "B W"]:
-        """Return a block table for `rows` rows of up to `tokens` real tokens; if W grows, W at least doubles."""
+        """Return a block table [rows, W] with room for `tokens` real tokens in each row.
+
+        If W has to grow, it at least doubles, so that caches are rarely copied.
+        """
         width = self.width if rows == self.rows else 0
         needed = -(-tokens // self.block_size)
         if needed > width:
@@ -54,17 +59,17 @@ class BatchRecord:
         return self.block_table
 
     def commit(self, length: int, lens: Int32[Tensor, " B"], mask: Bool[Tensor, "B length"] | None) -> None:
-        """Record the tokens that are cached after a forward."""
+        """Record which tokens are cached, after a forward has succeeded."""
         self.rows, self.length, self.lens, self.mask = lens.shape[0], length, lens, mask
 
     def crop(self, length: int) -> None:
-        """Keep the first `length` tokens including padding; only counts change, because stored tokens are in order."""
+        """Keep the first `length` tokens of each row, padding included; only counts change, no stored entry moves."""
         mask = None if self.mask is None else self.mask[:, :length]
         lens = torch.full_like(self.lens, length) if mask is None else mask.sum(1, dtype=torch.int32)
         self.commit(length, lens, None if mask is None or mask.all() else mask)
 
     def select(self, index: Tensor) -> None:
-        """Keep the rows that an index or a bool mask selects; an index may contain a row several times."""
+        """Keep the rows that a tensor of indices or a bool mask selects; an index may occur several times."""
         mask = None if self.mask is None else self.mask[index]
         self.commit(self.length, self.lens[index], None if mask is None or mask.all() else mask)
 
@@ -72,12 +77,13 @@ class BatchRecord:
 class LatentCacheLayer(CacheLayerMixin):
     """The paged latent cache of one layer, as a cache layer of transformers.
 
-    The layer's attention writes and reads the blocks. transformers only counts, reorders, crops and repeats rows.
+    The attention of `use_mla` writes and reads the blocks. transformers calls the other methods of this class, to count
+    tokens and to reorder, crop or repeat rows.
 
     Args:
         record: record of the batch, shared by all layers of a cache.
-        leads: True for the one layer that updates the record; transformers calls `crop` and `reorder_cache` on every
-            layer.
+        leads: True for exactly one layer of a cache, which updates the shared record. transformers calls `crop` and
+            `reorder_cache` on every layer, but the record must change only once.
     """
 
     is_sliding = False
@@ -93,7 +99,7 @@ class LatentCacheLayer(CacheLayerMixin):
     def reserve(
         self, ops: ModuleType, rows: int, width: int, head_size: int, dtype: torch.dtype, device: torch.device
     ) -> Shaped[Tensor, "num_blocks block_size columns"]:
-        """Return a cache for `rows` rows of `width` blocks; a cache with too few blocks is copied into a larger cache.
+        """Return a cache for `rows` rows of `width` blocks; copy a cache with too few blocks into a larger one.
 
         Raises:
             ValueError: the existing cache has entries of another width.
@@ -106,7 +112,7 @@ class LatentCacheLayer(CacheLayerMixin):
             check(old.shape[2] == head_size, "past_key_values", f"entries of {head_size} elements", old.shape[2])
             if old.shape[0] >= rows * width:
                 return old
-        with torch.inference_mode(False):  # a cache may outlive the inference_mode block that it was made in
+        with torch.inference_mode(False):  # the cache may be used after the caller's inference mode ends
             new = ops.allocate_kv_cache(rows * width, self.record.block_size, head_size, dtype, device)
         if old is not None:
             new.unflatten(0, (rows, width))[:, : old.shape[0] // rows] = old.unflatten(0, (rows, -1))
@@ -139,7 +145,7 @@ class LatentCacheLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Shorten the cache as `DynamicLayer.crop` of the installed transformers does, with the same errors.
 
-        Assisted decoding of transformers 5.17 passes a tensor.
+        The method crops a `DynamicLayer` without data (device "meta") and reads its new length.
         """
         if not self.leads:
             return
@@ -177,17 +183,18 @@ class LatentCacheLayer(CacheLayerMixin):
         self.lazy_initialization(key_states, value_states)
 
     def offload(self) -> None:
-        """Raise TypeError: this cache cannot leave its device."""
+        """Raise TypeError: this cache cannot be moved to another device."""
         raise TypeError("past_key_values: expected a cache that stays on its device, got an offloaded cache")
 
     prefetch = offload
 
 
 def latent_layers(past_key_values: object, num_layers: int, block_size: int) -> list[LatentCacheLayer]:
-    """Return the latent layers of a DynamicCache, or new layers if the cache is empty; the cache does not change.
+    """Return the `LatentCacheLayer`s of a DynamicCache, or new ones if the cache is empty; do not change the cache.
 
     Raises:
-        ValueError: the cache is no DynamicCache, or has other contents; the message is one line.
+        ValueError: the cache is no DynamicCache, offloads, holds tokens of other layers, or has another number of
+            layers or another block size.
     """
     check(type(past_key_values) is DynamicCache, "past_key_values", "a DynamicCache", type(past_key_values).__name__)
     check(not past_key_values.offloading, "past_key_values", "a DynamicCache that stays on its device",

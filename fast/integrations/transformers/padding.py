@@ -1,4 +1,8 @@
-"""Checks of the padding mask and the positions of a padded batch."""
+"""Checks of the padding mask and the positions of a padded batch.
+
+A padded batch has B rows, each with Q new tokens and with tokens that are already cached. `BatchRecord` holds the
+cached tokens.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,16 @@ from .cache import BatchRecord
 
 
 def read_mask(attention_mask: Any, rows: int, queries: int, record: BatchRecord) -> Bool[Tensor, "B S"] | None:
-    """Return the padding mask on the CPU, or None if there is no padding.
+    """Return the padding mask [B, cached tokens + Q] on the CPU, or None if no token is padding.
+
+    Args:
+        attention_mask: mask that the caller of the model passed, or None.
+        rows: B.
+        queries: Q.
+        record: record of the cached tokens.
 
     Raises:
-        ValueError: the shape of the mask is not [B, cached + Q], or the mask contradicts the cached tokens.
+        ValueError: the mask has another shape, or marks other cached tokens as padding than earlier calls did.
     """
     wanted = f"a padding mask [{rows}, {record.length + queries}]"
     if attention_mask is None:
@@ -38,7 +48,7 @@ def read_mask(attention_mask: Any, rows: int, queries: int, record: BatchRecord)
 
 
 def read_positions(position_ids: Any, rows: int, queries: int, length: int, device: torch.device) -> Int[Tensor, "B Q"]:
-    """Return the positions [B, Q] of all tokens including padding; without `position_ids`, count from `length`."""
+    """Return the positions [B, Q] of the new tokens, padding included; without `position_ids`, count from `length`."""
     if position_ids is None:
         position_ids = torch.arange(length, length + queries, device=device)[None]
     check_tensor("position_ids", position_ids, ("1 or B", queries), (torch.int64, torch.int32), device)
