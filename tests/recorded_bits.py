@@ -93,7 +93,7 @@ def ops(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
     from .twins import test_ops
 
     def outcome(op: Callable, arguments: tuple) -> Any:
-        kept = [x for x in arguments if not (isinstance(x, list) and isinstance(x[0], int))]  # drop the split rule
+        kept = [x for x in arguments if not (isinstance(x, list) and isinstance(x[0], int))]  # without lists of ints
         return op(*arguments), [] if "merge_packed_attn_states" in str(op) else kept
 
     for dtype in (F32, BF16) if device.type == "cuda" else (F32, torch.float64):

@@ -118,8 +118,10 @@ STEPS = (
 def serve(config, dtype, threshold, batch_invariant=False):
     """Run a layer in all steps of `STEPS`, with several plans for a step.
 
-    A step of decodes also runs with the plan that a captured CUDA graph has. With `batch_invariant` each step also runs
-    with two batch-invariant schedules: one from `plan_decode`, and one without work items.
+    - The plan of `build_mla_metadata`.
+    - In steps of decodes: the plan that a captured CUDA graph has, and a plan for a shared prefix (cascade).
+    - A plan with a schedule of `plan_decode`, which is batch-invariant if `batch_invariant` is true.
+    - With `batch_invariant`: a plan with a batch-invariant schedule without work items.
     """
     layer = make_layer(fast, config, make_weights(config, dtype), dtype)
     costs = measured_schedule_costs(config.num_heads)

@@ -16,7 +16,7 @@ The variants of `fast` differ in how they split requests:
 - "fast, invariant": batch-invariant; the splits of a request depend on its own length alone.
 - "fast, invariant, planned": batch-invariant, with a schedule of `plan_decode`.
 - "fast, by default": "fast" or "fast, planned"; `build_mla_metadata` chooses the variant by the lengths. In a stepped
-  time this variant has the plan of `build_for_cudagraph_capture`, which does not know the lengths.
+  time this variant has the plan of `build_for_cudagraph_capture`, which decides before the lengths are known.
 
 A stepped time is the time of one layer in a CUDA graph of a step of 61 layers. The step makes a schedule once for all
 layers. Only "FA3" makes its schedule in every layer.
