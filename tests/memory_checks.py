@@ -2,7 +2,7 @@
 
     compute-sanitizer --tool memcheck python -m tests.memory_checks 1/8
 
-Hostile indices are indices out of range: a kernel must not read or write outside its tensors because of them. The
+Hostile indices are indices out of range. With such indices, a kernel must not read or write outside its tensors. The
 launches are divided into equal parts ("shards"), and `1/8` runs the first of eight shards. With
 `--every-thread-arrives` the kernels are compiled in a form that the tool racecheck understands (see `sanitizers.py`).
 

@@ -222,7 +222,7 @@ def test_warmup_specialises_for_every_step(launches, config, dtype):
 
 
 def test_warmup_specialises_for_batch_invariance(launches):
-    """After a batch-invariant warm-up, batch-invariant steps launch only kernel variants that warm-up launched."""
+    """Warm up for batch invariance -> batch-invariant steps launch only kernel variants that warm-up launched."""
     fast.warmup(LOW_RANK, device="cpu", dtype=torch.bfloat16, block_size=16, decode_threshold=3, batch_invariant=True)
     ahead = set(launches)
     assert {"_plan_invariant_kernel", "_combine_invariant_kernel"} <= {key[0] for key in ahead}

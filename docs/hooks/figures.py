@@ -54,7 +54,7 @@ def inlined(svg: str, name: str, alt: str, kind: str = "figure", colours: dict[s
 
 
 def contenders(css: str) -> dict[str, str]:
-    """Map the colour that each contender has in the light scheme to the CSS property for both schemes.
+    """Map the light colour of each measured implementation (CONTENDERS) to its CSS property, which has both schemes.
 
     Args:
         css: text of the style sheet.

@@ -50,7 +50,7 @@ def style_of(who: str) -> str:
 
 
 def part_of(report: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return the part of a results file at a path of keys with dots, such as "benchmarks.decode"; "." is all."""
+    """Return the part of a results file at `path`: keys with dots, as in "benchmarks.decode"; "." is the whole file."""
     for key in filter(None, path.split(".")):
         report = report[key]
     return report

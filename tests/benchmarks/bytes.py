@@ -5,7 +5,8 @@
 
 For comparison, each row also has the time of a contiguous copy of the same number of bytes. A small copy is slower per
 byte than a large copy. The output of every operation except merge must have exactly the expected bits. A part of the
-output of a merge is compared with `reference`: its error must be within a budget that is computed from the inputs.
+output of a merge is compared with `reference` in float64. Its error must be within a budget, which is computed from the
+error of `reference` in the dtype of the inputs.
 """
 
 from __future__ import annotations
@@ -88,12 +89,12 @@ def merge_dtype(row: Row) -> torch.dtype:
 
 
 def random_cache(blocks: int, device: str) -> Tensor:
-    """Return a cache with random entries, [blocks, block_size, Lkv + R]."""
+    """Return a cache with random entries, [blocks, block_size, 576]."""
     return torch.randn(blocks, BLOCK_SIZE, WIDTH, dtype=DTYPE, device=device)
 
 
 def gather(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[Callable], Callable]:
-    """Return calls that gather all blocks of the requests but the first into a workspace, and a check of the output."""
+    """Return calls that gather each request's tokens from its second block on, and a check of the output."""
     width = row.tokens // REQUESTS // BLOCK_SIZE + 1
     cache = random_cache(sets * REQUESTS * width, device)
     index = dict(dtype=torch.int32, device=device)

@@ -7,8 +7,8 @@ The benchmark starts one process ("rank") for each GPU; the processes communicat
 gather the queries, decode over the keys that the rank keeps, merge the attention states of all ranks. A CUDA graph
 replays the step.
 
-For comparison, each GPU also decodes all heads over all keys alone. All GPUs do this at the same time, so that all GPUs
-are equally warm.
+For comparison, each GPU also runs the whole decode alone, with all heads and all keys. All GPUs do this at the same
+time, so that they are equally warm.
 
 For each replay the time of the slowest rank counts, and the table shows the median over the replays. The table also
 shows the bytes that a rank received, and in parentheses the bytes that `dcp_wire_bytes` predicts. All decodes use a

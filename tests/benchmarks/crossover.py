@@ -110,7 +110,7 @@ class Paths:
         )
 
     def absorbed(self) -> Tensor:
-        """Return the output of the absorbed path, [T, N, V]."""
+        """Return the output of the absorbed path, [query tokens, heads, value dim]."""
         c = self.config
         w_uk_t, w_uv = fast.absorb(self.w_uk, self.w_uv)
         q_nope, q_pe = self.q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
@@ -119,7 +119,7 @@ class Paths:
         return fast.latent_to_value(state.out, w_uv)
 
     def expanded(self) -> Tensor:
-        """Return the output of the expanded path, [T, N, V]."""
+        """Return the output of the expanded path, [query tokens, heads, value dim]."""
         return fast.forward_prefill(
             self.q, self.latents, self.k_pe, self.cache, self.prefill, self.w_uk, self.w_uv, self.config.softmax_scale
         ).out

@@ -64,7 +64,7 @@ def one_layer_model() -> DeepseekV2Model:
 
 
 def filled_stock_cache(model: DeepseekV2Model, entries: torch.Tensor) -> DynamicCache:
-    """Return the cache of transformers, filled with `entries` [S, Lkv + R]."""
+    """Return the cache of transformers, filled with `entries` [tokens, 576]."""
     cache = DynamicCache(config=model.config)
     latent, rope = entries[None, None].split([model.config.kv_lora_rank, model.config.qk_rope_head_dim], dim=-1)
     cache.update(latent, rope, 0)
@@ -72,7 +72,7 @@ def filled_stock_cache(model: DeepseekV2Model, entries: torch.Tensor) -> Dynamic
 
 
 def filled_paged_cache(model: DeepseekV2Model, ops, entries: torch.Tensor) -> DynamicCache:
-    """Return the paged cache of `use_mla`, filled with `entries` [S, Lkv + R]."""
+    """Return the paged cache of `use_mla`, filled with `entries` [tokens, 576]."""
     cache = DynamicCache(config=model.config)
     cache.layers[:] = latent_layers(cache, 1, BLOCK_SIZE)
     layer, tokens = cache.layers[0], entries.shape[0]
@@ -84,7 +84,7 @@ def filled_paged_cache(model: DeepseekV2Model, ops, entries: torch.Tensor) -> Dy
 
 
 def stepper(model: DeepseekV2Model, cache: DynamicCache) -> Callable[[], torch.Tensor]:
-    """Return a function that decodes one token and returns the hidden state [H] of the token."""
+    """Return a function that decodes one token and returns the hidden state of the token, [hidden size]."""
     token = torch.tensor([[3]])
 
     def step() -> torch.Tensor:

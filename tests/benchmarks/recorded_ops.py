@@ -1,7 +1,7 @@
 """Record the ops of a step with their arguments, so that each op can be timed alone.
 
-Recorded are all ops that PyTorch dispatches: the ops of `fast`, matrix products, copies. Views and allocations launch
-no kernel and are left out.
+The recording contains the ops that PyTorch dispatches: the ops of `fast`, matrix products, copies. Views and
+allocations launch no kernel and are left out.
 """
 
 from __future__ import annotations

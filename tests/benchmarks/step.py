@@ -125,7 +125,7 @@ class Model:
 def fit(free: int, cache_bytes: int, weight_bytes: int, layers: int) -> tuple[int, int]:
     """Return the number of layers and the number of sets of weights that fit into memory.
 
-    Caches get memory before weights, because layers can share weights but no caches.
+    Caches get memory before weights, because layers can share weights, but each layer needs its own cache.
 
     Args:
         free: free bytes beside the first set of weights.
@@ -177,7 +177,7 @@ class Step:
         return hidden_states
 
     def captured(self) -> Callable[[], object]:
-        """Capture the step in a CUDA graph and return the function that replays it; a CPU runs the step instead."""
+        """Capture the step in a CUDA graph and return its replay; on a CPU, return a function that runs the step."""
         if self.batch.prompts == 0:
             requests, columns = self.common.block_table.shape
             graph = fast.DecodeGraph(

@@ -46,7 +46,8 @@ def buffers(query_lens, seq_lens, width, padding=0, dtype=torch.int64, block_siz
 class DecodeLoop:
     """A model of one layer, and the buffers of a batch with one query token for each of B requests.
 
-    The model embeds the input ids, runs the layer, and multiplies by the transposed embedding to get logits.
+    The model embeds the input ids, runs the layer, and multiplies by the transposed embedding to get logits. H is the
+    hidden size.
 
     Attributes:
         ops: package of the layer.

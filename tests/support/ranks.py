@@ -129,7 +129,7 @@ def serve(
 
 
 def make_groups(size: int, interleave: int = 1, merge: str = "a2a") -> ContextParallel:
-    """Return the groups of this process: `size` consecutive processes share sequences, all processes share heads."""
+    """Return the groups of this process: `size` consecutive processes divide sequences, all processes divide heads."""
     world, rank = dist.get_world_size(), dist.get_rank()
     groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
     return ContextParallel(groups[rank // size], dist.group.WORLD, interleave, merge)
