@@ -1,27 +1,30 @@
-"""Tests of both packages: shapes and laws, identities, twins, bad input, registered ops, and planted mistakes.
+"""Tests of both packages, `reference` (the readable specification) and `fast` (the optimised implementation).
 
-A folder has the name of the folder that its tests test: `tests/cache` tests `reference/cache` and `fast/cache`. The
+A folder of tests has the name of the folder that it tests: `tests/cache` tests `reference/cache` and `fast/cache`. The
 other folders are:
 
-- `twins`, `identities` and `mutations` test all folders of the packages.
-- `gpu` tests the GPU suite and the benchmarks, which are in `benchmarks`.
+- `twins` compares each function of `fast` with its twin, the function of the same name in `reference`.
+- `identities` checks mathematical identities, and `mutations` plants known mistakes that tests must detect.
+- `gpu` tests the benchmarks and the GPU suite (`gpu_suite.py`). The benchmarks themselves are in `benchmarks`.
 - `site` tests the pages.
 - `support` holds the helpers that several modules use, and `data` holds the files that tests read.
 
-The tiers of docs/correctness.md, and the modules that test them:
+docs/correctness.md divides the checks into five tiers. These modules test the tiers:
 
 - 1, bit-exact: test_cache, `planning`, test_differential
 - 2, float64 identities: test_identities, test_rope, test_weights
 - 3 and 4, computed budgets for outputs and LSE: test_differential, test_rope, test_weights
 - 5, planted mistakes: test_mutations
 
-With `HYPOTHESIS_PROFILE=deep` a property test has 2000 examples; by default a property test has 25 examples.
+A property test has 25 examples, or 2000 examples with `HYPOTHESIS_PROFILE=deep`.
 
-With `--device cuda` these tests make their tensors on a GPU, so the backend of that GPU serves the calls. The Triton
-kernels also have test files of their own (test_triton_*). Without a GPU these files run in Triton's interpreter.
+With the pytest option `--device cuda` the tests make their tensors on a GPU, so that the kernels of this GPU serve the
+calls. The Triton kernels also have test files of their own (test_triton_*). Without a GPU these files run in Triton's
+interpreter.
 
-The list below names faults that occurred in real systems. The lines below a fault name the tests that detect this
-fault: first the module without `test_`, then the tests. Other files call entry 8 of this list "pitfall 8".
+The list below has faults that occurred in real systems. The lines below a fault name the tests that detect the fault:
+the module without `test_`, then the tests. "mutations" stands for the planted mistakes of test_mutations. Other files
+write "pitfall 8" for entry 8 of this list.
 
 1   a merge that needs natural logarithms gets a base-2 LSE
     identities: test_attention, test_merge; differential: test_prefill; mutations: base-2 LSE
@@ -32,9 +35,9 @@ fault: first the module without `test_`, then the tests. Other files call entry 
     identities: test_attention, test_merge_refuses_to_hide; mutations: empty rows
 4   an LSE is stored in bf16
     differential: test_merge, test_attention; mutations: LSE in bf16; context_parallel: lse_in_bfloat16
-5   a request with queries has no keys
+5   a request has query tokens but no keys
     identities: test_attention; differential: test_attention, test_decode
-6   padding rows of a graph have seq_len 0 and garbage block ids
+6   padding rows of a CUDA graph have seq_len 0 and garbage block ids
     differential: test_decode, test_padding_rows_are_zero_whatever_they_hold; cache: test_write
 7   the tail of a request's last block holds NaN
     cache: test_gather; differential: test_unowned_bytes_reach_nothing; mutations: 0 x NaN
@@ -43,9 +46,9 @@ fault: first the module without `test_`, then the tests. Other files call entry 
     test_parts_beyond_32_bit; batch: test_slot_mapping_is_64_bit
 9   reorg_kvcache is wrong with more than one chunk
     context_gather: test_reorg, test_gather_equals_one_rank, padding_taken_for_tokens
-10  a chunk starts at a token that is not a multiple of D x I
+10  a chunk of the context starts at a token that is not a multiple of D x I (D ranks, interleave of I tokens)
     schedule: test_context_chunks_of_ranks
-11  a short context gets as much of the workspace as a long one
+11  a short context gets as much of the workspace as a long context
     schedule: test_one_long_context_among_short_ones
 12  a request with several query tokens reads past seq_lens
     identities: test_several_queries; builder: test_plan; mutations: reads past its position
@@ -55,27 +58,27 @@ fault: first the module without `test_`, then the tests. Other files call entry 
     interfaces: test_scale_law, test_yarn_scales; rope: test_yarn_against_transformers; mutations: mscale^2
 15  interleaved and half-split rope pairs are confused
     rope: test_against_complex_numbers, test_pairings_differ_by_a_permutation; interfaces; mutations: other rope pairs
-16  metadata is built before the batch is padded to the size of a graph
+16  the plan is built before the batch is padded to the size of a CUDA graph
     builder: test_graph_padding_rows_are_inert; graphs: test_a_run_leaves_nothing_behind
-17  a buffer grows inside a captured graph
+17  a buffer grows inside a captured CUDA graph
     graphs: test_refusals, test_captured_memory_stands_still; process_groups: test_nccl_graphs
-18  a merge assumes equal strides
+18  a merge assumes that both attention states have the same strides
     identities: test_merge_strides; ops: test_fake_results; mutations: merge assumes strides
 19  the result of a request changes with the other requests of the batch
     triton_scheduled_decode, hopper_decode: test_batch_invariance; hopper_decode:
     test_no_bit_tells_how_wide_the_table_is
-20  an asynchronous matrix product reads memory that was refilled
+20  an asynchronous matrix product reads shared memory that was already overwritten with new data
     hopper_decode, hopper_two_phases: test_same_bits_a_thousand_times
-21  the inputs are degenerate, so that every output matches
+21  the inputs of a test are degenerate, so that wrong outputs match as well
     identities: test_inputs_were_not_degenerate; every control of mutations
 
-`python -m tests.mutants` plants random faults; CI does not run it. docs/correctness.md says how many faults the tests
-detect.
+`python -m tests.mutants` plants random faults; CI does not run this command. docs/correctness.md says how many of these
+faults the tests detect.
 
-The GPU suite (gpu_suite) runs the launches of memory_checks under compute-sanitizer.
+The GPU suite runs the kernel launches of `memory_checks.py` under compute-sanitizer.
 
-Ranks: test_context_parallel, test_context_gather and test_merge_over_ranks simulate ranks in one process.
-test_process_groups starts a process for each rank, with gloo on CPUs and with NCCL where there are GPUs. Some of its
-tests kill ranks, or give ranks arguments that disagree. `support.ranks` has the tasks that simulated and real ranks
-run, and `support.processes` starts the processes.
+Tests of decode context parallelism need several ranks. test_context_parallel, test_context_gather and
+test_merge_over_ranks simulate the ranks in one process. test_process_groups starts a process for each rank, with gloo
+on CPUs and with NCCL on GPUs. Some tests of this module kill ranks, or give ranks arguments that disagree.
+`support.ranks` has the tasks that simulated and real ranks run. `support.processes` starts the processes.
 """

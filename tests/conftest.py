@@ -1,7 +1,8 @@
 """Set up every test: run-time shape checks, uninitialised memory filled with NaN, fixed seeds, at most two threads.
 
-If pytest-xdist is installed, plain `pytest` runs the test files on all cores, each file in one worker process. A single
-file runs in the pytest process itself. With `-n 0` all files run in the pytest process.
+If pytest-xdist is installed, `pytest` without options runs the test files in parallel worker processes, and a worker
+runs one file at a time. If only one file is given, this file runs in the pytest process itself. With `-n 0` all files
+run in the pytest process.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 class TorchRandom:
-    """torch's random generator in the form that hypothesis registers; a replayed example then gets the same tensors."""
+    """torch's random generator with the methods that hypothesis calls; a repeated example then gets equal tensors."""
 
     seed = staticmethod(torch.manual_seed)
     getstate = staticmethod(torch.get_rng_state)
     setstate = staticmethod(torch.set_rng_state)
 
 
-TORCH_RANDOM = TorchRandom()  # a global, because hypothesis keeps only a weak reference to the generator
+TORCH_RANDOM = TorchRandom()  # a global variable, because hypothesis keeps only a weak reference to the generator
 if hypothesis is not None:
     hypothesis.register_random(TORCH_RANDOM)
     quiet = dict(deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck))
@@ -68,16 +69,16 @@ def _shard(text: str) -> tuple[int, int]:
 
 
 MOST_WORKERS = 8  # limits memory: each worker holds torch, transformers and one or two models
-# Words in the names of the slowest files. These files start first: a slow file that starts last runs alone at the end.
+# Words in the names of the slowest files. These files start first, so that no slow file runs alone at the end.
 LONG = ("triton", "site", "notebooks", "context_parallel", "process_groups", "docs", "transformers", "hopper")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
-    """Run several files on the CPU in one process for each core, unless the command line has other options."""
+    """Use parallel workers if several files run on the CPU and the command line does not set workers itself."""
     several = len(config.args) > 1 or any(os.path.isdir(argument) for argument in config.args)
     defaults = {"numprocesses": None, "dist": "no", "device": "cpu"}
-    if "PYTEST_XDIST_WORKER" in os.environ:  # a worker, or a pytest that a test started: it must not start workers
+    if "PYTEST_XDIST_WORKER" in os.environ:  # a worker, or a pytest that a test started, must not start workers
         return
     if several and all(config.getoption(name, Ellipsis) == value for name, value in defaults.items()):
         config.option.numprocesses = "logical"
@@ -91,7 +92,7 @@ def pytest_xdist_auto_num_workers():
 
 
 def pytest_collection_modifyitems(config, items):
-    """Put the slowest files first, keep the order within a file, and deselect the tests that `--shard` leaves out."""
+    """Put the slowest files first, keep the order within a file, and deselect the tests outside `--shard`."""
     items.sort(key=lambda item: next((rank for rank, word in enumerate(LONG) if word in item.path.name), len(LONG)))
     number, count = config.getoption("--shard")
     first, end = (number - 1) * len(items) // count, number * len(items) // count
@@ -101,14 +102,14 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def default_device(request):
-    """Make the device of `--device` the default of tensors, so that the backend of that device serves the test."""
+    """Create tensors on the device of `--device` by default, so that the kernels of this device serve the test."""
     with torch.device(request.config.getoption("--device")):
         yield
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """Skip a test that fails on a GPU because it asks `fast` for float64, which no GPU backend serves."""
+    """Skip a test that fails on a GPU because the kernels of `fast` support float64 on a CPU only."""
     try:
         return (yield)
     except UnsupportedConfiguration as error:
@@ -119,14 +120,14 @@ def pytest_runtest_call(item):
 
 @pytest.fixture(autouse=True)
 def no_earlier_calls():
-    """Forget the calls of earlier tests, so that this test's first call of each kind is checked in full."""
+    """Make `fast` forget the calls of earlier tests, so that it checks the first call of each kind in full again."""
     if "fast.backends.checked_calls" in sys.modules:
         sys.modules["fast.backends.checked_calls"].forget_calls()
 
 
 @pytest.fixture(autouse=True)
 def fixed_seed(request):
-    """Seed torch from the names of the test and its file, not from the folder of the file or from earlier tests."""
+    """Seed torch from the names of the test and of its file, so that a test always gets the same inputs."""
     name = request.node.nodeid.partition("::")[2]
     torch.manual_seed(zlib.crc32(f"tests/{request.node.path.name}::{name}".encode()))
 
@@ -139,7 +140,7 @@ def ops(request):
 
 @pytest.fixture
 def plain_errors():
-    """Switch the run-time shape checks off, so that the test gets the error message that a user gets."""
+    """Switch off the run-time shape checks of the tests, so that a test gets the same error message as a user."""
     was = jaxtyping.config.jaxtyping_disable
     jaxtyping.config.update("jaxtyping_disable", True)
     yield

@@ -4,7 +4,7 @@
     python -m tests.gpu_suite --peers .peers --out docs/results
     python -m tests.gpu_suite --stages tests opcheck --out build
 
-A run with `--stages` keeps the results of the stages that it leaves out, if the results file was written for the same
+A run with `--stages` keeps the results of the other stages in the results file, if the file was written for the same
 sources, GPU and package versions.
 
 Stages:
@@ -12,13 +12,13 @@ Stages:
 - tests: the test suite with compiled kernels. Each file runs in one process, a slow file in several processes. The
   files of `ANY_DEVICE` run twice: with tensors on the CPU and with tensors on the GPU.
 - opcheck: `torch.library.opcheck` of every registered op on the GPU.
-- memcheck, racecheck: the same ops, also on indices out of range, under these tools of compute-sanitizer. Without
-  compute-sanitizer on PATH both stages are skipped.
+- memcheck, racecheck: every registered op under the tool memcheck or racecheck of compute-sanitizer, also with indices
+  out of range. Without compute-sanitizer on PATH both stages are skipped.
 - main_job: `python -m fast` in float32, which compares the tokens of three implementations.
 - benchmarks: the benchmarks of one GPU.
 - between_gpus: with several GPUs, the tests and the benchmark of context parallelism over NCCL.
 
-A test is skipped if a package that the test needs is missing. The results file counts the skipped tests by reason.
+A test that needs a missing package is skipped. The results file counts the skipped tests by reason.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ BENCHMARKS = {  # name of a benchmark to its options, without --json
 ONCE_A_FILE = ("hardware", "gpu", "capability", "multiprocessors", "driver", "processor", "threads", "versions", "date",
              "fast_sha256", "command")  # fmt: skip
 BESIDE_PEERS = ("decode", "prefill", "bytes")
-# Test files that make all tensors on the device of `--device`.
+# Test files that make all tensors on the device of the option `--device`.
 ANY_DEVICE = (
     "attention/test_rope.py", "cache/test_cache.py", "identities/test_identities.py", "interfaces/test_from_lens.py",
     "mla/test_block_sizes.py", "mla/test_builder.py", "mla/test_cascade.py", "mla/test_weights.py",
@@ -59,7 +59,7 @@ ANY_DEVICE = (
     "planning/test_schedule.py", "planning/test_schedule_choice.py", "planning/test_visible_lens.py",
     "twins/test_differential.py", "twins/test_ops.py",
 )  # fmt: skip
-# Number of processes of the slowest files.
+# Slow test file to the number of processes that run its tests.
 SHARDS = {"test_hopper_decode.py": 16, "test_hopper_shapes.py": 8, "test_hopper_two_phases.py": 3,
           "test_triton_decode.py": 3}  # fmt: skip
 
@@ -80,7 +80,7 @@ def read_junit(path: Path) -> dict[str, Any]:
         if case.find("failure") is not None or case.find("error") is not None:
             failed.append(f"{case.get('classname')}::{case.get('name')}")
         elif (skip := case.find("skipped")) is not None:
-            reason = skip.get("message", "")  # for a file that is skipped whole, pytest gives only "collection skipped"
+            reason = skip.get("message", "")  # if a whole file is skipped, pytest gives only "collection skipped"
             skipped[f"{reason}: {case.get('name')}" if reason == "collection skipped" else reason] += 1
     passed = len(cases) - len(failed) - sum(skipped.values())
     return {"passed": passed, "failed": failed, "skipped": dict(skipped)}
@@ -89,8 +89,8 @@ def read_junit(path: Path) -> dict[str, Any]:
 def run_tests(args: argparse.Namespace) -> dict[str, Any]:
     """Run every test file in a process of its own, and a slow file in several processes.
 
-    `--jobs` processes run at a time, slow files first. The tests of the site are left out, because these tests compare
-    the pages with the results file that this run will replace.
+    At most `--jobs` processes run at the same time, slow files first. The tests of the site are left out, because these
+    tests compare the pages with the results file that this run will replace.
     """
     files = [file for file in (ROOT / "tests").rglob("test_*.py") if file.parent.name not in ("site", "data")]
     files = sorted(files, key=lambda file: ("triton" not in file.name and "hopper" not in file.name, file.name))
@@ -152,7 +152,7 @@ def run_opcheck(args: argparse.Namespace) -> dict[str, Any]:
         try:
             for arguments in many:
                 check_op(name, arguments)
-        except Exception as error:  # an exception must not end the stage: the other ops are checked as well
+        except Exception as error:  # a failed op must not prevent the checks of the other ops
             failed[name] = " ".join(str(error).split())
             print(f"opcheck {name}: {failed[name]}")
     print(f"opcheck: {len(checked) - len(failed)} of {len(checked)} ops")
@@ -160,7 +160,7 @@ def run_opcheck(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_main_job(args: argparse.Namespace) -> dict[str, Any]:
-    """Run `python -m fast` on the GPU, which compares each op, and the tokens of fast, reference and transformers."""
+    """Run `python -m fast` on the GPU, which compares ops with `reference`, and tokens of three implementations."""
     with tempfile.TemporaryDirectory() as folder:
         figures = Path(folder) / "figures.json"
         options = ["--device", "cuda", "--dtype", "float32", "--json", str(figures), "--no-picture"]
@@ -174,7 +174,7 @@ def run_main_job(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_benchmarks(args: argparse.Namespace) -> dict[str, Any]:
-    """Run the benchmarks one after another; nothing else runs on the GPU."""
+    """Run the benchmarks one after another, so that nothing else runs on the GPU."""
     reports, ok = {}, True
     for name, options in BENCHMARKS.items():
         with tempfile.TemporaryDirectory() as folder:
@@ -194,7 +194,7 @@ def run_benchmarks(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_between_gpus(args: argparse.Namespace) -> dict[str, Any]:
-    """Run the tests of context parallelism over NCCL, then the benchmark of context parallelism on 2, 4, .. GPUs."""
+    """Run the tests of context parallelism over NCCL, then its benchmark on 2, 4, 8, ... GPUs."""
     present = torch.cuda.device_count()
     if present < 2:
         print("between_gpus: skipped, needs two GPUs")
@@ -230,7 +230,7 @@ STAGES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 
 
 def with_earlier_stages(report: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Add the stages that a report lacks from the earlier file, if sources, GPU and versions are the same in both."""
+    """Add the stages that `report` lacks from the earlier file `path`, if sources, GPU and versions are the same."""
     if not path.exists():
         return report
     earlier = json.loads(path.read_text())

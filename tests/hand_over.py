@@ -1,13 +1,14 @@
-"""The smallest kernel in which one warp group hands data to another, to show what racecheck reports about it.
+"""Run a small kernel in which one warp group hands data to another, to show what racecheck reports about it.
 
     compute-sanitizer --tool racecheck python -m tests.hand_over
 
-The producer stores to shared memory and arrives at the mbarrier `full`. The consumer waits on `full`, loads, and
-arrives at the mbarrier `empty`, on which the producer waits. The kernels of `fast/kernels/hopper` hand over data in
-this order.
+racecheck is the tool of compute-sanitizer that finds data races in shared memory. In this kernel the producer warps
+store to shared memory and arrive at the mbarrier `full`. The consumer warps wait on `full`, load the data, and arrive
+at the mbarrier `empty`. The producer waits on `empty` before its next store. The kernels of `fast/kernels/hopper` hand
+over data in the same order.
 
-By default every thread arrives. With `--one-arrives` one thread arrives for its group, as in `fast/kernels/hopper`.
-With `--racing` no group waits, and values are lost.
+By default every thread arrives at an mbarrier. With `--one-arrives` one thread arrives for its warp group, as in
+`fast/kernels/hopper`. With `--racing` no warp group waits, so the consumer misses values.
 """
 
 from __future__ import annotations
@@ -67,16 +68,16 @@ def _hand_over_kernel(source, out, ROUNDS: gl.constexpr, ORDERED: gl.constexpr):
 
 
 def let_every_thread_arrive() -> None:
-    """Make every thread arrive in the kernels of this process.
+    """Make every thread arrive at the mbarriers in the kernels of this process.
 
-    Triton must not have hashed a kernel before. So call this function before the import of any module that keeps
-    kernels in a table.
+    Call this function before the import of the modules that contain kernels. Triton hashes a kernel together with the
+    constant that this function changes, and a change after the hashing is an error.
     """
     arrivals.EVERY_THREAD_ARRIVES = gl.constexpr(True)
 
 
 def main(argv: list[str]) -> int:
-    """Hand over `WIDTH` values `ROUNDS` times, print whether all values arrived, and return 1 if values were lost."""
+    """Hand over `WIDTH` values `ROUNDS` times, print whether all values arrived, and return 1 if values are missing."""
     if "--one-arrives" not in argv:
         let_every_thread_arrive()
     source = torch.randn(ROUNDS, WIDTH.value, device="cuda")

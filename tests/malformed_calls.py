@@ -1,10 +1,10 @@
 """Call every public function of a package with one malformed argument at a time, and report the outcomes.
 
-`python -m tests.malformed_calls fast` prints one JSON object. The process runs without the import hook of the tests,
-which checks annotations at run time, so the calls behave as for a user.
+`python -m tests.malformed_calls fast` prints one JSON object. A separate process makes the calls, because conftest.py
+adds run-time checks of the annotations that a user does not have.
 
-For a new public function or a new required field, add one line to `valid_calls`. The malformed values follow from the
-annotations.
+If you add a public function, add a valid call of this function to `valid_calls`. The malformed values are derived from
+the annotations of its arguments.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from .support.factories import (
 from .support.malformed_values import malformed
 
 CPU = torch.device("cpu")
-SECONDS_A_CALL = 5  # limit of CPU time for each call: a malformed number must not start an endless loop
+SECONDS_A_CALL = 5  # limit of CPU time for each call, in case that a malformed number starts an endless loop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +62,9 @@ class Call:
     Attributes:
         name: name in the report, such as "mla_decode" or "DecodeGraph.run".
         function: the function, class or bound method.
-        arguments: all arguments by name, those included that the function writes.
-        hidden: annotations by argument name; they replace or complete the annotations of the signature.
-        runs: False for a slow call, which is made only with arguments that must give an error.
+        arguments: all arguments by name, including the tensors that the function writes.
+        hidden: annotations by argument name, for arguments whose annotation the signature lacks.
+        runs: False if the valid call is too slow to be made; only the calls that must give an error are then made.
     """
 
     name: str
@@ -78,10 +78,7 @@ class Call:
 
 
 def valid_calls(ops: ModuleType) -> list[Call]:
-    """Return a list with one successful call of each public function, class and method.
-
-    All arguments are newly made.
-    """
+    """Return one successful call of each public function, class and method, with new arguments."""
     torch.manual_seed(0)
     is_fast = ops.__name__ == "fast"
     backend = {"backend": "cpu"} if is_fast else {}
@@ -109,7 +106,7 @@ def valid_calls(ops: ModuleType) -> list[Call]:
     step_plan = dataclasses.replace(step_plan, schedule=ops.plan_decode(step_plan.decode.seq_lens, 2))
     step_cache = torch.randn(step.num_blocks, 16, DIRECT.head_size)
     hidden, positions = torch.randn(14, DIRECT.hidden_size), torch.arange(14)
-    growing = make_batch([1, 2, 3], [20, 33, 17])  # the block of the next token of each request is there
+    growing = make_batch([1, 2, 3], [20, 33, 17])  # each request already has the block of its next token
     prefix = make_batch([1, 1], [40, 40])
     table = prefix.common.block_table.clone()
     table[1, :2] = table[0, :2]
@@ -277,7 +274,7 @@ def valid_calls(ops: ModuleType) -> list[Call]:
              hidden_size=DIRECT.hidden_size, dtype=torch.float32, device=CPU, query_len=1),
         method(graph, "run", hidden_states=torch.randn(2, DIRECT.hidden_size), positions=torch.arange(2),
                common=decodes.common),
-        # records whose constructor checks the fields
+        # classes whose constructor checks the fields
         call("InvariantSplitRule", small_tiles=4, small_splits=32, large_tiles=16, max_splits=128),
         call("ScheduleCosts", request_cost=5, split_cost=1, split_rule=InvariantSplitRule(4, 32, 16, 128),
              invariant_starts=4,
@@ -357,7 +354,7 @@ def calls_of_fast(call: Callable[..., Call], method: Callable[..., Call], backen
 
 @dataclasses.dataclass
 class HFConfig:
-    """Substitute for a config of transformers, with the fields that `MLAConfig.from_hf` reads."""
+    """Config with the fields of a transformers config that `MLAConfig.from_hf` reads; needs no transformers."""
 
     model_type: str = "deepseek_v3"
     hidden_size: int = 48
@@ -408,7 +405,7 @@ def tiny_model() -> nn.Module | None:
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a value, its fields and its items; skip sparse, nested, quantised and meta tensors."""
+    """Yield the tensors in a value, in its fields and in its items; skip sparse, nested, quantised and meta tensors."""
     if isinstance(value, Tensor):
         if value.layout == torch.strided and not (value.is_nested or value.is_quantized or value.is_meta):
             yield value
@@ -429,7 +426,7 @@ class TooLong(BaseException):
 
 
 def outcome(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[str, str]:
-    """Make a call and return the type and the message of the exception; ("", "") if the call succeeded."""
+    """Make a call; return the type and the message of its exception, or ("", "") if the call succeeded."""
 
     def stop(*_):
         raise TooLong
@@ -450,7 +447,7 @@ def outcome(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[st
 
 
 def annotations_of(call: Call) -> dict[str, str]:
-    """Return the annotation of every argument as text; annotations in `call.hidden` replace the signature's."""
+    """Return the annotation of every argument as text, from `call.hidden` or else from the signature."""
     found = dict(call.hidden)
     for name, parameter in inspect.signature(call.function).parameters.items():
         if name not in found and name in call.arguments:
@@ -468,16 +465,17 @@ def report_of(made: list[Call], make: Callable[[], list[Call]] | None = None) ->
 
     Args:
         made: calls that succeed.
-        make: function that returns the same calls with new arguments; used after a call has written to its arguments.
+        make: function that returns the same calls with new arguments. It is called after a call that wrote to its
+            arguments.
 
     Returns:
         A dictionary with three entries:
 
         - "failed": for each call in `made` that raised an error, a mapping from the name of the call to the error
         - "arguments": mapping from the name of a call to the names of its arguments
-        - "calls": one row for each malformed call. A row has the name of the call, the path of the replaced argument or
-          field, the name of the malformed value, whether this value has the right type, the type of the error, the
-          message of the error, and whether a tensor was written before the error
+        - "calls": one row for each malformed call, with seven items: name of the call, path of the replaced argument or
+          field, name of the malformed value, whether this value has the right type, type of the error ("" without an
+          error), message of the error, whether a tensor was written before the error
     """
     failed, rows = {}, []
     arguments = {call.name: list(call.arguments) for call in made}

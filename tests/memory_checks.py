@@ -1,10 +1,12 @@
-"""Launches for compute-sanitizer: every op and all variants of the Hopper decode, on valid and on hostile indices.
+"""Launch every op and all variants of the Hopper decode under compute-sanitizer, on valid and on hostile indices.
 
     compute-sanitizer --tool memcheck python -m tests.memory_checks 1/8
 
-Hostile indices are indices out of range. The command runs the first of eight parts ("shards") of the launches. With
-`--every-thread-arrives` the kernels have the form that racecheck can follow (see `sanitizers`). Each shard prints the
-kernels that Triton compiled. From these lines the GPU suite finds kernels of this GPU's backends, and `VARIANTS` of the
+Hostile indices are indices out of range. With such indices, a kernel must not read or write outside its tensors. The
+launches are divided into equal parts ("shards"), and `1/8` runs the first of eight shards. With
+`--every-thread-arrives` the kernels are compiled in a form that the tool racecheck understands (see `sanitizers.py`).
+
+Each shard prints the kernels that Triton compiled. From these lines `never_launched` finds kernels, and `VARIANTS` of
 Hopper kernels, that no shard launched.
 """
 
@@ -20,7 +22,7 @@ import torch
 from .support.commands import ROOT
 
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
-FAR = (2147480000, -2147480000, -1, 1 << 20)  # these values are out of range for block ids, lengths and slots
+FAR = (2147480000, -2147480000, -1, 1 << 20)  # values that are out of range for block ids, lengths and slots
 HOSTILE = (
     "block_table",
     "block_mapping",
@@ -31,10 +33,10 @@ HOSTILE = (
     "split_offsets",
     "local_cu_seq_lens",
 )
-# Request lengths. A TINY request has at most one tile. With more than 32 heads the first SHORT request has two splits.
-# The first LONG request has more pairs of tiles than a decode in two phases accepts.
+# Lengths of the three requests of a batch. A tile is 64 keys. A TINY request has at most one tile. The first SHORT
+# request has two splits if there are more than 32 heads. The first LONG request is too long for `two_phases_kernel`.
 TINY, SHORT, LONG = [20, 33, 0], [1085, 70, 0], [2950, 70, 0]
-DECODES = [  # heads, tokens of a block, (Lkv, R), dtype of the queries, dtype of the outputs, request lengths
+DECODES = [  # heads, tokens of a block, (latent, rope) width, dtype of the queries, dtype of the outputs, lengths
     (3, 16, (256, 32), BF16, BF16, TINY), (64, 64, (512, 64), BF16, BF16, TINY),
     (8, 32, (512, 0), FP16, FP16, SHORT), (12, 128, (256, 64), BF16, F32, SHORT), (16, 64, (512, 64), BF16, BF16, LONG),
     (40, 64, (256, 0), BF16, F32, LONG), (64, 64, (512, 64), BF16, BF16, SHORT), (64, 64, (512, 64), BF16, BF16, LONG),
@@ -48,7 +50,7 @@ PLANS = (
 PAGES = tuple(f"BLOCK_SIZE {size}," for size in (16, 32, 64, 128))
 PREFETCHED = "HEADS 64, LATENT 512, ROPE 64, BLOCK_SIZE 64, BY_LENGTH False, SCHEDULED False, SPLIT False"
 SLICED = "HEADS 64, LATENT 512, ROPE 64, BLOCK_SIZE 64, BY_LENGTH True, SCHEDULED False, SPLIT False, SLICES 2"
-VARIANTS = {  # Hopper kernel to texts; each text must occur in the constants of at least one launch of the kernel
+VARIANTS = {  # Hopper kernel: texts, each of which must occur in the constants of at least one launch of the kernel
     "row_blocks_16_32_kernel": (
         "ROWS 16,",
         "ROWS 32,",
@@ -73,7 +75,7 @@ def decodes() -> list[tuple]:
 
 
 def samples() -> list[tuple[str, tuple]]:
-    """Return names of ops with arguments on the GPU, for the backends that serve this GPU."""
+    """Return (name of an op, arguments on the GPU) for all ops, and on a Hopper GPU also for the decodes of DECODES."""
     from .support.triton_mode import ON_HOPPER
     from .twins import test_ops
 
@@ -86,7 +88,7 @@ def samples() -> list[tuple[str, tuple]]:
 
 
 def launch_samples(shard: int, shards: int) -> None:
-    """Launch a shard of the samples, each with valid and with hostile indices; print the kernels that were compiled."""
+    """Launch a shard of the samples with valid and with hostile indices, and print the kernels that were compiled."""
     from fast.kernels.compile_log import compiling_ahead
 
     from .twins.test_ops import overload
@@ -106,9 +108,9 @@ def launch_samples(shard: int, shards: int) -> None:
 
 
 def hostile(name: str, value: Any, far: int) -> Any:
-    """Return an argument of an op; in the arguments that `HOSTILE` names every second element is replaced by `far`.
+    """Return `value` for the argument `name` of an op; if `HOSTILE` has this name, every second element is `far`.
 
-    `HOSTILE` does not name `query_start_loc`, because `query_start_loc` comes from the scheduler, not from a request.
+    `query_start_loc` is not in `HOSTILE`, because the engine's scheduler computes it: no request can make it wrong.
     """
     if name not in HOSTILE or value is None:
         return value
@@ -118,9 +120,9 @@ def hostile(name: str, value: Any, far: int) -> Any:
 
 
 def beyond_the_bound(arguments: dict[str, Any]) -> tuple:
-    """Return decode arguments whose lengths fill the whole block table and exceed `max_seq_len`; all blocks are valid.
+    """Return decode arguments with request lengths that exceed `max_seq_len`; all block ids are valid.
 
-    The sizes of the buffers follow from `max_seq_len`, so a kernel that trusts the lengths writes past its buffers.
+    The buffers are allocated for `max_seq_len` keys. A kernel that trusts the lengths writes past its buffers.
     """
     keys = arguments["block_table"].shape[1] * arguments["kv_cache"].shape[1]
     assert keys > arguments["max_seq_len"]
@@ -129,13 +131,13 @@ def beyond_the_bound(arguments: dict[str, Any]) -> tuple:
 
 
 def kernels_of(sets: Sequence[str]) -> set[str]:
-    """Return the names, as in `fast.kernels.compile_log`, of the kernels in these folders of `fast.kernels`."""
+    """Return the names of the kernels in the given folders of `fast/kernels`, as `memory_checks` prints the names."""
     files = [file for folder in sets for file in (ROOT / "fast" / "kernels" / folder).rglob("*.py")]
     return {name for file in files for name in re.findall(r"^def _(\w+_kernel)\(", file.read_text(), re.MULTILINE)}
 
 
 def never_launched(launched: Iterable[str], hopper: bool) -> list[str]:
-    """Return the kernels that are missing in lines of the compile log; with `hopper` also the missing `VARIANTS`."""
+    """Return the kernels that are missing in the lines `launched`; with `hopper` also the missing `VARIANTS`."""
     launched = list(launched)
     missing = kernels_of(["combine", "triton", *(["hopper"] if hopper else [])]) - {
         line.split()[0] for line in launched

@@ -1,18 +1,20 @@
-"""Plant small faults in the sources, one at a time, and count how many the tests notice.
+"""Plant small faults in the sources, one at a time, and count how many faults the tests notice.
 
-`python -m tests.mutants --session mutants.jsonl` draws a sample of mutants, runs tests on each mutant and prints the
-survivors. A mutant is a file in which cosmic-ray changed one operator, number, keyword or condition. Every verdict is
-one line of the session file, so that the same command continues an interrupted run.
+`python -m tests.mutants --session mutants.jsonl` draws a sample of mutants and runs tests on each mutant. A mutant is a
+source file in which the package cosmic-ray changed one operator, number, keyword or condition. A mutant survives if all
+tests pass. The command prints the surviving mutants.
 
 - Sample: the mutants are a simple random sample, without replacement, of all mutants of the files in `TABLE`. A mutant
   that does not compile, or that has the same syntax tree as the source, is replaced by the next mutant.
-- Code without mutants: signatures and other code that has no behaviour are left alone (`is_left_alone`).
-- Verdict: the test modules that `TABLE` names for the file run in a copy of the tree, up to the first failure. The
-  same tests must first pass on the unchanged sources, in at most 30 s of CPU time. A mutant whose tests need more than
-  60 s of CPU time is reported as timed out and counts as noticed.
+- Code without mutants: signatures and other code that has no behaviour are never changed (`is_left_alone`).
+- Judge: `TABLE` names the tests that judge the mutants of a file. These tests must first pass on the unchanged sources
+  in at most 30 s of CPU time (the baseline).
+- Verdict: the judge's tests run on the mutant, in a copy of the repository, until the first test fails. A mutant whose
+  tests need more than 60 s of CPU time is reported as timed out and counts as noticed.
+- Session file: every verdict is one line of this file. The same command continues an interrupted run.
 
-The command needs the extra `dev` (cosmic-ray) and a POSIX system: the tests of each mutant run in a fork of this
-process, which has imported torch, transformers and pytest once.
+The command needs the package's extra `dev` (cosmic-ray) and a POSIX system. The process imports torch, transformers and
+pytest once, and the tests of each mutant run in a fork of the process.
 """
 
 from __future__ import annotations
@@ -45,9 +47,9 @@ import pytest
 from .support.mutant_judges import SUBJECTS, TABLE, Judge
 
 ROOT = Path(__file__).resolve().parents[1]
-BASELINE_LIMIT_S, LIMIT_S = 30, 60  # limits of the CPU time of tests on the unchanged sources, and on a mutant
-PATIENCE = 4  # the tests of a mutant may take PATIENCE x LIMIT_S of wall-clock time
-MEMORY_LIMIT = 24 << 30  # bytes of address space, so that a mutated size fails a test before it exhausts the machine
+BASELINE_LIMIT_S, LIMIT_S = 30, 60  # limits of the tests' CPU time in seconds: on the unchanged sources, on a mutant
+PATIENCE = 4  # the tests of a mutant may take PATIENCE x LIMIT_S seconds of wall-clock time
+MEMORY_LIMIT = 24 << 30  # bytes of address space of a run, so that a mutated size cannot fill the machine's memory
 COPIED = ("fast", "reference", "tests", "docs", "pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md")
 PRELOADED = (
     "torch", "hypothesis", "beartype", "jaxtyping", "einops", "safetensors.torch",
@@ -190,13 +192,16 @@ def diff_of(source: str, mutant: Mutant) -> list[str]:
 
 
 class FirstFailure:
-    """Plugin of pytest that records the first failure, sorts modules as the judge does, and prevents shrinking."""
+    """Plugin of pytest that records the first failure, sorts the test modules, and switches shrinking off.
+
+    Shrinking means that hypothesis searches a smaller example after a failure, which takes time.
+    """
 
     def __init__(self, tree: Path, modules: Sequence[str]):
         self.tree, self.modules, self.test, self.said = tree, modules, None, ""
 
     def pytest_sessionstart(self):
-        """Load a hypothesis profile without shrinking in place of the profile that conftest.py has loaded."""
+        """Load a hypothesis profile without shrinking; it replaces the profile that conftest.py has loaded."""
         with contextlib.suppress(ModuleNotFoundError):
             from hypothesis import Phase, settings
 
@@ -206,7 +211,7 @@ class FirstFailure:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items):
-        """Sort the tests by the judge's order of modules; conftest.py has sorted the tests in another order."""
+        """Sort the tests by the judge's order of modules, after conftest.py has sorted them in another order."""
         tests = self.tree / "tests"
         items.sort(key=lambda item: self.modules.index(item.path.relative_to(tests).with_suffix("").as_posix()))
 
@@ -224,7 +229,7 @@ class FirstFailure:
             self.test, self.said = report.nodeid, (lines or [""])[0][:200]
 
     def pytest_sessionfinish(self):
-        """Raise an error if the tests imported other packages than the packages of the copy."""
+        """Raise an error if the tests imported `reference` or `fast` from another folder than the copy."""
         for name in ("reference", "fast"):
             module = sys.modules.get(name)
             if module is not None and not Path(module.__file__).is_relative_to(self.tree):
@@ -238,7 +243,7 @@ class Verdict:
     Attributes:
         outcome: killed, timed out or survived.
         by: first test that failed; None if no test failed.
-        said: first line of the error message of this test.
+        said: first line of this test's error message.
         seconds: CPU time of the tests.
     """
 
@@ -249,7 +254,7 @@ class Verdict:
 
 
 class Bench:
-    """A copy of the tree in which tests run; each run has a process of its own."""
+    """A copy of the repository in which tests run; each run has a process of its own."""
 
     def __init__(self, folder: Path):
         self.tree = folder
@@ -259,7 +264,7 @@ class Bench:
             copy(ROOT / name, folder / name, **({"ignore": skipped} if copy is shutil.copytree else {}))
 
     def plant(self, file: str, source: str) -> None:
-        """Write a source file of the copy and delete the compiled files of its previous text."""
+        """Write a source file of the copy, and delete the bytecode that Python compiled from its previous text."""
         path = self.tree / file
         path.write_text(source, encoding="utf-8")
         for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
@@ -295,7 +300,7 @@ class Bench:
             del sys.modules[name]
         sys.path[:] = [str(self.tree), *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
         importlib.invalidate_caches()
-        # this count makes conftest.py use one thread, because the machine may be shared; threads change no result
+        # with as many workers as cores, conftest.py gives each worker one thread; the number changes no result
         os.environ |= {"PYTEST_XDIST_WORKER_COUNT": str(os.cpu_count()), "HF_HUB_OFFLINE": "1"}
         noted = FirstFailure(self.tree, judge.modules)
         options = ["-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--no-header", "-W", "ignore"]
@@ -313,7 +318,7 @@ class Bench:
             late: whether the process was killed at the limit of wall-clock time.
 
         Raises:
-            RuntimeError: the run executed no test, or imported other packages than the packages of the copy.
+            RuntimeError: the run executed no test, or did not import the packages of the copy.
         """
         seconds = round(used.ru_utime + used.ru_stime, 1)
         signalled = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
@@ -326,14 +331,18 @@ class Bench:
             raise RuntimeError(f"expected a run of tests, got\n{(self.tree / 'log.txt').read_text()[-3000:]}")
         if said["status"] == 0:
             return Verdict(SURVIVED, None, "", seconds)
-        # if a run failed but no test failed, the import of conftest.py failed
+        # if the run failed but no test failed, the import of conftest.py failed
         return Verdict(KILLED, said["by"] or "tests/conftest.py", said["said"], seconds)
 
 
 def run_all(benches: Sequence[Bench], work: Sequence, begin: Callable[[Bench, object], int], done: Callable) -> None:
-    """Process all items of `work`, one item at a time on each bench.
+    """Run the tests of all items of `work`, one item at a time on each bench.
 
-    `begin(bench, item)` starts a run and returns its process id; `done(item, bench, verdict)` is called after the run.
+    Args:
+        benches: copies of the repository.
+        work: items, such as mutants or names of judges.
+        begin: `begin(bench, item)` starts a run and returns its process id.
+        done: `done(item, bench, verdict)` is called after the run.
     """
     free, running, waiting = list(benches), {}, list(work)
     try:
@@ -371,6 +380,8 @@ def _end(pid: int) -> None:
 class Session:
     """Session file of JSON lines: the first line describes the sample, each further line is a baseline or a verdict.
 
+    A baseline is the CPU time in seconds that a judge's tests need on the unchanged sources.
+
     Raises:
         ValueError: the file belongs to another sample or to other sources.
     """
@@ -404,7 +415,7 @@ class Session:
             file.write(json.dumps(line) + "\n")
 
     def note_baseline(self, judge: str, seconds: float) -> None:
-        """Record how long a judge's tests take on the unchanged sources."""
+        """Record the CPU time in seconds that a judge's tests need on the unchanged sources."""
         self.baselines[judge] = seconds
         self._append({"baseline": judge, "seconds": seconds})
 
@@ -420,7 +431,7 @@ def digest(texts: dict[str, str]) -> str:
 
 
 def report(session: Session, drawn: Sequence[Mutant], sources: dict[str, str], head: dict) -> dict:
-    """Return counts by subject and file, the survivors with their changes, and the noticed mutants with the test."""
+    """Return counts by subject and file, the survivors with their changes, and the noticed mutants with their tests."""
     judged = {mutant: session.verdicts[mutant] for mutant in drawn if mutant in session.verdicts}
 
     def counts(mutants) -> dict[str, int]:
@@ -461,7 +472,7 @@ def entry_of(survivor: dict) -> str:
 
 
 def show(found: dict) -> None:
-    """Print the survivors and the counts; print for each survivor the beginning of a line for docs/correctness.md."""
+    """Print the survivors and the counts, with the beginning of a line for docs/correctness.md for each survivor."""
     for survivor in found["survivors"]:
         print(f"\nsurvived: {survivor['file']}:{survivor['line']} {survivor['operator']}")
         print("\n".join(f"  {line}" for line in survivor["diff"]))

@@ -3,10 +3,11 @@
     python -m tests.recorded_bits record before.json --device cuda
     python -m tests.recorded_bits compare before.json --device cuda
 
-Cases whose names have the same text before "|" use the same compiled kernels, so one process runs all cases of such a
-group. `--jobs` sets the number of processes. The inputs of a case are drawn from a fixed seed. Bits depend on the
-hardware, so record and compare on the same CPU or GPU model. `compare` exits with 1 if a digest differs or a case is
-missing.
+Record and compare on the same CPU or GPU model, because bits depend on the hardware. `compare` exits with 1 if a digest
+differs or a case is missing.
+
+A case is a named call with inputs from a fixed seed. `--jobs` sets the number of processes that run the cases. Cases
+with the same text before "|" in their names use the same compiled kernels, so one process runs all of these cases.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from .support.ranks import STEPS, Steps, everything, serve
 
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
 HEADS = (3, 16, 32, 64, 126, 128)
-PROGRAMS = (0, 5, 132)  # numbers of programs in the plan of a decode; 0 means that there is no plan
-LENGTHS = {  # query lengths and sequence lengths
+PROGRAMS = (0, 5, 132)  # numbers of programs in the schedule of a decode; 0: the decode has no schedule
+LENGTHS = {  # batch: query lengths and sequence lengths
     "one": ([1], [2950]),
     "equal": ([1] * 8, [1024] * 8),
     "mixed": ([1, 2, 0, 3, 1], [700, 33, 0, 190, 5000]),
@@ -51,8 +52,8 @@ LENGTHS = {  # query lengths and sequence lengths
 def digest_of(value: Any) -> str:
     """Return the first 16 hex digits of the sha256 of all tensors and numbers in a result, NaN payloads included.
 
-    `InvariantSplitRule`, `GraphSupport`, and the parts and the workspace of a plan are left out, because the results of
-    earlier commits lack such fields. A change of such a field also changes outputs.
+    Four kinds of fields are left out, because the results of earlier commits lack these fields: `InvariantSplitRule`,
+    `GraphSupport`, `parts` and `workspace`. A wrong value of these fields changes outputs, whose digests are compared.
     """
     found = hashlib.sha256()
 
@@ -76,7 +77,7 @@ def digest_of(value: Any) -> str:
 
 
 def cases(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield names and calls of all cases; the caller sets the same seed of torch before each call."""
+    """Yield the name and the call of every case; the caller sets the same seed of torch before each call."""
     yield from ops(device)
     yield from decodes(device)
     yield from planners(device)
@@ -84,15 +85,15 @@ def cases(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def ops(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield cases of every registered op on the samples of `test_ops`; a case returns results and written arguments.
+    """Yield cases of every registered op on the sample arguments of `tests/twins/test_ops.py`.
 
-    The messages that `pack_attn_state` returns contain padding that is never written. `merge_packed_attn_states` gets
-    such messages as arguments, so a case of this op returns only the result.
+    A case returns the result and the arguments, because some ops write to their arguments. A case of
+    `merge_packed_attn_states` returns only the result: its arguments contain padding bytes that are never written.
     """
     from .twins import test_ops
 
     def outcome(op: Callable, arguments: tuple) -> Any:
-        kept = [x for x in arguments if not (isinstance(x, list) and isinstance(x[0], int))]  # drop the invariant cut
+        kept = [x for x in arguments if not (isinstance(x, list) and isinstance(x[0], int))]  # without lists of ints
         return op(*arguments), [] if "merge_packed_attn_states" in str(op) else kept
 
     for dtype in (F32, BF16) if device.type == "cuda" else (F32, torch.float64):
@@ -100,13 +101,13 @@ def ops(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
         with device:
             found = test_ops.samples(dtype)
         for name, many in found.items():
-            many = copy.deepcopy(many)  # some samples shard a cache, and some ops write to it
+            many = copy.deepcopy(many)  # some samples share a cache tensor, and some ops write to the cache
             for index, arguments in enumerate(many):
                 yield f"{name} {dtype} {index}", partial(outcome, test_ops.overload(name), arguments)
 
 
 def decodes(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield cases of `mla_decode` for every kind of batch, with and without a plan and batch invariance."""
+    """Yield cases of `mla_decode` for every batch of `LENGTHS`, with and without a schedule and batch invariance."""
     dtypes, widths, backends = (F32,), ((24, 8),), (None,)
     if device.type == "cuda":
         dtypes, widths, backends = (BF16, FP16), ((512, 64), (256, 32), (512, 0)), (None, "triton")
@@ -134,7 +135,7 @@ def decodes(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def planners(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield cases in which either package plans a schedule or a step."""
+    """Yield cases in which `fast` or `reference` plans a decode schedule (`plan_decode`) or a step."""
     drawn = torch.Generator().manual_seed(3)
     for package in (fast, reference):
         for heads, programs, requests in itertools.product(HEADS, (1, 7, 132), (1, 5, 64, 300)):
@@ -156,7 +157,7 @@ def planners(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def layers(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield cases of layer steps with decodes and with prefills of several chunks, on one rank and on several ranks."""
+    """Yield cases in which a layer runs steps with decodes and long prefills, on one rank and on several ranks."""
     large = dict(hidden_size=256, q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
                  v_head_dim=128)  # fmt: skip
     configs = CONFIGS | {f"{heads} heads": MLAConfig(num_heads=heads, **large) for heads in (16, 64)}
@@ -193,7 +194,7 @@ def replayed(device: torch.device, programs: int, batch_invariant: bool) -> Any:
 
 
 def digests(device: torch.device, shard: int, shards: int) -> dict[str, str]:
-    """Return the digests of the cases in part `shard` of `shards` equal parts."""
+    """Return the digests of the cases in shard number `shard` of `shards`."""
     torch.set_grad_enabled(False)
     found, groups = {}, {}
     for name, call in cases(device):

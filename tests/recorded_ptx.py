@@ -1,13 +1,17 @@
-"""Record the PTX of every kernel variant that the compile tests reach, and compare it with a later tree.
+"""Record a hash of the PTX (GPU assembly) of every kernel variant, to show that a refactoring changes no kernel.
 
     python -m tests.recorded_ptx record FILE
     python -m tests.recorded_ptx compare FILE --renamed few_heads=row_blocks_16_32 --gone merge_splits
 
-A change that only moves or renames kernels leaves every hash the same. No GPU is needed: the launchers run on CPU
-tensors with the device facts of an H200, launches are recorded, and Triton compiles each recorded launch for sm_90.
+A variant is a kernel compiled for one combination of argument types and constants. The hash of a variant does not cover
+debug information, comments and the name of the kernel. So every hash stays the same if a change only moves or renames
+kernels.
 
-The key of a variant consists of the scenario, the name of the kernel, and the number of the launch among the launches
-of this kernel in the scenario. The hash leaves out debug information, comments and the name of the kernel.
+No GPU is needed. The launchers (the functions that launch kernels) get CPU tensors and the properties of an H200. The
+launches are recorded instead of run, and Triton compiles each recorded launch for sm_90.
+
+A scenario is a function that makes launches. The key of a variant consists of the scenario, the name of the kernel, and
+the number of the launch among the launches of this kernel in the scenario.
 """
 
 from __future__ import annotations
@@ -44,10 +48,10 @@ from .support.compiled import Recorded, RecordedGluon, compiled
 from .support.factories import CONFIGS, LOW_RANK
 
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
-SHAPES = (  # tokens of a block, (Lkv, R), dtype
+SHAPES = (  # tokens of a block, (latent width, rope width), dtype
     (64, (512, 64), BF16), (16, (512, 64), BF16), (32, (256, 32), FP16), (128, (512, 0), BF16), (64, (256, 64), BF16),
 )  # fmt: skip
-VARIANTS: dict[str, tuple] = {}  # key to (kernel, kinds, constants); a global, so that forked processes can read it
+VARIANTS: dict[str, tuple] = {}  # key: (kernel, argument types, constants); forked processes read this global variable
 
 
 def kernel_modules() -> list:
@@ -58,7 +62,12 @@ def kernel_modules() -> list:
 
 @contextlib.contextmanager
 def recording(launches: dict, facts=None) -> Iterator[pytest.MonkeyPatch]:
-    """Record launches in `launches` instead of launching; `device_facts` of the launchers returns `facts`."""
+    """Record kernel launches in `launches` instead of running them.
+
+    Args:
+        launches: dictionary that receives the launches.
+        facts: properties of the GPU that the launchers see; None leaves `device_facts` unchanged.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for module in kernel_modules():
             for name, value in list(vars(module).items()):
@@ -71,13 +80,13 @@ def recording(launches: dict, facts=None) -> Iterator[pytest.MonkeyPatch]:
 
 
 def hopper_decode(*arguments, **settings) -> dict:
-    """Return the launch of the Hopper decode that `test_hopper_compilation` compiles for these arguments."""
+    """Return the launch of the Hopper decode kernel for these arguments of `test_hopper_compilation.recorded`."""
     with recording({}) as patch:
         return {"": hopper_tests.recorded(patch, *arguments, **settings)}
 
 
 def memory_checked() -> dict:
-    """Return the Hopper decode launches of `tests.memory_checks` on an H200."""
+    """Return the launches of the Hopper decode kernels for the inputs of `tests/memory_checks.py` on an H200."""
     found: dict = {}
     with recording(found, hopper_tests.H200):
         decode = importlib.import_module("fast.kernels.hopper").KERNELS["mla_decode"]
@@ -88,9 +97,14 @@ def memory_checked() -> dict:
 
 
 def warmed(backends, config, facts, **settings) -> dict:
-    """Return the launches of `fast.warmup`.
+    """Return the launches of `fast.warmup`, which launches every kernel of a config once.
 
-    The backends serve CPU tensors. If several backends have an op, the last of these backends serves the op.
+    Args:
+        backends: names of the backends whose kernels serve the CPU tensors. If several backends have kernels of an op,
+            the last of them serves the op.
+        config: dimensions of the layer.
+        facts: properties of the GPU that the launchers see.
+        settings: further arguments of `fast.warmup`.
     """
     found: dict = {}
     table: dict = {}
@@ -103,7 +117,7 @@ def warmed(backends, config, facts, **settings) -> dict:
 
 
 def scenarios() -> Iterator[tuple[str, Callable[[], dict]]]:
-    """Yield, for each scenario, its name and a function that returns its launches in order."""
+    """Yield the name of each scenario, and a function that returns the launches of the scenario in order."""
     for heads, cut, shape in product((16, 32, 128), hopper_tests.CUTS, SHAPES):
         if cut in hopper_tests.ONLY_MANY and (heads <= 32 or shape[1][0] < 512):
             continue
@@ -131,7 +145,7 @@ def scenarios() -> Iterator[tuple[str, Callable[[], dict]]]:
 
 
 class _Done(Exception):
-    """Exception that carries the PTX out of the compiler before the assembler runs; the binary is not needed."""
+    """Exception that carries the PTX out of Triton's compiler before the compiler makes a binary."""
 
 
 def _stop(_backend, ptx, *_) -> None:
@@ -160,7 +174,8 @@ def variants(renamed: dict[str, str], only: str) -> dict[str, tuple]:
     """Return the launches of all scenarios by key.
 
     Args:
-        renamed: mapping from the name of a kernel in the recorded file to the new name; keys contain the former.
+        renamed: mapping from the name of a kernel in the recorded file to its new name. The returned keys contain the
+            name in the file.
         only: regular expression that selects scenarios.
 
     Raises:
@@ -183,7 +198,7 @@ def variants(renamed: dict[str, str], only: str) -> dict[str, tuple]:
 
 
 def described(launch: tuple) -> str:
-    """Return a text that is equal for two launches only if Triton compiles them alike."""
+    """Return a description of a launch; launches with equal descriptions compile to the same PTX."""
     kernel, kinds, constants = launch
     return f"{kernel.fn.__name__} {list(kinds.items())} {sorted((key, str(value)) for key, value in constants.items())}"
 
@@ -192,13 +207,13 @@ def _hashed(key: str) -> str:
     kernel = VARIANTS[key][0]
     try:
         ptx = ptx_of(*VARIANTS[key])
-    except Exception as error:  # Triton's exceptions cannot be pickled, so the main process would wait forever
+    except Exception as error:  # Triton's exceptions cannot be pickled; the main process would wait for them forever
         raise RuntimeError(f"{key}: {type(error).__name__}: {str(error)[-2000:]}") from None
     return hashlib.sha256(normalised(ptx, kernel.fn.__name__).encode()).hexdigest()
 
 
 def hashes(found: dict[str, tuple], workers: int) -> dict[str, str]:
-    """Return the hash of every variant; launches that Triton compiles alike are compiled once."""
+    """Return the hash of every variant; launches with equal descriptions are compiled once."""
     first: dict[str, str] = {}
     for key, launch in found.items():
         first.setdefault(described(launch), key)
@@ -211,7 +226,7 @@ def hashes(found: dict[str, tuple], workers: int) -> dict[str, str]:
 
 
 def main(argv: list[str]) -> int:
-    """Record or compare hashes; return 1 if a variant differs or is missing, except variants that `--gone` names."""
+    """Record or compare hashes; return 1 if a variant differs, or is missing and not named by `--gone`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("record", "compare"))
     parser.add_argument("file", type=Path)

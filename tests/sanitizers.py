@@ -1,28 +1,33 @@
-"""Run compute-sanitizer over the launches of `tests.memory_checks`; report findings and kernels without a launch.
+"""Run the launches of `tests/memory_checks.py` under compute-sanitizer, and report what its tools find.
 
-racecheck and mbarriers: for racecheck an mbarrier orders only the accesses of the thread that arrives, even if all
-warps met at a barrier before. Where one thread arrives for its group, racecheck reports the accesses of the other
-threads as races. So racecheck runs kernels in which every thread arrives (`fast.kernels.hopper.common.arrivals`). In
-ordinary kernels one thread arrives for its group. `test_hopper_compilation` checks in the compiled code of ordinary
-kernels that a barrier precedes each arrival.
+The tool memcheck finds accesses outside of tensors. The tool racecheck finds data races in shared memory. The launches
+are divided into parts ("shards"), and each shard runs in a process of its own. Kernels that no shard launched are
+reported as well.
 
-Controls: `tests.hand_over` runs under racecheck in three forms, which show whether a report can be trusted:
+racecheck and mbarriers: in our kernels, all warps of a group meet at a barrier, and then one thread arrives at an
+mbarrier for the group. For racecheck, this arrival orders only the accesses of the arriving thread. So racecheck would
+report the accesses of the other threads as races. Under racecheck the kernels are therefore compiled in a form in which
+every thread arrives (`fast/kernels/hopper/common/arrivals.py`). For the ordinary form, `test_hopper_compilation` checks
+in the compiled code that a barrier precedes each arrival.
+
+Controls: the small kernel of `tests/hand_over.py` runs under racecheck in three forms. The controls show whether
+racecheck's reports can be trusted:
 
 - Every thread arrives: racecheck must report no race.
 - One thread arrives for all threads: any report is accepted.
 - No thread waits: racecheck must report a race.
 
-Reports that are not failures:
+Two kinds of reports are not failures:
 
-- Triton writes some bytes of shared memory to start and end the partitions of `warp_specialize`. All threads meet
-  before and after these writes, and no line of our kernels accesses these bytes. Such a report names the line with the
-  `def` of a kernel, the line with the call of `warp_specialize`, or both lines, and no other line.
-- About one report in hundreds names neither kernel nor line. The shard with this report runs again, at most `AGAIN`
+- Triton writes some bytes of shared memory when the warp groups of `warp_specialize` start and end. All threads meet
+  before and after these writes, and our kernels do not access these bytes. A report about these writes names only the
+  line with the `def` of a kernel or the line with its call of `warp_specialize`.
+- A few reports name neither kernel nor line (fewer than 1 %). The shard with such a report runs again, at most `AGAIN`
   times. A report without kernel and line in the last run is a failure.
 
-Limits: racecheck does not follow asynchronous copies, TMA (the GPU's bulk copy engine), or the reads of matrix
-products. In the form in which every thread arrives, an arrival also waits for the asynchronous copies of its thread.
-Launches run one after another, so racecheck never observes two kernels at once.
+Limits: racecheck does not check asynchronous copies, copies by TMA (the GPU's bulk copy engine), and the reads of
+matrix products. In the form in which every thread arrives, an arrival also waits for the asynchronous copies of its
+thread. Launches run one after another, so racecheck cannot find a race between two kernels.
 """
 
 from __future__ import annotations
@@ -42,8 +47,8 @@ from . import memory_checks
 from .support.commands import ROOT, run
 
 CONTROLS = {"every thread arrives": (), "one arrives for all": ("--one-arrives",), "nobody waits": ("--racing",)}
-AGAIN = 2  # how often a shard may run again because a report names neither kernel nor line
-TROUBLE = re.compile(r"={5,}.*\b(Error|Internal|Fatal|failed)\b")  # errors of the tool itself
+AGAIN = 2  # how often a shard runs again at most because a report names neither kernel nor line
+TROUBLE = re.compile(r"={5,}.*\b(Error|Internal|Fatal|failed)\b")  # a line that reports an error of the tool itself
 ACCESS = re.compile(r"=+ .*\b(Read|Write) access at (?P<kernel>\w+)\+0x[0-9a-f]+ in (?P<file>[\w.]+):(?P<line>\d+)")
 
 
@@ -93,7 +98,7 @@ def run_racecheck(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def sanitizer(tool: str) -> list[str]:
-    """Return the command line of a tool; the list is empty if compute-sanitizer is not on PATH."""
+    """Return the command line of a tool; an empty list if compute-sanitizer is not on PATH."""
     program = shutil.which("compute-sanitizer")
     return [program, "--tool", tool, "--print-limit", "0"] if program else []
 
@@ -108,9 +113,17 @@ def absent(tool: str) -> dict[str, Any]:
 def run_shards(
     tool: str, args: argparse.Namespace, given: Sequence[str], *options: str, shards: Sequence[int] = ()
 ) -> list[tuple[int, str]]:
-    """Run the given shards of `tests.memory_checks`, by default all; return the exit status and output of each shard.
+    """Run shards of `tests/memory_checks.py` under a tool; return the exit status and output of each shard.
 
-    Each tensor gets an allocation of its own, and each launch ends before the next launch begins.
+    Each tensor gets an allocation of its own, so that the tool notices an access behind the end of a tensor. Each
+    launch ends before the next launch begins.
+
+    Args:
+        tool: "memcheck" or "racecheck".
+        args: options of the GPU suite.
+        given: further options of `tests/memory_checks.py`.
+        options: further options of the tool.
+        shards: numbers of the shards to run; empty for all shards.
     """
 
     def one(shard: int) -> tuple[int, str]:
@@ -123,9 +136,9 @@ def run_shards(
 
 
 def shards_report(outcomes: Sequence[tuple[int, str]], hopper: bool) -> dict[str, Any]:
-    """Return whether all shards ended without findings ("ok"), a summary, and the launched kernels.
+    """Return whether the shards passed ("ok"), a summary, and the launched kernels.
 
-    "ok" is also false if a shard did not end, or if no shard launched some kernel or variant.
+    "ok" is true if all shards ended without findings, and every kernel and variant was launched by some shard.
     """
     lines = [line for _, output in outcomes for line in output.splitlines()]
     said = [line.strip("= ") for line in lines if "SUMMARY" in line]
@@ -154,8 +167,8 @@ def races_report(
         outcomes: exit status and output of each shard.
         controls: mapping from the name of a control to its output; empty on GPUs whose kernels do not specialise warps.
         hopper: whether the kernels for Hopper must have been launched.
-        earlier: outputs of shards that ran again later, because a report named neither kernel nor line; the reports
-            that do name a line count.
+        earlier: outputs of the first runs of the shards that ran again, because a report named neither kernel nor line.
+            The other reports in these outputs count.
     """
     report = shards_report(outcomes, hopper)
     found = sum((races(output) for _, output in outcomes), Counter())
@@ -186,7 +199,7 @@ def races_report(
 
 
 def races(output: str) -> Counter[tuple[Place, Place]]:
-    """Count racecheck's reports by the two lines of kernels that a report names (`place_in`)."""
+    """Count racecheck's reports by the two lines of source code that a report names (`place_in`)."""
     found: Counter[tuple[Place, Place]] = Counter()
     first = None
     for line in output.splitlines():
@@ -198,9 +211,9 @@ def races(output: str) -> Counter[tuple[Place, Place]]:
 
 
 def place_in(line: str) -> Place:
-    """Return the line of a kernel that a line of a report names.
+    """Return the line of source code that one line of a report names.
 
-    If the format of the report is unknown, the returned `kernel` is the whole line of the report.
+    If the report's format is unknown, the attribute `kernel` of the result is the whole line of the report.
     """
     known = ACCESS.match(line)
     return Place(known["kernel"], known["file"], int(known["line"])) if known else Place(line.strip("= "), "", 0)
@@ -218,9 +231,9 @@ def of_ours(found: Counter[tuple[Place, Place]]) -> Counter[tuple[Place, Place]]
 
 @functools.cache
 def tritons_own() -> frozenset[Place]:
-    """Return the lines that racecheck names for Triton's own accesses.
+    """Return the lines that racecheck names for Triton's own accesses in `warp_specialize`.
 
-    These are the `def` of each kernel that calls `warp_specialize`, and the line of the call.
+    For each kernel that calls `warp_specialize`, the result has the line of the kernel's `def` and of the call.
     """
     places = []
     for path in [*(ROOT / "fast" / "kernels" / "hopper").rglob("*.py"), ROOT / "tests" / "hand_over.py"]:

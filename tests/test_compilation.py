@@ -1,4 +1,7 @@
-"""Tests of compilation ahead of time: `warmup` launches every kernel, and the steps after it compile nothing."""
+"""Tests of compilation ahead of time: `fast.warmup` launches every kernel, so that later steps compile nothing.
+
+Triton compiles a kernel at its first launch for each variant, which is a combination of argument types and constants.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,7 @@ def test_refusals(plain_errors):
 
 
 def facts(module: str) -> dict:
-    """Return the arguments that Triton passes to a hook for one kernel."""
+    """Return the arguments with which Triton calls a compile hook for a kernel of the given module."""
     signature = {"out": "*bf16", "lse": "*fp32", "table": "*i32", "tokens": "i32", "HEADS": "constexpr"}
     return {
         "fn": SimpleNamespace(module=module, name="_decode_kernel"), "key": "", "repr": "", "is_manual_warmup": False,
@@ -102,8 +105,8 @@ def test_what_is_told(monkeypatch, caplog):
     assert "compiled decode_kernel in 0.0 s" in caplog.text
 
 
-# After `warmup`, steps compile nothing. On a GPU the tests count compilations. On a CPU the tests record launches, and
-# compute from a launch which variant of the kernel Triton would compile.
+# After `warmup`, steps compile nothing. On a GPU the tests count compilations. On a CPU the tests record launches and
+# derive from each launch which variant of the kernel Triton would compile.
 
 STEPS = (
     ([1], [17]), ([1] * 16, [33] * 16), ([2, 1, 3, 0], [500, 1, 70, 9]), ([3] * 48, [31] * 48),
@@ -113,10 +116,12 @@ STEPS = (
 
 
 def serve(config, dtype, threshold, batch_invariant=False):
-    """Run a layer in steps of every kind and of many sizes.
+    """Run a layer in all steps of `STEPS`, with several plans for a step.
 
-    With `batch_invariant` each step also runs with a planned and with an unplanned batch-invariant schedule. A step
-    of decodes also runs as in the capture of a graph.
+    - The plan of `build_mla_metadata`.
+    - In steps of decodes: the plan that a captured CUDA graph has, and a plan for a shared prefix (cascade).
+    - A plan with a schedule of `plan_decode`, which is batch-invariant if `batch_invariant` is true.
+    - With `batch_invariant`: a plan with a batch-invariant schedule without work items.
     """
     layer = make_layer(fast, config, make_weights(config, dtype), dtype)
     costs = measured_schedule_costs(config.num_heads)
@@ -135,7 +140,7 @@ def serve(config, dtype, threshold, batch_invariant=False):
         if max(query_lens) <= threshold:
             tokens = sum(query_lens)
             captured = fast.plan_captured_decodes(batch.common, 16, 0, costs, batch_invariant)
-            visible = plan.decode.visible_lens  # on a CPU the recorded kernel has written no mask
+            visible = plan.decode.visible_lens  # the kernel that computes the captured plan's mask was only recorded
             captured = replace(captured, decode=replace(captured.decode, visible_lens=visible))
             layer(inputs[0][:tokens], inputs[1][:tokens], cache, captured)
         planned = fast.plan_decode(plan.decode.seq_lens, 9, costs, batch_invariant)
@@ -148,7 +153,7 @@ GRAPH_SIZES = (1, 2, 3, 4, 8, 16, 17, 64, 130, 513)
 
 
 def serve_captured(config, dtype, threshold, batch_invariant=False, sizes=GRAPH_SIZES, longest=4096):
-    """Run the steps of `DecodeGraph`s of every query length and of many sizes, captured for long requests."""
+    """Run `DecodeGraph`s of every query length and of many batch sizes, for requests of at most `longest` tokens."""
     layer = make_layer(fast, config, make_weights(config, dtype), dtype)
     cache = torch.zeros(4, 16, config.head_size, dtype=dtype)
     columns = longest // 16
@@ -163,7 +168,7 @@ def serve_captured(config, dtype, threshold, batch_invariant=False, sizes=GRAPH_
     )
 
     def step(hidden_states, positions, plan):
-        visible = torch.zeros_like(plan.decode.visible_lens)  # on a CPU the recorded kernel has written no mask
+        visible = torch.zeros_like(plan.decode.visible_lens)  # the kernel that computes the mask was only recorded
         return layer(hidden_states, positions, cache, replace(plan, decode=replace(plan.decode, visible_lens=visible)))
 
     for query_len in range(1, threshold + 1):
@@ -217,7 +222,7 @@ def test_warmup_specialises_for_every_step(launches, config, dtype):
 
 
 def test_warmup_specialises_for_batch_invariance(launches):
-    """After a batch-invariant warm-up, batch-invariant steps launch only kernel variants that warm-up launched."""
+    """Warm up for batch invariance -> batch-invariant steps launch only kernel variants that warm-up launched."""
     fast.warmup(LOW_RANK, device="cpu", dtype=torch.bfloat16, block_size=16, decode_threshold=3, batch_invariant=True)
     ahead = set(launches)
     assert {"_plan_invariant_kernel", "_combine_invariant_kernel"} <= {key[0] for key in ahead}
@@ -227,11 +232,12 @@ def test_warmup_specialises_for_batch_invariance(launches):
 
 
 def test_a_compiler_cannot_fuse_what_folds_round(launches):
-    """The combine kernel rounds the product of weight and partial output before the addition, as decode programs do.
+    """Compile the combine kernel -> it rounds each product of weight and partial output before the addition.
 
-    If the compiler fused the product and the addition, the product would not be rounded. A result would then depend on
-    which kernel combines. So the kernel computes `sum x 1 + product`; the compiler does not know that the factor is 1.
-    The test counts the fused multiply-adds with this factor in the PTX.
+    A decode program that combines its own splits rounds this product, too. If the compiler fused the product and the
+    addition, the product would not be rounded, and the result would depend on the kernel that combines. The combine
+    kernel prevents the fusion: it computes `sum x 1 + product` with a factor 1 that the compiler does not know. The
+    test counts the fused multiply-adds with this factor in the PTX (GPU assembly).
     """
     fast.warmup(LOW_RANK, device="cpu", dtype=torch.bfloat16, block_size=16, decode_threshold=3, batch_invariant=True)
     combines = [launch for key, launch in launches.items() if key[0] == "_combine_invariant_kernel"]
@@ -244,7 +250,7 @@ def test_a_compiler_cannot_fuse_what_folds_round(launches):
         assert len(added) >= constants["SPLITS"] * max(1, values)
 
 
-CHIPS = {  # number of multiprocessors, compute capability, bytes of shared memory available to a program
+CHIPS = {  # GPU: number of multiprocessors, compute capability, bytes of shared memory available to a program
     "A100": (108, (8, 0), 166912),
     "RTX 4090": (128, (8, 9), 101376),
     "H200": (132, (9, 0), 232448),
@@ -256,12 +262,12 @@ CHIPS = {  # number of multiprocessors, compute capability, bytes of shared memo
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("chip", CHIPS)
 def test_kernels_compile_for(chip, heads, launches, monkeypatch):
-    """Each kernel that a layer with DeepSeek's dimensions launches fits into the shared memory of a GPU.
+    """Compile the kernels of a layer with DeepSeek's dimensions for a GPU -> each kernel fits into shared memory.
 
-    By default the test compiles only the kernels that depend most on the GPU: the decode kernels, the combine kernels
-    and the attention kernel; and the small kernel that advances a batch. The default GPUs are the one with the least
-    shared memory, and a Hopper GPU. On Hopper the planner kernel, the combine kernels and the kernel that advances a
-    batch start before the preceding kernel has ended (`DEPENDENT`).
+    By default the test compiles only the decode kernels, the combine kernels, the attention kernel, and the kernel of
+    `advance_step`, for two GPUs: an RTX 4090, which has the least shared memory, and an H200. With the constant
+    `DEPENDENT` a kernel starts before the preceding kernel has ended. The test checks that the planner kernel, the
+    combine kernels and the kernel of `advance_step` have this constant exactly on GPUs that support such a start.
     """
     from fast.kernels.combine import launch as combine_launch
     from fast.kernels.device import DeviceFacts
@@ -297,7 +303,10 @@ def test_kernels_compile_for(chip, heads, launches, monkeypatch):
 
 
 def reads_before_its_wait(ptx):
-    """Assert that the combine kernel reads the schedule from the L2 cache, and partial outputs only after its wait."""
+    """Assert that the combine kernel waits for the decode kernel before it reads partial outputs.
+
+    Before the wait it reads only the schedule, with loads that bypass the L1 cache (`.cg`).
+    """
     before, wait, after = ptx.partition("griddepcontrol.wait")
     assert wait and "ld.global" in after
     loads = re.findall(r"ld\.global[.\w]*", before)
@@ -305,7 +314,7 @@ def reads_before_its_wait(ptx):
 
 
 def test_too_wide_for_a_chip():
-    """If no tile of a width fits into shared memory, the launcher raises an error of one line before any launch."""
+    """Ask for a kernel of vectors too wide for the GPU's shared memory -> an error of one line before any launch."""
     pytest.importorskip("triton")
     from fast.kernels.device import DeviceFacts
     from fast.kernels.triton.attention import _blocks
@@ -339,7 +348,10 @@ def test_warmup_leaves_nothing_to_compile(dtype, batch_invariant):
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("heads", [16, 128])
 def test_warmup_leaves_nothing_to_compile_of_published_dims(heads, batch_invariant):
-    """The same with the dims of DeepSeek-V2-Lite, which the kernels for Hopper serve, eagerly and in graphs."""
+    """Warm up for the dimensions of DeepSeek-V2-Lite -> later steps, eager and in CUDA graphs, compile nothing.
+
+    On a Hopper GPU the kernels for Hopper serve these dimensions.
+    """
     from fast.kernels.compile_log import compiling_ahead
 
     config = replace(MLAConfig.from_preset("deepseek-v2-lite"), num_heads=heads)
@@ -362,7 +374,10 @@ print(len(lines), time.perf_counter() - start)
 
 @gpu_only
 def test_time_of_warmup(tmp_path):
-    """With DeepSeek-V3's dims, parallel warm-up is fast enough with an empty cache of Triton, and with a full one."""
+    """Warm up in parallel for DeepSeek-V3, twice -> both runs stay within their time limits on a CPU with 16 cores.
+
+    Triton's cache of compiled kernels is empty in the first run and full in the second run.
+    """
     found = []
     for _ in range(2):
         settings = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
@@ -378,7 +393,7 @@ def test_time_of_warmup(tmp_path):
 
 @gpu_only
 def test_first_use_is_told(caplog):
-    """If a kernel is compiled without warm-up, the log names the kernel and the shape for which it is compiled."""
+    """Call an op without warm-up -> the log names the kernel that is compiled and its constants."""
     with torch.device("cuda"):
         kv_c, k_pe = torch.randn(3, 56), torch.randn(3, 4)
         cache = torch.empty(2, 19, 60)
@@ -390,7 +405,7 @@ def test_first_use_is_told(caplog):
 
 
 def test_a_kernel_is_compiled_by_one_thread():
-    """Other threads wait until the kernel is compiled. If the compilation failed, the next thread compiles it."""
+    """Two threads need one kernel -> the second thread waits, and compiles the kernel if the first thread failed."""
     pytest.importorskip("triton")
     from fast.kernels.compile_log import SharedCompilations
 
@@ -419,7 +434,7 @@ def test_a_kernel_is_compiled_by_one_thread():
 
 
 def test_shared_compilations_are_told_once(monkeypatch, caplog):
-    """A thread that loads a kernel which another thread compiled adds no line and logs nothing."""
+    """Eight threads compile the same kernel -> the kernel is compiled and logged once."""
     pytest.importorskip("triton")
     from fast.kernels import compile_log
 
@@ -454,7 +469,10 @@ class CountingBar(compilation._Bar):
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_launches_run_in_threads(threads):
-    """Every launch runs once with the settings of the caller, and the bar counts it; an error ends the warm-up."""
+    """Run 20 launches in threads -> each launch runs once, with the caller's torch settings, and the bar counts it.
+
+    An error in one launch ends the warm-up before the remaining launches.
+    """
     bar, ran = CountingBar(), []
 
     def launch(number: int) -> None:
@@ -475,7 +493,7 @@ def test_launches_run_in_threads(threads):
 
 
 def test_progress_bar(plain_errors, monkeypatch, capsys):
-    """The bar is shown on stderr if it is asked for, and not if stderr is no terminal."""
+    """Warm up with `progress=True` -> a bar on stderr; by default no bar, because stderr is no terminal here."""
     monkeypatch.setattr(compilation, "_launches", lambda *given: [lambda: None] * 7)
     settings = {"device": "cpu", "dtype": torch.float32, "block_size": 16}
     fast.warmup(DIRECT, **settings)

@@ -1,4 +1,7 @@
-"""Bar charts of the site: inline SVG with stacked bars on a linear axis, drawn like the charts of `charts.py`."""
+"""Draw the bar charts of the site: inline SVG with stacked horizontal bars on a linear axis.
+
+Each chart is drawn twice, for a wide and for a narrow screen. The style sheet shows the drawing that fits the screen.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from html import escape
 
 from charts import SIZES, number
 
-ROW, BAR = 44, 18  # pixels of a bar with its label, and of the bar alone
+ROW, BAR = 44, 18  # height in pixels of a bar with its label, and of the bar alone
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ class Bars:
 
 
 def linear_ticks(longest: float, most: int) -> list[float]:
-    """Return at most `most` + 1 ticks from 0 to `longest`, a multiple of 1, 2 or 5 times a power of ten apart."""
+    """Return at most `most` + 1 ticks from 0 to `longest`; the step is 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(longest / most))
     step = next(factor * power for factor in (1, 2, 5, 10) if longest / (factor * power) <= most)
     return [count * step for count in range(int(longest / step + 1e-9) + 1)]

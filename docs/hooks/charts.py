@@ -1,8 +1,8 @@
-"""Charts of the site: inline SVG with two logarithmic axes.
+"""Draw the line charts of the site: inline SVG with two logarithmic axes.
 
-Lines and marks have CSS classes, to which the style sheet gives colours for the light and the dark scheme. Text has the
-colour of the page's text. Each chart is drawn twice, for a wide and for a narrow screen, and the style sheet shows the
-drawing that fits. A wide drawing that is scaled down to a phone would be too small to read.
+Lines and marks have CSS classes. The style sheet gives each class a colour for the light and for the dark scheme. Text
+has the colour of the page's text. Each chart is drawn twice, for a wide and for a narrow screen, because a wide drawing
+would be too small to read on a phone. The style sheet shows the drawing that fits the screen.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Chart:
         description: text for readers who cannot see the chart.
         x_label: label of the horizontal axis.
         y_label: label of the vertical axis.
-        lines: lines, which also appear in the legend.
+        lines: lines; each line has an entry in the legend.
         marks: measured points.
         mark_names: name in the legend for each style of the marks.
         links: pairs of marks that a thin line joins.
@@ -127,7 +127,7 @@ class Axis:
 
     @classmethod
     def over(cls, values: Sequence[float], start: float, end: float) -> Axis:
-        """Return an axis over all values, with a margin of a twentieth of the range at both ends."""
+        """Return an axis over all values, with a margin of 1/20 of the range at both ends."""
         low, high = math.log10(min(values)), math.log10(max(values))
         margin = max(high - low, 0.2) / 20
         return cls(10 ** (low - margin), 10 ** (high + margin), start, end)
@@ -138,9 +138,10 @@ class Axis:
         return self.start + share * (self.end - self.start)
 
     def ticks(self, most: int) -> list[tuple[float, bool]]:
-        """Return at most `most` ticks if possible, each with True for a power of ten.
+        """Return pairs of a tick and of whether the tick is a power of ten.
 
-        The ticks are 1, 2 and 5 times a power of ten, or 1 and 3 times a power of ten, or powers of ten alone.
+        Three sets of ticks are tried: 1, 2 and 5 times the powers of ten, then 1 and 3 times the powers of ten, then
+        the powers of ten alone. The first set with at most `most` ticks is returned, or else the last set.
         """
         powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
         for factors in ((1, 2, 5), (1, 3), (1,)):
@@ -152,17 +153,17 @@ class Axis:
 
 
 def number(value: float) -> str:
-    """Return the label of a tick, without needless zeros."""
+    """Return the label of a tick, without trailing zeros."""
     return f"{value:.0f}" if value >= 1 else f"{value:g}"
 
 
 def shape(style: str, x: float, y: float) -> str:
-    """Return a disc for `fast` and a diamond for a peer, so that the marks differ in shape as well as in colour."""
+    """Return the SVG of a mark at (x, y) in pixels: a disc for `fast`, a diamond for a peer (another project)."""
     if style.split()[0] == "ours":
         return f'<path class="mark {style}" d="M{x - 4.5:.1f} {y:.1f}a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0 -9 0"/>'
     return f'<path class="mark {style}" d="M{x:.1f} {y - 5.5:.1f}l5.5 5.5l-5.5 5.5l-5.5 -5.5z"/>'
 
 
 def sample(style: str, kind: str) -> str:
-    """Return a short line or a mark that shows a style in the legend."""
+    """Return the SVG of a legend entry: a short line if `kind` is "line", else a mark."""
     return f'<path class="line {style}" d="M1 6H23"/>' if kind == "line" else shape(style, 12, 6)

@@ -1,8 +1,8 @@
-"""Figures of matplotlib on the site: inline SVG whose colours follow the colour scheme of the page.
+"""Put figures of matplotlib on the site as inline SVG whose colours follow the colour scheme of the page.
 
-A page refers to `assets/gain.svg` as an image. The site replaces the image by the contents of `gain.svg` and of
-`gain-narrow.svg`, and the style sheet shows the drawing that fits the screen. `learn.py` uses `inlined` for the figures
-of the notebooks.
+A page refers to `assets/gain.svg` as an image. When the site is built, `on_page_markdown` replaces the image by the
+contents of `gain.svg` and of `gain-narrow.svg`. The style sheet shows the drawing that fits the screen. `learn.py` uses
+`inlined` for the figures of the notebooks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mkdocs.structure.files import Files
 from mkdocs.structure.pages import Page
 
 IMAGE = re.compile(r"!\[(?P<alt>[^\]]*)\]\((?P<path>[^)\s]*assets/gain)\.svg\)")
-COLOURS = {  # colour that matplotlib writes: property of the style sheet
+COLOURS = {  # colour that matplotlib writes: colour of the style sheet that replaces it
     "#000000": "currentColor", "#ffffff": "var(--md-default-bg-color)",
     "#eeeeee": "var(--md-default-fg-color--lightest)",
 }  # fmt: skip
@@ -31,7 +31,7 @@ def inlined(svg: str, name: str, alt: str, kind: str = "figure", colours: dict[s
         name: prefix that makes the identifiers of the drawing unique on the page.
         alt: description for readers who cannot see the drawing.
         kind: CSS classes of the drawing.
-        colours: colours to replace besides COLOURS, each with its replacement.
+        colours: further colours to replace, besides COLOURS, each with its replacement.
 
     Raises:
         ValueError: the drawing has no viewBox.
@@ -54,7 +54,11 @@ def inlined(svg: str, name: str, alt: str, kind: str = "figure", colours: dict[s
 
 
 def contenders(css: str) -> dict[str, str]:
-    """Return the light colour of each contender, with the property that has the contender's colour in each scheme."""
+    """Map the light colour of each measured implementation (CONTENDERS) to its CSS property, which has both schemes.
+
+    Args:
+        css: text of the style sheet.
+    """
     light = css.split("\n:root {")[1].split("}")[0]
     return {re.search(rf"--{who}: (#\w+);", light)[1]: f"var(--{who})" for who in CONTENDERS}
 

@@ -1,8 +1,7 @@
-"""Pages of the notebooks: Markdown that is made from the cells and the stored outputs, without running any code.
+"""Turn the notebooks into pages of the site: Markdown from the cells and the stored outputs, without running code.
 
-A notebook such as `notebooks/01-latent.ipynb` becomes the page `learn/01-latent.md`. The PNG figures and the notebook
-file are put into the same folder. If a page of the site links to the notebook file, the link is changed so that it
-leads to the notebook's page.
+The notebook `notebooks/01-latent.ipynb` becomes the page `learn/01-latent.md`. The PNG figures and the notebook file
+are put into the same folder `learn`. Links of other pages to the notebook file are changed into links to its page.
 """
 
 from __future__ import annotations
@@ -36,23 +35,23 @@ LINK_TO_NOTEBOOK = re.compile(r"\]\((?!\w+:)(?P<path>[^)\s#]*?)(?P<name>[\w-]+)\
 
 
 def fenced(text: str, language: str) -> str:
-    """Return the text in a fenced block whose fence is longer than any sequence of backticks in the text."""
+    """Return the text as a fenced code block; the fence is longer than any sequence of backticks in the text."""
     ticks = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text)), 3)
     return f"{ticks}{language}\n{text.rstrip()}\n{ticks}"
 
 
 def joined(value: str | list[str]) -> str:
-    """Return a value of a notebook, a string or a list of lines, as one string."""
+    """Return a value of a notebook file as one string; the file stores a string or a list of lines."""
     return value if isinstance(value, str) else "".join(value)
 
 
 def indented(text: str) -> str:
-    """Return the text indented by four columns, as the body of an admonition must be."""
+    """Return the text indented by four spaces, as Markdown requires for the body of a box (admonition)."""
     return "\n".join("    " + line if line.strip() else "" for line in text.strip("\n").splitlines())
 
 
 def outside_fences(text: str, change: Any) -> str:
-    """Return the text with `change` applied to all parts outside fenced blocks."""
+    """Return the text with the function `change` applied to each part outside fenced code blocks."""
     parts, at = [], 0
     for fence in FENCED.finditer(text):
         parts += [change(text[at : fence.start()]), fence.group()]
@@ -61,14 +60,14 @@ def outside_fences(text: str, change: Any) -> str:
 
 
 def blank_lines(text: str) -> str:
-    """Return the text with the blank lines that Python-Markdown needs and CommonMark (used by Jupyter) does not need.
+    """Add the blank lines that Python-Markdown (used by the site) needs and CommonMark (used by Jupyter) does not need.
 
-    A blank line is added before a list or a table that directly follows a paragraph, and before a list item if the item
-    above has several paragraphs.
+    A blank line is added before a list or a table that directly follows a paragraph. A blank line is also added before
+    a list item if the item above has several paragraphs.
     """
     lines: list[str] = []
-    formula = False  # inside a formula between $$, where a line that begins with a plus is no list item
-    opening = ""  # first line of the paragraph of `line`
+    formula = False  # True inside a formula between $$, where a line that begins with "+" is no list item
+    opening = ""  # first line of the paragraph that contains `line`
     for line in text.split("\n"):
         before = lines[-1] if lines else ""
         table, item = line.startswith("|"), bool(ITEM.match(line))
@@ -95,7 +94,7 @@ def takeaways(text: str) -> str:
 
 
 def answers(text: str) -> str:
-    """Turn each <details> element into a box that opens on a click, with Markdown inside."""
+    """Turn each HTML element <details> into a box of the site that opens on a click; its body is Markdown."""
 
     def box(details: re.Match[str]) -> str:
         summary, body = unescape(re.sub(r"<[^>]+>", "", details[1])).strip(), blank_lines(details[2])
@@ -121,8 +120,8 @@ def plain(text: str) -> str:
 def figure_text(cells: list[Any], index: int) -> str:
     """Return the description of a figure for readers who cannot see the figure.
 
-    The description is the "alt" of the cell's metadata, or else a paragraph after or before the cell. A paragraph that
-    mentions a figure is preferred.
+    The description is the entry "alt" of the cell's metadata. Without this entry, the description is the next paragraph
+    after the cell or the last paragraph before the cell, preferably a paragraph that mentions a figure.
     """
     if alt := cells[index].metadata.get("alt"):
         return plain(alt)
@@ -139,7 +138,14 @@ def figure_text(cells: list[Any], index: int) -> str:
 
 
 def output_block(output: Any, stem: str, index: int, alt: str, figures: dict[str, bytes]) -> str:
-    """Return one stored output of cell `index` as Markdown; SVG stays inline, and PNG is added to `figures`.
+    """Return one stored output of cell `index` as Markdown.
+
+    Args:
+        output: the stored output.
+        stem: file name of the notebook without ".ipynb".
+        index: number of the cell.
+        alt: description of a figure for readers who cannot see the figure.
+        figures: PNG images by file name; a PNG output is added here. An SVG output becomes part of the Markdown.
 
     Raises:
         PluginError: the output is an error, or a figure has no description.
@@ -150,7 +156,7 @@ def output_block(output: Any, stem: str, index: int, alt: str, figures: dict[str
         raise PluginError(f"{stem}: a stored output is an error: {output.ename}: {output.evalue}")
     data = output.data
     if "application/vnd.jupyter.widget-view+json" in data:
-        return ""  # a slider needs a Python kernel, and a page has none
+        return ""  # a slider does not work on a page, because a page has no Python kernel
     if not alt and {"image/svg+xml", "image/png"} & data.keys():
         raise PluginError(f"{stem}: a figure has neither alt metadata nor a paragraph beside its cell")
     name = f"{stem}-{index}"
@@ -169,7 +175,7 @@ def output_block(output: Any, stem: str, index: int, alt: str, figures: dict[str
 
 
 def output_box(block: str) -> str:
-    """Return an output in a box of the page; an inline figure is already HTML, so its box does not parse Markdown."""
+    """Return an output in a box of the page; Markdown is not parsed in the box of an SVG figure, which is HTML."""
     if block.startswith("<figure>"):
         return f'<div class="output">\n{block}\n</div>'
     return f'<div class="output" markdown>\n\n{block}\n\n</div>'
@@ -210,7 +216,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def pages_for_notebooks(markdown: str) -> str:
-    """Change links to notebooks and to files of docs/ into links to pages; download links stay."""
+    """Change links to notebooks and to files of docs/ into links to pages; a link with attributes `{...}` stays."""
     markdown = markdown.replace("](../docs/", "](../")
     return LINK_TO_NOTEBOOK.sub(
         lambda link: link.group() if markdown[link.end() :].startswith("{") else
@@ -220,8 +226,8 @@ def pages_for_notebooks(markdown: str) -> str:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Prepare a page that is not made from a notebook.
 
-    Links to notebook files are changed into links to the pages of the notebooks. Blank lines are added as
-    `blank_lines` does, so that lists look as in CommonMark.
+    Links to notebook files are changed into links to the pages of the notebooks. `blank_lines` adds the blank lines
+    that the lists and tables of the page need.
     """
     here = posixpath.dirname(page.file.src_uri)
     if here == SECTION:

@@ -1,11 +1,14 @@
-"""Markdown tables of the site, and the cells in which a table names the dims of a row."""
+"""Make the Markdown tables of benchmark results.
+
+A row of a results file has a dictionary "dims": its dimensions by name, such as B (requests) and S (tokens).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-DIMS = {
+DIMS = {  # name of a dimension in a results file: word on the page
     "B": "requests", "S": "tokens", "Sq": "new tokens", "Skv": "keys", "N": "heads", "lens": "lengths", "W": "columns",
     "mask": "mask", "op": "op", "tokens": "tokens", "decodes": "decodes", "prefills": "prefills",
     "programs": "programs",
@@ -19,7 +22,12 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int) -> str
 
 
 def dims_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[str], list[list[str]]]:
-    """Return the names of the dims that differ between rows, words for the dims that do not, and cells of each row."""
+    """Divide the dimensions of all rows into columns of a table and words for the text.
+
+    Returns:
+        Three lists: the heads of the columns, one for each dimension that differs between rows; a text such as
+        "heads 128" for each dimension that is equal in all rows; and the cells of each row.
+    """
     keys = list(dict.fromkeys(key for row in rows for key in row))
     shown = [key for key in keys if len({str(row.get(key)) for row in rows}) > 1] or keys[:1]
     said = [f"{DIMS.get(key, key)} {rows[0][key]}" for key in keys if key not in shown]
@@ -27,10 +35,10 @@ def dims_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[str], li
 
 
 def shapes_table(rows: Sequence[dict[str, Any]]) -> tuple[str, list[str], list[str]]:
-    """Return the results of `dims_table` with all dims of a row in one cell, which stays in view in a wide table."""
+    """Return the results of `dims_table` with all dimensions of a row joined in one cell."""
     heads, said, cells = dims_table(rows)
     first = 2 if heads[:2] == [DIMS["B"], DIMS["S"]] else 1
-    bare = {DIMS["lens"], DIMS["mask"], DIMS["op"]}  # dims whose values are words
+    bare = {DIMS["lens"], DIMS["mask"], DIMS["op"]}  # dimensions whose values are words, not numbers
 
     def joined(values: Sequence[str]) -> str:
         together = [" x ".join(values[:first]), *values[first:]]

@@ -1,8 +1,8 @@
-"""The picture of MLA on the home page, in the README and in notebooks 1 and 2.
+"""Draw the picture of MLA on the home page, in the README and in notebooks 1 and 2.
 
-`python docs/hooks/mla_diagram.py` draws the file `docs/assets/mla.svg`, whose colours follow the system's colour
-scheme. The site replaces the file by inline SVG, so that the colours follow the button of the site that changes the
-scheme. The inline SVG has two drawings, one for a wide and one for a narrow screen.
+`python docs/hooks/mla_diagram.py` writes the file `docs/assets/mla.svg`. The colours of the file follow the colour
+scheme of the reader's system. On the site, inline SVG replaces the file, so that the colours follow the site's button
+for the colour scheme. The inline SVG has two drawings, one for a wide and one for a narrow screen.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mkdocs.structure.pages import Page
 
 PICTURE = Path(__file__).resolve().parents[1] / "assets" / "mla.svg"
 IMAGE = re.compile(r"!\[(?P<alt>[^\]]*)\]\([^)\s]*assets/mla\.svg\)")
-# dims of DeepSeek-V3; a test compares these numbers with the preset
+# dimensions of DeepSeek-V3; a test compares these numbers with `MLAConfig.from_preset`
 DIMS = {"hidden_size": 7168, "num_heads": 128, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
         "v_head_dim": 128}  # fmt: skip
 H, N, L, P, R, V = DIMS.values()
@@ -43,7 +43,7 @@ STYLE = """
 
 
 def words(x: float, y: float, text: str, kind: str = "", anchor: str = "middle") -> str:
-    """Return a line of text; the index of a name such as `W_{UK}` is drawn below the line."""
+    """Return a line of text; the part in braces of a name such as `W_{UK}` is drawn as an index."""
     text = escape(text).replace(" x ", " \N{MULTIPLICATION SIGN} ")
     text = re.sub(r"_\{(\w+)\}(.?)", r'<tspan dy="4" font-size="10">\1</tspan><tspan dy="-4">\2</tspan>', text)
     return (
@@ -107,7 +107,7 @@ def token(x: float, y: float, wide: bool) -> list[str]:
 
 
 def path(x: float, y: float, name: str, cost: str) -> list[str]:
-    """Return what the pictures of both paths have in common: the frame, the title and the two inputs."""
+    """Return the elements that the pictures of both paths share: the frame, the title and the two inputs."""
     parts = [f'<rect x="{x:g}" y="{y:g}" width="360" height="{TALL}" rx="8" class="frame"/>']
     parts += [words(x + 180, y + 22, name, "bold"), words(x + 180, y + 42, cost, "soft")]
     parts += box(x + 20, y + 54, 110, 28, "query", kind="query")
@@ -160,7 +160,7 @@ def variables(scheme: dict[str, str]) -> str:
 
 
 def svg() -> str:
-    """Return the contents of mla.svg: the wide drawing with a background, whose colours follow the reader's system."""
+    """Return the contents of mla.svg: the wide drawing with a background, in the colours of the reader's system."""
     width, height, parts = drawing(True)
     dark = f"@media (prefers-color-scheme: dark) {{ .mla {{ {variables(DARK)} }} }}"
     style = f".mla {{ {variables(LIGHT)} }}\n{dark}{STYLE}"

@@ -1,8 +1,11 @@
-"""Tables and charts of the site, drawn from docs/results/*.json whenever the site is built.
+"""Draw the tables and charts of the site from docs/results/*.json when the site is built.
 
-A comment in a page, such as `<!-- results: times h200-decode.json . replayed -->`, is replaced by a table or a chart.
-The first word names a public method of `Results`, and the other words are the arguments of the method. No figure is
-typed into a page, so that the pages always agree with the results files.
+A page contains comments such as `<!-- results: times h200-decode.json . replayed -->`. Each comment is replaced by a
+table or a chart. The first word after `results:` names a public method of `Results`, and the other words are the
+arguments of the method. No number of a table is typed into a page, so the pages always agree with the results files.
+
+A *contender* is an implementation that a benchmark measures: `fast`, a variant of `fast` such as "fast, planned", or a
+*peer*, which is the implementation of another project.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ def style_of(who: str) -> str:
 
 
 def part_of(report: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return the part of a results file at a dotted path; "." is the whole file."""
+    """Return the part of a results file at `path`: keys with dots, as in "benchmarks.decode"; "." is the whole file."""
     for key in filter(None, path.split(".")):
         report = report[key]
     return report
@@ -59,13 +62,13 @@ def in_order(names: Iterable[str]) -> list[str]:
 
 
 def best(times: dict[str, Any], ours: bool) -> str | None:
-    """Return the fastest variant of `fast` (`ours`) or the fastest peer, by median; None if there is none."""
+    """Return the contender with the smallest median: a variant of `fast` if `ours`, else a peer; None without one."""
     who = [name for name in times if is_ours(name) == ours]
     return min(who, key=lambda name: times[name]["median_us"], default=None)
 
 
 def gain(times: dict[str, Any]) -> str:
-    """Return best time of the peers / best time of `fast` as text, followed by the variant such as (planned)."""
+    """Return (best time of the peers) / (best time of `fast`) and the best variant of `fast`: "1.10 (planned)"."""
     ours, peer = best(times, True), best(times, False)
     if ours is None or peer is None:
         return NONE
@@ -80,24 +83,24 @@ def spread(rows: Iterable[dict[str, Any]], way: str) -> float:
 
 
 def described(dims: dict[str, Any]) -> str:
-    """Return the dims of a row in words."""
+    """Return the dimensions of a row in words."""
     return ", ".join(f"{DIMS.get(key, key)} {value}" for key, value in dims.items())
 
 
 def gb_s(ceilings: dict[str, Any]) -> list[tuple[str, float]]:
-    """Return (name, GB/s) of the bandwidths among the ceilings."""
+    """Return (name, GB/s) of each memory bandwidth among the measured limits of the GPU (`ceilings`)."""
     return [(key.removesuffix("_gb_s"), value) for key, value in ceilings.items() if key.endswith("_gb_s")]
 
 
 def tflops(ceilings: dict[str, Any]) -> list[tuple[str, float]]:
-    """Return (name, TFLOPS) of the matrix products among the ceilings, the highest rate first."""
+    """Return (name, TFLOPS) of each matrix product among the measured limits of the GPU, the highest rate first."""
     found = [(key.removesuffix("_tflops").replace("_", " "), value) for key, value in ceilings.items()
              if key.endswith("_tflops")]  # fmt: skip
     return sorted(found, key=lambda entry: -entry[1])
 
 
 class Results:
-    """Tables and charts of a folder of results; a page calls the public methods by their names."""
+    """Draw tables and charts from docs/results; a page calls the public methods by their names."""
 
     def __init__(self, docs: Path) -> None:
         self._docs = docs
@@ -109,7 +112,7 @@ class Results:
         """Return hardware, versions and date, and whether the sources of `fast` have changed since the measurement."""
         report = self._load(name)
         hardware = report["hardware"]
-        if isinstance(hardware, dict):  # the results file of the main job
+        if isinstance(hardware, dict):  # the results file of `python -m fast`
             hardware, threads = hardware["gpu"] or hardware["cpu"], hardware["threads"]
         else:
             threads = report["threads"]
@@ -136,10 +139,16 @@ class Results:
         return "```sh\n" + "\n".join(commands) + "\n```"
 
     def times(self, name: str, path: str, way: str) -> str:
-        """Return a table of medians: the shape, the speed of `fast` / the speed of the best peer, and all times."""
+        """Return a table with the shape, the speed of `fast` / the speed of the best peer, and all median times.
+
+        Args:
+            name: name of the results file.
+            path: path of the part of the file that has the rows (see `part_of`).
+            way: how the times were measured, such as "replayed" (many calls in a row from a CUDA graph).
+        """
         part = part_of(self._load(name), path)
         rows = [row for row in part["rows"] if way in row["times"]]
-        if not rows and way == "stepped":  # a way that older files do not have
+        if not rows and way == "stepped":  # older results files have no "stepped" times
             return not_measured(part["command"])
         who = in_order(who for row in rows for who in row["times"][way])
         head, said, shapes = shapes_table([row["dims"] for row in rows])
@@ -176,7 +185,7 @@ class Results:
         return f"{shown}\n\n{'; '.join(words)}."
 
     def roofline(self, name: str, path: str, way: str) -> str:
-        """Return a chart of the best way of `fast` and the best peer of each row, with the ceilings of the same run."""
+        """Return a roofline chart: for each row the best variant of `fast` and the best peer, and the GPU's limits."""
         part = part_of(self._load(name), path)
         rows = [row for row in part["rows"] if way in row["times"] and row["passed"]]
         ceilings = part["ceilings"]
@@ -219,22 +228,22 @@ class Results:
         return Chart(description, "FLOPs per byte", "TFLOPS", lines, marks, names, links).html()
 
     def steps(self, name: str) -> str:
-        """Return facts, bar chart, table and command of whole steps."""
+        """Return the facts, bar chart, table and command of a file of tests.benchmarks.step (whole steps)."""
         return self._whole(name, step_bars, step_table)
 
     def host(self, name: str) -> str:
-        """Return facts, table and command of the host's times."""
+        """Return the facts, table and command of a file of tests.benchmarks.host (times on the CPU)."""
         return self._whole(name, host_table)
 
     def _whole(self, name: str, *drawings: Callable[[dict[str, Any]], str]) -> str:
-        """Return all that a page shows of a file; a note if the file is one of NOT_MEASURED and does not exist."""
+        """Return the facts, drawings and command of a file; a note if a file of NOT_MEASURED does not exist yet."""
         if name in NOT_MEASURED and not (self._docs / "results" / name).exists():
             return not_measured(NOT_MEASURED[name])
         report = self._load(name)
         return "\n\n".join([self.facts(name), *(draw(report) for draw in drawings), self.command(name)])
 
     def ranks(self, name: str) -> str:
-        """Return a table of decode steps on one and several GPUs: times, gain, and bytes that each rank receives."""
+        """Return a table of decode steps on one and on several GPUs: times, speedup, MB that each rank receives."""
         part = self._load(name)["between_gpus"]
         lines, merges = [], []
         for gpus in sorted(key for key in part if key.endswith(" GPUs")):
@@ -299,7 +308,7 @@ class Results:
         return f"{table(head, lines, 1)}\n\nTimes are medians in ms.\n\n{chart.html()}"
 
     def planning(self, name: str, path: str) -> str:
-        """Return a table of the host's time to plan a step."""
+        """Return a table of the time that the CPU needs to plan a step."""
         part = part_of(self._load(name), path)
         batches = part["batches"]
         heads, _, cells = dims_table([{key: row["dims"][key] for key in ("decodes", "prefills")} for row in batches])
@@ -313,7 +322,7 @@ class Results:
         return f"{shown}\n\nTimes are medians in us on the host."
 
     def schedules(self, name: str, path: str) -> str:
-        """Return a table of the GPU's time to plan a decode schedule, in a CUDA graph."""
+        """Return a table of the time that the GPU needs in a CUDA graph to plan the schedule of a decode."""
         rows = part_of(self._load(name), path)["schedule"]
         who = list(rows[0]["replayed"])
         heads, said, cells = dims_table([{key: row[key] for key in ("B", "programs")} for row in rows])
@@ -325,7 +334,7 @@ class Results:
         return f"{table([*heads, *names], lines, len(heads))}\n\nTimes are medians in us, replayed; {', '.join(said)}."
 
     def crossover(self, name: str, path: str) -> str:
-        """Return a table that shows how much slower than the faster path the chosen path is at most."""
+        """Return a table of the largest slowdown of the path that `choose_path` chose against the faster path."""
         rows = part_of(self._load(name), path)["heads"]
         ways = list(rows[0]["lost"])
         lines = [
@@ -335,7 +344,7 @@ class Results:
         return table(["heads", "shapes", *(f"largest slowdown with {way} costs" for way in ways)], lines, 1)
 
     def speed(self, name: str, path: str) -> str:
-        """Return a table of the tokens per second of the main job."""
+        """Return a table of the tokens per second of the main job, `python -m fast`."""
         part = part_of(self._load(name), path)
         lines = [
             [f"`{who}`" if who != "transformers" else who, row["how"], f"{row['tokens_per_second']:.1f}"]
@@ -359,7 +368,7 @@ class Results:
         return table(["check", "verdict", "summary"], lines, 3)
 
     def mutants(self, name: str) -> str:
-        """Return a table of the mutants that the tests noticed, by subject, and how the mutants were drawn."""
+        """Return a table of the mutants (planted faults) that the tests noticed, by subject, and their origin."""
         report = self._load(name)
         columns = {"judged": "drawn", "killed": "a test failed", "timed out": "timed out", "survived": "survived"}
         rows = [[subject, *(str(counts[key]) for key in columns)]
@@ -373,9 +382,9 @@ class Results:
         return f"{table(['subject', *columns.values()], rows, 1)}\n\n{said}"
 
     def negative(self, name: str) -> str:
-        """Return a list of the log's entries with experiments that were not kept.
+        """Return a list of the log entries in the Markdown file `name` that have rejected experiments.
 
-        An item has the title of the entry, its conclusion, and links to the experiments within the entry.
+        An item has the title and date of the entry, its conclusion, and links to its rejected experiments.
         """
         text = re.sub(r"^```.*?^```$", "", (self._docs / name).read_text(encoding="utf-8"), flags=re.M | re.S)
         items, slugs = [], set()
@@ -406,12 +415,12 @@ class Results:
 
 
 def _is_rejected(body: str) -> bool:
-    """Return whether an experiment of the log says that its change was not kept."""
+    """Return whether the text of an experiment has a line "- **Kept.** no"."""
     return re.search(r"^- \*\*Kept\.\*\* no\b", body, re.MULTILINE | re.IGNORECASE) is not None
 
 
 def digest(folder: Path) -> str:
-    """Return the sha256 of the Python sources of a folder, the same as `digest` in tests/benchmarks/report.py."""
+    """Return the sha256 of the Python sources of a folder, computed as in `digest` of tests/benchmarks/report.py."""
     total = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         total.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
@@ -419,7 +428,7 @@ def digest(folder: Path) -> str:
 
 
 def filled(markdown: str, docs: Path) -> str:
-    """Return a page in which each request is replaced by its table or chart."""
+    """Return a page in which each comment `<!-- results: ... -->` is replaced by its table or chart."""
     results = Results(docs)
 
     def draw(request: re.Match[str]) -> str:
@@ -432,5 +441,5 @@ def filled(markdown: str, docs: Path) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Replace the requests of a page by tables and charts."""
+    """Replace the comments `<!-- results: ... -->` of a page by tables and charts."""
     return filled(markdown, Path(config.docs_dir))

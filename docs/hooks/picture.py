@@ -1,6 +1,7 @@
-"""The chart of the README and of the home page, which `python docs/hooks/picture.py` draws from docs/results.
+"""Draw the chart of the README and of the home page: `python docs/hooks/picture.py`.
 
-Each image file stores the digest of the results that the image shows. A test compares this digest with docs/results.
+The chart shows results of docs/results. Each image file stores a digest of these results, and a test compares the
+digest with docs/results. The test fails if the results changed after the chart was drawn.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ PICTURE = DOCS / "assets" / "gain.png"
 DRAWINGS = (DOCS / "assets" / "gain.svg", DOCS / "assets" / "gain-narrow.svg")
 SOURCES = tuple(DOCS / "results" / name for name in ("h200-decode.json", "cpu-2-cores.json"))
 NAMES = {"FA3": "FlashAttention-3"}
-SHAPES = {  # label: requests, keys of the longest request, new tokens, heads, distribution of lengths
+SHAPES = {  # label: (requests, keys of the longest request, new tokens of a request, heads, distribution of lengths)
     "128 x 4096, 128 heads": (128, 4096, 1, 128, "equal"),
     "128 x 4096, 16 heads": (128, 4096, 1, 16, "equal"),
     "96 x 256 to 32768, 128 heads": (96, 32768, 1, 128, "ragged"),
@@ -39,9 +40,10 @@ def results_digest() -> str:
 
 
 def times_of(report: dict) -> dict[str, dict[str, float]]:
-    """Return the time of each contender / the time of `fast`, for each shape; times are medians of replayed decodes.
+    """Return, for each shape, the time of each implementation / the time of `fast`.
 
-    The time of `fast` is the shorter of the times with and without a schedule.
+    Times are medians of decodes that a CUDA graph replays. The time of `fast` is the shorter of two times: with a
+    schedule ("fast, planned") and without a schedule.
     """
     found = {}
     for label, dims in SHAPES.items():
@@ -53,7 +55,7 @@ def times_of(report: dict) -> dict[str, dict[str, float]]:
 
 
 def draw_decode(axes: Axes, report: dict) -> None:
-    """Draw the times of one decode step on a GPU, for `fast` and its peers."""
+    """Draw the times of one decode step on a GPU, for `fast`, FlashMLA and FlashAttention-3."""
     rows = times_of(report)
     for place, times in enumerate(rows.values()):
         for order, (who, time) in enumerate(times.items()):
@@ -87,7 +89,7 @@ def draw_contexts(axes: Axes, report: dict) -> None:
 
 
 def draw() -> None:
-    """Write the picture of the README, and the drawings of the site for a wide and for a narrow screen."""
+    """Write the PNG image of the README, and the SVG drawings of the site for a wide and for a narrow screen."""
     gpu, cpu = (json.loads(path.read_text(encoding="utf-8")) for path in SOURCES)
     plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
     plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "gain"})

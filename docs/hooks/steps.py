@@ -1,4 +1,4 @@
-"""The bar chart and the tables of whole steps and of host times, drawn from a results file."""
+"""Draw the bar chart and the tables of whole steps of an engine and of host times (times on the CPU)."""
 
 from __future__ import annotations
 
@@ -7,29 +7,30 @@ from typing import Any
 from bars import Bars, Segment
 from markdown_tables import table
 
-PARTS = {  # part of a step: name in the legend
+PARTS = {  # part of the time of a step: name in the legend
     "idle": "no kernel runs", "plan": "plan", "projections": "projections", "attention": "attention",
     "movement": "cache write, gathers, merges, copies", "other": "other kernels",
 }  # fmt: skip
-NOT_MEASURED = {  # files that need not exist yet: command that writes the file
+NOT_MEASURED = {  # results file that may not exist yet: command that writes the file
     "h200-step.json": "python -m tests.benchmarks.step --json docs/results/h200-step.json",
 }
 
 
 def not_measured(command: str) -> str:
-    """Return a note in place of figures that no results file has yet."""
+    """Return a note that says that figures are not measured yet, with the command that measures them."""
     return f"*Not measured yet. This command measures the figures of this section:*\n\n```sh\n{command}\n```"
 
 
 def ms(spread: dict[str, Any]) -> str:
-    """Return a median in milliseconds."""
+    """Return the median of measured times as text, in milliseconds."""
     return f"{spread['median_us'] / 1000:.2f}"
 
 
 def step_bars(report: dict[str, Any]) -> str:
-    """Return the bar chart of a file of tests.benchmarks.step: one bar for each batch and way, split into parts.
+    """Return the bar chart of a results file of tests.benchmarks.step.
 
-    A step whose file has no parts (a run on a CPU) has no bar.
+    Each batch has two bars: its step run eagerly, and its step in a CUDA graph. The segments of a bar are the `PARTS`
+    of the time. A step that was measured on a CPU has no parts and therefore no bar.
     """
     bars, used, said = [], [], []
     for row in report["rows"]:
@@ -49,7 +50,7 @@ def step_bars(report: dict[str, Any]) -> str:
 
 
 def step_table(report: dict[str, Any]) -> str:
-    """Return the table of a file of tests.benchmarks.step, and the words that explain its columns."""
+    """Return the table of a results file of tests.benchmarks.step, and the sentences that explain its columns."""
     lines = []
     for row in report["rows"]:
         dims = row["dims"]
@@ -71,7 +72,10 @@ def step_table(report: dict[str, Any]) -> str:
 
 
 def host_table(report: dict[str, Any]) -> str:
-    """Return the table of a file of tests.benchmarks.host: op by op, our time, its limit, and the peers' times."""
+    """Return the table of a results file of tests.benchmarks.host.
+
+    The columns are the op, the time of `fast`, the limit of this time, and the times of other projects (peers).
+    """
     lines = []
     for row in report["rows"]:
         times = {who: f"{spread['median_us']:.0f}" for who, spread in row["host_us"].items()}

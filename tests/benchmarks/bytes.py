@@ -3,9 +3,10 @@
     python -m tests.benchmarks.bytes
     python -m tests.benchmarks.bytes --rows gather,65536 merge,65536 --json bytes.json
 
-Each row is also timed as a contiguous copy of the same number of bytes, because a copy of this size does not reach the
-rate of a large copy. The output of every operation except merge must have exactly the expected bits. A part
-of the output of a merge is compared with the reference on a computed budget.
+For comparison, each row also has the time of a contiguous copy of the same number of bytes. A small copy is slower per
+byte than a large copy. The output of every operation except merge must have exactly the expected bits. A part of the
+output of a merge is compared with `reference` in float64. Its error must be within a budget, which is computed from the
+error of `reference` in the dtype of the inputs.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class Row:
 
     Attributes:
         op: gather, cache_write, copy_blocks, reorg, reorg_64, merge or merge_bfloat16. reorg puts the context of 4
-            ranks, interleaved token by token, into token order; for reorg_64 the ranks are interleaved by 64 tokens.
-            merge joins two float32 states, as in a prefill; merge_bfloat16 joins two bfloat16 states.
+            ranks into token order; each rank in turn has 1 token (reorg) or 64 tokens (reorg_64). merge joins two
+            float32 attention states, as in a prefill; merge_bfloat16 joins two bfloat16 states.
         tokens: number of tokens.
     """
 
@@ -66,8 +67,8 @@ class Row:
     def bytes(self) -> int:
         """Bytes that the operation reads and writes.
 
-        A merge reads two states and writes one. Every other operation reads and writes each cache entry once, and reads
-        the indices.
+        A merge reads two attention states and writes one state. Every other operation reads each cache entry once,
+        writes each cache entry once, and reads the indices.
         """
         entries = 2 * self.tokens * WIDTH * DTYPE.itemsize
         if self.op.startswith("merge"):
@@ -88,12 +89,12 @@ def merge_dtype(row: Row) -> torch.dtype:
 
 
 def random_cache(blocks: int, device: str) -> Tensor:
-    """Return a cache with random entries, [blocks, block_size, Lkv + R]."""
+    """Return a cache with random entries, [blocks, block_size, 576]."""
     return torch.randn(blocks, BLOCK_SIZE, WIDTH, dtype=DTYPE, device=device)
 
 
 def gather(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[Callable], Callable]:
-    """Return calls that gather requests from their second block on into a workspace, and a check of the output."""
+    """Return calls that gather each request's tokens from its second block on, and a check of the output."""
     width = row.tokens // REQUESTS // BLOCK_SIZE + 1
     cache = random_cache(sets * REQUESTS * width, device)
     index = dict(dtype=torch.int32, device=device)
@@ -113,7 +114,7 @@ def gather(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[
 
 
 def cache_write(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[Callable], Callable]:
-    """Return calls that write new entries to random blocks, half of a cache's blocks, and a check of the cache."""
+    """Return calls that write new entries to a random half of a cache's blocks, and a check of the cache."""
     cache = torch.full((2 * sets * row.tokens // BLOCK_SIZE, BLOCK_SIZE, WIDTH), torch.nan, dtype=DTYPE, device=device)
     order = torch.randperm(cache.shape[0], device=device)[: sets * row.tokens // BLOCK_SIZE]
     slots = (order[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device=device)).view(sets, row.tokens)
@@ -152,7 +153,7 @@ def copy_blocks(row: Row, sets: int, backend: str | None, device: str) -> tuple[
 
 
 def reorg(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[Callable], Callable]:
-    """Return calls that put the gathered context of RANKS ranks into token order, and a check of the output."""
+    """Return calls that put the context of RANKS ranks into token order, and a check of the output."""
     interleave, each = REORG_INTERLEAVE[row.op], row.tokens // REQUESTS
     gathered = [torch.randn(RANKS, row.tokens // RANKS, WIDTH, dtype=DTYPE, device=device) for _ in range(sets)]
     lens = each * torch.arange(REQUESTS + 1, dtype=torch.int32)
@@ -210,14 +211,14 @@ ROWS = tuple(Row(op, 65536) for op in MAKERS)
 def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: str = "cuda") -> Case:
     """Return the inputs and contenders of one row.
 
-    `peers` is not used, because no peer offers these operations. All benchmarks have the option.
+    The argument `peers` is not used, because no other project offers these operations.
     """
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if device == "cuda" else 1
     calls, check = MAKERS[row.op](row, input_sets(row.bytes, l2_bytes), backend, device)
     sources, targets = (
         [torch.randn(row.bytes // 4, device=device).to(torch.bfloat16) for _ in calls] for _ in range(2)
     )
-    # `mul` by 1 copies with a kernel; in a graph `copy_` becomes a memcpy node, which has another speed on some GPUs
+    # `mul` by 1 copies with a kernel; `copy_` would be a memcpy node in a CUDA graph, with another speed on some GPUs
     copies = [lambda s=s, t=t: torch.mul(s, 1, out=t) for s, t in zip(sources, targets, strict=True)]
 
     def check_either(output) -> list[Parity]:

@@ -1,4 +1,4 @@
-"""What the command lines of the benchmarks share: options, checks of options, errors, the console, the results file."""
+"""Shared parts of the benchmarks' command lines: options and their checks, errors, the console, the results file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(
     """Run one benchmark from its options to its exit status.
 
     Args:
-        run_main: function that gets the options as text and as parsed, and returns the exit status.
+        run_main: function that gets the unparsed and the parsed options, and returns the exit status.
         argv: options of the command line; None takes the options of this process.
         parser: parser of the options.
 
@@ -77,7 +77,7 @@ def check_peers(folder: Path | None) -> None:
 
 
 def check_at_least_one(arguments: argparse.Namespace, *names: str) -> None:
-    """Raise `CannotRun` if one of these options is given and is below 1."""
+    """Raise `CannotRun` if one of the options `names` is given and is below 1."""
     for name in names:
         value = getattr(arguments, name)
         if value is not None and value < 1:
@@ -85,13 +85,13 @@ def check_at_least_one(arguments: argparse.Namespace, *names: str) -> None:
 
 
 def wide_console(width: int) -> Console:
-    """Return a console; if it prints into no terminal, it has at least `width` columns."""
+    """Return a console; it has at least `width` columns if stdout is not a terminal."""
     console = Console()
     return console if console.is_terminal else Console(width=max(console.width, width))
 
 
 def write_report(path: Path, report: Mapping[str, Any], console: Console | None = None) -> None:
-    """Write a results file; a console, if there is one, shows its path."""
+    """Write a results file, and print its path if a console is given."""
     path.write_text(json.dumps(report, indent=1) + "\n")
     if console is not None:
         console.print(f"figures: {path}", markup=False)

@@ -1,8 +1,11 @@
 """Compare kernels on the same shapes: check the outputs, time the kernels in turns, write a table and a JSON file.
 
-A row is one shape. A row is timed only if the error of `fast` is within a budget that is computed from the reference.
-The error of a peer (a kernel of another project) is compared with the same budget. A peer that exceeds the budget is
-still timed, and the table marks the peer with "!".
+A contender is one implementation: `fast`, a variant of `fast` such as "fast, planned", or a peer, which is a kernel of
+another project. A row is one shape.
+
+The error of each contender is compared with a budget, which is computed from results of `reference`. A row is timed
+only if the errors of `fast` and its variants are within the budget. A peer that exceeds the budget is still timed, and
+the table marks the peer with "!".
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ from .report import provenance
 from .timing import LAYERS, Call, Ceilings, Clock, Spread, in_turn, measure_ceilings
 
 OURS = "fast"
-# for each rate: key of the rate, key of the fraction of the ceiling, key of the work that the rate counts
+# A rate is divided by its ceiling: the highest rate that a simple operation reaches on this GPU. For each rate: key of
+# the rate, key of the fraction rate / ceiling, key of the work that the rate counts.
 RATES = (("tflops", "share_of_matmul", "flops"), ("gb_s", "share_of_bandwidth", "bytes"))
 
 
@@ -38,7 +42,8 @@ class Contender:
     Attributes:
         calls: one call for each set of inputs; a call does the timed work and nothing else.
         view: converts the output of a call to the shape that the check expects; the conversion is not timed.
-        step: a step of `timing.LAYERS` layers with its plan, for the way "stepped"; None makes the calls in turn.
+        step: function that runs a step of `timing.LAYERS` layers and its plan, for the times "stepped"; None repeats
+            `calls` instead.
     """
 
     calls: Sequence[Call]
@@ -57,7 +62,7 @@ class Case:
     Attributes:
         flops: floating-point operations that the work needs.
         bytes: the least memory traffic of the work: each input is read once, each output is written once.
-        contenders: the implementations by name; `fast` is the first.
+        contenders: the contenders by name; `fast` is the first.
         check: compares the output for the first set of inputs with the expected output.
         absent: contenders that cannot compute this row, with the reason.
     """
@@ -75,9 +80,9 @@ def is_ours(who: str) -> bool:
 
 
 def finite(op: str, value: torch.Tensor) -> Parity:
-    """Compare the number of NaN and infinite elements of a whole output with 0.
+    """Return a comparison of the number of NaN and infinite elements of a whole output with 0.
 
-    A check calls it before it compares a part of the output with the reference.
+    The comparison covers all elements, while the comparison with `reference` covers only a part of an output.
     """
     wrong = float((~value.isfinite()).sum())
     return Parity(f"{op}: elements not finite", wrong, 0.0, 0.0, 0.0)
@@ -89,12 +94,12 @@ def contest(case: Case, clock: Clock, ways: Sequence[str]) -> dict[str, Any]:
     Args:
         case: the row and its inputs.
         clock: clock that times the contenders.
-        ways: methods of the clock to use, such as "flushed" and "replayed".
+        ways: ways of timing: names of methods of `Clock`, such as "flushed" and "replayed".
 
     Returns:
-        flops, bytes, the parity of each contender, and the absent contenders with the reasons. If `fast` passed, the
-        result also has the times by way and contender, the host time to launch each contender, and the speed of `fast`
-        relative to each contender.
+        flops, bytes, the parity (error and budget) of each contender, and the absent contenders with the reasons. If
+        `fast` passed, the result also has the times by way and contender, the host time to launch each contender, and
+        the speed of `fast` / the speed of each contender.
     """
     absent, parity = dict(case.absent), {}
     for who, contender in case.contenders.items():
@@ -102,9 +107,9 @@ def contest(case: Case, clock: Clock, ways: Sequence[str]) -> dict[str, Any]:
             parity[who] = case.check(contender.view(contender.calls[0]()))
         except ValueError as error:
             if is_ours(who):
-                raise  # the request itself is wrong (such as an unknown backend): end the benchmark
+                raise  # the command line is wrong, such as an unknown backend: end the benchmark
             absent[who] = one_line(error)
-        except Exception as error:  # one contender failed: still check the other contenders and rows
+        except Exception as error:  # one contender failed: continue with the other contenders
             absent[who] = f"{type(error).__name__}: {one_line(error)}"
     row: dict[str, Any] = {
         "flops": case.flops,
@@ -133,12 +138,12 @@ def contest(case: Case, clock: Clock, ways: Sequence[str]) -> dict[str, Any]:
 
 
 def add_shares(row: dict[str, Any], ceilings: Ceilings, bandwidth: str) -> None:
-    """Add the achieved rates, and each rate divided by its ceiling, to every time of a row.
+    """Add to every time of a row the rates TFLOPS and GB/s, and each rate divided by its ceiling.
 
     Args:
         row: result of `contest`; it is changed in place.
-        ceilings: ceilings measured in this run.
-        bandwidth: ceiling by which the bytes per second are divided, "read_gb_s" or "copy_gb_s".
+        ceilings: highest rates of simple operations, measured in this run.
+        bandwidth: ceiling of the GB/s, "read_gb_s" or "copy_gb_s".
     """
     for times in row.get("times", {}).values():
         for found in times.values():
@@ -150,14 +155,14 @@ def add_shares(row: dict[str, Any], ceilings: Ceilings, bandwidth: str) -> None:
 def draw_table(title: str, columns: Sequence[str], rows: Sequence[Mapping], ways: Sequence[str], bandwidth: str):
     """Return a table with one section for each row and one line for each contender.
 
-    The rates and their fractions of the ceilings belong to the first way of timing.
+    The columns with rates belong to the first way of timing.
 
     Args:
         title: title of the table.
-        columns: names of the dims of a row.
+        columns: names of the dimensions of a row.
         rows: results of `contest`, with "dims" and the results of `add_shares`.
         ways: ways of timing, as in `contest`.
-        bandwidth: ceiling of the bytes per second, as in `add_shares`.
+        bandwidth: ceiling of the GB/s, as in `add_shares`.
     """
     table = Table(title=title)
     for column in columns:
@@ -243,11 +248,11 @@ def run_benchmark(
     Args:
         name: name of the benchmark's module.
         description: one line for the help and the title of the table.
-        all_rows: default rows, frozen dataclasses; their fields are the first columns of the table.
+        all_rows: default rows. A row is a frozen dataclass, whose fields are the first columns of the table.
         make_case: function that makes the case of a row from the row, the peers and the name of a backend.
         argv: options of the command line; None takes the options of this process.
         ways: ways of timing, as in `contest`.
-        bandwidth: ceiling of the bytes per second, as in `add_shares`.
+        bandwidth: ceiling of the GB/s, as in `add_shares`.
         epilog: sentence before the exit status at the end of the help.
 
     Returns:
@@ -258,7 +263,7 @@ def run_benchmark(
 
 
 def row_name(row: Any) -> str:
-    """Return the text of a row for `--rows`: the fields of the row, separated by commas."""
+    """Return the fields of a row, separated by commas, as in the option `--rows`."""
     return ",".join(str(value) for value in asdict(row).values())
 
 

@@ -3,13 +3,16 @@
     python -m tests.benchmarks.context_parallel --ranks 4
     python -m tests.benchmarks.context_parallel --ranks 2 --rows 32,131072,128 --json h200-x2.json
 
-The benchmark starts one process for each GPU; the processes communicate through NCCL. A step has three parts: gather
-the queries, decode over the rank-local keys, merge over the ranks. A CUDA graph replays the step.
+The benchmark starts one process ("rank") for each GPU; the processes communicate through NCCL. A step has three parts:
+gather the queries, decode over the keys that the rank keeps, merge the attention states of all ranks. A CUDA graph
+replays the step.
 
-For comparison, each GPU also decodes all heads over all keys by itself. All GPUs do so at the same time, so that all
-GPUs are equally warm. For each replay the time of the slowest rank counts; the table shows the median over the replays.
-The table also shows the bytes that a rank received beside the bytes that `dcp_wire_bytes` predicts. The decodes on one
-GPU and on several GPUs use a schedule of `plan_decode`; the times do not contain the planning.
+For comparison, each GPU also runs the whole decode alone, with all heads and all keys. All GPUs do this at the same
+time, so that they are equally warm.
+
+For each replay the time of the slowest rank counts, and the table shows the median over the replays. The table also
+shows the bytes that a rank received, and in parentheses the bytes that `dcp_wire_bytes` predicts. All decodes use a
+schedule of `plan_decode`; the times do not contain the planning.
 """
 
 from __future__ import annotations
@@ -69,7 +72,7 @@ FLOORS = {(2, ROWS[0]): 1.7, (4, ROWS[0]): 3.0}
 
 
 def entries_of(row: Row, request: int) -> Tensor:
-    """Return the cache entries of one request, [S, Lkv + R]; every GPU gets the same entries."""
+    """Return the cache entries of one request, [S, 576]; every GPU gets the same entries."""
     generator = torch.Generator("cuda").manual_seed(request)
     return torch.randn(row.S, WIDTH, dtype=DTYPE, device="cuda", generator=generator)
 
@@ -83,7 +86,7 @@ def make_plan(row: Row, ranks: ContextParallel | None, heads: int) -> tuple[Tens
     size, rank, interleave = (
         (1, 0, BLOCK_SIZE) if ownership is None else (ownership.size, ownership.rank, ownership.interleave)
     )
-    local = row.S // size  # rank-local tokens of a request; S is a multiple of D I
+    local = row.S // size  # tokens of a request on this rank; S is a multiple of size x interleave
     blocks = -(-local // BLOCK_SIZE)
     table = torch.randperm(row.B * blocks, generator=torch.Generator().manual_seed(1)).view(row.B, blocks).int().cuda()
     cache = torch.empty(row.B * blocks, BLOCK_SIZE, WIDTH, dtype=DTYPE, device="cuda")
@@ -102,9 +105,9 @@ def make_plan(row: Row, ranks: ContextParallel | None, heads: int) -> tuple[Tens
 
 
 def captured_us(step: Callable[[], object]) -> list[float]:
-    """Return the microseconds of one step in each of ROUNDS replays of a graph of REPLAYS steps.
+    """Capture REPLAYS steps in a CUDA graph, replay it ROUNDS times; return the microseconds of one step per replay.
 
-    A barrier before each replay makes all ranks begin together.
+    A barrier before each replay makes all ranks begin at the same time.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -131,7 +134,7 @@ def captured_us(step: Callable[[], object]) -> list[float]:
 
 
 def oracle(row: Row, q: Tensor, heads: slice, dtype: torch.dtype) -> AttentionState:
-    """Return the result of `reference` over whole sequences, for the checked requests and a few of the heads."""
+    """Return the result of `reference` over whole sequences, for a few requests and heads."""
     heads = slice(heads.start, heads.start + CHECKED_HEADS)
     blocks = row.S // BLOCK_SIZE
     cache = torch.cat([entries_of(row, request).view(blocks, BLOCK_SIZE, WIDTH) for request in range(checked(row))])
@@ -144,7 +147,7 @@ def oracle(row: Row, q: Tensor, heads: slice, dtype: torch.dtype) -> AttentionSt
 
 
 def checked(row: Row) -> int:
-    """Return the number of requests that are compared with the reference."""
+    """Return the number of requests of a row that are compared with `reference`."""
     return min(CHECKED_REQUESTS, row.B)
 
 
@@ -155,7 +158,7 @@ def measure(rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def measure_row(row: Row, groups: ContextParallel) -> dict[str, Any]:
-    """Return times, parity and received bytes of one row on one rank."""
+    """Return times, parity (error and budget) and received bytes of one row on one rank."""
     generator = torch.Generator("cuda").manual_seed(7)
     q = torch.randn(row.B, row.N, WIDTH, dtype=DTYPE, device="cuda", generator=generator)
 
@@ -190,12 +193,12 @@ def measure_row(row: Row, groups: ContextParallel) -> dict[str, Any]:
 
 
 def head(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the provenance of the results; the caller must be a process that uses a GPU."""
+    """Return hardware, versions and command of the results; only the process of a rank may call this function."""
     return provenance("context_parallel", arguments, device="cuda", nccl=".".join(map(str, torch.cuda.nccl.version())))
 
 
 def rank_task(rows: list[Row], arguments: Sequence[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return provenance and measurements; the process of every rank runs this function."""
+    """Return the result of `head` and the measurements; the process of every rank runs this function."""
     return head(arguments), measure(rows)
 
 
@@ -241,8 +244,8 @@ def show(size: int, rows: list[dict[str, Any]]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and return the exit status.
 
-    The status is 1 if a parity fails or a speedup is below its floor, and 2 if the GPUs are missing or a row is
-    invalid.
+    The status is 1 if an error exceeds its budget or a speedup is below its floor, and 2 if there are too few GPUs or a
+    row is invalid.
     """
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.context_parallel", description=__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="number of GPUs (default: %(default)s)")

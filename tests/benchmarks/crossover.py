@@ -3,14 +3,17 @@
     python -m tests.benchmarks.crossover --costs fast/assets/costs
     python -m tests.benchmarks.crossover --heads 16 128 --json crossover.json
 
+The absorbed path attends over the cached latents themselves. The expanded path first turns the latents into keys and
+values of every head. `choose_path` predicts the times of both paths and chooses the faster path for a request.
+
 Each point of the grid is a batch of equal requests. A time contains attention and the up-projections: on the absorbed
 path `query_to_latent`, `mla_decode` with a schedule and `latent_to_value`, on the expanded path `forward_prefill`.
 
 1. The grid is measured twice, and the constants of `PathCosts` are fitted to the mean times. The fit minimises the time
-   that `choose_path` loses when the slower path is chosen.
+   that is lost when `choose_path` chooses the slower path.
 2. The grid is measured once more. The table shows both times and the loss of the chosen path at every point.
 
-Between the points of the grid, and for other numbers of heads, the constants are a model and not a measurement.
+The constants are a model for all lengths between the points of the grid, and for other numbers of heads.
 """
 
 from __future__ import annotations
@@ -36,10 +39,10 @@ from .timing import Clock
 
 QUERY_LENS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 512)
 CONTEXT_LENS = (0, 128, 512, 2048, 8192, 32768)
-REQUESTS = 2  # a step often has about two prefills beside its decodes; the contexts of two requests fit one workspace
+REQUESTS = 2  # requests of a batch; the contexts of two requests fit into the workspace
 BLOCK_SIZE, WORKSPACE = 64, 65536
-MOST_LOST = 0.10
-SLOWER = 8.0  # if the absorbed path is this many times slower, only the expanded path is timed for longer queries
+MOST_LOST = 0.10  # loss of the chosen path above which the benchmark prints a warning
+SLOWER = 8.0  # if the absorbed path is 8 times slower at one query length, it is not timed at longer query lengths
 CONSTANTS = tuple(asdict(PathCosts()))
 
 
@@ -64,10 +67,10 @@ class Point:
 
 
 class Paths:
-    """Both paths over one batch of equal requests with random values.
+    """Run both paths over one batch of equal requests with random values.
 
     Args:
-        config: dims of the layer.
+        config: dimensions of the layer.
         query_len: new tokens of each request.
         context_len: context tokens of each request.
         dtype: dtype of all tensors.
@@ -107,7 +110,7 @@ class Paths:
         )
 
     def absorbed(self) -> Tensor:
-        """Return the output of the absorbed path, [T, N, V]."""
+        """Return the output of the absorbed path, [query tokens, heads, value dim]."""
         c = self.config
         w_uk_t, w_uv = fast.absorb(self.w_uk, self.w_uv)
         q_nope, q_pe = self.q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
@@ -116,7 +119,7 @@ class Paths:
         return fast.latent_to_value(state.out, w_uv)
 
     def expanded(self) -> Tensor:
-        """Return the output of the expanded path, [T, N, V]."""
+        """Return the output of the expanded path, [query tokens, heads, value dim]."""
         return fast.forward_prefill(
             self.q, self.latents, self.k_pe, self.cache, self.prefill, self.w_uk, self.w_uv, self.config.softmax_scale
         ).out
@@ -149,7 +152,10 @@ def mean(once: Sequence[Point], again: Sequence[Point]) -> list[Point]:
 
 
 def features(points: Sequence[Point], config: MLAConfig) -> tuple[Tensor, Tensor]:
-    """Return the factors of the seven constants for each path, [points, 7]; `choose_path` documents the formula."""
+    """Return for each path the amounts of work by which the seven constants are multiplied, [points, 7].
+
+    `choose_path` documents the formula.
+    """
     rows: tuple[list[list[float]], list[list[float]]] = ([], [])
     for point in points:
         c, n, q, s = config, point.N, point.query_len, point.query_len + point.context_len
@@ -164,18 +170,25 @@ def features(points: Sequence[Point], config: MLAConfig) -> tuple[Tensor, Tensor
 
 
 def model(constants: Tensor, work: Tensor) -> Tensor:
-    """Return the time of each point that the constants predict, [points]."""
+    """Return the time in microseconds that the constants predict for each point, [points]."""
     fixed = work[:, :3] @ constants[:3]
     return fixed + torch.maximum(work[:, 3:6] @ constants[3:6], work[:, 6] * constants[6])
 
 
 def fit(points: Sequence[Point], config: MLAConfig, steps: int = 3000, trials: int = 20_000) -> PathCosts:
-    """Return the constants with which `choose_path` loses least.
+    """Return the constants with which `choose_path` loses least time.
 
-    1. Gradient descent on the squared errors of two logarithms: the ratio of the times of both paths, weighted higher
-       where the ratio is near 1, and the times themselves.
-    2. Random search with small changes of the constants. A change is kept if it lowers the largest loss, or if it keeps
-       the largest loss and lowers the sum of the losses.
+    1. Gradient descent on squared errors of logarithms. One error is that of the ratio (time of the absorbed path) /
+       (time of the expanded path), with a higher weight where the ratio is near 1. The other errors are those of the
+       two times.
+    2. Random search with small changes of the constants. A change is kept if it lowers the largest loss. A change is
+       also kept if the largest loss stays the same and the sum of the losses gets lower.
+
+    Args:
+        points: measured grid.
+        config: dimensions of the layer.
+        steps: number of steps of the gradient descent.
+        trials: number of changes that the random search tries.
     """
     work = features(points, config)
     times = torch.tensor([(p.absorbed_us, p.expanded_us) for p in points], dtype=torch.float64)
@@ -210,7 +223,7 @@ def fit(points: Sequence[Point], config: MLAConfig, steps: int = 3000, trials: i
 
 
 def lost(point: Point, config: MLAConfig, costs: PathCosts | None) -> float:
-    """Return the loss of the chosen path: its time divided by the time of the faster path, minus 1."""
+    """Return the loss of the path that `choose_path` chooses: its time / the time of the faster path, minus 1."""
     path = fast.choose_path(point.query_len, point.context_len, config, costs)
     return getattr(point, f"{path}_us") / min(point.absorbed_us, point.expanded_us) - 1
 
@@ -237,7 +250,7 @@ def _run(argv: Sequence[str], arguments: argparse.Namespace) -> int:
         config = MLAConfig.from_preset("deepseek-v3", num_heads=heads)
         points = mean(measure(config, clock), measure(config, clock))
         costs = fit(points, config)
-        # measure again: the losses shall not come from the times to which the constants were fitted
+        # new measurement, because the losses must not come from the times to which the constants were fitted
         points = measure(config, clock)
         losses = {
             "measured": [lost(p, config, costs) for p in points],

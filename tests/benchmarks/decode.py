@@ -3,20 +3,26 @@
     python -m tests.benchmarks.decode
     python -m tests.benchmarks.decode --peers .peers --rows 128,4096,1,128,equal 128,4096,1,16,mixed --json decode.json
 
-A time contains the splits and their combination. FLOPs are 2 Sq N S (576 + 512) for each request; bytes are those of
-the cache, q and out. The variants of fast differ in how they split requests:
+The peers are kernels of other projects: FlashMLA, FlashAttention-3 ("FA3") and vLLM's Triton kernel.
+
+A decode divides the keys of a request into splits, which different programs attend, and combines the partial outputs of
+the splits. A time contains both kernels. For a request with S keys, Sq new tokens and N heads, the FLOPs are
+2 Sq N S (576 + 512). The bytes are those of the cache entries, the queries and the output.
+
+The variants of `fast` differ in how they split requests:
 
 - "fast": every request has the same number of splits.
-- "fast, planned": the splits follow a schedule of `plan_decode`. The time contains the planning, although an engine
-  plans once for all layers of a step.
+- "fast, planned": the splits follow a schedule of `plan_decode`.
 - "fast, invariant": batch-invariant; the splits of a request depend on its own length alone.
-- "fast, invariant, planned": batch-invariant, with a schedule of `plan_decode`. The time contains the planning.
-- "fast, by default": "fast" or "fast, planned"; `build_mla_metadata` chooses one of the two by the lengths. In a graph,
-  which a builder captures without knowing the lengths, it is the plan of `build_for_cudagraph_capture`.
+- "fast, invariant, planned": batch-invariant, with a schedule of `plan_decode`.
+- "fast, by default": "fast" or "fast, planned"; `build_mla_metadata` chooses the variant by the lengths. In a stepped
+  time this variant has the plan of `build_for_cudagraph_capture`, which decides before the lengths are known.
 
-A stepped time is the time of one layer in a captured step of 61 layers. The step makes every schedule once for all
-layers, ours and the peers' alike. In the other ways, the times of FlashMLA and of "FA3, schedule ahead" do not contain
-the computation of their schedules; "FA3" makes its schedule in every call, in a stepped time too.
+A stepped time is the time of one layer in a CUDA graph of a step of 61 layers. The step makes a schedule once for all
+layers. Only "FA3" makes its schedule in every layer.
+
+In the other ways of timing, a time of a planned variant of `fast` contains the planning. The times of FlashMLA and of
+"FA3, schedule ahead" do not contain the computation of their schedules. "FA3" makes its schedule in every call.
 """
 
 from __future__ import annotations
@@ -61,10 +67,9 @@ class Row:
         S: keys of the longest request, new tokens included.
         Sq: new tokens of each request.
         N: number of heads.
-        lens: how the key counts of the requests are distributed. "equal": every request has S keys. "mixed": from
-            S / 16 to S, evenly spaced on a logarithmic scale, in a fixed random order. "ragged": random, log-uniform
-            from S / 128 to S. "80%" (or another percentage): evenly spaced from 80 % of S to S, in a fixed random
-            order.
+        lens: numbers of keys of the requests. "equal": every request has S keys. "mixed": from S / 16 to S, evenly
+            spaced on a logarithmic scale, in a fixed random order. "ragged": random, log-uniform from S / 128 to S.
+            "80%" (or another percentage): evenly spaced from 80 % of S to S, in a fixed random order.
     """
 
     B: int
@@ -104,7 +109,7 @@ class Row:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of both matrix products, masked keys included."""
+        """Floating-point operations of both matrix products, including those of masked keys."""
         return 2 * self.Sq * self.N * sum(self.seq_lens) * (WIDTH + LATENT)
 
     @property
@@ -131,10 +136,10 @@ class Inputs:
     """Random requests over one cache, with several disjoint block tables, so that consecutive calls read new blocks.
 
     Attributes:
-        ql_nope: absorbed queries [B Sq, N, Lkv].
-        q_pe: rope parts of the queries [B Sq, N, R].
-        cache: paged cache [sets B W, block_size, Lkv + R].
-        metadata: one plan for each set of blocks.
+        ql_nope: absorbed queries [B Sq, N, 512].
+        q_pe: rope parts of the queries [B Sq, N, 64].
+        cache: paged cache [blocks, block_size, 576]; each plan uses its own blocks.
+        metadata: plans, each with one of the block tables.
     """
 
     ql_nope: Tensor
@@ -144,7 +149,7 @@ class Inputs:
 
 
 def make_inputs(row: Row, sets: int, device: torch.device | str) -> Inputs:
-    """Return random queries and cache entries; the blocks of the requests are in random order."""
+    """Return random queries and cache entries, and `sets` plans; the blocks of a request are in random order."""
     width = -(-row.S // BLOCK_SIZE)
     blocks = sets * row.B * width
     ql_nope, q_pe = (torch.randn(row.B * row.Sq, row.N, w, dtype=DTYPE, device=device) for w in (LATENT, ROPE))
@@ -170,8 +175,8 @@ def check(row: Row, inputs: Inputs, value: AttentionState | Tensor) -> list[Pari
 
     Args:
         row: the shape.
-        inputs: inputs of the call, which read the first set of blocks.
-        value: output of the call: an attention state, or out [B Sq, N, Lkv] alone.
+        inputs: inputs of the call, which used the first plan of `inputs.metadata`.
+        value: output of the call: an attention state, or only its `out` [B Sq, N, 512].
     """
     out = value.out if isinstance(value, AttentionState) else value
     device, metadata = out.device, inputs.metadata[0]
@@ -196,10 +201,10 @@ def check(row: Row, inputs: Inputs, value: AttentionState | Tensor) -> list[Pari
 
 
 def vllm_with_scales(peers: ModuleType, device: torch.device) -> Callable:
-    """Return a call of vLLM's Triton kernel with both of its scales in GPU memory, where vLLM keeps them.
+    """Return a call of vLLM's Triton kernel with its key scale and value scale in GPU memory, as in vLLM.
 
-    If the scales are not given, the kernel's function copies them from the host in every call. Such a copy stalls the
-    timed stream, and a CUDA graph cannot capture it.
+    Without this function, the module of peers would copy the scales from the host in every call. Such a copy delays the
+    timed stream, and a CUDA graph cannot capture the copy.
     """
     unit, plain = torch.ones((), device=device), peers._vllm_triton()
 
@@ -214,14 +219,15 @@ def vllm_with_scales(peers: ModuleType, device: torch.device) -> Callable:
 
 
 def peer_contenders(row: Row, inputs: Inputs, peers: ModuleType) -> tuple[dict[str, Contender], dict[str, str]]:
-    """Return FlashMLA, FlashAttention-3 and vLLM's Triton kernel as contenders, and absent peers with the reason.
+    """Return FlashMLA, FlashAttention-3 and vLLM's Triton kernel as contenders, and the absent peers with the reasons.
 
-    A kernel whose schedule holds from call to call makes a new schedule in each step of the way "stepped".
+    FlashMLA and "FA3, schedule ahead" keep their schedule over several calls. For a stepped time they make a new
+    schedule in each step.
     """
     q = torch.cat((inputs.ql_nope, inputs.q_pe), dim=-1).view(row.B, row.Sq, row.N, WIDTH)
     there = peers.available()
     vllm_triton = vllm_with_scales(peers, q.device) if there["vllm_triton"] else None
-    kernels = {  # library, and a function that returns the kernel without a schedule
+    kernels = {  # peer: library, and a function that returns the kernel before it has made a schedule
         "FlashMLA": ("flashmla", peers.FlashMLADecode),
         "FA3": ("fa3", lambda: peers.fa3_mla_decode),
         AHEAD: ("fa3", getattr(peers, "FA3MLADecodeAhead", None)),
@@ -248,7 +254,7 @@ def peer_contenders(row: Row, inputs: Inputs, peers: ModuleType) -> tuple[dict[s
 
 
 def batch_of(row: Row, inputs: Inputs) -> CommonAttentionMetadata:
-    """Return a step's batch on the first set of blocks; all its slots are -1, because the cache is already filled."""
+    """Return a batch on the first block table; all slots are -1, so that a step writes no cache entries."""
     metadata, tokens = inputs.metadata[0], row.B * row.Sq
     starts = row.Sq * torch.arange(row.B + 1, dtype=torch.int32)
     no_slots = torch.full((tokens,), -1, dtype=torch.int64, device=metadata.block_table.device)
@@ -258,7 +264,7 @@ def batch_of(row: Row, inputs: Inputs) -> CommonAttentionMetadata:
 
 def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: str = "cuda") -> Case:
     """Return the inputs and contenders of one row."""
-    # the named backend computes the ops that it declares; for other ops, such as planning, a backend is chosen
+    # the named backend computes the ops that it has; `fast` chooses a backend for the other ops, such as planning
     backend = fast.backends.bind(backend)
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if device == "cuda" else 1
     inputs = make_inputs(row, input_sets(row.bytes, l2_bytes), device)

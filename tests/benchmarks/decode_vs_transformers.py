@@ -3,10 +3,11 @@
     python -m tests.benchmarks.decode_vs_transformers
     python -m tests.benchmarks.decode_vs_transformers --contexts 4096 --json decode_vs_transformers.json
 
-A DeepseekV2 model of one layer (a token embedding, this attention, an MLP of one unit) decodes one token at a time,
-with batch 1, float32, on the CPU. The caches of the three implementations are filled with the same random latents. The
-implementations take turns step by step, so that a drift of the machine's speed affects all three. Each time is that
-of a whole step. Before the timing, each output is compared with transformers in float64 on a computed budget.
+The model is a DeepseekV2 model of one layer: a token embedding, this attention, and an MLP with one unit. It decodes
+one token at a time, with batch size 1, in float32, on the CPU. The caches of the three implementations are filled with
+the same random latents. The implementations take turns step by step, so that a drift of the machine's speed affects all
+three. A time is the time of a whole step. Before the timing, each output is compared with the output of transformers in
+float64. The error must be within a budget that is computed from the error of `reference`.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def one_layer_model() -> DeepseekV2Model:
 
 
 def filled_stock_cache(model: DeepseekV2Model, entries: torch.Tensor) -> DynamicCache:
-    """Return the cache of transformers, filled with `entries` [S, Lkv + R]."""
+    """Return the cache of transformers, filled with `entries` [tokens, 576]."""
     cache = DynamicCache(config=model.config)
     latent, rope = entries[None, None].split([model.config.kv_lora_rank, model.config.qk_rope_head_dim], dim=-1)
     cache.update(latent, rope, 0)
@@ -71,7 +72,7 @@ def filled_stock_cache(model: DeepseekV2Model, entries: torch.Tensor) -> Dynamic
 
 
 def filled_paged_cache(model: DeepseekV2Model, ops, entries: torch.Tensor) -> DynamicCache:
-    """Return the paged cache of `use_mla`, filled with `entries` [S, Lkv + R]."""
+    """Return the paged cache of `use_mla`, filled with `entries` [tokens, 576]."""
     cache = DynamicCache(config=model.config)
     cache.layers[:] = latent_layers(cache, 1, BLOCK_SIZE)
     layer, tokens = cache.layers[0], entries.shape[0]
@@ -83,7 +84,7 @@ def filled_paged_cache(model: DeepseekV2Model, ops, entries: torch.Tensor) -> Dy
 
 
 def stepper(model: DeepseekV2Model, cache: DynamicCache) -> Callable[[], torch.Tensor]:
-    """Return a function that decodes one token and returns the hidden state [H] of the token."""
+    """Return a function that decodes one token and returns the hidden state of the token, [hidden size]."""
     token = torch.tensor([[3]])
 
     def step() -> torch.Tensor:
@@ -97,7 +98,7 @@ def measure(context: int, steps: int, reference_steps: int) -> list[dict]:
     """Return one row of results for each of the three implementations at one context length.
 
     Raises:
-        RuntimeError: an output lies outside its budget. Nothing is timed in that case.
+        RuntimeError: the error of an output exceeds its budget; nothing is timed.
     """
     model = one_layer_model()
     entries = torch.randn(context, model.config.kv_lora_rank + model.config.qk_rope_head_dim)
@@ -112,7 +113,7 @@ def measure(context: int, steps: int, reference_steps: int) -> list[dict]:
             cache = filled_paged_cache(served, ops, entries)
         steppers[name] = stepper(served, cache)
         first_outputs[name] = steppers[name]()
-    low = first_outputs["reference"]  # float32, with the same formula as fast
+    low = first_outputs["reference"]  # float32, with the same formula as `fast`; its error determines the budget
     parities = {name: compare(name, value, low, gold) for name, value in first_outputs.items()}
     for parity in parities.values():
         if not parity.passed:

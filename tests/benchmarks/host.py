@@ -4,13 +4,15 @@
     python -m tests.benchmarks.host --peers .peers --json host.json
     python -m tests.benchmarks.host --profile mla_decode
 
-A time is the wall time of one Python call. The GPU is idle when the call starts (a synchronisation precedes it), and
-the call does not wait for the GPU. So the time is what the processor needs to check the arguments, to allocate the
-outputs and to launch the kernels. Every op is called in a row; the caches of the processor are as warm as in a step of
-many layers. `--profile` prints in which functions the calls of one op spend their time. The profiler itself makes every
-call slower: its times are longer than the times of the first table, and can be compared only with each other.
+The host is the CPU, and the peers are kernels of other projects. A time is the wall time of one Python call. The GPU is
+idle when the call starts, and the call does not wait for the GPU. So the time is the time that the CPU needs to check
+the arguments, to allocate the outputs and to launch the kernels. The calls of one op follow each other directly, so
+that the CPU's caches are as warm as in a step of many layers.
 
-On a CPU (`--device cpu`) the calls also compute, with small dims; those times only show that the benchmark runs.
+`--profile` prints in which functions the calls of one op spend their time. The profiler makes every call slower, so
+compare times of a profile only with each other.
+
+On a CPU (`--device cpu`) the calls also compute, with small dimensions. These times only show that the benchmark runs.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ from .report import provenance
 from .timing import Call, Spread, wall_times
 
 CALLS, WARM_UP = 200, 20
-TARGETS_US = {  # longest acceptable median on the machine of the published results
+TARGETS_US = {  # op: longest acceptable median in microseconds on the machine of docs/results
     "mla_decode": 80.0, "mla_decode, planned": 80.0, "mla_decode, invariant": 80.0, "plan_decode": 40.0,
     "concat_and_cache_mla": 40.0, "rope_norm_and_cache": 40.0, "forward_prefill": 150.0,
     "forward_prefill, one chunk": 350.0, "MLAAttention, decodes": 350.0,
@@ -71,7 +73,7 @@ PROFILED_LINES = 40
 
 @dataclass
 class Op:
-    """One public function with ready arguments.
+    """A call of a public function of `fast`, and calls of other projects.
 
     Attributes:
         call: one call of `fast`.
@@ -85,7 +87,7 @@ class Op:
 
 
 def time_calls(call: Call, device: str, runs: int = CALLS) -> Spread:
-    """Return the spread of the wall time of `runs` calls, each of which finds the device idle."""
+    """Return the spread of the wall time of `runs` calls; the device is idle at the start of each call."""
     synchronize = torch.cuda.synchronize if device == "cuda" else (lambda: None)
     for _ in range(min(WARM_UP, runs)):
         call()
@@ -113,7 +115,7 @@ def profile_calls(call: Call, device: str, runs: int = CALLS) -> str:
 
 
 def decode_ops(config: MLAConfig, dims: Batch, device: str, backend, peers: ModuleType | None) -> dict[str, Op]:
-    """Return the ops of a decode: the attention, its plan, and the builder's plan of the step."""
+    """Return the ops of a decode: the attention, its schedule, and the plan of the step by a builder."""
     c, dtype = config, dtype_for(device)
     kind = {"dtype": dtype, "device": device}
     lens = [dims.keys] * dims.decodes
@@ -146,7 +148,11 @@ def decode_ops(config: MLAConfig, dims: Batch, device: str, backend, peers: Modu
 
 
 def add_decode_peers(ops: dict[str, Op], arguments: tuple, peers: ModuleType) -> None:
-    """Add the peers' decodes to our ops: with a schedule that is made in the call, and with one made ahead."""
+    """Add the peers' decodes to the ops of `fast`.
+
+    A peer that makes its schedule in the call is compared with "mla_decode". A peer whose schedule was made before the
+    call is compared with "mla_decode, planned".
+    """
     q, cache, table, lens, _ = arguments
     there = peers.available()
     plain, planned, plan = ops["mla_decode"], ops["mla_decode, planned"], ops["plan_decode"]
@@ -178,7 +184,7 @@ def add_decode_peers(ops: dict[str, Op], arguments: tuple, peers: ModuleType) ->
 
 
 def step_ops(config: MLAConfig, dims: Batch, device: str, backend) -> dict[str, Op]:
-    """Return the ops on the new tokens of a step of decodes: rotation, norm, slots and cache writes."""
+    """Return the ops on the new tokens of decodes: slots, rotation, norm, cache writes and absorbed projections."""
     c, dtype, tokens = config, dtype_for(device), dims.decodes
     kind = {"dtype": dtype, "device": device}
     query_lens, lens = [1] * tokens, [dims.keys] * tokens
@@ -212,7 +218,7 @@ def step_ops(config: MLAConfig, dims: Batch, device: str, backend) -> dict[str, 
 
 
 def prefill_ops(config: MLAConfig, dims: Batch, device: str, backend, peers: ModuleType | None) -> dict[str, Op]:
-    """Return the ops of a prefill, without context and with one chunk of context."""
+    """Return the ops of a prefill, without context and with a context of one chunk."""
     c, dtype = config, dtype_for(device)
     kind, bound = {"dtype": dtype, "device": device}, fast.backends.bind(backend)
     query_lens = [dims.new_tokens] * dims.prompts
@@ -267,7 +273,7 @@ def prefill_ops(config: MLAConfig, dims: Batch, device: str, backend, peers: Mod
 
 
 def layer_ops(config: MLAConfig, dims: Batch, device: str, backend) -> dict[str, Op]:
-    """Return a whole layer on a step of decodes, and on a step of prompts without context."""
+    """Return the calls of a whole layer on a step of decodes, and on a step of prompts without context."""
     c, dtype = config, dtype_for(device)
     layer = make_layer(c, dtype, device, backend=backend)
     batches = {
@@ -299,7 +305,7 @@ def make_ops(config: MLAConfig, dims: Batch, device: str, backend, peers: Module
 def measure(ops: dict[str, Op], device: str, runs: int, with_targets: bool) -> list[dict[str, Any]]:
     """Return one row for each op: the times of fast and of each peer, the target, and the absent peers."""
     rows = []
-    for op in ops.values():  # the first calls of a process are slower, so these times are not used
+    for op in ops.values():  # warm-up, because the first calls of a process are slower
         time_calls(op.call, device, min(WARM_UP, runs))
     for name, op in ops.items():
         times = {OURS: asdict(time_calls(op.call, device, runs))}
@@ -307,7 +313,7 @@ def measure(ops: dict[str, Op], device: str, runs: int, with_targets: bool) -> l
         for who, call in op.peers.items():
             try:
                 times[who] = asdict(time_calls(call, device, runs))
-            except Exception as error:  # one peer failed: still time the others
+            except Exception as error:  # one peer failed: continue with the other peers
                 absent[who] = f"{type(error).__name__}: {one_line(error)}"
         target = TARGETS_US.get(name) if with_targets else None
         rows.append({"op": name, "target_us": target, "host_us": times, "absent": absent})

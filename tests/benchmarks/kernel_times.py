@@ -1,6 +1,7 @@
-"""Kernels of a traced step: the part of the step to which each kernel belongs, and the time that each part takes.
+"""Trace the kernels of a step, and add up their times for each part of the step, such as "attention".
 
-A trace comes from torch.profiler, which gets the start and the end of every kernel, copy and fill from CUPTI.
+A trace comes from torch.profiler. It has the start and the end of every kernel, memory copy and memory fill on the GPU.
+The profiler gets these times from CUPTI, NVIDIA's profiling library.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 PARTS = ("plan", "projections", "attention", "movement")
-OTHER = "other"  # kernels of an unknown name
-NAMES = {  # part of a step: texts in the names of its kernels; the first match counts
+OTHER = "other"  # part of the kernels whose names contain no text of NAMES
+NAMES = {  # part of a step: texts in the names of its kernels; a kernel belongs to the first part that matches
     "plan": ("_plan_", "_visible_lens_kernel", "_advance_step_kernel"),
     "attention": ("_flash_attn_varlen", "_row_blocks_", "_two_phases", "_clear_kernel", "_combine_", "decode_kernel"),
     "projections": ("gemm", "gemv", "cutlass", "nvjet", "cublas", "splitK", "xmma", "layer_norm", "rms_norm", "RMSNorm",
@@ -22,7 +23,7 @@ NAMES = {  # part of a step: texts in the names of its kernels; the first match 
         "_zero_padding_kernel", "Memcpy", "Memset", "elementwise", "CatArray", "copy", "fill",
     ),
 }  # fmt: skip
-STEP_MARK, LAYER_MARK = "atanh_kernel", "asinh_kernel"  # in the names of two kernels that no layer launches
+STEP_MARK, LAYER_MARK = "atanh_kernel", "asinh_kernel"  # names of two kernels that no layer launches, used as marks
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,10 @@ def part_of(name: str) -> str:
 
 
 def own_times(kernels: Iterable[Kernel]) -> list[tuple[Kernel, float]]:
-    """Return each kernel with its own time, in the order of the starts.
+    """Return each kernel with its own time in microseconds, in the order of the starts.
 
-    The time in which two kernels overlap counts for the kernel that started first. So the own times add up to the time
-    in which at least one kernel runs.
+    If two kernels overlap, the time of the overlap counts only for the kernel that started first. So the own times add
+    up to the time in which at least one kernel runs.
     """
     found, end = [], float("-inf")
     for kernel in sorted(kernels, key=lambda kernel: (kernel.start, kernel.end)):
@@ -53,12 +54,12 @@ def own_times(kernels: Iterable[Kernel]) -> list[tuple[Kernel, float]]:
 
 
 def busy_time(kernels: Iterable[Kernel]) -> float:
-    """Return the time in which at least one kernel runs."""
+    """Return the time in microseconds in which at least one kernel runs."""
     return sum(time for _, time in own_times(kernels))
 
 
 def time_of_parts(kernels: Iterable[Kernel]) -> dict[str, float]:
-    """Return the own times of the kernels, added up for each part; a kernel of an unknown name belongs to OTHER."""
+    """Return for each part of the step the sum of the own times of its kernels, in microseconds."""
     parts = dict.fromkeys((*PARTS, OTHER), 0.0)
     for kernel, time in own_times(kernels):
         parts[part_of(kernel.name)] += time
@@ -68,7 +69,7 @@ def time_of_parts(kernels: Iterable[Kernel]) -> dict[str, float]:
 
 
 def cut_at_marks(kernels: Sequence[Kernel], mark: str) -> list[list[Kernel]]:
-    """Return the kernels behind each mark, up to the next mark; the marks and what precedes the first are left out."""
+    """Divide the kernels at each mark; the marks and the kernels before the first mark are left out."""
     steps: list[list[Kernel]] = []
     for kernel in sorted(kernels, key=lambda kernel: kernel.start):
         if mark in kernel.name:
@@ -79,7 +80,7 @@ def cut_at_marks(kernels: Sequence[Kernel], mark: str) -> list[list[Kernel]]:
 
 
 class Marker:
-    """Two kernels that mark the start of a step and the end of its first layer in a trace."""
+    """Launch kernels that mark the start of a step and the end of its first layer in a trace."""
 
     def __init__(self) -> None:
         self._one = torch.zeros(1, device="cuda")
@@ -94,7 +95,7 @@ class Marker:
 
 
 def traced_steps(step: Callable[[], object], repeats: int, marker: Marker) -> list[list[Kernel]]:
-    """Return the kernels of each of `repeats` steps; each step starts when the GPU has finished the one before."""
+    """Trace `repeats` steps and return the kernels of each step; a step starts when the GPU has ended the last step."""
     from torch.profiler import ProfilerActivity, profile
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Layers and batches of the benchmarks that time whole steps or single ops of a layer."""
+"""Make the layers and batches of the benchmarks that time whole steps or single ops of a layer."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from reference.interfaces import CommonAttentionMetadata, MLAConfig, RopeConfig
 
 BLOCK_SIZE = 64
 DTYPE = torch.bfloat16
-SMALL = MLAConfig(64, 4, 32, 32, 16, 8, 16, 1e-6, RopeConfig())  # what runs on a CPU within seconds
+SMALL = MLAConfig(64, 4, 32, 32, 16, 8, 16, 1e-6, RopeConfig())  # config that runs on a CPU within seconds
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Requests: first those with one new token, then the prompts.
+    """Numbers and lengths of the requests of a batch; the decodes come before the prompts.
 
     Attributes:
-        decodes: requests with one new token.
-        keys: keys of each of these requests.
-        prompts: requests with many new tokens.
-        new_tokens: new tokens of each prompt.
-        context: cached tokens of each prompt.
+        decodes: number of decodes, which are requests with one new token.
+        keys: number of keys of each decode.
+        prompts: number of prompts, which are requests with many new tokens.
+        new_tokens: number of new tokens of each prompt.
+        context: number of cached tokens of each prompt.
     """
 
     decodes: int
@@ -52,14 +52,14 @@ def dtype_for(device: str) -> torch.dtype:
 
 
 def config_for(device: str, heads: int | None = None) -> MLAConfig:
-    """Return DeepSeek-V3's config for a GPU and a small one for a CPU, with `heads` heads if a number is given."""
+    """Return DeepSeek-V3's config for a GPU, or the config SMALL for a CPU; `heads` replaces the number of heads."""
     config = MLAConfig.from_preset("deepseek-v3") if device == "cuda" else SMALL
     return config if heads is None else replace(config, num_heads=heads)
 
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Let PyTorch compute with one thread: threads that wait for each other make small times uncertain."""
+    """Let PyTorch compute with one thread, because threads that wait for each other make short times vary."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -69,7 +69,7 @@ def one_thread() -> Iterator[None]:
 
 
 def host_threads(device: str) -> contextlib.AbstractContextManager[None]:
-    """Let PyTorch compute with one thread on a CPU, and with its own number of threads beside a GPU."""
+    """Let PyTorch use one CPU thread if the device is "cpu"; for a GPU, do not change the number of threads."""
     return one_thread() if device == "cpu" else contextlib.nullcontext()
 
 
@@ -103,7 +103,7 @@ def num_blocks(seq_lens: Sequence[int], block_size: int = BLOCK_SIZE) -> int:
 def make_batch(
     query_lens: Sequence[int], seq_lens: Sequence[int], device: str, block_size: int = BLOCK_SIZE
 ) -> CommonAttentionMetadata:
-    """Return a batch whose requests own disjoint blocks in random order, with the slots of their new tokens."""
+    """Return a batch; each request has its own blocks in random order, and the slots of its new tokens."""
     blocks = torch.randperm(num_blocks(seq_lens, block_size)).to(torch.int32)
     table = torch.zeros(len(seq_lens), -(-max(seq_lens) // block_size), dtype=torch.int32)
     end = 0

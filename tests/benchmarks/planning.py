@@ -5,10 +5,11 @@
 
 Host times are medians on one core. On a GPU the benchmark measures:
 
-- the host time of the builder, which starts copies to the device and does not wait for the end of the copies;
-- `plan_decode` and `advance_step`, replayed from a CUDA graph;
-- a replayed decode step of one layer: the time of each kernel, the time from the first kernel to the end of the last,
-  and the gaps between kernels. The copies of a batch into the buffers of the graph are not in these times.
+- the host time of `MLAMetadataBuilder`, which starts copies to the device and does not wait for the end of the copies;
+- the time of `plan_decode` and of `advance_step`, replayed from a CUDA graph;
+- a decode step of one layer, replayed from a CUDA graph: the time of each kernel, the time from the start of the first
+  kernel to the end of the last kernel, and the sum of the gaps between kernels. These times do not contain the copies
+  of a batch into the buffers of the graph.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ BATCHES = (
 
 
 def make_common(batch: Batch, device: str) -> CommonAttentionMetadata:
-    """Return the metadata of the batch; all block numbers and slots are 0, since planning does not read them."""
+    """Return the metadata of the batch; block numbers and slots are 0, because planning does not read them."""
     query_lens = [1] * batch.decodes + [PROMPT] * batch.prefills
     seq_lens = [2 + 37 * i % 4095 for i in range(batch.decodes)] + [PROMPT + CONTEXT] * batch.prefills
     starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -80,7 +81,10 @@ def time_host(call: Callable[[], object], seconds: float) -> Spread:
 
 
 def time_batches(device: str, seconds: float) -> list[dict[str, Any]]:
-    """Time `build_mla_metadata` and a builder for every batch; both decide by default whether to make a schedule."""
+    """Time `build_mla_metadata` and `MLAMetadataBuilder.build` for every batch of BATCHES.
+
+    By default both functions decide from the lengths whether to make a schedule.
+    """
     rows = []
     for batch in BATCHES:
         common = make_common(batch, device)
@@ -101,9 +105,10 @@ def time_batches(device: str, seconds: float) -> list[dict[str, Any]]:
 
 
 def advance_call(lens: torch.Tensor) -> Callable[[], object]:
-    """Return a call of `advance_step` on a batch of decodes, after a comparison with the reference.
+    """Compare `advance_step` with `reference` on a batch of decodes, and return a call of `advance_step`.
 
-    The buffers of the call are on the device of `lens`. After many calls, requests have the largest length and stop.
+    The buffers of the call are on the device of `lens`. Each call makes the requests one token longer. A request whose
+    block table is full no longer grows.
     """
     requests, width = lens.shape[0], 8192 // BLOCK_SIZE
     given = []
@@ -124,9 +129,9 @@ def advance_call(lens: torch.Tensor) -> Callable[[], object]:
 
 
 def time_schedule() -> list[dict[str, Any]]:
-    """Time `plan_decode` and `advance_step` in a replayed graph.
+    """Time `plan_decode` and `advance_step` in a replayed CUDA graph.
 
-    The fill of one element is timed too, as the cost of a kernel with no work.
+    For comparison, the function also times a kernel with almost no work, which fills a tensor of one element.
     """
     clock, rows = Clock(50.0), []
     config = MLAConfig.from_preset("deepseek-v3", num_heads=16)  # a decode with few heads has the most programs
@@ -157,7 +162,7 @@ def time_schedule() -> list[dict[str, Any]]:
 def profile_step() -> dict[str, Any]:
     """Return the kernels and the gaps of a captured decode step of one layer, with and without a schedule.
 
-    The step with a schedule contains the kernel that plans it.
+    The step with a schedule contains the kernel that makes the schedule.
     """
     config = MLAConfig.from_preset("deepseek-v2-lite", num_heads=STEP["N"])
     requests, length, dtype, block = STEP["B"], STEP["S"], torch.bfloat16, 64

@@ -3,12 +3,13 @@
     python -m tests.benchmarks.prefill
     python -m tests.benchmarks.prefill --peers .peers --rows 1,16384,16384,128,causal --json prefill.json
 
-fast gets the tensors of a prefill: keys and values stored head by head, as `expand_kv` returns them, and the rope part
-of the key once for all heads. The peers get the layout on which they are fastest: packed keys with the rope part
-repeated for each head, and packed values. The time does not contain the conversion to this layout.
+`fast` gets the tensors of a prefill: keys and values stored head by head, as `expand_kv` returns them, and the rope
+part of the keys once for all heads. The other kernels get the layout on which they are fastest: packed keys that
+contain the rope part for each head, and packed values. The times do not contain the conversion to this layout.
 
-There are two ways of timing: rested, and flushed without rests, where the GPU reaches its power limit. FLOPs are
-2 B N Sq Skv (192 + 128), without the pairs that a causal mask removes.
+There are two ways of timing. A rested call starts after the GPU was idle for 0.1 s. Flushed calls follow each other
+without a rest, so that the GPU reaches its power limit. For B requests with Sq query tokens, Skv keys and N heads, the
+FLOPs are 2 B N Sq Skv (192 + 128), without the (query, key) pairs that a causal mask removes.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def make_inputs(row: Row, device: torch.device | str) -> Inputs:
 
 
 def checked_ranges(row: Row) -> list[tuple[int, int, int]]:
-    """Return (request, first query, number of queries) of the row ranges that are compared with the reference.
+    """Return (request, first query, number of queries) of the query ranges that are compared with `reference`.
 
     The ranges lie at the start, in the middle and at the end of the first and of the last request.
     """
@@ -145,15 +146,15 @@ def checked_ranges(row: Row) -> list[tuple[int, int, int]]:
 
 
 def check(row: Row, inputs: Inputs, value: AttentionState | Tensor) -> list[Parity]:
-    """Check that the whole output is finite, and compare row ranges of a few heads with the reference.
+    """Check that the whole output is finite, and compare ranges of queries of a few heads with `reference`.
 
-    With a causal mask, a range of n queries from query a on attends the first Skv - Sq + a + n keys. The reference gets
-    only these keys, so the mask stays aligned at the bottom right.
+    With a causal mask, the n queries from query a on attend the first Skv - Sq + a + n keys. `reference` gets only
+    these keys. Its causal mask is aligned so that the last query attends the last key.
 
     Args:
         row: the shape.
         inputs: inputs of the call.
-        value: output of the call: an attention state, or out [B Sq, N, 128] alone.
+        value: output of the call: an attention state, or only its `out` [B Sq, N, 128].
     """
     out = value.out if isinstance(value, AttentionState) else value
     heads = torch.tensor(spread_out(row.N, CHECKED_HEADS), device=out.device)
@@ -181,13 +182,16 @@ def check(row: Row, inputs: Inputs, value: AttentionState | Tensor) -> list[Pari
 
 
 def attend_by_torch(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Run a named kernel of PyTorch: [B, N, Sq, D], [B, N, Skv, D], [B, N, Skv, Dv] -> [B, N, Sq, Dv]."""
+    """Attend with one kernel of PyTorch: q [B, N, Sq, D], k [B, N, Skv, D], v [B, N, Skv, Dv] -> [B, N, Sq, Dv]."""
     with sdpa_kernel(kernel):
         return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=SCALE)
 
 
 def peer_contenders(row: Row, inputs: Inputs, peers: ModuleType) -> tuple[dict[str, Contender], dict[str, str]]:
-    """Return FlashAttention-3 and PyTorch's cuDNN and FlashAttention-2 kernels, and absent peers with the reasons."""
+    """Return FlashAttention-3, cuDNN and FlashAttention-2 as contenders, and the absent kernels with the reasons.
+
+    PyTorch calls cuDNN and FlashAttention-2.
+    """
     k = torch.cat((inputs.k_nope, inputs.k_pe[:, None].expand(-1, row.N, -1)), dim=-1).contiguous()
     values = inputs.v.contiguous()
     contenders, absent = {}, {}

@@ -1,7 +1,7 @@
 """Record the ops of a step with their arguments, so that each op can be timed alone.
 
-The record has every op that PyTorch dispatches: the ops of `fast`, matrix products, copies. Views and allocations
-launch no kernel and are left out.
+The recording contains the ops that PyTorch dispatches: the ops of `fast`, matrix products, copies. Views and
+allocations launch no kernel and are left out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RecordedOp:
 
 
 class _Recorder(TorchDispatchMode):
-    """Dispatch mode that runs every op, and keeps each op that launches a kernel on a device."""
+    """Dispatch mode of PyTorch that runs every op, and keeps each op that launches a kernel on the given device."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -56,9 +56,9 @@ class _Recorder(TorchDispatchMode):
 
 
 def record(run: Callable[[], object], device: str) -> list[RecordedOp]:
-    """Run a function and return the ops that it dispatched and that launch a kernel on a device.
+    """Run a function and return the ops that launch a kernel on the given device.
 
-    Views, allocations and ops with empty results launch no kernel. The record keeps all tensors of the ops alive.
+    Views, allocations and ops with empty results launch no kernel. The returned ops keep their tensors in memory.
     """
     with _Recorder(device) as recorder:
         run()
@@ -71,16 +71,16 @@ def time_ops(clock: Clock | None, plan: Sequence[RecordedOp], layers: Sequence[S
     An op is replayed from a CUDA graph that calls the op with the arguments of each recorded layer in turn.
 
     Args:
-        clock: clock of the GPU; with None (on a CPU) each op is called once and the time is the wall time.
-        plan: ops that run once a step.
-        layers: ops of some layers, equally many for each layer.
+        clock: clock of the GPU. None on a CPU: each op is then called once, and its time is the wall time.
+        plan: ops of the plan, which run once in a step.
+        layers: recorded ops of some layers; each layer has the same ops.
         num_layers: number of layers in the step.
 
     Returns:
         The sum in microseconds, and for every op of the plan and of a layer its name and the spread of its time.
 
     Raises:
-        AssertionError: the layers differ in their ops, or no op of a layer attends.
+        AssertionError: the layers differ in their ops, or no op of a layer is an attention op.
     """
     names = [[op.name for op in layer] for layer in layers]
     if any(other != names[0] for other in names):

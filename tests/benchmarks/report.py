@@ -1,4 +1,4 @@
-"""Provenance of a results file: hardware, versions, date and a digest of the code."""
+"""Collect the facts with which a results file begins: hardware, versions, date and a digest of the code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import fast
 
 
 def digest(*folders: pathlib.Path) -> str:
-    """Return the sha256 of the Python sources of `folders`, sorted by path."""
+    """Return the sha256 of the Python sources of `folders`; the sources of a folder are sorted by path."""
     total = hashlib.sha256()
     for root in folders:
         for path in sorted(root.rglob("*.py")):
@@ -69,7 +69,7 @@ def device_facts() -> dict[str, Any]:
 
 
 def provenance(benchmark: str, arguments: Sequence[str], device: str = "cpu", **versions: str) -> dict[str, Any]:
-    """Return the first fields of a results file: command, hardware, versions, date and digest.
+    """Return the first fields of a results file: command, hardware, versions, date, and digest of `fast`.
 
     Args:
         benchmark: name of the benchmark's module.

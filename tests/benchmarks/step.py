@@ -3,20 +3,24 @@
     python -m tests.benchmarks.step
     python -m tests.benchmarks.step --batches decodes mixed --json step.json
 
-A step plans its batch once and then runs every layer: projections, rotation and norm, cache write, attention on both
-paths, output projection. Nothing else of a model runs. Every layer has its own cache; layers share weights if the
-memory does not hold the weights of all layers. Each batch runs in two ways:
+A step plans its batch once and then runs all attention layers: projections, rotation and norm, cache write, attention
+on the absorbed and the expanded path, output projection. The MLPs of the model do not run. Every layer has its own
+cache. Layers share weights if the memory does not hold the weights of all layers. Each batch runs in two ways:
 
-- *eager*: the builder plans the step on the host, and the host launches every kernel.
-- *graph*: a replayed CUDA graph. For decodes it is a `DecodeGraph`, which plans inside the graph from lengths on the
-  device. For a batch with prompts the graph repeats the kernels of one eager plan; an engine cannot run it, because the
-  lengths of its next step differ. It shows what the step would cost without the host.
+- *eager*: the builder plans the step on the host (the CPU), and the host launches every kernel.
+- *graph*: a replayed CUDA graph. A batch of decodes runs in a `DecodeGraph`, which plans inside the graph from lengths
+  on the device. For a batch with prompts, the graph repeats the kernels of one eager step. An engine cannot use such a
+  graph, because the lengths of its next step differ. The graph shows the time of the step without the host's work.
 
-The parts come from a trace of the same step: the time in which a kernel of the part runs. "idle" is the rest of the
-step's wall time, in which no kernel runs because the GPU waits for the host. "busy" is the share of the time from the
-end of the first layer on in which a kernel runs. "ops" is the sum over all ops of a step, each replayed alone.
+The table splits the time of a step into parts. The time of a part is the time in which a kernel of the part runs, from
+a trace of the same step. Further columns of the table:
 
-On a CPU (`--device cpu`) the dims are small, the steps have no parts, and the times only show that the benchmark runs.
+- "idle": the rest of the step's wall time, in which no kernel runs because the GPU waits for the host.
+- "busy": in the time from the end of the first layer to the end of the step, the share in which a kernel runs.
+- "ops": the sum of the times of all ops of the step, each op replayed alone.
+
+On a CPU (`--device cpu`) the dimensions are small, the steps have no parts, and the times only show that the benchmark
+runs.
 """
 
 from __future__ import annotations
@@ -54,12 +58,12 @@ from .recorded_ops import record, time_ops
 from .report import provenance
 from .timing import LAYERS, Clock, Spread
 
-RESERVED_BYTES = 20 << 30  # activations, recorded tensors and workspaces of a step
+RESERVED_BYTES = 20 << 30  # memory for activations, recorded tensors and workspaces of a step
 TRACED_STEPS = 5
-FEW_TOKENS = 512  # a batch of at most so many tokens has small activations, so that more layers are recorded
-RECORDED_LAYERS = {True: 8, False: 3}  # few tokens or not: layers whose ops are recorded
-MOST_OVER_OPS = ("decodes", 1.02)  # batch, and longest acceptable time of its graph / sum over its ops
-LEAST_BUSY = ("mixed", 0.95)  # batch, and least acceptable busy share of its eager step
+FEW_TOKENS = 512  # a batch of at most 512 tokens has small activations, so that the ops of more layers fit into memory
+RECORDED_LAYERS = {True: 8, False: 3}  # whether the batch has few tokens: number of layers whose ops are recorded
+MOST_OVER_OPS = ("decodes", 1.02)  # batch, and largest acceptable ratio: time of its graph / sum over its ops
+LEAST_BUSY = ("mixed", 0.95)  # batch, and smallest acceptable "busy" of its eager step
 
 
 BATCHES = {
@@ -79,12 +83,12 @@ BATCHES = {
 
 
 class Model:
-    """Attention layers with a cache for each, and with as many different weights as the memory holds.
+    """Attention layers, each with its own cache, and with as many different sets of weights as fit into memory.
 
     Args:
         config: config of every layer.
         batches: batches that the model will run.
-        layers: number of layers; fewer if the memory does not hold the caches of so many.
+        layers: largest number of layers; the model has fewer layers if their caches do not fit into memory.
         device: "cuda" or "cpu".
         backend: backend of the layers.
 
@@ -108,7 +112,7 @@ class Model:
         self.caches = [torch.randn(blocks, BLOCK_SIZE, config.head_size, **kind) for _ in range(layers)]
 
     def layer(self, number: int, hidden_states: Tensor, positions: Tensor, plan: MLAMetadata) -> Tensor:
-        """Run one layer over its cache."""
+        """Run layer `number` over its cache."""
         return self.layers[number % len(self.layers)](hidden_states, positions, self.caches[number], plan)
 
     def __call__(self, hidden_states: Tensor, positions: Tensor, plan: MLAMetadata) -> Tensor:
@@ -119,9 +123,9 @@ class Model:
 
 
 def fit(free: int, cache_bytes: int, weight_bytes: int, layers: int) -> tuple[int, int]:
-    """Return how many of `layers` layers, and how many sets of weights, fit into memory that holds one set already.
+    """Return the number of layers and the number of sets of weights that fit into memory.
 
-    The caches come first: weights can be shared, and caches cannot.
+    Caches get memory before weights, because layers can share weights, but each layer needs its own cache.
 
     Args:
         free: free bytes beside the first set of weights.
@@ -130,7 +134,7 @@ def fit(free: int, cache_bytes: int, weight_bytes: int, layers: int) -> tuple[in
         layers: wanted number of layers.
 
     Returns:
-        The number of layers, and the number of sets of weights, the first set included, at most the number of layers.
+        The number of layers, and the number of sets of weights including the first set, at most one set for each layer.
 
     Raises:
         CannotRun: the memory does not hold one layer.
@@ -163,7 +167,7 @@ class Step:
         )
 
     def eager(self, after_first: Callable[[], object] = lambda: None) -> Tensor:
-        """Plan the step on the host and run all layers; `after_first` runs after the first layer."""
+        """Plan the step on the host and run all layers; `after_first` is called after the first layer."""
         plan = self.builder.build(0, self.common)
         hidden_states = self.hidden_states
         for number in range(len(self.model.caches)):
@@ -173,7 +177,7 @@ class Step:
         return hidden_states
 
     def captured(self) -> Callable[[], object]:
-        """Capture the step in a CUDA graph, or in nothing on a CPU, and return the function that replays it."""
+        """Capture the step in a CUDA graph and return its replay; on a CPU, return a function that runs the step."""
         if self.batch.prompts == 0:
             requests, columns = self.common.block_table.shape
             graph = fast.DecodeGraph(
@@ -202,7 +206,7 @@ class Step:
 
         ops = record(plan, self.model.device)
         if self.batch.prompts:
-            ops = [op for op in ops if op.name == "mla_twins::plan_decode"]  # the rest of this plan is made on the host
+            ops = [op for op in ops if op.name == "mla_twins::plan_decode"]  # the host makes the rest of the plan
         count = min(RECORDED_LAYERS[self.hidden_states.shape[0] <= FEW_TOKENS], len(self.model.caches))
         layers = [
             record(
@@ -214,12 +218,15 @@ class Step:
 
 
 def time_eager(step: Step, runs: int) -> dict[str, Any]:
-    """Return the wall time of eager steps, the time of the host, and the time from the end of the first layer on.
+    """Time eager steps.
 
     Returns:
-        "wall_us": from the start of the planning to the end of the last kernel. "host_us": until the host has launched
-        the last kernel; a long queue of kernels holds the host back too. "rest_us", on a GPU: from the end of the first
-        layer to the end of the last kernel.
+        A dictionary of spreads in microseconds:
+
+        - "wall_us": from the start of the planning to the end of the last kernel
+        - "host_us": from the start of the planning until the host has launched the last kernel. The host also waits if
+          the queue of launched kernels is full
+        - "rest_us", only on a GPU: from the end of the first layer to the end of the last kernel
     """
     on_gpu = step.model.device == "cuda"
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if on_gpu else (None, None)
@@ -245,7 +252,7 @@ def time_eager(step: Step, runs: int) -> dict[str, Any]:
 
 
 def time_replays(replay: Callable[[], object], device: str, runs: int) -> dict[str, Any]:
-    """Return the time of replays that follow each other without a pause."""
+    """Return the spread of the time of a replay in microseconds; the replays follow each other without a pause."""
     times = []
     replay()
     for _ in range(runs):
@@ -266,22 +273,22 @@ def time_replays(replay: Callable[[], object], device: str, runs: int) -> dict[s
 
 
 def parts_of(steps: Sequence[Sequence[Kernel]], wall_us: float) -> dict[str, float]:
-    """Return the median time of each part over traced steps, and the rest of the wall time as "idle"."""
+    """Return the median microseconds of each part over traced steps, and the rest of the wall time as "idle"."""
     found = [time_of_parts(kernel for kernel in step if LAYER_MARK not in kernel.name) for step in steps]
     parts = {part: statistics.median(each.get(part, 0.0) for each in found) for part in {**found[0], **found[-1]}}
     return {"idle": max(0.0, wall_us - sum(parts.values())), **parts}
 
 
 def busy_shares(steps: Sequence[Sequence[Kernel]], rest_us: float) -> dict[str, float]:
-    """Return the share of the time in which a kernel runs, from the end of the first layer on.
+    """Return the share of the time in which a kernel runs, for the layers after the first layer.
 
     Args:
         steps: kernels of traced steps, each with a mark at the end of its first layer.
-        rest_us: untraced time of the same layers.
+        rest_us: time of the layers after the first layer, in microseconds, measured without a trace.
 
     Returns:
-        "busy": time of the kernels / `rest_us`. "busy_traced": time of the kernels / time of the traced layers; tracing
-        slows the host, so this share is a lower bound.
+        "busy": time in which a kernel runs / `rest_us`. "busy_traced": time in which a kernel runs / time of these
+        layers in the trace. Tracing slows the host, so "busy_traced" is a lower bound.
     """
     later = [cut_at_marks(step, LAYER_MARK)[-1] for step in steps]
     times = [busy_time(kernels) for kernels in later]
@@ -291,7 +298,7 @@ def busy_shares(steps: Sequence[Sequence[Kernel]], rest_us: float) -> dict[str, 
 
 
 def measure(name: str, step: Step, clock: Clock | None, runs: int) -> dict[str, Any]:
-    """Return the row of one batch: its eager steps, its graph, and its ops replayed alone.
+    """Return the row of one batch: times of its eager steps, of its CUDA graph, and of its ops replayed alone.
 
     Raises:
         AssertionError: the output of a step is not finite.
@@ -337,7 +344,7 @@ def draw(rows: Sequence[dict[str, Any]], layers: int) -> Table:
 
 
 def verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return one line for each target whose batch was timed."""
+    """Return one line for each target (MOST_OVER_OPS, LEAST_BUSY) whose batch was timed."""
     lines = []
     for row in rows:
         if row["batch"] == MOST_OVER_OPS[0]:

@@ -3,11 +3,13 @@
     python -m tests.benchmarks.table_width
     python -m tests.benchmarks.table_width --rows 1,1024,1,128,2560 --json table-width.json
 
-An engine keeps one block table that is wide enough for the longest sequence it may ever serve. "fast" gets the length
-of the longest request of the step as `max_seq_len`. "fast, by the table" gets the number of tokens that fit into a row
-of the table, like a CUDA graph that was captured for the longest sequence. The variants "planned" follow a schedule of
-`plan_decode`; in a stepped time the schedule is made once for 61 layers, in the other ways in every call. The blocks
-have 64 tokens, the dtype is bfloat16, and the dims are those of DeepSeek-V3.
+An engine keeps one block table that is wide enough for the longest sequence that it serves. The variant "fast" gets the
+length of the longest request of the step as `max_seq_len`. The variant "fast, by the table" gets the number of tokens
+that fit into a row of the table. A CUDA graph captured for the longest sequence has this `max_seq_len`.
+
+The variants "planned" follow a schedule of `plan_decode`. In a stepped time the schedule is made once for 61 layers. In
+the other ways of timing it is made in every call. Blocks have 64 tokens, the dtype is bfloat16, and the dimensions are
+those of DeepSeek-V3.
 """
 
 from __future__ import annotations

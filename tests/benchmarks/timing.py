@@ -1,15 +1,18 @@
 """Time calls on a CUDA device in four ways, and measure the ceilings of the device.
 
-- *Flushed*: one call after the L2 cache was overwritten. The overwriting takes longer than the host needs to launch the
-  call, so the events around the call measure device time only. The host time is measured separately.
-- *Rested*: a flushed call after the GPU was idle for 0.1 s. A few milliseconds of matrix products bring a GPU to its
-  power limit, and then the time of a call depends on the calls before it. Rested calls all start from the same state.
-- *Replayed*: calls back to back from a CUDA graph. The graph holds one call for each of several sets of inputs, which
-  together are larger than the L2 cache. The times contain no launch cost, and the GPU is as warm as in a server.
+- *Flushed*: one call after the L2 cache was overwritten. The host launches the call while the GPU still overwrites the
+  cache, so the events around the call measure only the time of the GPU. The host time is measured separately.
+- *Rested*: a flushed call after the GPU was idle for 0.1 s. Without the rest, a few milliseconds of matrix products
+  bring a GPU to its power limit, and the time of a call depends on the calls before it.
+- *Replayed*: many calls in a row from a CUDA graph. The graph has calls with several sets of inputs, which together are
+  larger than the L2 cache. The times contain no time to launch a call, and the GPU is as warm as in a server.
 - *Stepped*: a whole step from a CUDA graph, as an engine runs it: the plan once, then the calls of LAYERS layers. The
-  time is the time of the step divided by LAYERS, so that it contains the layer's part of the plan.
+  time is the time of the step divided by LAYERS.
 
-Every round times every contender once, in a new random order, so that a drift of the GPU's speed affects all of them.
+A ceiling is the highest rate of a simple operation on this GPU: GB/s of a copy or a read, TFLOPS of a matrix product.
+
+A contender is one implementation that is timed. Every round times every contender once, in a new random order, so that
+a drift of the GPU's speed affects all contenders.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ import torch
 
 Call = Callable[[], object]
 
-FLUSH_BYTES = 1 << 30  # about 0.3 ms of writing on an H200, and many times the size of an L2 cache
+FLUSH_BYTES = 1 << 30  # bytes written to overwrite the L2 cache, in about 0.3 ms on an H200; many times its size
 HOST_RUNS = 15
 LAYERS = 61  # layers of DeepSeek-V3
 MIN_ROUNDS, MAX_ROUNDS = 8, 200
@@ -66,9 +69,8 @@ class Ceilings:
     Attributes:
         copy_gb_s: rate of a large contiguous copy, bytes read plus bytes written.
         read_gb_s: rate of the sum of a large tensor, bytes read.
-        matmul_tflops: rate of a bfloat16 product of random square matrices, best of short bursts and sustained
-            products.
-        sustained_matmul_tflops: rate of the same product without rests; the power limit of the GPU may reduce it.
+        matmul_tflops: rate of a bfloat16 product of random square matrices; the best of short bursts and of a long run.
+        sustained_matmul_tflops: rate of the same product in a long run, which the power limit of the GPU may reduce.
     """
 
     copy_gb_s: float
@@ -82,15 +84,15 @@ class Ceilings:
 
 
 def input_sets(bytes_per_call: int, l2_bytes: int, at_most: int = 32) -> int:
-    """Return the number of input sets of a replay, at most `at_most`.
+    """Return the number of sets of inputs between which the calls of a replay change, at most `at_most`.
 
-    Together the sets have 4 times the bytes of the L2 cache, so that a call does not find its inputs in the cache.
+    Together the sets have at least 4 times the bytes of the L2 cache, so that a call does not find its inputs there.
     """
     return max(1, min(at_most, -(-4 * l2_bytes // bytes_per_call)))
 
 
 def rounds_for(milliseconds: float, one_round_ms: float) -> int:
-    """Return the number of rounds that fit into a time, at least MIN_ROUNDS and at most MAX_ROUNDS."""
+    """Return the number of rounds that fit into `milliseconds`, at least MIN_ROUNDS and at most MAX_ROUNDS."""
     return max(MIN_ROUNDS, min(MAX_ROUNDS, int(milliseconds / max(one_round_ms, 1e-6))))
 
 
@@ -100,8 +102,8 @@ def wall_times(call: Call, runs: int, before: Call = lambda: None, seconds: floa
     Args:
         call: the call.
         runs: least number of timed calls.
-        before: runs before each call, and is not timed.
-        seconds: further calls are timed until so much time has passed.
+        before: function that runs before each call and is not timed.
+        seconds: further calls are timed until this time has passed.
     """
     times: list[float] = []
     gc.collect()
@@ -119,7 +121,7 @@ def wall_times(call: Call, runs: int, before: Call = lambda: None, seconds: floa
 
 
 def in_turn(calls: Sequence[Call], count: int) -> Call:
-    """Return a call that makes `count` of these calls, one after another; after the last it starts again."""
+    """Return a function that makes `count` calls; it goes through `calls` in order, as often as needed."""
 
     def body() -> None:
         for number in range(count):
@@ -157,7 +159,7 @@ class Clock:
         return self.flushed(contenders, REST_S)
 
     def flushed(self, contenders: Mapping[str, Sequence[Call]], rest_s: float = 0.0) -> dict[str, Spread]:
-        """Time one call at a time after the L2 cache was overwritten; the rounds cycle through the sets of inputs."""
+        """Time each call after the L2 cache was overwritten; each round uses the next call of a contender."""
         host = self.host(contenders)
         leads = {who: 1 + math.ceil(2 * spread.quartiles_us[1] / self.flush_us) for who, spread in host.items()}
 
@@ -176,7 +178,7 @@ class Clock:
         return self._repeat(one_round, dict.fromkeys(contenders, 1))
 
     def replayed(self, contenders: Mapping[str, Sequence[Call]]) -> dict[str, Spread]:
-        """Time calls back to back from a CUDA graph with 8 or more calls, equally many calls for each set of inputs.
+        """Time the calls in a row from a CUDA graph that makes each call equally often, 8 or more calls in total.
 
         A contender that cannot be captured is missing in the result; `not_captured` has the reason.
         """
@@ -185,17 +187,17 @@ class Clock:
         return self.captured(bodies, {who: repeats[who] * len(calls) for who, calls in contenders.items()})
 
     def stepped(self, steps: Mapping[str, Call]) -> dict[str, Spread]:
-        """Time whole steps of LAYERS layers, each from a CUDA graph of its own; a time is that of one layer.
+        """Time whole steps of LAYERS layers from CUDA graphs; a time is the time of the step / LAYERS.
 
         A contender that cannot be captured is missing in the result; `not_captured` has the reason.
         """
         return self.captured(steps, dict.fromkeys(steps, LAYERS))
 
     def captured(self, bodies: Mapping[str, Call], calls_in: Mapping[str, int]) -> dict[str, Spread]:
-        """Time replays of each body, captured in a graph; a time is divided by the number of calls in the body.
+        """Capture each body in a CUDA graph and time replays; a time is divided by the number of calls in the body.
 
         Args:
-            bodies: functions to capture; each runs once before the capture.
+            bodies: functions to capture; each function runs once before the capture.
             calls_in: number of calls in each body.
 
         Returns:
@@ -223,7 +225,7 @@ class Clock:
         return self.order.sample(list(names), len(names))
 
     def _warm_up(self, contenders: Mapping[str, Sequence[Call]]) -> None:
-        # libraries allocate buffers at their first use, which must be before a capture and on a side stream
+        # a library allocates buffers at its first use, which must happen before a capture and on a side stream
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -268,8 +270,8 @@ def _time_copy_and_read(clock: Clock) -> tuple[Spread, Spread]:
 def measure_ceilings(clock: Clock) -> Ceilings:
     """Measure the rates of a copy, a read and a matrix product on this GPU.
 
-    A rate comes from the median of flushed runs. For the product, several short bursts and one long run are timed, and
-    the fastest run counts.
+    A rate comes from the median time of flushed calls. For the product, several short bursts and one long run are
+    timed, and the fastest of them counts.
     """
     copy, read = _time_copy_and_read(clock)
     a, b = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, dtype=torch.bfloat16, device="cuda") for _ in range(2))

@@ -1,11 +1,13 @@
 """Time `fast.warmup` for a layer of DeepSeek-V3, first with an empty cache of Triton and then with the filled cache.
 
+`fast.warmup` compiles every kernel that later steps need.
+
     python -m tests.benchmarks.warmup
     python -m tests.benchmarks.warmup --threads 1 4 --json warmup.json
 
-Each time is taken in a process of its own, because a process keeps the kernels that it compiled. "cold" begins with an
-empty cache folder; "warm" finds the compiled kernels of "cold" on disk. Importing the packages and starting the GPU are
-not counted.
+Each time comes from a process of its own, because a process keeps the kernels that it compiled. The process "cold"
+starts with an empty cache folder. The process "warm" finds the compiled kernels of "cold" on disk. The times do not
+contain the import of the packages and the start of the GPU.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ from .command_line import CannotRun, check_at_least_one, check_device, wide_cons
 from .layers import BLOCK_SIZE, config_for, dtype_for
 from .report import provenance
 
-MOST_SECONDS = {"cold": 90.0, "warm": 5.0}  # for 16 processor cores
-IN_PROCESS = "--in-process"  # hidden option of the process that is timed
+MOST_SECONDS = {"cold": 90.0, "warm": 5.0}  # longest acceptable times on a CPU with 16 cores
+IN_PROCESS = "--in-process"  # hidden option that makes a process run and time the warm-up itself
 
 
 def time_here(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -51,7 +53,7 @@ def time_here(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def time_process(argv: Sequence[str], threads: int, cache: str) -> dict[str, Any]:
-    """Return what `time_here` returns in a new process whose Triton keeps its kernels in the folder `cache`.
+    """Call `time_here` in a new process and return its result; Triton keeps compiled kernels in the folder `cache`.
 
     Raises:
         CannotRun: the process failed; the message is its last line.
@@ -67,7 +69,7 @@ def time_process(argv: Sequence[str], threads: int, cache: str) -> dict[str, Any
 
 
 def measure(argv: Sequence[str], threads: Sequence[int]) -> list[dict[str, Any]]:
-    """Return one row for each number of threads: seconds and kernels, cold and warm."""
+    """Return one row for each number of threads, with the results of `time_here` for "cold" and for "warm"."""
     rows = []
     for count in threads:
         with tempfile.TemporaryDirectory() as cache:

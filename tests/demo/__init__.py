@@ -1,1 +1,1 @@
-"""Tests of the main job and of its serving loop."""
+"""Tests of the main job, `python -m fast`, and of its serving loop."""

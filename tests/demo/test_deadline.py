@@ -1,6 +1,7 @@
-"""Tests of the deadline that ends a process whose step waits on a GPU for a dead rank.
+"""Tests of `deadline`, which ends a process if a step takes too long.
 
-The process must end even if its own output streams or log handlers are broken.
+A rank is a process of a group that serves together. If another rank has died, a step may wait for it on the GPU
+forever. The deadline then ends the process, even if the process's output streams or log handlers are broken.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ LINE = f"no answer within 0.5 s: {WAITS}; {WAITS}; requests in flight: 3, 5\n"
 
 @pytest.mark.parametrize("case", ["plain", "closed", "broken handler", "in time", "gloo"])
 def test_deadline(case):
-    """A step that exceeds its deadline ends the process with status 70 and one message.
+    """Let a step exceed its deadline -> the process ends with status 70 and one message.
 
-    A step within its deadline does not end the process. A step over gloo has no deadline, because an exchange over gloo
-    raises an error by itself.
+    A step within its deadline does not end the process. A step over gloo has no deadline, because gloo itself raises an
+    error if a rank is dead.
     """
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", SCRIPT, case], cwd=root, capture_output=True, text=True, timeout=50,

@@ -1,6 +1,6 @@
-"""Tests that Ctrl-C ends the main job, even if Python discards the first KeyboardInterrupt.
+"""Tests of `repeated_interrupts`: Ctrl-C ends the main job even if Python discards the first KeyboardInterrupt.
 
-For example, Python discards an exception that a signal handler raises during a finaliser (`__del__`).
+Python discards an exception that a signal handler raises while a finaliser (`__del__`) runs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ except KeyboardInterrupt:
 
 
 def test_an_interrupt_in_a_finaliser_is_repeated():
-    """If Python discards the first KeyboardInterrupt in a finaliser, a timer raises KeyboardInterrupt again."""
+    """Send Ctrl-C while a finaliser runs -> a timer raises KeyboardInterrupt again, and the process ends."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", LOST], env=environment, text=True, capture_output=True, timeout=120,
                           check=False)  # fmt: skip
@@ -55,7 +55,7 @@ def test_handlers_and_timer_are_as_before():
 
 
 def test_other_threads_change_no_handler():
-    """In another thread than the main thread, `repeated_interrupts` changes no signal handler."""
+    """Enter `repeated_interrupts` in a thread that is not the main thread -> no signal handler changes."""
     seen = []
 
     def in_a_thread():

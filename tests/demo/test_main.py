@@ -42,7 +42,7 @@ COMPARED = {"apply_rope", "rms_norm", "query_to_latent", "latent_to_value", "exp
 def run(tmp_path, monkeypatch, capsys, plain_errors):
     """Return a function that runs `main` in this process and returns exit status, JSON figures, stdout and stderr.
 
-    To save time, the parity checks use only 96 tokens.
+    To save time, the main job compares `fast` with `reference` on only 96 tokens.
     """
     monkeypatch.setattr(measure, "PARITY_TOKENS", 96)
     picture, figures = tmp_path / "p.png", tmp_path / "f.json"
@@ -69,10 +69,7 @@ def places(text: str, *words: str) -> list[int]:
 
 
 def test_as_a_newcomer_runs_it(tmp_path):
-    """`python -m fast` in a new process, without a terminal, writes the promised output, picture and JSON file.
-
-    The job runs the shipped checkpoint with both packages.
-    """
+    """Run `python -m fast` in a new process, without a terminal -> the promised output, picture and JSON file."""
     picture, path = tmp_path / "p.png", tmp_path / "f.json"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
@@ -114,7 +111,7 @@ def kernel_lines(out: str) -> list[str]:
 
 
 def test_kernel_sets_in_three_lines(run):
-    """The output has one line for each backend: how many ops the backend serves, or why the backend serves no op.
+    """Run the job -> one line for each backend: how many ops the backend serves, or why the backend serves no op.
 
     With --verbose, the output has a line for each op, with all reasons.
     """
@@ -134,7 +131,7 @@ def test_kernel_sets_in_three_lines(run):
 
 @pytest.fixture
 def no_work(monkeypatch):
-    """Make the main job fail when it starts to load a model or to join other ranks; the checks of options still run."""
+    """Make the main job fail when it starts to load a model or to join other ranks, after its checks of the options."""
 
     def unreachable(*args, **kwargs):
         raise AssertionError("the work began")
@@ -176,10 +173,7 @@ PLACES = ("no folder", "a folder", "a file as folder", "a link into no folder", 
 
 @pytest.mark.parametrize("case", PLACES)
 def test_output_places_are_tested_before_any_work(tmp_path, capsys, plain_errors, no_work, case):
-    """The job refuses an output path that cannot be written, before any work and with an error of one line.
-
-    No file is changed. The job tests a path by creating a file, because `os.access` allows root every path.
-    """
+    """Give an output path that cannot be written -> an error of one line before any work, and no file is changed."""
     options, message = bad_places(tmp_path)[case]
     before = sorted(tmp_path.iterdir())
     picture = [] if "--picture" in options else ["--picture", str(tmp_path / "p.png")]
@@ -190,7 +184,7 @@ def test_output_places_are_tested_before_any_work(tmp_path, capsys, plain_errors
 
 
 def test_output_places_of_a_rank(tmp_path, capsys, plain_errors, no_work, monkeypatch):
-    """Under torchrun, rank 0 writes the files, and rank 0 checks the output paths before it waits for other ranks."""
+    """Give rank 0 of a torchrun job a bad output path -> an error before rank 0 waits for other ranks."""
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1"),
                         ("MASTER_PORT", "1")):  # fmt: skip
         monkeypatch.setenv(name, value)
@@ -206,14 +200,14 @@ def test_output_places_of_a_rank(tmp_path, capsys, plain_errors, no_work, monkey
 
 
 def test_a_picture_that_nobody_asked_for_has_no_place(tmp_path, plain_errors, no_work):
-    """With --no-picture the path of the picture is not checked, even if it equals the path of the JSON file."""
+    """Run with --no-picture -> the path of the picture is not checked, even if it is the path of the JSON file."""
     place = str(tmp_path / "f.json")
     with pytest.raises(AssertionError, match="the work began"):
         main([*SMALL, "--no-picture", "--json", place, "--picture", place])
 
 
 def test_ctrl_c_ends_it_in_one_line(tmp_path):
-    """Ctrl-C during the generation ends the job with status 130 and one line on stderr, without a traceback."""
+    """Send Ctrl-C during the generation -> status 130 and one line on stderr, without a traceback."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     options = ["--device", "cpu", "--no-picture", "--prompt", "import os", "--max-new-tokens", "4000",
                "--json", str(tmp_path / "f.json")]  # fmt: skip
@@ -230,7 +224,7 @@ def test_ctrl_c_ends_it_in_one_line(tmp_path):
 
 
 def test_the_duration_is_the_measured_one():
-    """--help and README.md state the duration that docs/results/README.md reports, rounded to 5 s."""
+    """Read --help and README.md -> the duration of the job in docs/results/README.md, rounded to 5 s."""
     told = " ".join((ROOT / "docs" / "results" / "README.md").read_text(encoding="utf-8").split())
     (measured,) = re.findall(r"`time python -m fast` took ([\d.]+) s on two CPU cores", told)
     said = f"about {5 * round(float(measured) / 5)} s on two CPU cores"
@@ -239,10 +233,10 @@ def test_the_duration_is_the_measured_one():
 
 
 def test_cache_bytes_are_those_of_the_config(run):
-    """The reported cache bytes follow from the config, with 6 layers and 4 bytes for each element.
+    """Run the job -> the reported cache bytes follow from the config, with 6 layers and 4 bytes for each element.
 
-    The latent of a token has Lkv + R = 64 + 16 elements. The expanded keys and values of a token have
-    N (P + R) + N V = 8 (32 + 16) + 8 x 24 elements.
+    The cache entry of a token has 64 latent and 16 rope elements. Expanded, the token has a key of 32 + 16 elements and
+    a value of 24 elements for each of 8 heads.
     """
     cache = run("--ops", "fast").figures["cache"]
     assert cache["latent_bytes_per_1000_tokens"] == 1000 * 6 * 4 * (64 + 16)
@@ -374,7 +368,7 @@ def test_an_option_that_argparse_refuses(run):
     [("config.json", '{"model_type": "deepseek_v3", "hidden_size": "abc"}'), ("tokenizer.json", '{"a": 1}')],
 )
 def test_a_checkpoint_with_a_broken_file(run, tmp_path, name, text):
-    """Every error that transformers raises while it reads a checkpoint becomes an error of one line."""
+    """Read a checkpoint with a broken file -> the error of transformers becomes an error of one line."""
     folder = tmp_path / "broken"
     shutil.copytree(Path(fast.__file__).parent / "assets" / "tiny-mla", folder)
     (folder / name).write_text(text)
@@ -382,7 +376,7 @@ def test_a_checkpoint_with_a_broken_file(run, tmp_path, name, text):
 
 
 def test_a_place_that_takes_no_figures(tmp_path, capsys, plain_errors):
-    """A full disk gives an error of one line with status 2, and not with status 1, which means that parity failed."""
+    """Write the JSON file to a full disk -> an error of one line with status 2; status 1 would mean wrong results."""
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full on this system")
     options = ["--ops", "fast", "--max-new-tokens", "2", "--json", "/dev/full", "--picture", str(tmp_path / "p.png")]
@@ -392,7 +386,7 @@ def test_a_place_that_takes_no_figures(tmp_path, capsys, plain_errors):
 
 
 def test_the_longest_prompt_with_one_token(run):
-    """A prompt and one new token may fill all positions of the model; the warm-up needs no further position."""
+    """Give a prompt that fills all positions of the model but one, and ask for one token -> the job succeeds."""
     done = run("--prompt", "x" * 4094, "--max-new-tokens", "1", "--ops", "fast", "--token-budget", "4096")
     assert done.status == 0 and [prompt["new_tokens"] for prompt in done.figures["prompts"]] == [1, 1, 1]
 
@@ -434,7 +428,7 @@ def test_a_missing_extra_is_named(run, monkeypatch, name):
 
 
 def test_without_a_picture(run, monkeypatch):
-    """With --no-picture the job runs without matplotlib."""
+    """Run with --no-picture and without matplotlib -> the job succeeds."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = run("--no-picture", "--ops", "fast", "--max-new-tokens", "2")
     assert done.status == 0 and done.figures is not None and "picture:" not in done.out

@@ -1,4 +1,8 @@
-"""Tests that the serving loop generates the tokens of transformers in every batch and keeps its blocks consistent."""
+"""Tests of the serving loop, which runs many requests in the same steps over one paged cache.
+
+In every batch, the loop must generate the tokens that transformers generates for each request alone. All unused memory
+of the caches is NaN in these tests, so that a wrong read changes the tokens.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +86,10 @@ def wanted(model, prompts):
 
 @pytest.fixture
 def make_loop(model):
-    """Return a function that makes a serving loop with caches full of NaN; after the test, the models are restored."""
+    """Return a function that makes a serving loop with caches full of NaN.
+
+    The loop patches its model with `use_mla`. After the test, `restore` undoes the patch.
+    """
 
     def make(ops, on=model, **options):
         use_mla(on, ops=ops)
@@ -110,7 +117,7 @@ def poison_unowned(loop: ServingLoop) -> None:
 
 
 def check_books(loop: ServingLoop, report) -> None:
-    """Check after a step that blocks and requests are consistent and within their limits."""
+    """Check after a step that each block has one owner, and that the limits of the loop hold."""
     owned = [block for request in loop.requests for block in request.blocks]
     assert sorted(owned + loop.allocator.free_blocks) == list(range(loop.allocator.num_blocks))
     assert report is None or 0 < report.num_tokens <= loop.token_budget
@@ -144,9 +151,9 @@ def test_mixed_batch_gives_transformers_tokens(make_loop, ops, prompts, wanted):
 
 
 def test_chunked_prefill_with_tiny_budget_and_workspace(make_loop, ops, prompts, wanted):
-    """The loop generates the right tokens with a budget of 3 tokens a step and a workspace of one block.
+    """Serve with a budget of 3 tokens a step and a workspace of one block -> the right tokens.
 
-    A step then has at most one prefill with context, and this prefill expands its context in many chunks.
+    A step then has at most one prefill with context. The prefill expands its context in chunks of one block.
     """
     order = [5, 3, 0]
     loop = make_loop(ops, block_size=4, token_budget=3, max_num_seqs=3, workspace_tokens=4,
@@ -157,9 +164,10 @@ def test_chunked_prefill_with_tiny_budget_and_workspace(make_loop, ops, prompts,
 
 
 def test_pieces_of_prompts_take_the_absorbed_path(make_loop, ops, prompts, wanted):
-    """The loop generates the right tokens when a few prompt tokens with a longer context take the absorbed path.
+    """Serve with a budget of 5 tokens a step, so that a prompt needs many steps -> the right tokens.
 
-    Only prefills with a short context take the expanded path then.
+    A few tokens of a prompt with a longer context take the absorbed path (attention over the cached latents). Only
+    tokens with a short context take the expanded path, which needs chunks of the context.
     """
     order = [5, 3, 0]
     loop = make_loop(ops, block_size=4, token_budget=5, max_num_seqs=3, workspace_tokens=4)
@@ -170,9 +178,9 @@ def test_pieces_of_prompts_take_the_absorbed_path(make_loop, ops, prompts, wante
 
 
 def test_every_decode_leads_the_batch(make_loop, ops, prompts, wanted):
-    """Every request with one pending token takes the absorbed path.
+    """Serve prompts -> a request with one pending token (one not yet in the cache) always runs as a decode.
 
-    Prompts of 33 = 4 x 8 + 1 and 17 = 4 x 4 + 1 tokens have one pending token in their last prefill step.
+    With 4 tokens a step, prompts of 33 = 4 x 8 + 1 and 17 = 4 x 4 + 1 tokens have one token left at the end.
     """
     order = [4, 3, 5, 0]
     loop = make_loop(ops, block_size=4, token_budget=4, max_num_seqs=4, workspace_tokens=4)
@@ -189,7 +197,7 @@ def test_every_decode_leads_the_batch(make_loop, ops, prompts, wanted):
 
 
 def test_preemption_recomputes_and_keeps_tokens(make_loop, ops, prompts, wanted):
-    """The loop generates the right tokens when requests are preempted.
+    """Serve with too few blocks, so that the loop preempts requests and computes them again -> the right tokens.
 
     At first, the cache has enough blocks for four requests. While the requests decode, they need more blocks.
     """
@@ -232,9 +240,9 @@ def test_resident_cache_is_exactly_the_tokens_rounded_up_to_blocks(make_loop, op
 
 
 def test_a_step_that_raises_leaves_nothing_half_applied(make_loop, ops, prompts, wanted, model):
-    """A step that fails after all layers have written the cache can be repeated and then gives the same tokens.
+    """Let every third call of the model fail, after all layers have written the cache -> the right tokens.
 
-    Every third call of the model fails. A failed step without preemption changes no record of the loop.
+    The loop can repeat a failed step. A failed step without preemption changes no request and no block of the loop.
     """
     prompts, wanted = prompts[:4], wanted[:4]
     loop = make_loop(ops, num_blocks=12, max_num_seqs=4, token_budget=24)
@@ -274,9 +282,9 @@ def test_a_step_that_raises_leaves_nothing_half_applied(make_loop, ops, prompts,
 
 
 def test_soak(make_loop, ops):
-    """The loop serves 200 random requests, which arrive over time, with 24 blocks.
+    """Serve 200 random requests, which arrive over time, with 24 blocks -> all tokens, and right tokens of a sample.
 
-    With `reference`, which is slower, the loop serves 40 requests.
+    With `reference`, which is slower, there are 40 requests.
     """
     count = 200 if ops.__name__ == "fast" else 40
     model = tiny_model(num_layers=1, max_positions=128)
@@ -419,10 +427,11 @@ print(large - small, 512 * HEADS * (NOPE + ROPE + VALUE) * 4, *growth)
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 def test_peak_memory_of_a_chunked_prefill_does_not_grow_with_the_context():
-    """The peak memory of a chunked prefill grows by at most the growth of the cache and two expanded workspaces.
+    """Prefill with a context of 4096, then of 32768 tokens -> the peak memory grows only a little.
 
-    The context grows from 4096 to 32768 tokens. As a control, a prefill expands the whole context at once (537 MB of
-    keys and values). The peak memory of the control grows by more than ten times that limit.
+    The limit of the growth is the growth of the cache plus two workspaces of expanded keys and values. As a control, a
+    prefill expands the whole context at once (537 MB of keys and values). The peak memory of the control grows by more
+    than ten times this limit.
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", PEAK_MEMORY]
@@ -435,7 +444,7 @@ def test_peak_memory_of_a_chunked_prefill_does_not_grow_with_the_context():
 
 
 def test_an_idle_loop_steps_to_nothing(make_loop, ops):
-    """A step without requests is legal and changes nothing."""
+    """Make a step without requests -> no error, and nothing changes."""
     loop = make_loop(ops, num_blocks=4)
     report = loop.step()
     assert (report.num_tokens, report.num_running, report.num_waiting) == (0, 0, 0)

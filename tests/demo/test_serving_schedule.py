@@ -1,9 +1,10 @@
 """Tests of which requests a serving loop runs, preempts, ends and forgets, and of how many blocks the requests hold.
 
-The model of these tests generates the successor of each token. Every generated token is therefore known beforehand, and
-thousands of steps take only seconds. tests/demo/test_serving.py compares the tokens of real attention.
+To preempt a running request means to free its blocks and to compute it again later. To forget a finished request means
+to remove it from the loop.
 
-"The test fails if ..." names a mistake that was planted once to see the test fail.
+The model of these tests generates the successor of each token (token + 1). Every generated token is therefore known
+beforehand, and thousands of steps take only seconds. tests/demo/test_serving.py tests the loop with real attention.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fast.demo.serving import ServingLoop
 from ..support.factories import DIRECT
 
 VOCABULARY = 101
-# This fixture turns off run-time checks of annotations, which would take most of the time of thousands of steps.
+# The fixture switches off the run-time checks of annotations, which would take most of the time of thousands of steps.
 WITHOUT_SHAPE_CHECKS = pytest.mark.usefixtures("plain_errors")
 
 
@@ -29,7 +30,7 @@ class Successor(nn.Module):
     """Model that generates the successor of each token and counts the steps.
 
     Args:
-        num_layers: number of layers, and so the number of caches that the loop makes.
+        num_layers: number of layers; the loop makes one cache for each layer.
     """
 
     device, dtype = torch.device("cpu"), torch.float32
@@ -60,10 +61,7 @@ def successors(token: int, count: int) -> list[int]:
 
 @pytest.mark.parametrize("eos", [[30, 60, 90], [90, 60, 30], (60, 90, 30), {30, 60, 90}], ids=str)
 def test_each_of_several_eos_tokens_ends_a_request(ops, eos):
-    """A request ends at any of several eos tokens.
-
-    The test fails if only the first eos token ends a request.
-    """
+    """Give several eos tokens -> a request ends at each of these tokens."""
     loop = make_loop(ops, eos=eos)
     for last in (27, 55, 88, 0):
         loop.add([5, last], 9)
@@ -96,11 +94,7 @@ def steps_of(loop: ServingLoop, load):
 @WITHOUT_SHAPE_CHECKS
 @pytest.mark.parametrize("seed", [0, 2, 3, 7])
 def test_the_youngest_requests_are_preempted_and_wait(seed):
-    """The loop preempts the youngest running request first, and computes no preempted request in the same step.
-
-    The test fails if another request than the youngest is preempted, or if a preempted request is computed in the same
-    step.
-    """
+    """Serve with too few blocks -> the loop preempts the youngest running requests, and they wait in this step."""
     load, preemptions, most = random_load(seed, 40), 0, 0
     loop = make_loop(num_blocks=16, max_num_seqs=10, token_budget=24)
     for before, report in steps_of(loop, load):
@@ -117,10 +111,9 @@ def test_the_youngest_requests_are_preempted_and_wait(seed):
 
 
 def test_a_preempted_request_that_would_fit_in_pieces_still_waits():
-    """A preempted request waits, although the free blocks could hold the first tokens of its prompt.
+    """Preempt a request -> it waits, although the free blocks could hold the first tokens of its prompt.
 
-    The oldest request needs only one of the blocks that the preempted request frees. The test fails if a preempted
-    request runs again as soon as the free blocks can hold its first tokens.
+    The oldest request needs only one of the blocks that the preempted request frees, so 7 blocks stay free.
     """
     loop = make_loop(num_blocks=10, max_num_seqs=2, token_budget=8)
     loop.add([1, 2, 3], 12)
@@ -140,10 +133,7 @@ def test_a_preempted_request_that_would_fit_in_pieces_still_waits():
 @WITHOUT_SHAPE_CHECKS
 @pytest.mark.parametrize(("size", "interleave"), [(2, 1), (4, 4), (3, 2)])
 def test_a_block_of_every_rank_holds_the_tokens_of_all(ops, size, interleave):
-    """On D ranks, a request takes one block on every rank for each D x block_size tokens.
-
-    The test fails if a block counts for block_size tokens only: requests would hold up to D times the needed blocks.
-    """
+    """Serve on D ranks that share each sequence -> a request takes one block per rank for D x block_size tokens."""
 
     def program(ranks):
         loop = make_loop(ops, context_parallel=ranks, num_blocks=6, workspace_tokens=4 * size)
@@ -168,9 +158,9 @@ def test_a_block_of_every_rank_holds_the_tokens_of_all(ops, size, interleave):
 
 
 def test_forgotten_requests_leave_the_loop(ops):
-    """`forget_finished` removes the finished requests from the loop and returns a list in the order of arrival.
+    """Call `forget_finished` -> the finished requests leave the loop and are returned in the order of their arrival.
 
-    `run` returns the requests that were not removed. New requests get new ids.
+    `run` returns the finished requests that are still in the loop. New requests get new ids.
     """
     loop = make_loop(ops, max_num_seqs=2)
     first, second, third = loop.add([1], 9), loop.add([2], 2), loop.add([3], 2)
@@ -200,10 +190,7 @@ def test_requests_may_be_forgotten_while_the_loop_runs():
 
 @WITHOUT_SHAPE_CHECKS
 def test_thousands_of_steps_hold_few_requests():
-    """A loop that forgets finished requests holds only a few requests after 2000 steps.
-
-    The test fails if finished requests stay: the loop would hold more than 1000 finished requests.
-    """
+    """Run 2000 steps and forget the finished requests every 10 steps -> the loop never holds more than 70 requests."""
     drawn, loop, seen, most = random.Random(5), make_loop(num_blocks=16), [], 0
     for step in range(2000):
         if len(loop.waiting) < 4:
@@ -220,7 +207,7 @@ def test_thousands_of_steps_hold_few_requests():
 
 @WITHOUT_SHAPE_CHECKS
 def test_ranks_may_forget_at_different_steps(ops):
-    """Ranks that forget finished requests at different steps generate the same tokens with the same request ids."""
+    """Let two ranks forget finished requests at different steps -> the same tokens and request ids on both ranks."""
 
     def program(ranks):
         loop, forgotten = make_loop(ops, context_parallel=ranks, num_blocks=8, workspace_tokens=8), []

@@ -1,1 +1,1 @@
-"""Tests of the GPU suite and of the benchmarks; these tests need no GPU."""
+"""Tests of the GPU suite and of the benchmarks, and tests of memory, replays and CUDA graphs on a GPU."""

@@ -31,13 +31,13 @@ def no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-# The counts of operations and bytes equal numbers that were computed by hand.
+# The counts of operations and bytes must equal numbers that were computed by hand.
 
 
 def test_decode_counts():
-    """FLOPs and bytes of the row B 128, S 4096, N 128 are right.
+    """Count the work of a decode of 128 requests with 4096 keys and 128 heads -> the numbers computed by hand.
 
-    The work is 2 * 128 * 128 * 4096 * 1088 operations, 604 MB of cache, 18.9 MB of q and 16.8 MB of out.
+    The work is 2 * 128 * 128 * 4096 * 1088 operations, 604 MB of cache, 18.9 MB of queries and 16.8 MB of output.
     """
     row = decode.Row(128, 4096, 1, 128)
     assert row.flops == 146_028_888_064
@@ -47,9 +47,10 @@ def test_decode_counts():
 
 
 def test_prefill_counts():
-    """FLOPs and bytes of 4096 queries, 4096 keys and N 128 are right.
+    """Count the work of a prefill of 4096 queries, 4096 keys and 128 heads -> the numbers computed by hand.
 
-    The work is 2 * 128 * 4096^2 * 320 operations, and half as much with a causal mask: 649 TFLOPS if it takes 1059 us.
+    Without a mask the work is 2 * 128 * 4096^2 * 320 operations. With a causal mask it is half as much; a kernel that
+    takes 1059 us for it reaches 649 TFLOPS.
     """
     full = prefill.Row(1, 4096, 4096, 128, "full")
     assert full.flops == 1_374_389_534_720
@@ -58,14 +59,15 @@ def test_prefill_counts():
     assert causal.flops / 1059e-6 == pytest.approx(649e12, rel=1e-3)
     # in MB: q 201, k_nope 134, k_pe 0.5, v 134, out 134
     assert causal.bytes == full.bytes == 201_326_592 + 134_217_728 + 524_288 + 134_217_728 + 134_217_728
-    # aligned at the bottom right, a causal mask removes no pair of a query and a context key
+    # a causal mask hides only new keys: it removes no pair of a query and a context key
     assert prefill.Row(1, 4, 10, 1, "causal").flops == 2 * (40 - 8) * 320
 
 
 def test_bytes_counts():
-    """The bytes of 65536 tokens are right.
+    """Count the bytes of each operation on 65536 tokens -> the numbers computed by hand.
 
-    A movement reads and writes 75.5 MB of entries. A float32 state has 4.29 GB of output and 33.6 MB of LSE.
+    A copy reads and writes 75.5 MB of cache entries, and reads its indices. A merge reads two states and writes one
+    state; a float32 state has 4.29 GB of output and 33.6 MB of LSE.
     """
     entries = 2 * 75_497_472
     assert moves.Row("gather", 65536).bytes == entries + 4096
@@ -87,7 +89,7 @@ def test_spread():
 
 
 def test_input_sets():
-    """The sets of inputs are together 4 times as large as the L2 cache; there are at least 1 and at most 32 sets."""
+    """Ask for sets of inputs -> together 4 times as large as the L2 cache, at least 1 set and at most 32 sets."""
     assert timing.input_sets(10, 100) == 40 - 8 and timing.input_sets(150, 100) == 3
     assert timing.input_sets(10**9, 100) == 1 and timing.input_sets(1, 10**9) == 32
 
@@ -102,7 +104,7 @@ def test_spread_out():
     assert decode.spread_out(128, 3) == [0, 64, 127]
 
 
-# The checks accept right outputs and refuse each wrong output.
+# The checks of outputs must accept right outputs and refuse wrong outputs.
 
 SMALL = {
     "decode": [decode.Row(3, 70, 2, 5), decode.Row(1, 40, 1, 1)],
@@ -136,7 +138,11 @@ def test_check_passes_merge(op, small_merge):
 
 @pytest.mark.parametrize("name", ["decode", "prefill"])
 def test_check_fails(name):
-    """A check fails for a wrong value in a compared row, for an LSE in base 2, and for NaN in any row."""
+    """Change an output in one of three ways -> the check fails.
+
+    The changes are a wrong value in a part that is compared with `reference`, an LSE in base 2, and a NaN in a part
+    that is not compared.
+    """
     row = {"decode": decode.Row(9, 70, 1, 5), "prefill": prefill.Row(3, 40, 60, 5, "causal")}[name]
     case = MODULES[name].make_case(row, None, "cpu", device="cpu")
     state = case.contenders[contest.OURS].calls[0]()
@@ -146,7 +152,7 @@ def test_check_fails(name):
     scaled = state.out.clone()
     scaled[-1, -1] *= 1.5
     stray = state.out.clone()
-    stray[row.B * row.Sq // 2, 1, 0] = torch.nan  # head 1 is not compared with the reference
+    stray[row.B * row.Sq // 2, 1, 0] = torch.nan  # head 1 is not compared with `reference`
     for wrong in (
         AttentionState(scaled, state.lse),
         AttentionState(state.out, state.lse * 1.4427),
@@ -163,11 +169,14 @@ def test_sets_are_disjoint():
     assert len(inputs.metadata) == 3 and len(blocks.unique()) == len(blocks) == inputs.cache.shape[0]
 
 
-# A step of the way "stepped" makes each schedule once, and calls the decode of every layer.
+# For a "stepped" time, a step makes its schedule once and then calls the decode of every layer.
 
 
 def test_steps(monkeypatch):
-    """Every contender decodes LAYERS times in a step, in turn over the sets; a planned one plans once before."""
+    """Run a step of every contender -> LAYERS decodes, which go through the sets of inputs in turn.
+
+    A contender with a schedule ("planned") makes the schedule once, before the decodes.
+    """
     row, calls, layers = decode.Row(3, 40, 1, 2), [], 7
     for module in (contest, decode):
         monkeypatch.setattr(module, "LAYERS", layers)
@@ -191,7 +200,10 @@ def test_steps(monkeypatch):
 
 
 def test_steps_of_peers():
-    """A peer whose schedule holds from call to call gets a new one in every step; a missing kernel has its reason."""
+    """Run two steps of FlashMLA, which keeps its schedule over several calls -> a new schedule in each step.
+
+    A kernel that the folder of peers lacks is absent with a reason.
+    """
     made = []
 
     class Planned:
@@ -230,7 +242,7 @@ def test_table_width_passes(monkeypatch):
         contender.whole_step()()
 
 
-# Tests of the table and of the JSON file.
+# The table and the JSON file.
 
 
 class FakeClock:
@@ -275,9 +287,9 @@ def timed(error: float = 0.5) -> dict:
 
 
 def test_contest():
-    """A row has the right rates: 40 GFLOP and 200 MB in 100 us give 400 TFLOPS and 2000 GB/s, half of each ceiling.
+    """Time a row of 40 GFLOP and 200 MB that `fast` computes in 100 us -> 400 TFLOPS and 2000 GB/s.
 
-    `fast` has 2.5 x the speed of the contender `slow`, which takes 250 us.
+    Each rate is half of its ceiling. `fast` has 2.5 x the speed of the contender `slow`, which takes 250 us.
     """
     row = timed()
     assert row["passed"] and row["absent"] == {
@@ -301,7 +313,7 @@ def test_failed_row_is_not_timed():
 
 
 def test_own_breakdown_is_a_failed_row():
-    """If `fast` raises an error, the row fails and is not timed. The row keeps the parity of the other contenders."""
+    """Let `fast` raise an error -> the row fails and is not timed, but has the errors of the other contenders."""
     case = case_of()
     case.contenders[contest.OURS] = case.contenders["broken"]
     row = {"dims": {"B": 1, "N": 128}, **contest.contest(case, FakeClock(), ("flushed",))}
@@ -345,9 +357,9 @@ def test_table():
 
 @pytest.mark.parametrize("name", MODULES)
 def test_whole_program(name, monkeypatch, tmp_path, capsys):
-    """A benchmark runs to its exit status on one small row, with a fake clock and fake ceilings.
+    """Run a whole benchmark on one small row -> exit status 0, and the expected table and results file.
 
-    Table and file have the expected contents, and the exit status is 1 for a row outside its budget.
+    The clock and the ceilings are fake. The exit status is 1 for a row whose error exceeds its budget.
     """
     module, row = MODULES[name], SMALL[name][0]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -381,7 +393,7 @@ def test_whole_program(name, monkeypatch, tmp_path, capsys):
     assert "FAILED" in capsys.readouterr().out
 
 
-# Tests of options and errors.
+# Options and errors.
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -426,7 +438,7 @@ def test_bad_rows(name, text, reason, no_gpu, capsys):
 
 
 def test_backend_that_cannot_serve(monkeypatch, capsys):
-    """If the backend of `--backend` is unknown, the benchmark ends with an error and chooses no other backend."""
+    """Name an unknown backend with `--backend` -> the benchmark ends with an error of one line."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(contest, "Clock", lambda milliseconds: FakeClock())
     monkeypatch.setattr(contest, "measure_ceilings", lambda clock: CEILINGS)
@@ -451,7 +463,7 @@ def test_load_peers(tmp_path):
     assert contest.load_peers(tmp_path).available() == {"fa3": False}
 
 
-# Tests of the provenance of a results file.
+# The first fields of a results file: hardware, versions, command.
 
 
 def test_provenance():

@@ -1,4 +1,8 @@
-"""Tests of `advance_step` inside CUDA graphs: k steps in one graph, no synchronisation, and mixed first steps."""
+"""Tests of `advance_step` inside CUDA graphs.
+
+`advance_step` turns the batch of a step into the batch of the next step, on the device: the sampled token of each
+request becomes its query token. So one CUDA graph can contain several decode steps.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +47,10 @@ def captured(call):
 @pytest.mark.parametrize("config, dtype", LAYERS, ids=["direct", "low-rank", "wide"][: len(LAYERS)])
 @torch.no_grad()
 def test_steps_in_one_graph(config, dtype, programs):
-    """k steps in one graph have the bits of k replays of a graph of one step, and of k runs of a `DecodeGraph`."""
+    """Run 4 steps in one graph -> the same bits as 4 replays of a graph of one step.
+
+    `check_against_the_host` compares the steps with steps whose batches the host makes.
+    """
     loop = make_loop(fast, config, dtype, DEVICE, len(LENS), STEPS, programs)
     held = loop_cache(config, dtype, len(LENS)).to(DEVICE)
     loop.load(LENS, IDS, held)
@@ -63,7 +70,7 @@ def test_steps_in_one_graph(config, dtype, programs):
 
 @torch.no_grad()
 def test_a_graph_runs_past_the_end():
-    """A request that reaches the end of its block table in a graph stops there, and writes no other request's cache."""
+    """Let a request reach the end of its block table in a graph -> it stops, and writes only its own cache entries."""
     config, dtype = DIRECT, torch.float32
     loop = make_loop(fast, config, dtype, DEVICE, 3, STEPS)
     held = loop_cache(config, dtype, 3).to(DEVICE)
@@ -81,7 +88,7 @@ def test_a_graph_runs_past_the_end():
 
 
 def test_no_synchronisation():
-    """The op and the batch of the next step need nothing from the device, on one rank and on several ranks."""
+    """Call `advance_step` twice -> the host never waits for the device, on one rank and on several ranks."""
     for ownership in (None, fast.TokenOwnership(2, 1, 2)):
         with torch.device("cpu"):
             *tensors, common = buffers([1, 1, 5, 7, 0], [9, 0, 9, 7, 3], 6)
@@ -100,7 +107,7 @@ def test_no_synchronisation():
 
 @pytest.mark.parametrize("ids", [torch.int32, torch.int64])
 def test_a_captured_mixed_batch(ids):
-    """A captured call advances whatever batch the buffers hold: a mixed batch, then its decodes."""
+    """Replay one captured call three times -> it advances a mixed batch, and then the decodes that remain of it."""
     with torch.device("cpu"):
         *tensors, common = buffers([1, 1, 5, 7, 0], [9, 0, 9, 7, 3], 6, 2, ids)
     mine, common_gpu = [x.to(DEVICE) for x in tensors], moved(common, DEVICE)
@@ -111,13 +118,13 @@ def test_a_captured_mixed_batch(ids):
         target.copy_(values)
     for _ in range(3):
         graph.replay()
-        reference.advance_step(*tensors, common, BLOCK)  # keeps the batch: the graph too has the whole buffers
+        reference.advance_step(*tensors, common, BLOCK)  # the same batch object again, as in the graph
         wanted = (*tensors[1:], common.seq_lens, common.query_start_loc, common.slot_mapping)
         assert all(target.cpu().equal(values) for target, values in zip(targets, wanted, strict=True))
 
 
 def test_from_lens_of_the_next_step():
-    """On a GPU the batch of the next step has the slots and lengths that the host computes from lengths."""
+    """Advance a batch on the GPU -> the slots and lengths that `from_lens` computes on the host."""
     query_lens, seq_lens = [1, 1, 5, 0], [9, 0, 9, 3]
     with torch.device("cpu"):
         *tensors, common = buffers(query_lens, seq_lens, 6)

@@ -1,4 +1,9 @@
-"""Tests of the GPU suite: its choice of tests, its reading of their outputs, and its reports. No GPU is needed."""
+"""Tests of the GPU suite (tests/gpu_suite.py and tests/sanitizers.py). The tests need no GPU.
+
+The suite runs all tests on a GPU, and runs kernel launches under compute-sanitizer: memcheck finds accesses outside of
+tensors, racecheck finds data races in shared memory. The tests check which tests run, how outputs are read, and the
+reports.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +59,7 @@ def test_junit(tmp_path):
 
 @pytest.mark.parametrize("folder", ["triton", "hopper"])
 def test_kernels_of_a_set(folder):
-    """The memory checks launch every kernel of a backend."""
+    """Collect the kernels of a backend from its modules -> `kernels_of` finds the same names in the source files."""
     pytest.importorskip("triton")
     package = importlib.import_module(f"fast.kernels.{folder}")
     found = set()
@@ -66,7 +71,7 @@ def test_kernels_of_a_set(folder):
 
 
 def test_what_a_memory_checker_must_have_seen():
-    """The memory check passes only if three conditions hold.
+    """Report on the shards of memcheck -> "ok" only if three conditions hold.
 
     - Every shard ran to its end; a shard is a part of the launches that has its own process.
     - No shard reported an error.
@@ -114,7 +119,10 @@ def places(*found) -> list[str]:
 
 
 def test_shards_run_again_where_a_race_has_no_place(monkeypatch):
-    """A shard runs again if its race report has no source line; reports with source lines count in every run."""
+    """Let the report of a race lack the source line -> the shard runs again, at most twice.
+
+    Reports with source lines count in every run.
+    """
     head, call = places(*TRITONS)
     nowhere = reported(("work_items.py:9", "work_items.py:7"), (head, call))
     nowhere = nowhere.replace(f"{KERNEL}+0x140 in {head}", "").replace(f"{KERNEL}+0x9a0 in {call}", " ")
@@ -137,7 +145,7 @@ def test_shards_run_again_where_a_race_has_no_place(monkeypatch):
 
 
 def test_where_triton_specializes_warps():
-    """`tritons_own` has two source lines of each warp-specialized kernel: its `def` and its `gl.warp_specialize`."""
+    """`tritons_own` returns two lines of each kernel with warp groups: its `def` and its `gl.warp_specialize(`."""
     own = sanitizers.tritons_own()
     assert Counter(place.kernel for place in own) == dict.fromkeys(
         ("_row_blocks_16_32_kernel", "_row_blocks_64_kernel", "_two_phases_kernel", "_hand_over_kernel"), 2
@@ -147,7 +155,7 @@ def test_where_triton_specializes_warps():
 
 
 def test_races():
-    """Each pair of source lines in a race report counts as a race, even if a line cannot be read."""
+    """Count the races in outputs of racecheck -> one race for each pair of lines, also if a line cannot be parsed."""
     head, call = places(*TRITONS)
     again = f"[4 hazards]\n=========     and Write access at {KERNEL}+0x10 in work_items.py:7 [1 hazards]"
     found = sanitizers.races(reported((head, call), ("work_items.py:9", call)).replace("[4 hazards]", again, 1))
@@ -164,11 +172,11 @@ def test_races():
 
 
 def test_what_racecheck_must_say():
-    """The race check passes only if two conditions hold.
+    """Report on the shards of racecheck -> "ok" only if two conditions hold.
 
-    - No shard reports a race, except those at Triton's `warp_specialize`.
-    - The three controls have the expected results. Racecheck reports no race in "every thread arrives" and a race in
-      "nobody waits". In "every thread arrives" and "one arrives for all", which have a barrier, all values are right.
+    - No shard reports a race, except the reports at Triton's own `warp_specialize`.
+    - The three controls have the expected results. Racecheck reports no race in "every thread arrives", and a race in
+      "nobody waits". In "every thread arrives" and in "one arrives for all", all values are right.
     """
     head, call = places(*TRITONS)
     kernels = [f"{name} (fp32)" for name in memory_checks.kernels_of(["combine", "triton"])]
@@ -211,7 +219,7 @@ def test_what_racecheck_must_say():
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_shards(count):
-    """Every test belongs to exactly one shard, also if there are fewer tests than shards."""
+    """Divide tests into shards with `--shard` -> every test is in exactly one shard, also with few tests."""
     for tests in (0, 2, 11):
         items = [SimpleNamespace(path=Path(f"test_{number}.py"), number=number) for number in range(tests)]
         ran = []
@@ -233,9 +241,9 @@ def test_no_share(said):
 
 
 def test_suite_runs_every_file(monkeypatch):
-    """The GPU suite runs every test file with `--device=cpu`, and the files of ANY_DEVICE also with `--device=cuda`.
+    """Record the commands of the suite -> every test file runs with `--device=cpu`, slow files in several shards.
 
-    A file of SHARDS runs in several shards.
+    The files of ANY_DEVICE also run with `--device=cuda`.
     """
     called = []
     monkeypatch.setattr(gpu_suite, "run", lambda command, *_, **__: (called.append(command), (0, ""))[1])
@@ -258,7 +266,7 @@ def test_time_limit():
 
 
 def test_hostile_arguments():
-    """`hostile` puts out-of-range values into a block table, and does not change offsets and sizes."""
+    """Call `hostile` -> every second element of a block table is out of range; offsets and sizes are unchanged."""
     table = torch.zeros(2, 3, dtype=torch.int32)
     assert memory_checks.hostile("block_table", table, 99).tolist() == [[99, 0, 99], [0, 99, 0]]
     assert table.eq(0).all()

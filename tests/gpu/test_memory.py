@@ -1,4 +1,8 @@
-"""Tests of the memory of a step on a GPU: `torch.cuda.max_memory_allocated` of a step and of the memory-profile run."""
+"""Tests of the peak memory of a step on a GPU (`torch.cuda.max_memory_allocated`).
+
+Before it serves requests, an engine runs a layer without a plan (`metadata=None`) to measure the memory that a step
+needs. The tests call this call the profile run.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ def on_the_gpu(default_device):
 
 @pytest.fixture(autouse=True)
 def memory_without_poison():
-    """Leave new memory as it is: filling it with NaN takes time, and changes no size."""
+    """Do not fill new memory with NaN, which takes time and changes no size."""
     was = torch.utils.deterministic.fill_uninitialized_memory
     torch.utils.deterministic.fill_uninitialized_memory = False
     yield
@@ -37,7 +41,7 @@ def memory_without_poison():
 
 
 def peak_of(call) -> int:
-    """Return the largest number of bytes that are allocated during a call."""
+    """Return the peak of the allocated bytes during a call."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     result = call()
@@ -48,7 +52,7 @@ def peak_of(call) -> int:
 
 
 def plan_of(builder, query_lens, context_lens):
-    """Return the plan of a batch whose requests share the first blocks of the cache."""
+    """Return the plan of a batch in which all requests read the same blocks of the cache."""
     seq_lens = [q + c for q, c in zip(query_lens, context_lens, strict=True)]
     columns = -(-max(seq_lens) // BLOCK)
     table = torch.arange(columns, dtype=torch.int32).repeat(len(seq_lens), 1)
@@ -57,9 +61,10 @@ def plan_of(builder, query_lens, context_lens):
 
 @pytest.mark.parametrize("shared", ["given", "of the plan"])
 def test_a_prefill_needs_what_the_profile_run_touched(config, shared):
-    """Prefills with contexts of very different lengths have one peak, which is at most that of the profile run.
+    """Run prefills with contexts of very different lengths -> equal peaks, at most the peak of the profile run.
 
-    The workspace holds its memory after the first step, so it counts in every later step.
+    A layer expands the context in a workspace of fixed size. The workspace is an argument of the layer ("given") or
+    belongs to the builder ("of the plan"). It keeps its memory after the first step, so it counts in every later peak.
     """
     dtype = torch.bfloat16
     workspace = None
@@ -75,7 +80,7 @@ def test_a_prefill_needs_what_the_profile_run_touched(config, shared):
         plan_of(builder, [1000, 24], contexts) for contexts in ([10, 7], [4000, 96], [60000, 1], [1, 50000])
     ]  # fmt: skip
     prompts = plan_of(builder, [1000, 24], [0, 0])
-    for plan in (None, *plans, prompts):  # compiles kernels, and lets cuBLAS allocate its own workspace
+    for plan in (None, *plans, prompts):  # warm-up: compiles kernels, and lets cuBLAS allocate its own workspace
         layer(*given, plan)
     if workspace is None:
         builder.workspace.memory = None
@@ -90,7 +95,7 @@ def test_a_prefill_needs_what_the_profile_run_touched(config, shared):
 
 
 def test_no_allocation_in_the_context_loop(config):
-    """With a workspace and an output, a prefill over four chunks allocates as much as a prefill over one chunk."""
+    """Run prefills with contexts of 1, 4 and 8 chunks, with a workspace and an output tensor -> equal peaks."""
     dtype = torch.bfloat16
     shape = TOKENS, config.num_heads
     q = torch.randn(*shape, config.qk_head_dim).to(dtype)

@@ -1,4 +1,8 @@
-"""Tests of the benchmarks `planning` and `crossover`: right calls are timed, and fitted constants choose well."""
+"""Tests of the benchmarks `planning` and `crossover`.
+
+`planning` times the planning of a step. `crossover` times the absorbed and the expanded path over a grid of lengths,
+and fits the constants (`PathCosts`) with which `choose_path` predicts the faster path.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,7 @@ def grid(config, noise: float = 0.0):
 
 
 def test_model_is_what_choose_path_compares():
-    """The model of the fit and `choose_path` choose the same path at every point of the grid."""
+    """Compute times with the model of the fit -> `choose_path` chooses the path with the smaller time everywhere."""
     points = grid(V3)
     for point in points:
         better = "absorbed" if point.absorbed_us <= point.expanded_us else "expanded"
@@ -41,7 +45,10 @@ def test_model_is_what_choose_path_compares():
 
 
 def test_fit():
-    """Constants fitted to times with 3 % of noise lose less than 7 %, and counted costs lose more than 20 %."""
+    """Fit constants to times with 3 % of noise -> the path that they choose is at most 7 % slower than the faster path.
+
+    Without constants, `choose_path` counts operations, and its path is more than 20 % slower at some point.
+    """
     points = grid(V3, 0.03)
     costs = crossover.fit(points, V3, steps=800, trials=2000)
     assert max(crossover.lost(p, V3, costs) for p in points) < 0.07
@@ -49,14 +56,14 @@ def test_fit():
 
 
 def test_both_paths_compute_the_same(monkeypatch):
-    """Both timed paths compute the same attention."""
+    """Run both timed paths on the same requests -> the same outputs."""
     monkeypatch.setattr(crossover, "REQUESTS", 2)
     monkeypatch.setattr(crossover, "BLOCK_SIZE", 16)
     paths = crossover.Paths(DIRECT, 3, 40, torch.float32, "cpu")
     wide = {name: value.double() for name, value in vars(paths).items() if torch.is_tensor(value)}
     gold = object.__new__(crossover.Paths)
     gold.__dict__ |= vars(paths) | wide
-    # one path reads the entries of the new tokens from the cache, and the other takes them as arguments
+    # the absorbed path reads the entries of the new tokens from the cache; the expanded path has them as arguments
     for which in (paths, gold):
         entries = torch.cat((which.latents, which.k_pe), -1).view(2, 3, -1)
         for request, table in enumerate(which.decode.block_table.tolist()):
@@ -67,7 +74,7 @@ def test_both_paths_compute_the_same(monkeypatch):
 
 
 def test_advance_is_compared(monkeypatch):
-    """The timed call of `advance_step` advances its batch, and raises if the integers differ from the reference."""
+    """Make the timed call of `advance_step` wrong -> `advance_call` notices the difference from `reference`."""
     planning.advance_call(integers(5, 16, 4000))()
     right = fast.advance_step
 
@@ -88,7 +95,7 @@ def test_without_a_gpu(module, monkeypatch, capsys):
 
 
 def test_planning_on_a_cpu(tmp_path, capsys):
-    """Every batch is timed with both packages and with a builder, and the results file contains the provenance."""
+    """Run the benchmark `planning` on a CPU -> times of both packages and of a builder for every batch."""
     assert planning.main(["--json", str(tmp_path / "planning.json"), "--time", "0.01"]) == 0
     report = json.loads((tmp_path / "planning.json").read_text())
     assert {"hardware", "versions", "date", "fast_sha256", "command"} <= report.keys()

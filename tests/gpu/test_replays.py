@@ -1,4 +1,8 @@
-"""Tests on a GPU: a replayed call has the bits of the call itself, for every op that can be replayed."""
+"""Tests on a GPU of replayed calls, which must have the bits of ordinary calls.
+
+If an op of `fast` is called again with the same shapes, strides and dtypes, `fast` skips the checks and the dispatch of
+PyTorch. It replays the recorded kernel launches with the new tensors.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +28,13 @@ def on_the_gpu(default_device):
 
 
 def launch_functions():
-    """Return the launch function of every op that keeps its checked calls, by the name of the op."""
+    """Return, by the name of the op, the launch function of every op that remembers the calls that it has checked."""
     return {str(each._dispatched): each._launch for each in checked_calls._ALL_CALLS
             if isinstance(each, checked_calls.CheckedCalls)}  # fmt: skip
 
 
 def copied(arguments: tuple) -> tuple:
-    """Return the arguments with copies of all tensors, which have the same strides."""
+    """Return the arguments with copies of all tensors; the copies have the strides of the originals."""
     return tuple([
         torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=each.device).copy_(each)
         if isinstance(each, torch.Tensor) else each for each in arguments
@@ -39,7 +43,7 @@ def copied(arguments: tuple) -> tuple:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_every_op_is_replayed(dtype):
-    """Five calls with the same signature and other tensors: each writes and returns the bits of the call itself."""
+    """Make five calls of each op with equal shapes and new values -> the bits of calls that are not replayed."""
     found, replayed = launch_functions(), set()
     for name, many in samples(dtype).items():
         function = found.get(name.replace("::", "."))
@@ -49,7 +53,7 @@ def test_every_op_is_replayed(dtype):
             launches = Launches()
             for _ in range(5):
                 expected, given = copied(arguments), copied(arguments)
-                for old, new in zip(expected, given, strict=True):  # other values: a replay must not use the old ones
+                for old, new in zip(expected, given, strict=True):  # new values, which a replay must use
                     if isinstance(old, torch.Tensor) and old.is_floating_point():
                         new.copy_(old.copy_(torch.randn(old.shape).to(old.dtype)))
                 wanted, result = function(*expected), launches.run(function, *given)
@@ -57,7 +61,7 @@ def test_every_op_is_replayed(dtype):
                 pairs = [*zip(expected, given, strict=True), *zip(as_tuple(wanted), as_tuple(result), strict=True)]
                 for old, new in pairs:
                     assert not isinstance(old, torch.Tensor) or torch.equal(old.nan_to_num(7), new.nan_to_num(7)), name
-            # the Hopper decode copies queries whose rows are not aligned to 16 bytes
+            # no replay of a Hopper decode that copies its queries, because their rows are not aligned to 16 bytes
             assert launches.replay is not None or launches.no_replay == "aten.clone.default", (name, launches.no_replay)
             replayed |= {name} if launches.replay is not None else set()
     assert len(replayed) == len(found), sorted(replayed)
@@ -69,7 +73,7 @@ def as_tuple(result) -> tuple:
 
 @pytest.mark.parametrize("query_lens, lens", [([1, 1, 1], [300, 65, 1]), ([64, 100], [64, 300]), ([1, 50], [90, 50])])
 def test_a_layer_of_replays(query_lens, lens):
-    """A layer whose ops are replayed has the bits of a layer that checks and dispatches every call."""
+    """Run a layer that replays its ops, and a layer that checks every call -> the same outputs and caches."""
     config = MLAConfig.from_preset("deepseek-v2-lite")
     weights = make_weights(config, torch.bfloat16)
     layers = [make_layer(fast, config, weights, torch.bfloat16, check_every_call=wanted) for wanted in (False, True)]

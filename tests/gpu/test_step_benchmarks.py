@@ -1,4 +1,8 @@
-"""Tests of the benchmarks of host time and of whole steps, with small dims on a CPU."""
+"""Tests of the benchmarks `host` and `step`, most of them with small dimensions on a CPU.
+
+`host` times the work of the CPU for each op. `step` times whole steps of all layers, and splits the time into parts
+such as "attention".
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ def test_without_a_gpu(module, monkeypatch, capsys):
 
 
 def test_batches():
-    """Requests own disjoint blocks, and the slots are those of their last tokens."""
+    """Make a batch -> each request has its own blocks, and the slots are the slots of the new tokens."""
     torch.manual_seed(0)
     common = layers.make_batch([1, 70], [130, 200], "cpu")
     used = common.block_table[0, :3].tolist() + common.block_table[1, :4].tolist()
@@ -44,19 +48,19 @@ def test_config_of_a_device():
 
 
 def test_host_on_a_cpu(tmp_path, capsys):
-    """Every op is timed, and the file has the provenance, the sizes and the spread of every op."""
+    """Run the benchmark `host` -> the results file has hardware, versions, dimensions, and the times of every op."""
     assert host.main(["--device", "cpu", "--calls", "2", "--json", str(tmp_path / "host.json")]) == 0
     report = json.loads((tmp_path / "host.json").read_text())
     assert report.keys() >= HEAD | {"dims", "calls", "rows"}
     times = {row["op"]: row["host_us"]["fast"] for row in report["rows"]}
     assert times.keys() >= host.TARGETS_US.keys()
     assert all(spread["runs"] == 2 and spread["median_us"] > 0 for spread in times.values())
-    assert {row["target_us"] for row in report["rows"]} == {None}  # the targets hold for the dims on a GPU
+    assert {row["target_us"] for row in report["rows"]} == {None}  # a run on a CPU has no targets
     assert "Host time of one eager call" in capsys.readouterr().out
 
 
 def test_host_profile(capsys):
-    """The profile names functions of the op, and prints no table of times."""
+    """Run `host --profile` -> a profile with functions of the op, and no table of times."""
     assert host.main(["--device", "cpu", "--calls", "3", "--profile", "concat_and_cache_mla"]) == 0
     out = capsys.readouterr().out
     assert "one call under the profiler" in out and "concat_and_cache_mla" in out and "median us" not in out
@@ -75,7 +79,10 @@ def test_host_refusals(capsys, tmp_path):
 
 
 def test_peers_are_timed_beside(capsys):
-    """A peer whose library is missing is absent with the reason; a peer that raises does not end the benchmark."""
+    """Time ops with peers (kernels of other projects) of which some fail -> the failed peers are absent with a reason.
+
+    A library is missing in one case, and a call raises an error in the other case. The benchmark does not end.
+    """
     here = SimpleNamespace(
         available=lambda: {"flashmla": False, "fa3": True, "vllm_triton": False},
         fa3_mla_decode=lambda *arguments: None,
@@ -97,7 +104,7 @@ def test_peers_are_timed_beside(capsys):
 
 
 def test_every_kernel_belongs_to_a_part():
-    """Every kernel of `fast` belongs to a part of a step by its name; so do the kernels of PyTorch and of cuBLAS."""
+    """Look up the names of the kernels of `fast`, PyTorch and cuBLAS -> each kernel belongs to a part of a step."""
     names = set()
     for path in (ROOT / "fast" / "kernels").rglob("*.py"):
         names |= set(re.findall(r"^def (_\w+_kernel)\(", path.read_text(encoding="utf-8"), re.MULTILINE))
@@ -115,7 +122,10 @@ def test_every_kernel_belongs_to_a_part():
 
 
 def test_time_of_parts():
-    """Time in which two kernels overlap counts once; the parts add up to the time in which a kernel runs."""
+    """Add up kernels that overlap -> the time of an overlap counts once.
+
+    So the times of the parts add up to the time in which a kernel runs.
+    """
     kernels = [
         Kernel("gemm", 10, 20), Kernel("_decode_kernel", 20, 50), Kernel("_combine_splits_kernel", 45, 60),
         Kernel("_write_kernel", 30, 40), Kernel("_plan_decode_kernel", 0, 5),
@@ -127,7 +137,10 @@ def test_time_of_parts():
 
 
 def traced_step(shift: float) -> list[Kernel]:
-    """Return a step of 3 layers: each has 6 us of products and 3 us of attention; 1 us passes between two layers."""
+    """Return the kernels of a step of 3 layers, which starts at `shift` us.
+
+    Each layer has 6 us of matrix products and 3 us of attention. Between two layers no kernel runs for 1 us.
+    """
     kernels = [Kernel("_plan_decode_kernel", shift, shift + 2)]
     for layer in range(3):
         start = shift + 2 + 10 * layer
@@ -138,7 +151,7 @@ def traced_step(shift: float) -> list[Kernel]:
 
 
 def test_marks():
-    """A trace is cut into steps at the marks; kernels before the first mark belong to no step."""
+    """Cut a trace of two steps at its marks -> the kernels of each step, without the kernels before the first mark."""
     trace = [Kernel("early", -5, -4)]
     for shift in (0, 100):
         trace += [Kernel(f"void {STEP_MARK}_cuda", shift - 1, shift - 0.5), *traced_step(shift)]
@@ -147,9 +160,9 @@ def test_marks():
 
 
 def test_parts_and_busy_shares():
-    """The rest of the wall time is idle; the busy share counts from the end of the first layer on.
+    """Split traced steps into parts -> "idle" is the rest of the wall time; "busy" counts from the second layer on.
 
-    Behind the first layer, kernels run for 9 us, pause for 1 us and run for 9 us.
+    After the end of the first layer, kernels run for 9 us, no kernel runs for 1 us, and kernels run for 9 us.
     """
     steps = [traced_step(0), traced_step(100), traced_step(200)]
     assert step.parts_of(steps, 40.0) == {"idle": 11, "plan": 2, "projections": 18, "attention": 9, "movement": 0}
@@ -162,7 +175,10 @@ def test_parts_and_busy_shares():
 
 
 def test_record():
-    """Views, allocations, empty results and ops of another device are left out; a recorded op can run again."""
+    """Record the ops of a function -> ops that launch a kernel on the device; a recorded op can run again.
+
+    Views, allocations, ops with empty results and ops of another device are left out.
+    """
     a, b = torch.randn(4, 3), torch.zeros(4, 4)
 
     def run() -> None:
@@ -180,7 +196,10 @@ def test_record():
 
 
 def test_sum_over_ops(monkeypatch):
-    """An op of a layer counts once for each layer, an op of the plan once; a record without attention is an error."""
+    """Sum the times of all ops of a step of 10 layers -> an op of a layer counts 10 times, an op of the plan once.
+
+    Recorded layers without an attention op, or with different ops, are an error.
+    """
     seconds = iter([5.0, 1.0, 2.0])
     monkeypatch.setattr(recorded_ops, "_spread_of", lambda clock, calls: {"median_us": next(seconds)})
     plan = [recorded_ops.RecordedOp("mla_twins::plan_decode", lambda: None)]
@@ -197,7 +216,7 @@ def test_sum_over_ops(monkeypatch):
 
 
 def test_what_fits():
-    """The caches come first; what is left holds further sets of weights, at most one for each layer."""
+    """Divide the memory -> first a cache for each layer, then further sets of weights, at most one for each layer."""
     assert step.fit(1000, 10, 3, 61) == (61, 61)
     assert step.fit(620, 10, 3, 61) == (61, 1 + 10 // 3)
     assert step.fit(100, 10, 3, 61) == (10, 1)
@@ -206,7 +225,7 @@ def test_what_fits():
 
 
 def test_steps_on_a_cpu(tmp_path, capsys):
-    """Every batch runs eagerly and as a graph; the file has the provenance and the ops of a step."""
+    """Run the benchmark `step` -> times of every batch, eager and in a graph, and the ops of each step."""
     path = tmp_path / "step.json"
     assert step.main(["--device", "cpu", "--layers", "2", "--steps", "2", "--json", str(path)]) == 0
     report = json.loads(path.read_text())
@@ -229,7 +248,7 @@ def test_step_refusals(capsys):
 
 
 def test_step_table(capsys):
-    """The table has the parts of both ways, and the verdicts compare with the targets."""
+    """Draw the table of steps -> the parts of eager steps and of graphs; `verdicts` compares with the targets."""
     spread = {"median_us": 2000.0, "quartiles_us": [1900.0, 2100.0], "runs": 3}
     parts = {"idle": 500.0, "plan": 5.0, "projections": 700.0, "attention": 700.0, "movement": 95.0}
     eager = {
@@ -255,7 +274,10 @@ def test_step_table(capsys):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_traced_steps_on_a_gpu(monkeypatch, tmp_path):
-    """On a GPU the parts add up to the wall time or more, no kernel has an unknown name, and shares are in range."""
+    """Run the benchmark `step` on a GPU -> the parts add up to the wall time or more.
+
+    Every kernel belongs to a known part, and the busy shares are in range.
+    """
     small = {name: replace(batch, keys=min(batch.keys, 256), context=min(batch.context, 256), new_tokens=min(
         batch.new_tokens, 128)) for name, batch in step.BATCHES["cuda"].items()}  # fmt: skip
     monkeypatch.setitem(step.BATCHES, "cuda", small)

@@ -1,1 +1,1 @@
-"""Identities in float64; each test uses one package only."""
+"""Tests of mathematical identities in float64; no test compares `fast` with `reference`."""

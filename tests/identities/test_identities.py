@@ -1,7 +1,11 @@
-"""Tier 2: identities that hold in float64 to about 1e-12, independent of the order of arithmetic.
+"""Tier 2 of docs/correctness.md: identities that hold in float64 to about 1e-12, whatever the order of arithmetic.
 
-No test compares one package with the other. Each check takes a package as `ops`, so that the mutation tests can call
-the check with a package that has a planted mistake. tests/__init__.py lists the numbered pitfalls.
+No test compares `fast` with `reference`. Each check (a function `check_...`) takes a package as its argument `ops`.
+tests/mutations calls the checks with packages that have a planted mistake. "Pitfall 8" is entry 8 of the list of faults
+in tests/__init__.py.
+
+The letters of shapes: T query tokens, S keys of a request, N heads, H hidden size, Lkv latent width, P and R widths of
+the parts of a head without rope and with rope, V value width.
 """
 
 from __future__ import annotations
@@ -60,9 +64,9 @@ def random_state(tokens: int, heads: int, width: int, spread: float = 3.0) -> At
 
 
 def check_attention(ops, query_lens, key_lens, heads: int, causal: bool, width: int = 6, value: int = 4):
-    """Compare output and LSE of every row with exact sums; a row without keys must have output 0 and LSE -inf.
+    """Compare output and LSE of packed attention with exact sums (pitfalls 1, 3 and 5).
 
-    The check covers pitfalls 1, 3 and 5.
+    A row without keys must have output 0 and LSE -inf.
     """
     q, k, v = (
         random64(sum(query_lens), heads, width),
@@ -102,7 +106,7 @@ def check_attention(ops, query_lens, key_lens, heads: int, causal: bool, width: 
     ],
 )
 def test_attention(ops, query_lens, key_lens, causal):
-    """Packed attention equals exact sums, also for requests without queries or without keys (pitfalls 1, 3 and 5)."""
+    """Attend requests, some without queries or without keys -> the exact sums (pitfalls 1, 3 and 5)."""
     check_attention(ops, query_lens, key_lens, 2, causal)
 
 
@@ -115,7 +119,7 @@ def test_attention_any_lengths(lens, causal, heads):
 
 
 def check_merge(ops, tokens=7, heads=3, width=5):
-    """Check that merging the states of three key ranges, in any order, gives attention over all keys (pitfall 1)."""
+    """Merge the attention states of three ranges of keys, in any order -> attention over all keys (pitfall 1)."""
     q, k, v = random64(tokens, heads, width), random64(20, heads, width), random64(20, heads, 4)
 
     def attention(keys):
@@ -132,7 +136,7 @@ def check_merge(ops, tokens=7, heads=3, width=5):
 
 @pytest.mark.parametrize("heads", [1, 3, 16])
 def test_merge(ops, heads):
-    """Merged states equal attention over all keys, and the LSE is a natural logarithm (pitfall 1)."""
+    """Merge attention states -> attention over all keys; the LSE is a natural logarithm (pitfall 1)."""
     check_merge(ops, heads=heads)
 
 
@@ -146,9 +150,9 @@ def test_merge_associates_and_commutes(ops):
 
 @pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16, torch.float16])
 def test_merge_identity(ops, dtype):
-    """If one state has no keys in a row, a merge returns the bits of the other state (pitfalls 2 and 3).
+    """Merge a state with a state that has no keys -> the bits of the first state (pitfalls 2 and 3).
 
-    If neither state has keys in a row, the merged row has output 0 and LSE -inf.
+    If neither state has keys, the merged state has output 0 and LSE -inf.
     """
     state = random_state(6, 3, 5)
     state = AttentionState(state.out.to(dtype), state.lse.to(F64 if dtype == F64 else torch.float32))
@@ -164,9 +168,9 @@ def test_merge_identity(ops, dtype):
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 @pytest.mark.parametrize("other", [-torch.inf, 0.5, torch.inf, torch.nan])
 def test_merge_refuses_to_hide(ops, bad, other):
-    """An LSE of +inf or NaN in a row of one state makes exactly this row of the merged state NaN (pitfall 3).
+    """Merge a state that has the LSE +inf or NaN in one row -> exactly this row of the result is NaN (pitfall 3).
 
-    Some libraries give a row without keys the LSE +inf; a merge must not treat this row as a row with keys.
+    Some libraries give a row without keys the LSE +inf, which is an error here: the LSE of such a row is -inf.
     """
     a, b = random_state(4, 2, 3), random_state(4, 2, 3)
     a.lse[1, 2], b.lse[1, 2] = bad, other
@@ -176,9 +180,9 @@ def test_merge_refuses_to_hide(ops, bad, other):
 
 
 def check_merge_strides(ops):
-    """Check that a merge gives the same bits when its two states have different strides (pitfall 18).
+    """Merge two states with different strides -> the same bits as with equal strides (pitfall 18).
 
-    Such strides arise, for example, when V is padded to the width of K.
+    Different strides arise, for example, if one state is a slice of a padded tensor.
     """
     tokens, heads, width = 5, 3, 4
     a, b = random_state(tokens, heads, width), random_state(tokens, heads, width)
@@ -193,12 +197,15 @@ def check_merge_strides(ops):
 
 
 def test_merge_strides(ops):
-    """The strides of the two states do not change the merged bits (pitfall 18)."""
+    """Merge two states with different strides -> the same bits as with equal strides (pitfall 18)."""
     check_merge_strides(ops)
 
 
 def test_merge_keeps_extremes(ops):
-    """A merge is exact for LSEs of +-1e4 and +-800; without subtraction of the maximum, exp(LSE) would overflow."""
+    """Merge states with LSEs of +-1e4 and +-800 -> exact results.
+
+    A merge must subtract the larger LSE before it computes exponentials; otherwise exp(LSE) overflows.
+    """
     a, b = random_state(3, 2, 4), random_state(3, 2, 4)
     a.lse[:] = torch.tensor([[1e4, -1e4, 800.0]] * 2, dtype=F64)
     b.lse[:] = torch.tensor([[1e4, -1e4, -800.0]] * 2, dtype=F64)
@@ -211,18 +218,19 @@ def test_merge_keeps_extremes(ops):
     )
 
 
-# Absorbed and expanded.
+# The absorbed path attends over the cached latents themselves. The expanded path first computes keys and values of
+# every head from the latents.
 
 
 def expanded_inputs(config: MLAConfig, batch, entries, dtype=F64):
-    """Return q [T, N, P + R], kv_c [T, Lkv] and k_pe [T, R] of the new tokens, and both up-projections."""
+    """Return q [T, N, P + R], kv_c [T, Lkv] and k_pe [T, R] of the new tokens, and the up-projections W_UK and W_UV."""
     q = random64(batch.num_tokens, config.num_heads, config.qk_head_dim).to(dtype)
     new = last_rows(batch, entries).view(-1, config.head_size)
     return q, new[:, : config.kv_lora_rank], new[:, config.kv_lora_rank :], *make_up_projections(config, dtype)
 
 
 def decode(ops, config, q, w_uk, w_uv, cache, metadata) -> AttentionState:
-    """Return the attention state of the absorbed path, with the output projected to values."""
+    """Return the attention state of the absorbed path; the output is projected to values, [T, N, V]."""
     w_uk_t, w_uv_absorbed = ops.absorb(w_uk, w_uv)
     ql_nope = ops.query_to_latent(q[..., : config.qk_nope_head_dim], w_uk_t)
     state = ops.mla_decode(ql_nope, q[..., config.qk_nope_head_dim :], cache, metadata, config.softmax_scale)
@@ -241,7 +249,7 @@ def whole(config, q, w_uk, w_uv, entries, query_lens, dtype=F64) -> torch.Tensor
 
 
 def check_absorbed_is_expanded(ops, config: MLAConfig, query_lens, seq_lens, block_size=16):
-    """Check that both attention paths give the same states, and that the outputs equal plain attention.
+    """Attend a batch on the absorbed and on the expanded path -> equal states, and the outputs of PyTorch's attention.
 
     The absorbed path is `mla_decode` and `latent_to_value`; the expanded path is `forward_prefill`.
     """
@@ -274,10 +282,10 @@ def test_absorbed_is_expanded_for_presets(name):
 
 
 def check_chunked_is_whole(ops, config, query_lens, context_lens, workspace, block_size, dtype=F64):
-    """Check that a prefill with a chunked context equals attention over the whole sequence; return the chunk count.
+    """Prefill with a context in chunks -> attention over the whole sequence; return the number of chunks.
 
-    In float64 the results agree up to rounding. In a lower dtype the budget comes from the error of PyTorch's kernel in
-    that dtype.
+    In float64 the results agree up to rounding. In a lower dtype the error may be as large as a budget, which is
+    computed from the error of PyTorch's attention in this dtype.
     """
     seq_lens = [q + c for q, c in zip(query_lens, context_lens, strict=True)]
     batch = make_batch(query_lens, seq_lens, block_size)
@@ -301,7 +309,7 @@ def check_chunked_is_whole(ops, config, query_lens, context_lens, workspace, blo
     st.sampled_from([1, 4, 16]),
 )
 def test_chunked_is_whole(lens, extra, block_size):
-    """A prefill equals attention over the whole sequence for every division into chunks that the planner makes."""
+    """Prefill with chunks that the planner makes for workspaces of many sizes -> attention over the whole sequence."""
     workspace = len(lens) * block_size + extra
     check_chunked_is_whole(reference, SMALL, [q for q, _ in lens], [c for _, c in lens], workspace, block_size)
 
@@ -313,7 +321,7 @@ def test_chunked_is_whole_in_many_chunks(ops, dtype):
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=4))
 def test_any_cut_of_the_context(cuts):
-    """A prefill is exact for any division of one request's context into chunks, also with empty chunks."""
+    """Cut the context of a request into any chunks, also empty chunks -> attention over the whole sequence."""
     context = sum(cuts)
     batch = make_batch([2], [context + 2], 4)
     entries = make_entries(batch, SMALL.head_size, F64)
@@ -329,9 +337,9 @@ def test_any_cut_of_the_context(cuts):
 
 
 def check_several_queries(ops, config=DIRECT):
-    """Check that query tokens of one request have the same states decoded together as decoded one at a time.
+    """Decode several query tokens of a request together -> each token attends only the tokens before it and itself.
 
-    A query token must not attend later query tokens (pitfall 12).
+    The states must equal exact attention of each token alone (pitfall 12).
     """
     query_lens, seq_lens = [4, 1, 0, 3], [20, 16, 9, 3]
     batch = make_batch(query_lens, seq_lens)
@@ -356,12 +364,12 @@ def check_several_queries(ops, config=DIRECT):
 
 
 def test_several_queries(ops):
-    """Query tokens of one request that are decoded together do not attend later tokens (pitfall 12)."""
+    """Decode several query tokens of a request together -> no token attends later tokens (pitfall 12)."""
     check_several_queries(ops)
 
 
 def check_batch_composition(ops, config=LOW_RANK):
-    """Check that a request has the same states in a batch as alone, with other blocks and another block size."""
+    """Decode requests in a batch, and each request alone with another block size -> the same states."""
     batch = make_batch([1, 2, 1, 1], [33, 16, 0, 1])
     entries = make_entries(batch, config.head_size, F64)
     ql, q_pe = (
@@ -385,7 +393,7 @@ def test_batch_composition(ops):
 
 
 def test_schedule_and_hints_change_nothing(ops):
-    """A decode gives the same bits for every upper bound `max_query_len`, because the bound only sizes launches."""
+    """Decode with two values of `max_query_len`, which is an upper bound for the sizes of launches -> the same bits."""
     batch = make_batch([1, 2], [9, 20])
     entries = make_entries(batch, DIRECT.head_size, F64)
     cache = make_cache(batch, entries, DIRECT.head_size, F64)
@@ -406,13 +414,13 @@ def run_steps(ops, config, weights, hiddens, steps, block_size=16, workspace=64,
 
     Args:
         ops: package under test.
-        config: dims of the layer.
+        config: dimensions of the layer.
         weights: weights of the layer.
         hiddens: hidden states [S, H] of each request.
         steps: for each step, the number of new tokens of each request.
         block_size: tokens of a block.
-        workspace: workspace in tokens.
-        threshold: decode threshold of the plans.
+        workspace: number of context tokens that a prefill expands at once.
+        threshold: largest number of new tokens with which a request is a decode.
         options: further arguments of the layer.
 
     Returns:
@@ -444,7 +452,10 @@ def run_steps(ops, config, weights, hiddens, steps, block_size=16, workspace=64,
 
 
 def check_layer(ops, config, steps, **options):
-    """Check that a layer, run in steps, gives the outputs of whole sequences and writes no unowned cache entry."""
+    """Run a layer in steps -> the outputs of plain attention over whole sequences.
+
+    The layer must not write a cache entry that belongs to no token.
+    """
     weights = make_weights(config, F64)
     totals = [sum(step[r] for step in steps) for r in range(len(steps[0]))]
     hiddens = [random64(total, config.hidden_size) for total in totals]
@@ -469,15 +480,15 @@ STEPS = {
 @pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_layer(ops, config, steps):
-    """A layer gives the outputs of whole sequences by prefill, token by token, by chunked prefill and in mixed steps.
+    """Run a layer by prefill, token by token, by chunked prefill and in mixed steps -> the outputs of whole sequences.
 
-    The test covers pitfalls 14 and 15, from hidden states to outputs.
+    The test detects pitfalls 14 and 15.
     """
     check_layer(ops, config, steps)
 
 
 def test_layer_with_short_queries_absorbed(ops):
-    """A layer is exact when requests with up to three query tokens take the absorbed path."""
+    """Let requests with up to three query tokens take the absorbed path -> the outputs of whole sequences."""
     check_layer(ops, DIRECT, [(3, 2), (1, 3), (2, 2), (9, 3)], threshold=3)
 
 
@@ -491,14 +502,14 @@ def test_layer_with_preset_head_dims(name):
 @pytest.mark.parametrize("scale", [0.05, -0.7, 0])
 @pytest.mark.parametrize("config", [DIRECT, LOW_RANK], ids=["direct", "low-rank"])
 def test_layer_with_a_given_scale(ops, config, scale):
-    """On both attention paths, a given softmax scale replaces the computed scale, which includes the YaRN factor."""
+    """Give a config a softmax scale -> both attention paths use it in place of the scale that the config computes."""
     given_scale = replace(config, softmax_scale=scale)
     assert given_scale.softmax_scale == scale != config.softmax_scale
     check_layer(ops, given_scale, STEPS["mixed"])
 
 
 def test_memory_profile_run(ops):
-    """With `metadata=None` a layer returns zeros and does not change the cache."""
+    """Call a layer with `metadata=None`, as engines do to measure memory -> zeros, and an unchanged cache."""
     layer = make_layer(ops, DIRECT, make_weights(DIRECT, F64), F64, workspace_tokens=128)
     cache = torch.randn(2, 16, DIRECT.head_size, dtype=F64)
     was = cache.clone()
@@ -534,7 +545,7 @@ def test_layer_constructor_refuses(ops, plain_errors):
 
 
 def test_inputs_were_not_degenerate():
-    """Cache entries of the factories differ from each other, and cache entries and weights are not 0 (pitfall 21)."""
+    """Make test inputs with the helpers of `factories` -> different cache entries, and no zero weights (pitfall 21)."""
     batch = make_batch((1, 2), (18, 5))
     entries = make_entries(batch, 20, torch.bfloat16)
     for own in entries:

@@ -1,4 +1,8 @@
-"""Tests of the transformers adapter with smallest sizes, positional arguments, growing caches and packed batches."""
+"""Tests of the transformers adapter with smallest sizes, positional arguments, growing caches and packed batches.
+
+`use_mla(model, ops=...)` makes a DeepSeek model of transformers compute its attention with `reference` or `fast`, over
+a paged cache of latents. A model without `use_mla` is a stock model.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ def prompt(rows=2, tokens=6):
 
 
 def test_the_least_sizes_serve(ops):
-    """With the smallest block size, decode threshold and workspace, a model generates the tokens of the stock model."""
+    """Generate with the smallest block size, decode threshold and workspace -> the tokens of the stock model."""
     model = copy.deepcopy(STOCK["v3-yarn"])
     use_mla(model, ops=ops, block_size=1, decode_threshold=1, workspace_tokens=2)
     ids = prompt()
@@ -33,7 +37,7 @@ def test_the_least_sizes_serve(ops):
 
 
 def test_arguments_by_position(ops):
-    """Six arguments give the same result by position as by name, and a call with seven positional arguments raises."""
+    """Pass six arguments by position -> the same result as by name; a seventh positional argument is an error."""
     base, ids = served("v3-yarn", ops).model, prompt()
     positions, mask = torch.arange(6)[None], torch.ones_like(ids)
     mask[0, :2] = 0
@@ -49,9 +53,10 @@ def test_arguments_by_position(ops):
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_positions_of_one_row_are_those_of_all(ops, dtype):
-    """Positions of shape [1, Sq] give the same logits as positions of shape [B, Sq].
+    """Pass positions of shape [1, Sq], of shape [B, Sq], or none -> the same logits.
 
-    Without `position_ids`, the positions continue after the cached tokens. A call whose positions jump is refused.
+    Sq is the number of new tokens of each of B rows. Without `position_ids`, the positions continue after the cached
+    tokens. A call whose positions do not rise by one is refused.
     """
     model, ids = served("v3-yarn", ops), prompt(3, 7)
     with torch.no_grad():
@@ -71,9 +76,10 @@ def test_positions_of_one_row_are_those_of_all(ops, dtype):
 
 
 def test_pages_are_reserved_for_what_comes():
-    """When a block table must grow, its new width is the needed width, but at least twice the old width.
+    """Let a block table grow -> its new width is the needed width, but at least twice the old width.
 
-    For another number of rows, a new block table has exactly the needed width.
+    For another number of rows, a new block table has exactly the needed width. A `BatchRecord` has the block table and
+    the lengths of the rows of a batch, for all layers.
     """
     record = BatchRecord(4)
     asked = [(2, 0, 0), (2, 1, 1), (2, 4, 1), (2, 5, 2), (2, 8, 2), (2, 9, 4), (2, 16, 4), (2, 40, 10), (2, 41, 20)]
@@ -90,9 +96,9 @@ def test_pages_are_reserved_for_what_comes():
 
 
 def test_a_record_counts_what_is_kept():
-    """After `crop` and `select`, a record has the number of real tokens of each row.
+    """Call `crop` and `select` -> the record has the number of tokens of each row without padding.
 
-    The record drops its mask as soon as the mask has no padding.
+    The record drops its padding mask as soon as the mask has no padding.
     """
     record, mask = BatchRecord(4), torch.ones(3, 6, dtype=torch.bool)
     mask[0, :2], mask[1, 5] = False, False
@@ -110,7 +116,7 @@ def test_a_record_counts_what_is_kept():
 
 
 def test_a_layer_keeps_its_entries_where_it_grows(ops):
-    """A cache layer that grows keeps the entries of each row in order.
+    """Let the cache of a layer grow -> it keeps the entries of each row in order.
 
     A cache with enough blocks is not copied. A batch with another number of rows gets a new cache.
     """
@@ -130,10 +136,10 @@ def test_a_layer_keeps_its_entries_where_it_grows(ops):
 
 
 def test_layers_of_a_cache(ops):
-    """All layers of a cache share one record, and only the first layer updates the record.
+    """Make the layers of a cache -> all layers share one `BatchRecord`, and only the first layer updates it.
 
-    A filled cache with the same number of layers and the same block size is reused. A cache with another number of
-    layers or another block size is refused.
+    A cache with the same number of layers and the same block size is reused. A cache with another number of layers or
+    another block size is refused.
     """
     layers = latent_layers(DynamicCache(), LAYERS, BLOCK)
     assert [layer.leads for layer in layers] == [True, False]
@@ -155,7 +161,7 @@ def test_layers_of_a_cache(ops):
 
 @pytest.mark.parametrize("rows", [0, 2])
 def test_a_packed_batch_is_one_row(ops, rows):
-    """A packed batch with 0 rows or with several rows is refused."""
+    """Pass a packed batch with 0 rows or with 2 rows -> an error, because a packed batch has one row of all tokens."""
     model = served("v3-yarn", ops)
     caches = [torch.zeros(2, BLOCK, HEAD_SIZE) for _ in range(LAYERS)]
     step = packed_step(ops, [6], [6], torch.tensor([[0, 1]], dtype=torch.int32))

@@ -1,4 +1,8 @@
-"""Tests of the checkpoint tiny-mla: size, dimensions, tokenizer, and bits per byte with and without `use_mla`."""
+"""Tests of the shipped checkpoint tiny-mla: size, dimensions, tokenizer, and bits per byte.
+
+The bits per byte measure how well the model predicts text; fewer is better. They are measured with transformers alone
+and with the attention of `reference` and `fast` (`use_mla`).
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ def load(dtype: torch.dtype = torch.float32, ops=None):
 
 
 def windows(per_file: int | None = None) -> torch.Tensor:
-    """Return non-overlapping windows of 1024 bytes of the sample, [windows, 1024].
+    """Return non-overlapping windows of 1024 bytes of the files in tests/data/stdlib_sample, [windows, 1024].
 
     Args:
         per_file: number of windows of each file; None takes all windows.
@@ -42,7 +46,7 @@ def windows(per_file: int | None = None) -> torch.Tensor:
 
 @torch.inference_mode()
 def nats(model, targets: torch.Tensor) -> torch.Tensor:
-    """Return the negative log likelihood, in nats, of every byte; each window is one sequence after a bos token."""
+    """Return the negative log likelihood of every byte in nats; each window follows a bos token as one sequence."""
     losses = []
     for batch in targets.split(4):
         logits = model(torch.nn.functional.pad(batch[:, :-1], (1, 0), value=BOS), use_cache=False).logits
@@ -56,10 +60,7 @@ def bits_per_byte(losses: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("ops", [None, reference, fast], ids=["transformers", "reference", "fast"])
 def test_bits_per_byte(ops):
-    """The measured bits per byte equal the number of the model card in all four decimals, and are at most 2.
-
-    The measurement reads two windows of each file.
-    """
+    """Measure the bits per byte on two windows of each file -> the four decimals of the model card, at most 2."""
     card = (CHECKPOINT / "README.md").read_text()
     count, figure = re.search(r"first two windows of each file \| 1024 \| (\d+) \| ([\d.]+) \|", card).groups()
     targets = windows(per_file=2)
@@ -70,9 +71,9 @@ def test_bits_per_byte(ops):
 
 
 def test_log_of_the_shipped_weights():
-    """The training log of the shipped weights reports at most 2 bits per byte on the held-out files.
+    """Read the training log of the shipped weights -> at most 2 bits per byte on files that were not trained on.
 
-    The held-out files are a tenth of all files, rounded up.
+    These held-out files are a tenth of all files, rounded up.
     """
     lines = (ASSETS / "train_tiny_mla.log.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
@@ -90,7 +91,7 @@ def test_size_and_dims():
     assert config.q_lora_rank is not None
     yarn = config.rope.yarn
     assert yarn is not None and yarn.mscale != yarn.mscale_all_dim  # both magnitude factors differ from 1
-    # the three dims differ, so that code that exchanges two dims fails
+    # the three dimensions differ, so that code that exchanges two of them fails
     assert len({config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim}) == 3
 
 

@@ -1,6 +1,7 @@
-"""Tests of the forward of DeepSeek models under `use_mla`, for padded batches, packed batches and several ranks.
+"""Tests of the logits of DeepSeek models under `use_mla`, for padded batches, packed batches and several ranks.
 
-The logits must lie within a budget that is computed from stock transformers. tests/__init__.py lists the pitfalls.
+`use_mla` makes a model of transformers compute its attention with `reference` or `fast`. The error of the logits
+against transformers in float64 must be within a budget, which is computed from the error of transformers in float32.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from ..support.transformers_models import (
     served,
 )
 
-# forward
+# padded batches
 
 
 def test_logits_with_padding_of_every_kind(name, ops):
@@ -46,7 +47,7 @@ def test_logits_with_padding_of_every_kind(name, ops):
 
 @pytest.mark.parametrize(("cuts", "decode_threshold"), [((1, 5, 6), 1), ((4, 8, 9), 3)])
 def test_logits_of_a_prompt_fed_in_pieces(name, ops, cuts, decode_threshold):
-    """The logits lie within the budget when the tokens of a prompt come in several calls.
+    """Pass the tokens of the prompts in several calls -> logits within the budget.
 
     Prefills expand the context in chunks of at most four blocks. In some calls, all tokens of a row are padding.
     """
@@ -66,7 +67,11 @@ def test_logits_of_a_prompt_fed_in_pieces(name, ops, cuts, decode_threshold):
 
 @pytest.mark.parametrize("pitfall", [14, 15])
 def test_a_wrong_rope_is_seen(ops, pitfall, monkeypatch):
-    """Parity fails if the softmax scale lacks YaRN's mscale^2 (pitfall 14) or rope rotates wrong pairs (pitfall 15)."""
+    """Plant a mistake -> the logits exceed the budget.
+
+    The mistakes are a softmax scale without YaRN's factor mscale^2 (pitfall 14 of the list in tests/__init__.py) and a
+    rope that rotates wrong pairs of elements (pitfall 15).
+    """
     ids, mask = padded_batch()
     checked = lambda: assert_same(  # noqa: E731
         lambda model: model(ids, attention_mask=mask, use_cache=False).logits[mask.bool()], "v3-yarn", ops
@@ -88,7 +93,7 @@ def test_a_wrong_rope_is_seen(ops, pitfall, monkeypatch):
 
 
 def test_the_latent_norms_own_epsilon_is_read(name, ops):
-    """A layer uses `variance_epsilon` of the model's norm modules, here 0.25, and not `rms_norm_eps` of the config."""
+    """Set `variance_epsilon` of the norm modules to 0.25 -> layers use it, and not `rms_norm_eps` of the config."""
     ids, mask = padded_batch()
 
     def with_epsilon(model):
@@ -122,10 +127,7 @@ def test_two_latent_norms_of_different_epsilons_are_refused(ops):
 
 @pytest.mark.parametrize("fields", [dict(sliding_window=8), dict(attn_logit_softcapping=2.0)])
 def test_use_mla_refuses_other_attention(model, ops, fields):
-    """`use_mla` refuses a model with another kind of attention and does not change the model.
-
-    The error names the config field.
-    """
+    """Call `use_mla` for a model with another kind of attention -> an error with the config field; no model change."""
     for field, asked in fields.items():
         setattr(model.config, field, asked)
     with pytest.raises(UnsupportedConfiguration, match=f"^config.{next(iter(fields))}: "):
@@ -184,7 +186,7 @@ def test_packed_batch_against_each_request_alone(name, ops):
 
 
 class LargestTensor(TorchDispatchMode):
-    """Record the number of elements of the largest tensor that an operation of the model returns."""
+    """Dispatch mode of PyTorch that records the number of elements of the largest tensor that an op returns."""
 
     elements = 0
 
@@ -213,7 +215,7 @@ def test_no_square_mask_is_ever_built(ops):
 
 
 def test_a_model_on_several_ranks(ops):
-    """A packed batch on three ranks gives the same tokens as on one rank.
+    """Serve packed batches on three ranks that share each sequence -> the same tokens as on one rank.
 
     On three ranks, a padded batch is refused. A model whose dtype changed after `use_mla` is refused as well.
     """

@@ -1,4 +1,8 @@
-"""Tests of the latent cache under `use_mla`: cache operations of transformers, padding, growth, a failed forward."""
+"""Tests of the latent cache under `use_mla`: cache operations of transformers, padding, growth, a failed forward.
+
+`use_mla` makes a model of transformers compute its attention with `reference` or `fast`. The model's DynamicCache then
+has layers with a paged cache of latents. A stock model or cache is one without `use_mla`.
+"""
 
 from __future__ import annotations
 
@@ -60,9 +64,9 @@ def test_cache_operations_mean_what_stock_means(ops, operation):
 @WITHOUT_SHAPE_CHECKS
 @pytest.mark.parametrize("amount", [0, -1, -6, -9, 3, 6, 8])
 def test_crop_takes_the_convention_of_the_installed_version(ops, amount):
-    """`crop` of a latent cache has the same result or error as `crop` of a stock cache.
+    """Call `crop` of a latent cache and of a stock cache -> the same result or the same error.
 
-    In some versions of transformers, a positive argument is the length to keep; other versions refuse a positive
+    In some versions of transformers, a positive argument is the length to keep. Other versions refuse a positive
     argument.
     """
     outcomes = []
@@ -94,7 +98,7 @@ def test_reset_takes_another_batch(ops):
 
 
 def record_allocations(ops, monkeypatch):
-    """Make each later allocation fill its cache with NaN; return a list to which each allocated cache is appended."""
+    """Fill each cache that `ops` allocates from now on with NaN; return a list that will contain these caches."""
     made, allocate = [], ops.allocate_kv_cache
 
     def poisoned(*args, **kwargs):
@@ -106,9 +110,10 @@ def record_allocations(ops, monkeypatch):
 
 
 def test_padding_is_never_written_and_unwritten_bytes_reach_nothing(ops, monkeypatch):
-    """Cache entries without a token stay NaN, and no NaN reaches the logits.
+    """Run a padded batch with a cache full of NaN -> entries without a token stay NaN, and all logits are finite.
 
-    Such entries include the last entries of each row's last block. The test covers pitfall 7 in tests/__init__.py.
+    Entries without a token are, for example, the last entries of each row's last block (pitfall 7 of the list in
+    tests/__init__.py).
     """
     record_allocations(ops, monkeypatch)
     ids, mask = padded_batch()

@@ -1,6 +1,7 @@
 """Tests of the errors of `use_mla`, of `restore` and of models under `use_mla`.
 
-Each error must name the wrong argument. A call that raises must change neither the model nor the cache.
+`use_mla` makes a model of transformers compute its attention with `reference` or `fast`, and `restore` undoes the
+change. Each error must name the wrong argument. A call that raises must change neither the model nor the cache.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Tests of `generate` of DeepSeek models under `use_mla`: every mode generates the tokens of stock transformers."""
+"""Tests of `generate` of DeepSeek models under `use_mla`: every mode generates the tokens of stock transformers.
+
+`use_mla` makes a model compute its attention with `reference` or `fast`. A stock model is a model without `use_mla`.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,9 @@ MODES = {
 
 
 def mode_inputs(mode: str):
-    """Return arguments of `generate` for two prompts; row 0 has padding on the left.
+    """Return arguments of `generate` for two prompts of 18 tokens; row 0 begins with five padding tokens.
 
-    The mode "prompt lookup" gets one prompt without padding. Each prompt repeats its first nine tokens once.
+    The mode "prompt lookup" gets one prompt without padding. The last nine tokens of a prompt repeat its first nine.
     """
     torch.manual_seed(11)
     rows = 1 if mode == "prompt lookup" else 2

@@ -1,6 +1,6 @@
 """Tests of calls under `use_mla` that are refused because their results would be wrong, and of similar valid calls.
 
-"The test fails if ..." names a mistake that was planted once to see the test fail.
+`use_mla` makes a DeepSeek model of transformers compute its attention with `reference` or `fast`.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ TABLE = torch.tensor([[3, 0]], dtype=torch.int32)
 
 
 def packed_call(ops, model, caches):
-    """Return the logits of a packed batch with one request of 6 tokens in blocks 3 and 0."""
+    """Return the logits of a packed batch (one row of all tokens) with one request of 6 tokens in blocks 3 and 0."""
     with torch.no_grad():
         return model(torch.arange(1, 7)[None], mla_kv_caches=caches, **packed_step(ops, [6], [6], TABLE)).logits
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_is_refused(ops, dtype):
-    """A call under autocast is refused and writes no cache entry.
+    """Call a model under autocast -> an error, and no cache entry is written.
 
-    The test fails if autocast is accepted: the projections would then have another dtype than the cache.
+    Under autocast the projections would have another dtype than the cache.
     """
     model, ids = served("v3-yarn", ops), torch.arange(1, 13).view(2, 6)
     cache = DynamicCache(config=model.config)
@@ -64,20 +64,16 @@ def test_autocast_is_refused(ops, dtype):
 
 
 def test_autocast_to_the_dtype_of_the_model_is_refused(ops):
-    """Autocast is also refused when its dtype is the dtype of the weights.
-
-    The test fails if autocast to the dtype of the model is accepted.
-    """
+    """Call a bfloat16 model under autocast to bfloat16 -> an error as well."""
     model = use_mla(copy.deepcopy(STOCK["v3-yarn"]).bfloat16(), ops=ops, block_size=BLOCK)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match=AUTOCAST):
         model(torch.arange(1, 7)[None])
 
 
 def test_one_cache_for_two_layers_is_refused(ops):
-    """A call with one cache for two layers is refused, also if the second layer gets another view of the cache.
+    """Pass one cache for two layers, or two views of one cache -> an error.
 
-    Different slices of one tensor are accepted. The test fails if one cache is accepted for two layers: the second
-    layer would overwrite the entries of the first layer.
+    The second layer would overwrite the entries of the first layer. Different slices of one tensor are accepted.
     """
     model = served("v3-yarn", ops)
     for wide in (torch.zeros(4, BLOCK, HEAD_SIZE), torch.zeros(4, 2, BLOCK, HEAD_SIZE)):
@@ -94,7 +90,7 @@ def test_one_cache_for_two_layers_is_refused(ops):
         assert torch.equal(layers[:, layer], kv_cache) and int(kv_cache.any(-1).sum()) == 6
 
 
-# Row 0 of the batch ends in three padding tokens. Each operation removes these three tokens from the cache.
+# Operations that remove the padding from a cache in which row 0 ends in three padding tokens.
 REMOVALS = {
     "crop": lambda cache, ids: (cache.crop(-3), ids[:, :-3])[1],
     "crop, then crop": lambda cache, ids: (cache.crop(-1), cache.crop(-2), ids[:, :-3])[2],
@@ -106,9 +102,9 @@ REMOVALS = {
 
 @pytest.mark.parametrize("operation", REMOVALS)
 def test_a_cache_without_padding_left_needs_no_mask(ops, operation):
-    """After all padding was removed from a cache, steps without a mask give logits within the budget.
+    """Remove all padding from a cache, then continue without a mask -> logits within the budget, no error.
 
-    The test fails if `crop` keeps a mask without padding: every later step without a mask would be refused.
+    The budget is computed from the error of stock transformers.
     """
     ids = torch.randint(1, VOCAB, (3, 9))
     mask = torch.ones_like(ids)
@@ -134,7 +130,7 @@ def test_a_cache_without_padding_left_needs_no_mask(ops, operation):
 
 
 def test_a_cropped_cache_that_holds_padding_still_needs_its_mask(ops):
-    """A step without a mask is refused if the cache still holds one of its three padding tokens."""
+    """Remove two of three padding tokens from a cache, then continue without a mask -> an error."""
     ids = torch.randint(1, VOCAB, (2, 9))
     mask = torch.ones_like(ids)
     mask[0, 6:] = 0

@@ -1,4 +1,7 @@
-"""Tests that `restore` undoes `use_mla`, and that hooks, copies and saved checkpoints work under `use_mla`."""
+"""Tests that `restore` undoes `use_mla`, and that hooks, copies and saved checkpoints work under `use_mla`.
+
+`use_mla` makes a DeepSeek model of transformers compute its attention with `reference` or `fast`.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ def test_restore_leaves_the_model_as_it_was(model, ops):
     assert attributes(model) == before and vars(model.config) == config
     with torch.no_grad():
         assert torch.equal(model(ids, attention_mask=mask).logits, expected)
-    use_mla(model, ops=ops)  # a restored model can be served again
+    use_mla(model, ops=ops)  # `use_mla` can be called again after `restore`
     restore(model)
 
 

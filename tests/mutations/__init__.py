@@ -1,1 +1,1 @@
-"""Tests with planted mistakes, and tests of the tool that makes random mutants."""
+"""Tests with planted mistakes, and tests of the tool that plants random faults (tests/mutants.py)."""

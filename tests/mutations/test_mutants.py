@@ -1,4 +1,8 @@
-"""Tests of the mutation tool: how the tool draws mutants, judges mutants and continues a session."""
+"""Tests of tests/mutants.py, which plants random faults in the sources and counts how many faults the tests notice.
+
+A mutant is a source file with one fault. The tool draws a random sample of mutants and runs tests on each mutant. A
+mutant survives if all tests pass. A session file stores the verdicts, so that an interrupted run can continue.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from ..mutants import KILLED, ROOT, SURVIVED, TABLE, TIMED_OUT, Mutant, Session,
 
 
 def test_table():
-    """Every file and test module of the table exists, and the table has every file of the mutated subjects."""
+    """Read the table of source files and their tests -> all files exist, and no file of the mutated folders lacks."""
     subjects = [*ROOT.glob("fast/kernels/cpu/*.py"), *ROOT.glob("fast/integrations/transformers/*.py")]
     subjects += [path for package in ("reference", "fast") for folder in ("planning", "distributed")
                  for path in (ROOT / package / folder).glob("[!_]*.py")]  # fmt: skip
@@ -52,9 +56,9 @@ FIRST, SECOND = Mutant("fast/a.py", 3, 1, "NumberReplacer", 0), Mutant("fast/a.p
 
 
 def test_session_continues(tmp_path):
-    """A session continues after its last complete line, and the last verdict on a mutant counts.
+    """Cut off the last line of a session file -> the session continues after the last complete line.
 
-    A mutant whose line is incomplete is judged again.
+    If a mutant has several verdicts, the last verdict counts.
     """
     path = tmp_path / "session.jsonl"
     session = Session(path, HEAD)
@@ -72,7 +76,7 @@ def test_session_continues(tmp_path):
 
 @pytest.mark.parametrize("key", sorted(HEAD))
 def test_session_of_another_draw(tmp_path, key):
-    """A session file of other sources or of another sample is refused, so that verdicts of two draws never mix."""
+    """Open a session file of other sources or of another sample -> an error, so that two samples never mix."""
     path = tmp_path / "session.jsonl"
     Session(path, HEAD)
     with pytest.raises(ValueError, match=f"^session: expected a file of this sample, got one with another {key}; use"):
@@ -80,7 +84,10 @@ def test_session_of_another_draw(tmp_path, key):
 
 
 def test_survivors_are_explained(monkeypatch):
-    """At most 15 of 150 mutants survived, and docs/correctness.md shows the counts and names every survivor."""
+    """Read docs/results/mutants.json -> at most 15 of 150 mutants survived.
+
+    docs/correctness.md shows the counts and names every survivor.
+    """
     pytest.importorskip("mkdocs", reason="the page is drawn by a hook of mkdocs")
     found = json.loads((ROOT / "docs" / "results" / "mutants.json").read_text(encoding="utf-8"))
     text = (ROOT / "docs" / "correctness.md").read_text(encoding="utf-8")
@@ -127,7 +134,7 @@ class Share:
 
 
 def test_signatures_are_left_alone():
-    """A mutant changes the body of a function or a constant.
+    """Make all mutants of SOURCE -> they change only bodies of functions, and constants.
 
     No mutant changes a default, an annotation, a decorator, an import, an annotated field of a class or `__all__`.
     """
@@ -148,7 +155,7 @@ def test_signatures_are_left_alone():
 
 
 def test_draw_is_the_seeds():
-    """A seed determines the sample.
+    """Draw a sample twice with one seed -> the same sample.
 
     A larger sample begins with the smaller sample, and another seed gives another sample.
     """
@@ -189,9 +196,9 @@ mutants.main()
 
 
 def test_judges_and_continues(tmp_path):
-    """In a small project the tool reports killed, timed-out and surviving mutants, and the test that killed a mutant.
+    """Run the tool in a small project -> killed, timed-out and surviving mutants, with the tests that failed.
 
-    A second run judges only the mutants whose verdicts are missing.
+    A second run judges only the mutants whose verdicts are missing in the session file.
     """
     pytest.importorskip("cosmic_ray", reason="the extra dev has cosmic-ray")
     tool = {f"tests/{name}": (ROOT / "tests" / name).read_text() for name in ("mutants.py", "support/mutant_judges.py")}
@@ -214,7 +221,7 @@ def test_judges_and_continues(tmp_path):
     assert all(found["all"][name] for name in (KILLED, TIMED_OUT, SURVIVED)), found["all"]
     noticed = {tuple(one["diff"]): one for one in found["noticed"]}
     assert any(one["by"] == "tests/test_total.py::test_total" and one["said"] for one in noticed.values())
-    # an equivalent mutant: the loop ends at n as well
+    # this mutant must survive, because its loop also ends at n
     assert ["- while i < n:", "+ while i != n:"] in [one["diff"] for one in found["survivors"]]
     survived = found["all"][SURVIVED]
     assert f"{6 - survived} of 6 noticed" in first and first.count("\nsurvived: ") == survived

@@ -1,7 +1,7 @@
-"""Tier 5: each test plants a mistake of a real system in a package, and a check of another test module must fail.
+"""Tier 5 of docs/correctness.md: plant a mistake of a real system in a package -> a check of another module must fail.
 
-A mutant is a function of a package and a `monkeypatch`; the function returns the package with the mistake. The same
-check must pass on the package without the mistake.
+A check is a function of a package (`ops`), such as `check_attention`. It must pass on the package without the mistake.
+A mutant is a function that gets a package and pytest's `monkeypatch`, and returns the package with a mistake.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from ..twins.test_differential import (
 
 
 def altered(ops, **functions) -> SimpleNamespace:
-    """Return a namespace with the public names of a package, in which `functions` replace functions of the package."""
+    """Return a namespace with the public names of a package; `functions` replace the functions of the same names."""
     return SimpleNamespace(**({name: getattr(ops, name) for name in ops.__all__} | functions))
 
 
 def with_lse(change):
-    """Return a mutant whose packed attention and decode return `change(lse)` as LSE."""
+    """Return a mutant whose `flash_attn_varlen` and `mla_decode` return `change(lse)` as LSE."""
 
     def mutant(ops, patch):
         def wrap(function):
@@ -127,7 +127,7 @@ def cos_sin_magnitude_missing(ops, patch):
 
 
 def mask_shifted(by):
-    """Return a mutant whose decode rows attend `by` more keys of the sequence; a negative `by` removes keys."""
+    """Return a mutant whose decode rows attend `by` more keys of the sequence, or fewer keys if `by` is negative."""
 
     def mutant(ops, patch):
         def wrong(ql_nope, q_pe, kv_cache, metadata, softmax_scale, schedule=None):
@@ -141,7 +141,10 @@ def mask_shifted(by):
 
 
 def per_request(ops, change):
-    """Return a package whose causal attention runs on `change(q, k, v)` of each request; added rows are dropped."""
+    """Return a package whose causal attention runs on `change(q, k, v)` of each request.
+
+    If `change` adds query rows, their outputs are dropped.
+    """
 
     def wrong(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype=None):
         outs, lses = [q.new_empty(0, q.shape[1], v.shape[2])], [q.new_empty(q.shape[1], 0)]
@@ -202,7 +205,7 @@ def chunk_twice(ops, patch):
 
 
 def stale_table(block_table, lengths, block_size):
-    """Return a block table whose entry of the last block of each request repeats the entry before it."""
+    """Return a block table in which the entry of each request's last block is the entry of the block before."""
     stale = block_table.clone()
     for request, length in enumerate(lengths):
         last = (length - 1) // block_size
@@ -251,7 +254,10 @@ def in_layer(name, wrap):
 
 
 def in_layer_write(wrap):
-    """Return a mutant of the layer's cache write, a separate op in `reference` and part of a fused op in `fast`."""
+    """Return a mutant in which `wrap` changes the layer's cache write.
+
+    The cache write is a separate op in `reference`, and a part of a fused op in `fast`.
+    """
 
     def fused(function):
         def wrong(positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, *args, **kwargs):
@@ -272,7 +278,10 @@ def in_layer_write(wrap):
 
 
 def in_layer_rope(wrap):
-    """Return a mutant of the layer's rope, a separate op in `reference` and part of a fused op in `fast`."""
+    """Return a mutant in which `wrap` changes the layer's rope.
+
+    Rope is a separate op in `reference`, and a part of a fused op in `fast`.
+    """
 
     def fused(function):
         def wrong(positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight, eps, rope, **kwargs):
@@ -323,7 +332,7 @@ def rope_before_latent(function):
 
 
 def zero_times_everything(function):
-    """Add 0 x the sum of the cache to the output, so that NaN in an unowned cache entry reaches every output."""
+    """Add 0 x the sum of the cache to the output, so that a NaN in an unused cache entry reaches every output."""
 
     def wrong(ql_nope, q_pe, kv_cache, *args, **kwargs):
         state = function(ql_nope, q_pe, kv_cache, *args, **kwargs)
@@ -333,7 +342,10 @@ def zero_times_everything(function):
 
 
 def rows_share_an_amax(function):
-    """Divide the outputs by the largest element of the batch and multiply again, as fp8 with one scale would do."""
+    """Divide the outputs by the largest element of the batch and multiply again, as fp8 with one scale for all does.
+
+    A NaN in the output of one request then reaches all requests.
+    """
 
     def wrong(*args, **kwargs):
         state = function(*args, **kwargs)
@@ -364,7 +376,7 @@ def merge_by_the_mean(ops, patch):
 
 
 def naive_merge(ops, patch):
-    """Merge without special cases, so that two rows without keys divide 0 by 0."""
+    """Merge without special cases, so that the merge of two rows without keys computes 0 / 0."""
 
     def wrong(prefix, suffix):
         a, b = prefix.lse.exp().T[..., None], suffix.lse.exp().T[..., None]
@@ -491,12 +503,12 @@ def named(control):
 
 @pytest.mark.parametrize("name, mutant, check", CONTROLS, ids=map(named, CONTROLS))
 def test_planted_mistake_is_found(ops, monkeypatch, name, mutant, check):
-    """A check passes on the unchanged package and fails on the package with the planted mistake."""
+    """Run a check -> it passes on the unchanged package and fails on the package with the planted mistake."""
     check(ops)
     with pytest.raises(AssertionError):
         check(mutant(ops, monkeypatch))
 
 
 def test_batches_are_long_enough_for_stale_blocks():
-    """The batch of `decode` has a request with several blocks, which the mutants with a stale block need."""
+    """Look at the batch of the check `decode` -> a request has several blocks, which the "stale" mutants need."""
     assert max(len(own) for own in make_batch([1, 2, 1], [17, 40, 0]).slots) > 16

@@ -1,1 +1,1 @@
-"""Pages, notebooks and the wheel."""
+"""Tests of the pages of the site, of the notebooks and of the wheel."""

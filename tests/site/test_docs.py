@@ -1,13 +1,8 @@
 """Tests of the README and of the pages: examples run, links lead to files, API pages are complete, numbers are right.
 
-Every `python` block of every page runs by itself, except a block whose first line names a file (`# step.py`). The test
-writes such a block to that file, and a shell command of the same page runs the file. Every line of a shell block is run
-by a test of this file or by `.ci/run`.
-
-Faults that were planted once to see a test of this file fail: a misspelt name in an example, a block fenced as `py`, a
-module without an API page, a pin below its lower bound, a link to a missing file, a test that the correctness page
-names and that does not exist, a planted mistake that the correctness page does not name, a shell command that nothing
-runs, a twin that links to itself, a term without a definition.
+Every `python` block of every page runs by itself, except a block whose first line names a file, such as `# step.py`.
+Such a block is written to the file, and a shell command of the same page runs the file. Every line of a shell block is
+run by a test of this file or by the script `.ci/run`.
 """
 
 from __future__ import annotations
@@ -36,16 +31,16 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,}|~{3,})(?P<language>.*)$")
-NOT_RUN = {"sh", "text"}  # no other language is allowed, because a block fenced as `py` would not run
+NOT_RUN = {"sh", "text"}  # languages of blocks that do not run; only these and `python` are allowed
 FILE = re.compile(r"# (\w+\.py)\n")  # first line of a block that belongs in a file
 PRESETS_MODULE = "reference.interfaces.presets"
 PACKAGES = ("reference", "fast")
-ONE_ENTRY = ("fast.backends", "fast.integrations.transformers")  # only `__init__` has an API entry
-NO_ENTRY = ("fast.kernels", "fast.assets")  # the files of the kernels document them; assets has no public names
+ONE_ENTRY = ("fast.backends", "fast.integrations.transformers")  # folders whose only API entry is `__init__`
+NO_ENTRY = ("fast.kernels", "fast.assets")  # folders without API entries
 
 
 def modules_of(package: str) -> set[str]:
-    """Return the public modules of a package that need an API entry, by their names without the package's name.
+    """Return the names of the public modules of a package that need an API entry, without the package's name.
 
     A folder of ONE_ENTRY counts as one module, and the folders of NO_ENTRY do not count.
     """
@@ -83,7 +78,7 @@ def python_blocks():
 
 
 def files_of(path: Path) -> dict[str, str]:
-    """Return the blocks of a page that belong in files, by file name."""
+    """Return, by file name, the blocks of a page whose first line names a file."""
     sources = [source for _, language, source in fenced_blocks(path) if language == "python" and FILE.match(source)]
     return {FILE.match(source)[1]: source for source in sources}
 
@@ -95,14 +90,14 @@ def requirements(*extras: str) -> list[Requirement]:
 
 @pytest.mark.parametrize(("path", "line", "source"), list(python_blocks()))
 def test_block_runs(path, line, source, monkeypatch):
-    """Each block runs by itself from the root of the repository, as a reader would run it."""
+    """Run a block from the root of the repository, as a reader would run it -> no error."""
     monkeypatch.chdir(ROOT)
     padded = "\n" * line + source  # so that a traceback shows the line numbers of the page
     exec(compile(padded, str(path), "exec", dont_inherit=True), {"__name__": "__main__"})
 
 
 def test_blocks_are_found():
-    """The examples of the README for transformers and for an engine are among the blocks that run."""
+    """Collect the blocks that run -> the README's examples for transformers and for an engine are among them."""
     sources = [param.values[2] for param in python_blocks() if param.values[0].name == "README.md"]
     assert any("use_mla(model)" in source for source in sources)
     assert any("build_mla_metadata(" in source for source in sources)
@@ -110,13 +105,13 @@ def test_blocks_are_found():
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_languages(path):
-    """The language of every fenced block is `python`, whose blocks run, or a language of NOT_RUN."""
+    """Read the languages of all fenced blocks -> `python`, or a language of NOT_RUN."""
     for line, language, _ in fenced_blocks(path):
         assert language in NOT_RUN | {"python"}, f"{path.name}:{line}: expected python, sh or text, got {language!r}"
 
 
 def test_commands():
-    """The README shows the two commands that `.ci/run` reads from it, and the extras in the commands exist."""
+    """Read the README's shell lines -> exactly the two commands that `.ci/run` reads; the extras in them exist."""
     commands = [line for _, language, source in fenced_blocks(ROOT / "README.md") if language == "sh"
                 for line in source.splitlines()]  # fmt: skip
     assert commands == [
@@ -128,12 +123,12 @@ def test_commands():
     assert (ROOT / "fast" / "__main__.py").exists()
 
 
-# Lines of shell blocks that `.ci/run` reads from the README and runs: the command of `.ci/run` that reads the line.
+# Line of a shell block in the README: the command in `.ci/run` that reads this line in order to run it.
 RUN_BY_CI = {
     'pip install -c constraints.txt -e ".[hf]" && python -m fast': 'main_line=$(readme_line "python -m fast")',
     'pip install -c constraints.txt -e ".[test]" && pytest': "test_line=$(readme_line pytest)",
 }
-# Lines of shell blocks that a test of this file runs: pattern of the output, and least number of matches.
+# Line of a shell block that a test of this file runs: pattern that its output must match, and least number of matches.
 RUN_HERE = {
     "python -m fast --help": (r"--context-parallel", 1),
     'python -m fast --prompt "import os" --max-new-tokens 8 --no-picture': (r"parity", 1),
@@ -155,7 +150,7 @@ def shell_lines() -> dict[str, list[Path]]:
 
 
 def test_every_shell_line_is_run():
-    """The pages show exactly the shell lines of RUN_BY_CI and RUN_HERE, and a shell line runs each file of a page."""
+    """Read the shell lines of all pages -> those of RUN_BY_CI and RUN_HERE; they run each file that a block names."""
     assert shell_lines().keys() == RUN_BY_CI.keys() | RUN_HERE.keys()
     ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     for line, found in RUN_BY_CI.items():
@@ -168,7 +163,7 @@ def test_every_shell_line_is_run():
 
 @pytest.mark.parametrize("line", RUN_HERE)
 def test_shell_line_runs(line, tmp_path):
-    """A shell line runs in a folder that contains the files of its page, and prints the expected output."""
+    """Run a shell line in a folder with the files of its page -> the expected output."""
     for path in shell_lines()[line]:
         for name, source in files_of(path).items():
             (tmp_path / name).write_text(source, encoding="utf-8")
@@ -190,7 +185,7 @@ def test_shell_line_runs(line, tmp_path):
 
 
 def test_files_of_the_commands():
-    """CONTRIBUTING.md lists exactly the targets of the Makefile, and the modules that the Makefile runs exist."""
+    """Read CONTRIBUTING.md -> it lists exactly the Makefile's targets; the modules that the Makefile runs exist."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     targets = set(re.findall(r"`make ([\w-]+)`", text))
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -202,7 +197,7 @@ def test_files_of_the_commands():
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links(path):
-    """Every relative link leads to a file of the repository; mkdocs checks the pages of the site only."""
+    """Follow every relative link of a page -> a file of the repository."""
     text = path.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if not re.match(r"[a-z]+:|#", target):
@@ -229,7 +224,7 @@ def directives(text: str) -> list[str]:
 
 
 def definitions() -> dict[str, tuple[str, str]]:
-    """Return the full names of each public name in `reference` and `fast`; the contract's names have the same one."""
+    """Return each public name's full names in `reference` and `fast`, equal for names of `reference.interfaces`."""
     found = {}
     for name in reference.__all__:
         # PRESETS is a dictionary, and has no `__module__`
@@ -239,7 +234,7 @@ def definitions() -> dict[str, tuple[str, str]]:
 
 
 def test_api_modules():
-    """Every public module has exactly one entry on the API pages, and the pages lie in folders as the modules do."""
+    """Read the API pages -> exactly one entry for every public module, in the folder of the module."""
     names = {f"{package}.{name}" for package in PACKAGES for name in modules_of(package)} | {"reference.interfaces"}
     shown = [name for page in api_pages().values() for name in directives(page)]
     assert len(shown) == len(set(shown))
@@ -255,7 +250,10 @@ def test_api_modules():
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_api_names(package):
-    """The page of a package lists every public name, with a link to the name's entry and a link to the twin's entry."""
+    """Read the page of a package -> every public name, with links to its entry and to the entry of its twin.
+
+    The twin of a name is the function or class of the same name in the other package.
+    """
     page, which = api_pages()[package], PACKAGES.index(package)
     for name, pair in definitions().items():
         mine, twin = pair[which], pair[1 - which]
@@ -268,10 +266,9 @@ def test_api_names(package):
 
 @pytest.mark.parametrize("module", TWIN_MODULES)
 def test_api_twins(module):
-    """The page of a module has the entry of `reference` before the entry of `fast`; each links to its twin.
+    """Read the page of a module -> for each name the entry of `reference`, then the entry of `fast`, linked together.
 
-    This holds for the module and for each of its public names. The page also has every public name that `fast` alone
-    defines in the module.
+    The page also has every public name that only `fast` defines in the module.
     """
     text = api_pages()[page_of(module)]
     pairs = [pair for pair in definitions().values() if pair[0].startswith(f"reference.{module}.")]
@@ -303,7 +300,10 @@ def names_of_tests(path: Path) -> set[str]:
 
 
 def test_guards_exist():
-    """Every test that the correctness page names exists, and the page names exactly the mistakes of CONTROLS."""
+    """Read the page Correctness -> every test that it names exists.
+
+    The page names exactly the planted mistakes of CONTROLS in tests/mutations/test_mutations.py.
+    """
     text = (ROOT / "docs" / "correctness.md").read_text(encoding="utf-8")
     named = re.findall(r"`(tests/[\w/]+\.py)::([\w:]+)`", text)
     assert len(named) == text.count("`tests/")
@@ -321,7 +321,7 @@ def test_guards_exist():
 
 
 def test_every_fault_is_guarded():
-    """Each of the 21 faults of the correctness page names a source in parentheses and, after "Guards:", a test."""
+    """Read the 21 faults of the page Correctness -> each names a source in parentheses and a test after "Guards:"."""
     text = (ROOT / "docs" / "correctness.md").read_text(encoding="utf-8")
     faults = re.split(r"^(\d+)\. \*\*", text[text.index("## Faults") :], flags=re.MULTILINE)[1:]
     numbers = [int(number) for number in faults[::2]]
@@ -333,7 +333,7 @@ def test_every_fault_is_guarded():
 
 
 def test_backends():
-    """The table of backends has the declared names, priorities, capabilities, dtypes, head dims and block sizes."""
+    """Read the page of backends -> its table has the names, priorities, dtypes and sizes that the code declares."""
     text = (ROOT / "docs" / "use" / "backends.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.MULTILINE))
     assert rows.keys() == {backend.name for backend in fast.backends.registered()}
@@ -350,7 +350,7 @@ def test_backends():
 
 
 def test_glossary():
-    """The glossary lists all letters with DeepSeek-V3's sizes, and its names of this project exist in the sources."""
+    """Read the glossary -> all letters with DeepSeek-V3's sizes; its names of this project exist in the sources."""
     text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
     letters = re.findall(r"^\| (\w+) \| ", text[: text.index("## Terms")], re.MULTILINE)
     assert " ".join(letters) == "letter T B S Sq C W H N Lq Lkv P R V Dv D I"
@@ -382,7 +382,7 @@ def glossary_headings() -> list[str]:
 
 
 def test_glossary_terms():
-    """Each term has exactly one heading in the glossary, and one paragraph below the heading defines the term."""
+    """Look up each term in the glossary -> one heading, and one paragraph below the heading."""
     text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
     headings = glossary_headings()
     assert len(headings) == len(set(headings))
@@ -396,7 +396,7 @@ def test_glossary_terms():
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_glossary_links(path):
-    """Each link to the glossary leads to one of its headings, and no page links to the same term twice."""
+    """Follow the links of a page to the glossary -> each leads to a heading, and no term is linked twice."""
     anchors = {re.sub(r"[^\w]+", "-", heading).strip("-") for heading in glossary_headings()}
     found = re.findall(r"\]\([\w./-]*glossary\.md#([^)]+)\)", path.read_text(encoding="utf-8"))
     assert set(found) <= anchors, f"{path.name}: {set(found) - anchors}"
@@ -404,7 +404,7 @@ def test_glossary_links(path):
 
 
 def test_log_entries():
-    """Each log entry begins with a paragraph, and each of its lists has the four labels in the right order."""
+    """Read the log -> each entry begins with a paragraph; each of its lists has the four labels in the right order."""
     text = (ROOT / "docs" / "log.md").read_text(encoding="utf-8")
     entries = re.split(r"^## (?=\d)", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), flags=re.MULTILINE)[1:]
     assert len(entries) >= 57
@@ -420,7 +420,7 @@ def test_log_entries():
 
 
 def test_pins():
-    """Each line of constraints.txt pins one exact version, and every requirement has a pin within its bounds."""
+    """Read constraints.txt -> each line pins one exact version; every requirement has a pin within its bounds."""
     pins = {}
     for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
         if line and not line.startswith("#"):
@@ -435,7 +435,7 @@ def test_pins():
 
 
 def test_bounds():
-    """Every requirement has a lower bound, and only Triton is restricted to Linux."""
+    """Read the requirements -> each has a lower bound, and only Triton is restricted to Linux."""
     for requirement in requirements("hf", "test", "docs", "notebooks", "dev"):
         bounded = any(clause.operator == ">=" for clause in requirement.specifier)
         assert bounded or requirement.name == PROJECT["name"], requirement
@@ -451,12 +451,12 @@ def decode_dims(B: int, S: int, N: int, lens: str = "equal") -> dict:
     return {"B": B, "S": S, "Sq": 1, "N": N, "lens": lens}
 
 
-HOPPER_PEERS = ("FlashMLA", "FA3")
+HOPPER_PEERS = ("FlashMLA", "FA3")  # kernels of other projects for Hopper GPUs
 SHORTEST = {"ragged": 128, "mixed": 16}  # longest length of a batch / shortest length
 
 
 def in_words(dims: dict) -> str:
-    """Return the dims of a row of the decode benchmark in words; requests of unequal lengths use the planned decode."""
+    """Return the dimensions of a decode row in words; the README shows the planned decode for unequal lengths."""
     requests, tokens, lens = dims["B"], dims["S"], dims["lens"]
     span = tokens if lens == "equal" else f"{tokens // SHORTEST[lens]} to {tokens}"
     new = f", {dims['Sq']} new each" if dims["Sq"] > 1 else ""
@@ -465,7 +465,7 @@ def in_words(dims: dict) -> str:
 
 
 def hopper_ratios() -> dict[str, tuple[float, list[float]]]:
-    """Return the time of `fast` and the ratio of each peer's time to it, for every row."""
+    """Return for every row the time of `fast` in microseconds, and (time of each peer) / (time of `fast`)."""
     found = {}
     for row in results_of("h200-decode")["rows"]:
         assert row["passed"]
@@ -476,7 +476,7 @@ def hopper_ratios() -> dict[str, tuple[float, list[float]]]:
 
 
 def hopper_rows() -> dict[str, str]:
-    """Return the README's table row for every measured shape of the Hopper kernels, by the words of the shape."""
+    """Return, by the words of the shape, the expected line of the README's table for every measured shape."""
     return {
         label: f"| {label} | {ours:.1f} us | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |"
         for label, (ours, ratios) in hopper_ratios().items()
@@ -484,7 +484,7 @@ def hopper_rows() -> dict[str, str]:
 
 
 def other_rows() -> list[str]:
-    """Return the rows of the README's second table: Triton backend, prefill, several GPUs, transformers on a CPU."""
+    """Return the expected lines of the README's second table: Triton, prefill, several GPUs, transformers on a CPU."""
     sources = {"decode": results_of("h200-decode-triton"), "prefill": results_of("h200")["benchmarks"]["prefill"]}
 
     def ratios(benchmark: str, dims: dict, kind: str, peers: dict[str, str]) -> str:
@@ -523,7 +523,7 @@ def readme_tables() -> list[list[str]]:
 
 
 def test_hopper_table():
-    """The README's first table has six or more rows of the results, with the lowest ratio to each peer."""
+    """Read the README's first table -> six or more rows of the results, among them the lowest ratio to each peer."""
     rows, shown = hopper_rows(), readme_tables()[0]
     assert len(shown) >= 6 and set(shown) <= set(rows.values())
     for peer, name in enumerate(HOPPER_PEERS):
@@ -532,7 +532,7 @@ def test_hopper_table():
 
 
 def test_costs_in_words():
-    """The costs of schedules, of batch invariance and of a hot GPU in the README's text agree with the results."""
+    """Read the README's text -> the costs of schedules, of batch invariance and of a hot GPU as in the results."""
     plans, cuts, invariants = [], [], []
     for row in results_of("h200-decode")["rows"]:
         for way, times in row["times"].items():
@@ -558,7 +558,7 @@ def test_costs_in_words():
 
 
 def test_picture():
-    """The picture shows the results that are in docs/results now; `python docs/hooks/picture.py` draws the picture."""
+    """Read the digest in the README's picture -> the digest of docs/results (docs/hooks/picture.py draws it)."""
     sys.path.insert(0, str(ROOT / "docs" / "hooks"))
     try:
         from picture import PICTURE, results_digest
@@ -569,7 +569,7 @@ def test_picture():
 
 
 def test_other_table():
-    """The README's second table has the figures of the results files, and all checks of these files passed."""
+    """Read the README's second table -> the numbers of the results files; all checks in these files passed."""
     results, ranks = results_of("h200-checks"), results_of("h200-x4")["between_gpus"]
     assert all(results[stage]["ok"] for stage in ("tests", "opcheck", "memcheck", "racecheck"))
     assert results["tests"]["passed"] >= 4348 and not results["tests"]["failed"]
@@ -580,7 +580,7 @@ def test_other_table():
 
 
 def test_hardware_and_dates():
-    """The text below the tables names the hardware and the dates of the results files."""
+    """Read the text below the README's tables -> the hardware and the dates of the results files."""
     gpus, cpu = (
         [results_of(name) for name in ("h200", "h200-decode", "h200-decode-triton", "h200-x4")],
         results_of("cpu-2-cores"),

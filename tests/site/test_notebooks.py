@@ -1,9 +1,4 @@
-"""Tests of the nine notebooks of the learning path: each notebook runs, and its stored outputs are up to date.
-
-Faults that were planted once to see a test of this file fail: an assert that no longer holds, a cell whose code changed
-after its output was stored, a warning among the stored outputs, a problem without an answer, a notebook that runs only
-in its own directory.
-"""
+"""Tests of the nine notebooks of the learning path: each notebook runs, and its stored outputs are up to date."""
 
 from __future__ import annotations
 
@@ -31,14 +26,14 @@ NAMES = [
     "08-serving",
     "09-trusting-a-kernel",
 ]
-SECONDS, ALL_SECONDS = 60, 240  # limits in CPU seconds, which do not grow when other processes use the CPU too
+SECONDS, ALL_SECONDS = 60, 240  # limits of the CPU time in seconds: of one notebook, of all notebooks
 LAST_CELL = """
 import resource
 
 print(sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
 """
-TOOK: dict[str, float] = {}
-LARGEST = 300_000  # most bytes of a notebook file, figures included
+TOOK: dict[str, float] = {}  # notebook: CPU seconds that it took in `test_runs`
+LARGEST = 300_000  # largest size of a notebook file in bytes, including its figures
 OF_ONE_MACHINE = re.compile(r"/tmp/|/home/|/root/|site-packages|\b0x[0-9a-f]{8,}", re.IGNORECASE)
 
 
@@ -56,9 +51,9 @@ def code_cells(notebook) -> list:
 
 
 def form(cell) -> list[tuple]:
-    """Return the kinds of a cell's outputs and the words of its printed text, with every number replaced by 0.
+    """Return the kinds of a cell's outputs, and the words of its printed text with every number replaced by 0.
 
-    Numbers such as times differ between machines.
+    The numbers are replaced because some, such as times, differ between machines.
     """
     found = []
     for output in cell.outputs:
@@ -73,17 +68,17 @@ def form(cell) -> list[tuple]:
 
 
 def test_nine_notebooks():
-    """The folder notebooks holds the nine notebooks of the learning path and no other notebook."""
+    """List the folder notebooks -> the nine notebooks of the learning path, and no other notebook."""
     assert sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb")) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_stored(name):
-    """The stored outputs of a notebook are complete, clean and small.
+    """Read the stored outputs of a notebook -> complete, without errors, and small.
 
     - At least five cells have an output, and at least one output is an SVG figure.
     - No output is an error, a warning or a PNG image, and no text output is longer than 60 lines.
-    - No output contains a path or an address of one machine.
+    - No output contains a path or a memory address of the machine that ran the notebook.
     - The file has at most LARGEST bytes.
     """
     path = ROOT / "notebooks" / f"{name}.ipynb"
@@ -107,7 +102,7 @@ def test_stored(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_fits_a_page(name):
-    """Lines of code and of printed text have at most 80 columns, because a page of the site shows 80 columns."""
+    """Read code and printed text -> lines of at most 80 columns, which is the width of a page of the site."""
     for cell in code_cells(load(name)):
         printed = [output.get("text", "") or output.get("data", {}).get("text/plain", "") for output in cell.outputs]
         for line in "\n".join([cell.source, *printed]).splitlines():
@@ -116,10 +111,10 @@ def test_fits_a_page(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_cells_that_fold(name):
-    """Set-up and answers have the tags with which the site folds them.
+    """Read the tags of the cells -> the tags with which the site hides set-up and answers until a click.
 
-    The first code cell is the set-up. Two code cells answer the two problems; they follow the heading "The answers in
-    code", and Jupyter hides them as well.
+    The first code cell is the set-up. Two code cells answer the two problems. These cells follow the heading "The
+    answers in code", and Jupyter hides them as well.
     """
     cells = load(name).cells
     assert "setup" in code_cells(load(name))[0].metadata["tags"]
@@ -132,11 +127,11 @@ def test_cells_that_fold(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_teaches(name):
-    """A notebook has all parts of a lesson.
+    """Read a notebook -> it has all parts of a lesson.
 
-    - The title begins with the number of the notebook and is followed by links to the notebooks before and after it.
+    - The title begins with the number of the notebook. Links to the previous and to the next notebook follow.
     - At least six code cells check a statement with an assert.
-    - One takeaway ends the lesson. Two worked problems follow it, each with an answer that opens on a click.
+    - One takeaway ends the lesson. Two worked problems follow, each with an answer that opens on a click.
     """
     notebook = load(name)
     number = NAMES.index(name) + 1
@@ -158,9 +153,9 @@ def test_teaches(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_runs(name, tmp_path, monkeypatch):
-    """The notebook runs from an empty directory without a network, and gives its stored outputs up to their numbers.
+    """Run a notebook from an empty directory, without a network -> its stored outputs, apart from numbers.
 
-    The kernel is the interpreter that runs this test.
+    The notebook runs in a new process of the Python interpreter that runs this test.
     """
     kernel = tmp_path / "jupyter" / "kernels" / "twins"
     kernel.mkdir(parents=True)
@@ -189,10 +184,7 @@ def test_runs(name, tmp_path, monkeypatch):
 
 
 def test_together():
-    """All nine notebooks together take less than ALL_SECONDS.
-
-    The test adds up the times that `test_runs` measured, so that no notebook runs twice.
-    """
+    """Add up the times that `test_runs` measured -> all notebooks together take less than ALL_SECONDS."""
     if len(TOOK) < len(NAMES):
         pytest.skip("not all notebooks ran in this process")
     assert sum(TOOK.values()) < ALL_SECONDS

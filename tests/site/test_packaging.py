@@ -1,12 +1,8 @@
-"""Tests of the installed packages: types reach a user's program, versions agree, import errors name their cause.
+"""Tests of the installed packages: type checks of a user's program, versions, messages of import errors.
 
-The tests copy both packages into the site-packages of a new virtual environment, where a wheel would put them. All
-other packages come from the environment that runs the tests. `.ci/run` does the same with a real wheel.
-
-Faults that were planted once to see a test of this file fail: `py.typed` missing in one package, an `AttentionState`
-that does not unpack, a `warmup` that is imported but not exported, a version written in two places, an import error
-that does not name the user's file, an import error without the pip command, a lower bound of transformers in the code
-that differs from the bound in pyproject.toml.
+The type checks use a new virtual environment, which has copies of both packages in its site-packages, where a wheel
+would put them. All other packages come from the environment that runs the tests. The script `.ci/run` does the same
+with a real wheel.
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 def run(
     command: list[str | Path], cwd: Path, site: str | None = None, timeout: float = 240
 ) -> subprocess.CompletedProcess:
-    """Run a command in `cwd`, with `site` as its PYTHONPATH; None stands for this repository."""
+    """Run a command in `cwd` with `site` as its PYTHONPATH, or with the root of this repository if `site` is None."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     environment |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT) if site is None else site}
     return subprocess.run(
@@ -73,7 +69,7 @@ def typed(installed, tmp_path):
 
 
 def test_mypy_strict_on_a_users_program(typed):
-    """`mypy --strict` finds no error in a user's program, which uses both packages without any `type: ignore`."""
+    """Check a user's program with `mypy --strict` -> no error, although the program has no `type: ignore`."""
     pytest.importorskip("transformers")
     source = PROGRAM.read_text(encoding="utf-8")
     assert "ignore" not in source
@@ -83,7 +79,7 @@ def test_mypy_strict_on_a_users_program(typed):
 
 
 def test_types_are_told(typed):
-    """The annotations reach a user: mypy reports each wrong argument and reveals the right types."""
+    """Check a wrong program with `mypy --strict` -> mypy reports each wrong argument and reveals the right types."""
     source = """
 import fast
 import reference
@@ -112,7 +108,7 @@ def use(state: fast.AttentionState) -> None:
 
 
 def test_version():
-    """Both packages have the version of the one file that pyproject.toml reads, even if they were never installed."""
+    """Read the versions of both packages -> the version in the file that pyproject.toml names."""
     assert "version" in PYPROJECT["project"]["dynamic"] and "version" not in PYPROJECT["project"]
     path = ROOT / PYPROJECT["tool"]["hatch"]["version"]["path"]
     (version,) = re.findall(r'^__version__ = "(\d+\.\d+\.\d+)"$', path.read_text(encoding="utf-8"), re.MULTILINE)
@@ -120,12 +116,12 @@ def test_version():
 
 
 def test_typed_marks():
-    """Both packages contain the file `py.typed`, which tells a type checker to read their annotations."""
+    """Look for the file `py.typed` -> both packages have it, so that type checkers read their annotations."""
     assert all((ROOT / package / "py.typed").is_file() for package in ("reference", "fast"))
 
 
 def test_a_state_unpacks(ops):
-    """An attention state unpacks into `out` and `lse`, in this order, although the state is not a tuple."""
+    """Unpack an attention state -> `out` and `lse`, in this order, although the state is not a tuple."""
     out, lse = torch.randn(3, 2, 4), torch.randn(2, 3)
     state = ops.AttentionState(out, lse)
     first, second = state
@@ -141,7 +137,7 @@ SHADOWS = {"file": "reference.py", "folder": "reference/__init__.py"}
     "imports", ["import fast", "import reference, fast", "from fast.demo.serving import ServingLoop"]
 )
 def test_a_shadow_of_reference_is_named(tmp_path, shape, imports):
-    """If a module `reference` beside the user's script hides our package, the import error names the file."""
+    """Put a module `reference` beside the user's script, which hides our package -> an import error with its path."""
     shadow = tmp_path / SHADOWS[shape]
     shadow.parent.mkdir(exist_ok=True)
     shadow.write_text("answer = 42\n")
@@ -156,7 +152,7 @@ def test_a_shadow_of_reference_is_named(tmp_path, shape, imports):
 
 
 def test_a_script_called_reference(tmp_path):
-    """A script called reference.py is named in the import error, and the script does not run a second time."""
+    """Call the user's script reference.py -> an import error with its path; the script does not run twice."""
     script = tmp_path / "reference.py"
     script.write_text("print('once')\nimport fast\nprint(fast.mla_decode)\n")
     done = run([sys.executable, script.name], tmp_path)
@@ -165,7 +161,7 @@ def test_a_script_called_reference(tmp_path):
 
 
 def test_no_shadow_where_there_is_none(tmp_path):
-    """Neither a folder without `__init__.py` nor a file of another name hides the package `reference`."""
+    """Put a folder `reference` without `__init__.py` and a file references.py beside a program -> no import error."""
     (tmp_path / "reference").mkdir()
     (tmp_path / "references.py").write_text("")
     done = run([sys.executable, "-c", "import fast, reference; print(reference.__version__)"], tmp_path)
@@ -192,7 +188,7 @@ from fast.integrations.transformers import use_mla
 
 @pytest.mark.parametrize("source, found", [(WITHOUT, "none"), (TOO_OLD, "5.16.3")], ids=["absent", "too old"])
 def test_use_mla_names_the_pip_command(tmp_path, source, found):
-    """If transformers is absent or too old, the import error names the pip command that installs it."""
+    """Import `use_mla` while transformers is absent or too old -> an import error with the right pip command."""
     done = run([sys.executable, "-c", source], tmp_path)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
@@ -202,7 +198,7 @@ def test_use_mla_names_the_pip_command(tmp_path, source, found):
 
 
 def test_a_package_that_transformers_lacks_is_its_own_error(monkeypatch):
-    """If transformers is installed but lacks a package of its own, the user sees the error of that import."""
+    """Import a transformers that lacks one of its own requirements -> the original error, not an error of `fast`."""
 
     def broken(name):
         raise ModuleNotFoundError("No module named 'tokenizers'", name="tokenizers")

@@ -1,13 +1,8 @@
-"""Tests of the site: `mkdocs` builds it in strict mode, a local server serves it, and headless Chromium visits it.
+"""Tests of the site: mkdocs builds the site in strict mode, a local server serves it, and headless Chromium visits it.
 
-Chromium visits every page twice: 375 pixels wide in the dark scheme, and 1440 pixels wide in the light scheme. Each
-visit is recorded, and the tests check the records. If Chromium is missing and this process may install packages, the
-tests install Debian's package of it; otherwise the tests that need Chromium are skipped.
-
-Faults that were planted once to see a test of this file fail: a link to a missing anchor, an identifier twice on a
-page, a formula with a command that KaTeX does not know, a script from another host, a missing picture file, a table
-wider than a phone, a chart that no style sheet shows, a dark page with the text colour of the light scheme, a figure
-typed into the Performance page.
+Chromium visits every page twice: 375 pixels wide in the dark colour scheme, and 1440 pixels wide in the light scheme.
+Each visit is recorded, and the tests check the records. If Chromium is missing, the tests install Debian's package of
+Chromium, which needs root. If the installation is impossible, the tests that need Chromium are skipped.
 """
 
 from __future__ import annotations
@@ -40,7 +35,7 @@ WALKS = {375: "dark", 1440: "light"}
 SCRIPT = """() => {
   for (const details of document.querySelectorAll("details")) details.open = true;
   const scrolls = (element) => ["auto", "scroll"].includes(getComputedStyle(element).overflowX);
-  const within = (element) => {  // the element, or the box in which it scrolls, lies inside the viewport
+  const within = (element) => {  // true if the element, or the box in which it scrolls, lies inside the viewport
     for (let box = element; box !== document.body; box = box.parentElement) {
       const { left, right, width, height } = box.getBoundingClientRect();
       if (box === element && !(width > 0 && height > 0)) return false;
@@ -83,7 +78,7 @@ SCRIPT = """() => {
   };
 }"""
 
-# run before axe, to save time: remove elements that repeat the colours and the structure of elements that stay
+# Script that runs before the accessibility checker axe, to save time: it removes elements that resemble other elements.
 THINNING = """() => {
   const seen = new Set();
   for (const token of document.querySelectorAll(".highlight code span")) {
@@ -101,7 +96,7 @@ THINNING = """() => {
 
 
 class Parser(html.parser.HTMLParser):
-    """Parser that collects the identifiers and the addresses of a page."""
+    """Parser that collects the identifiers of a page, the targets of its links, and the files that it loads."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -135,7 +130,7 @@ def site(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def pages(site) -> dict[str, Parser]:
-    """Every parsed page, by its address below the root of the site."""
+    """All parsed pages, by their addresses below the root of the site."""
     files = sorted(site.rglob("*.html"))
     return {path.relative_to(site).as_posix().removesuffix("index.html"): Parser(path) for path in files}
 
@@ -146,7 +141,7 @@ def find_chromium() -> str | None:
 
 @pytest.fixture(scope="module")
 def chromium() -> str:
-    """The path of Chromium; root on Debian installs Chromium if it is missing."""
+    """The path of Chromium; if Chromium is missing, the fixture installs it with apt-get as root."""
     pytest.importorskip("playwright")
     if (found := find_chromium()) is not None:
         return found
@@ -168,7 +163,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def address(site):
-    """The address of the site, which a server serves on a free port of the loopback interface."""
+    """The address of the site on a local server."""
     handler = functools.partial(Quiet, directory=str(site))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -236,7 +231,7 @@ def walk(chromium: str, address: str, names: Sequence[str], width: int, index: d
         started(chromium) as browser,
         browser.new_context(viewport=size, color_scheme=scheme, reduced_motion="reduce") as context,
     ):
-        # an empty index: every page would build the search index again, and only test_search needs the index
+        # an empty search index saves time, because every page reads the index; test_search uses the real index
         context.route("**/search_index.json", lambda route: route.fulfill(json=index))
         page = context.new_page()
         watch(page, address, visits)
@@ -245,7 +240,7 @@ def walk(chromium: str, address: str, names: Sequence[str], width: int, index: d
             page.goto(address + name, wait_until="load")
             page.evaluate("document.fonts.ready.then(() => null)")
             visits[-1].looks = page.evaluate(SCRIPT)
-            # all API pages come from one template: axe checks half of these pages in dark and the other half in light
+            # axe checks half of the API pages in the dark and half in the light scheme, because they look alike
             if not name.startswith("api/") or order % 2 == (scheme == "dark"):
                 visits[-1].faults = serious(page, axe)
     return visits
@@ -253,7 +248,7 @@ def walk(chromium: str, address: str, names: Sequence[str], width: int, index: d
 
 @pytest.fixture(scope="module")
 def walks(chromium, address, site, pages) -> dict[tuple[str, int], Visit]:
-    """The record of every page at both widths; two threads visit the pages, one for each width."""
+    """The records of all pages at both widths; two threads visit the pages, one for each width."""
     pytest.importorskip("axe_playwright_python")
     index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8")) | {"docs": []}
     with ThreadPoolExecutor(len(WALKS)) as pool:
@@ -263,19 +258,19 @@ def walks(chromium, address, site, pages) -> dict[tuple[str, int], Visit]:
 
 
 def faulty(walks, look) -> dict:
-    """Return the results of `look` for all visits, without empty results."""
+    """Return the results of the function `look` for all visits, without empty results."""
     return {visited: found for visited, visit in walks.items() if (found := look(visit))}
 
 
 def test_pages_are_there(pages):
-    """The site has nine pages of notebooks, and pages of every section of the navigation."""
+    """List the pages -> nine pages of notebooks, and pages of every section of the navigation."""
     assert len([name for name in pages if re.match(r"learn/0[1-9]-[\w-]+/$", name)]) == 9
     assert {"", "performance/", "correctness/", "glossary/", "architecture/", "log/", "changelog/"} <= pages.keys()
     assert {"use/install/", "use/transformers/", "use/engine/", "api/reference/", "api/fast/"} <= pages.keys()
 
 
 def test_links(site, pages):
-    """Every local link leads to a file and an element of the site, and no page loads a file from another host."""
+    """Follow every local link -> a file and an element of the site; no page loads a file from another host."""
     count = 0
     for name, page in pages.items():
         for target in [*page.links, *page.loads]:
@@ -293,7 +288,7 @@ def test_links(site, pages):
 
 
 def test_markdown_is_understood(site, pages):
-    """No page shows Markdown syntax of a list, a table, a fenced block, a heading or a formula as text."""
+    """Read the text of every page -> no Markdown syntax of a list, table, fenced block, heading or formula."""
     for name in pages:
         path = site / name / "index.html" if name.endswith("/") or not name else site / name
         article = path.read_text(encoding="utf-8").partition("<article")[2].partition("</article>")[0]
@@ -305,28 +300,28 @@ def test_markdown_is_understood(site, pages):
 
 
 def test_identifiers_are_unique(pages):
-    """Each identifier of a page names exactly one element, so that a link to the identifier leads to this element."""
+    """Read the identifiers of every page -> each identifier names exactly one element."""
     for name, page in pages.items():
         assert not (twice := {found for found in page.ids if page.ids.count(found) > 1}), f"{name}: {twice}"
 
 
 def test_pages_load(walks):
-    """No page writes an error or a warning to the console, and every request of a page succeeds."""
+    """Open every page -> no error and no warning on the console, and every request succeeds."""
     assert not faulty(walks, lambda visit: visit.console + visit.failed)
 
 
 def test_no_other_host(walks):
-    """A reader's browser sends requests only to the host of the site."""
+    """Open every page -> the browser sends requests only to the host of the site."""
     assert not faulty(walks, lambda visit: visit.foreign)
 
 
 def test_fits_the_screen(walks):
-    """No page scrolls sideways; an element that is wider than the screen scrolls in its own box."""
+    """Open every page -> no page scrolls sideways; an element that is wider than the screen scrolls in its own box."""
     assert not faulty(walks, lambda visit: max(0, visit.looks["overflow"]))
 
 
 def test_maths_are_visible(walks):
-    """Every formula is typeset and lies on the screen, and notebooks 1 to 7 have more than three formulas each."""
+    """Open every page -> every formula is typeset and on the screen; notebooks 1 to 7 have more than three formulas."""
     assert not faulty(walks, lambda visit: visit.looks["lost_maths"])
     assert all(visit.looks["maths"] > 3 for (name, _), visit in walks.items() if re.match(r"learn/0[1-7]", name))
 
@@ -338,14 +333,14 @@ def stored_figures(path: Path) -> int:
 
 
 def test_plots_are_visible(walks):
-    """Every figure and chart is loaded, has a description and lies on the screen; no page lacks a figure or chart."""
+    """Open every page -> every expected figure and chart is loaded, has a description and lies on the screen."""
     assert not faulty(walks, lambda visit: visit.looks["lost_pictures"])
     assert not faulty(walks, lambda visit: visit.looks["lost_charts"])
     assert not faulty(walks, lambda visit: visit.looks["lost_figures"])
     for (name, _), visit in walks.items():
         if name.startswith("learn/"):
             figures = stored_figures(ROOT / "notebooks" / f"{name.split('/')[1]}.ipynb")
-            # notebooks 1 and 2 show the picture of MLA as well
+            # the pages of notebooks 1 and 2 also show the picture of MLA, which is no output of a cell
             assert visit.looks["figures"] == figures + name.startswith(("learn/01", "learn/02")), name
     for width in WALKS:
         assert walks["", width].looks["figures"] == 2
@@ -354,19 +349,19 @@ def test_plots_are_visible(walks):
 
 
 def test_first_columns_keep_their_words(walks):
-    """No word in the first column of a table is broken over two lines."""
+    """Open every page -> no word in the first column of a table is broken over two lines."""
     assert not faulty(walks, lambda visit: visit.looks["cut_words"])
 
 
 def test_scheme_follows_the_system(walks):
-    """Each page has the colour scheme that the reader's system prefers, dark or light."""
+    """Open every page -> it has the colour scheme that the reader's system prefers, dark or light."""
     wanted = {"dark": "slate", "light": "default"}
     assert not faulty(walks, lambda visit: visit.looks["scheme"] not in wanted.values())
     assert all(visit.looks["scheme"] == wanted[WALKS[width]] for (_, width), visit in walks.items())
 
 
 def test_accessible(walks):
-    """The accessibility checker axe reports no serious and no critical fault, in the light and in the dark scheme."""
+    """Check every page with the accessibility checker axe -> no serious and no critical fault."""
     assert not faulty(walks, lambda visit: visit.faults)
 
 
@@ -377,7 +372,7 @@ def brightness(page) -> float:
 
 
 def test_dark_mode(browser, address):
-    """The button of the header changes the colour scheme, and the next page keeps the chosen scheme."""
+    """Click the button of the header -> the colour scheme changes, and the next page keeps the chosen scheme."""
     with browser.new_context(viewport={"width": 1440, "height": 900}, color_scheme="light") as context:
         page = context.new_page()
         page.goto(address)
@@ -393,7 +388,7 @@ def test_dark_mode(browser, address):
 
 @pytest.mark.parametrize("width", list(WALKS))
 def test_search(browser, address, pages, width):
-    """A search for a function finds the function's entry on the API pages."""
+    """Search for a function -> the function's entry on the API pages."""
     with browser.new_context(viewport={"width": width, "height": 900}) as context:
         page, visit = context.new_page(), Visit()
         watch(page, address, [visit])
@@ -418,10 +413,10 @@ def text_of(path: Path) -> str:
 
 @pytest.mark.parametrize("notebook", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
 def test_notebook_pages(site, notebook):
-    """The page of a notebook shows code, printed output and takeaway, and the site has the notebook's file.
+    """Read the page of a notebook -> code, printed output and takeaway; the site also has the notebook's file.
 
-    Answers, set-up cells and the code of answers are in boxes that open on a click. Figures follow the colour scheme,
-    because they contain no fixed black or white.
+    Set-up cells, answers and the code of answers are in boxes that open on a click. No figure contains a fixed black or
+    white, so figures follow the colour scheme.
     """
     source = (site / "learn" / notebook.stem / "index.html").read_text(encoding="utf-8")
     words = text_of(site / "learn" / notebook.stem / "index.html")
@@ -452,7 +447,7 @@ def hook(name: str):
 
 
 def test_picture_of_mla():
-    """The committed picture equals the output of its script, has DeepSeek-V3's numbers, and appears on four pages."""
+    """Draw the picture of MLA -> the committed file; it has DeepSeek-V3's numbers and appears on four pages."""
     from reference.interfaces import PRESETS
 
     diagram = hook("mla_diagram")
@@ -463,7 +458,7 @@ def test_picture_of_mla():
 
 
 def test_chart_of_the_home_page():
-    """The committed charts show the current results, and the texts beside the charts name the ranges of the results."""
+    """Read the charts of the home page -> they show docs/results, and the texts beside them name the same ranges."""
     picture = hook("picture")
     for path in picture.DRAWINGS:
         assert picture.results_digest() in path.read_text(encoding="utf-8"), f"python docs/hooks/picture.py: {path}"
@@ -483,7 +478,7 @@ def drawn(docs: Path) -> str:
 
 @pytest.fixture
 def copied_docs(tmp_path) -> Path:
-    """A copy of the results, the log and the sources of `fast`, which a test may change."""
+    """The docs folder of a copy of the results, the log and the sources of `fast`; a test may change the copy."""
     shutil.copytree(ROOT / "docs" / "results", tmp_path / "docs" / "results")
     shutil.copy(ROOT / "docs" / "log.md", tmp_path / "docs")
     shutil.copytree(ROOT / "fast", tmp_path / "fast", ignore=shutil.ignore_patterns("__pycache__"))
@@ -491,7 +486,7 @@ def copied_docs(tmp_path) -> Path:
 
 
 def test_performance_page_holds_the_results(copied_docs):
-    """The page shows the medians of all contenders, the ceilings, dates, versions and commands of the results."""
+    """Draw the page Performance -> the median times, highest rates, dates, versions and commands of the results."""
     page = drawn(copied_docs)
     assert "<!-- results:" not in page
     results = {path.name: json.loads(path.read_text()) for path in copied_docs.glob("results/*.json")}
@@ -510,7 +505,7 @@ def test_performance_page_holds_the_results(copied_docs):
 
 
 def test_performance_page_follows_the_results(copied_docs):
-    """If a results file changes, the page shows the new times, peers, rows, ceilings, dates and marks of charts."""
+    """Change a results file and draw the page -> the new times, rows, rates, dates and marks of charts."""
     before = drawn(copied_docs)
     path = copied_docs / "results" / "h200-decode.json"
     report = json.loads(path.read_text())
@@ -525,13 +520,13 @@ def test_performance_page_follows_the_results(copied_docs):
     after = drawn(copied_docs)
     for text in ("4321", "Another peer", f"**{fastest:.1f}**", "2031-02-03", "5432 GB/s", "999 TFLOPS"):
         assert text in after and text not in before, text
-    # one mark is in the wide drawing, one in the narrow drawing, and one in the legend
+    # a mark is drawn in the wide drawing and in the narrow drawing, and a new kernel also has a mark in the legend
     assert after.count('class="mark ours fast"') == before.count('class="mark ours fast"') + 2
     assert after.count('class="mark peer Another-peer"') == 2 + 1
 
 
 def test_one_colour_a_contender(copied_docs):
-    """Each contender has a colour of its own in the main job's picture, the README's picture and the site's charts."""
+    """Collect the colours of all pictures and charts -> each measured implementation has one colour of its own."""
     picture, performance = hook("picture"), hook("performance")
     from fast.demo.report import COLOURS, NO_CONTENDER
 
@@ -551,7 +546,7 @@ def test_one_colour_a_contender(copied_docs):
 
 
 def test_performance_page_shows_no_failed_row(copied_docs):
-    """A row that failed its comparison with the reference shows no time on the page."""
+    """Let a row fail its comparison with `reference` -> the page shows none of its times."""
     path = copied_docs / "results" / "h200-decode.json"
     report = json.loads(path.read_text())
     report["rows"][0]["passed"] = False
@@ -563,13 +558,13 @@ def test_performance_page_shows_no_failed_row(copied_docs):
 
 
 def test_performance_page_has_no_typed_figures():
-    """The source of the Performance page contains no time, no rate and no ratio."""
+    """Read the source of the page Performance -> no time, no rate and no ratio, because a hook inserts the numbers."""
     prose = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     assert not re.search(r"\d(?:\.\d+)?\s*(?:us|ms|GB/s|TFLOPS|%|times)\b", prose)
 
 
 def test_sources_are_compared(copied_docs):
-    """The page says for each results file whether the sources of `fast` have changed since the measurement."""
+    """Draw the page -> for each results file, whether the sources of `fast` have changed since the measurement."""
     from ..benchmarks.report import digest
 
     path = copied_docs / "results" / "cpu-2-cores.json"
@@ -585,7 +580,7 @@ def test_sources_are_compared(copied_docs):
 
 
 def test_negative_results_are_those_of_the_log(copied_docs):
-    """The page lists every experiment that the log marks as not kept, and no experiment that was kept."""
+    """Draw the page -> every experiment that the log marks as not kept, and no experiment that was kept."""
     log = (copied_docs / "log.md").read_text(encoding="utf-8").split("```")[2]
     page = drawn(copied_docs).split("## What did not help")[1]
     rejected = r"^- \*\*Kept\.\*\* No\b"

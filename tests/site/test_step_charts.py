@@ -1,4 +1,8 @@
-"""Tests of the bar chart and of the tables of whole steps and host times, which the site draws from results files."""
+"""Tests of the bar chart and the tables of whole steps and of host times (CPU), drawn by docs/hooks/steps.py.
+
+In a page, a comment such as `<!-- results: steps h200-step.json -->` is replaced by the chart and the table of a
+results file.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +41,11 @@ def spread(median: float) -> dict:
 
 
 def step_report(parts: dict | None) -> dict:
-    """Return a file of the step benchmark with one row; without parts, as a run on a CPU writes it."""
+    """Return a results file of the benchmark `step` with one row.
+
+    Args:
+        parts: microseconds of each part of the step; None for a file of a run on a CPU, which has no parts.
+    """
     split = {} if parts is None else {"parts_us": parts}
     eager = {"wall_us": spread(30000.0), "host_us": spread(21000.0), "busy": 0.912, "busy_traced": 0.9, **split}
     row = {
@@ -52,7 +60,7 @@ def write(docs: Path, name: str, report: dict) -> None:
 
 
 def test_not_measured_yet(performance, docs):
-    """Without its file a section has a note with the command; a file that must exist is still an error."""
+    """Draw a section whose results file may be missing -> a note with the command; other missing files are errors."""
     page = performance.filled("<!-- results: steps h200-step.json -->", docs)
     assert page.startswith("*Not measured yet.") and "--json docs/results/h200-step.json" in page
     assert not re.search(r"<svg|\| ", page)
@@ -62,7 +70,7 @@ def test_not_measured_yet(performance, docs):
 
 
 def test_rows_that_lack_a_way(performance, docs):
-    """A file that was written before the way "stepped" existed shows a note; another unknown way stays an error."""
+    """Ask an old results file for "stepped" times, which it lacks -> a note; an unknown kind of time is an error."""
     write(docs, "h200-decode.json", {**HEAD, "rows": [{"dims": {}, "times": {"replayed": {}}}]})
     page = performance.filled("<!-- results: times h200-decode.json . stepped -->", docs)
     assert page.startswith("*Not measured yet.") and HEAD["command"] in page
@@ -71,7 +79,10 @@ def test_rows_that_lack_a_way(performance, docs):
 
 
 def test_step_section(performance, docs):
-    """The chart has one bar for each way, with a segment for each part that takes time; the table has every figure."""
+    """Draw a section of steps -> a bar for the eager step and for the CUDA graph, and a table with every number.
+
+    A bar has a segment for each part of the step that takes time.
+    """
     parts = {"idle": 9000.0, "plan": 0.0, "projections": 12000.0, "attention": 7000.0, "movement": 2000.0}
     write(docs, "h200-step.json", step_report(parts))
     page = performance.filled("<!-- results: steps h200-step.json -->", docs)
@@ -86,14 +97,14 @@ def test_step_section(performance, docs):
 
 
 def test_step_section_without_parts(performance, docs):
-    """A file whose rows have no parts gives the table without a chart."""
+    """Draw a section from a file without parts -> the table without a chart."""
     write(docs, "h200-step.json", step_report(None))
     page = performance.filled("<!-- results: steps h200-step.json -->", docs)
     assert "<svg" not in page and "30.00" in page
 
 
 def test_parts_have_names_and_colours(performance):
-    """The legend names every part of the benchmark, and the style sheet colours it in both schemes."""
+    """Look up every part of the benchmark -> a name for the legend, and colours for the light and the dark scheme."""
     import steps
 
     assert set(steps.PARTS) == {"idle", *PARTS, OTHER}

@@ -1,1 +1,1 @@
-"""Helpers that several test modules use: inputs, oracles, ranks, processes."""
+"""Helpers that several test modules use: random inputs, slow computations of expected results, ranks, processes."""

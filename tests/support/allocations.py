@@ -1,7 +1,6 @@
-"""Dispatch modes that record the memory that a computation holds, and the ops that write a tensor.
+"""Dispatch modes of PyTorch that record the memory of a computation, and the ops that write a tensor.
 
-The modes see the ops of the host code. A custom op counts as one op, so the memory that its kernel allocates for itself
-is not seen.
+A custom op counts as one op, so the modes do not see the memory that the op allocates inside.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ def tensors_of(*values) -> list[torch.Tensor]:
 
 
 class HeldMemory(TorchDispatchMode):
-    """Records the bytes of all storages that were allocated under the mode and are still in use.
+    """Record the bytes of all storages that were allocated under this mode and are still in use.
 
     Attributes:
         peak: largest number of bytes after any op since the last call of `reset`.
@@ -50,7 +49,7 @@ class HeldMemory(TorchDispatchMode):
 
     @property
     def held(self) -> int:
-        """Return the bytes that are in use now."""
+        """The bytes that are in use now."""
         self._forget_freed()
         return sum(size for _, size in self.own.values())
 
@@ -60,10 +59,10 @@ class HeldMemory(TorchDispatchMode):
 
 
 class Calls(TorchDispatchMode):
-    """Records the ops, and the arguments that an op writes.
+    """Record the calls of ops, and the tensors that an op writes.
 
     Attributes:
-        made: (name of the op, arguments, written tensors) of each op.
+        made: (name of the op, arguments, written tensors) of each call.
     """
 
     def __init__(self):

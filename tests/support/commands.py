@@ -1,4 +1,4 @@
-"""Helper that runs the commands of the GPU suite."""
+"""Run the commands of the GPU suite (tests/gpu_suite.py) in processes of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Helpers that record a kernel launch instead of running the kernel, and compile the kernel without its GPU."""
+"""Record a kernel launch instead of running the kernel, and compile the kernel without a GPU.
+
+A variant of a kernel is the kernel compiled for one combination of argument types and constants. The kind of an
+argument says everything about the argument on which the variant depends.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ TYPES = {
 
 
 class Kind(tuple):
-    """Triton's type of an argument, and whether 16 divides the argument; ("constexpr", value) for a constant.
+    """Pair of Triton's type of an argument and of whether 16 divides the argument; ("constexpr", value) for a constant.
 
     The kind of a named tuple is a named tuple of kinds.
     """
@@ -21,7 +25,7 @@ class Kind(tuple):
 
 
 class Recorded:
-    """Substitute for a kernel: a launch records the kernel variant that Triton would compile.
+    """Substitute for a kernel: a launch only records the variant that Triton would compile.
 
     As in Triton, a variant depends on these properties of the arguments:
 
@@ -77,9 +81,9 @@ class RecordedGluon(Recorded):
 
 
 class Source:
-    """The kernel variant that Triton compiles for a recorded launch.
+    """The variant that Triton compiles for a recorded launch.
 
-    A path is the position of a parameter, followed by the position of a field if the parameter is a named tuple.
+    A path is a tuple: the position of a parameter, then the position of a field if the parameter is a named tuple.
 
     Attributes:
         signature: mapping from parameter name to Triton's type; a named tuple has a named tuple of types.

@@ -1,4 +1,7 @@
-"""Helpers for ranks that share sequences: sizes, the batch of one rank, states of all ranks, gathered context."""
+"""Helpers for tests of decode context parallelism, in which D ranks divide the tokens of every sequence.
+
+Each rank in turn keeps I consecutive tokens; I is the interleave.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ SIZES, INTERLEAVES, MERGES = (1, 2, 3, 4, 8), (1, 16, 64), ("a2a", "ag_rs")
 
 
 def of_rank(common, block_size, ownership):
-    """Return the batch with the slot mapping of one rank; tokens that the rank does not own have slot -1."""
+    """Return the batch with the slot mapping of one rank; tokens that another rank keeps have slot -1."""
     slots = reference.dcp_slot_mapping(
         common.query_start_loc, common.seq_lens, common.block_table, block_size, common.slot_mapping.shape[0],
         ownership.size, ownership.rank, ownership.interleave,
@@ -31,10 +34,17 @@ def of_rank(common, block_size, ownership):
 
 
 def gathered_chunk(entries, starts, size, interleave, padded):
-    """Return the all-gathered rows of a chunk, [D, padded, width].
+    """Return the cache entries of a chunk of the context as all ranks gather them, [D, padded, width].
 
-    The rows of a rank are, for each request, the tokens of `[start, S)` that this rank owns. Further rows of a rank are
-    NaN.
+    For each request, a rank has the entries of the tokens from `start` on that the rank keeps. The remaining rows of a
+    rank are NaN.
+
+    Args:
+        entries: entries of each request, [tokens, width].
+        starts: first token of each request in the chunk.
+        size: number of ranks D.
+        interleave: number of consecutive tokens I.
+        padded: number of rows of each rank.
     """
     gathered = torch.full((size, padded, entries[0].shape[1]), torch.nan, dtype=entries[0].dtype)
     for rank in range(size):
@@ -50,10 +60,10 @@ def gathered_chunk(entries, starts, size, interleave, padded):
 
 
 def rank_states(size, tokens, heads, value, dtype):
-    """Return a random state for each rank.
+    """Return a random attention state for each rank, in which some rows (token, head) have no keys.
 
-    On each rank, rows that are chosen at random have no keys. The rows of head 0 have no keys on the last rank. The row
-    of head 1 and token 2 has no keys on any rank.
+    On each rank, about 30 % of the rows have no keys. The rows of head 0 have no keys on the last rank. The row of head
+    1 and token 2 has no keys on any rank.
     """
     lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     states = []
@@ -69,7 +79,7 @@ def rank_states(size, tokens, heads, value, dtype):
 
 
 def over_ranks(ops, states, merge, interleave=1):
-    """Merge the states of all ranks and return one state with all heads, concatenated over the owner ranks."""
+    """Merge the states of all ranks; return one state with all heads, whose parts come from the ranks that own them."""
     function = {"a2a": ops.cp_lse_a2a, "ag_rs": ops.cp_lse_ag_out_rs}[merge]
     merged = ops.simulate(len(states), interleave, lambda ranks: function(states[ranks.rank], ranks.cp_group))
     return AttentionState(torch.cat([own.out for own in merged], 1), torch.cat([own.lse for own in merged]))

@@ -18,9 +18,10 @@ SCALE = 0.13
 
 
 def make_inputs(query_lens, seq_lens, heads=3, dtype=torch.float32, widths=(512, 64), block_size=64):
-    """Return ql_nope, q_pe, cache and plan on the CPU.
+    """Return absorbed queries, rope parts of the queries, cache and plan on the CPU.
 
-    Cache slots that no request owns are NaN. Entries of the block table after a request's last block are GARBAGE.
+    Slots of the cache that belong to no token are NaN. Entries of the block table after a request's last block are
+    out-of-range numbers.
     """
     latent, rope = widths
     batch = make_batch(query_lens, seq_lens, block_size)
@@ -31,18 +32,18 @@ def make_inputs(query_lens, seq_lens, heads=3, dtype=torch.float32, widths=(512,
 
 
 def rising_inputs(heads, dtype, widths=(512, 64), block_size=64):
-    """Return inputs whose largest scores (base 2) rise by more than 8 from some tiles to the next.
+    """Return inputs for which a kernel must rescale its sums: later tiles of keys have much larger scores.
 
-    Only the even heads have such scores. In tests with other inputs, later scores rarely exceed the scores of the first
-    tile, so a kernel that never rescales its sums would pass those tests.
+    A tile is 64 keys. In even heads, the largest score (base 2) rises by more than 8 from some tiles to the next. With
+    random inputs, later scores rarely exceed the scores of the first tile, so a kernel that never rescales its sums
+    would pass the tests.
     """
     inputs = make_inputs([1, 2, 1], [700, 330, 190], heads, dtype, widths, block_size)
     ql, q_pe, cache, plan = inputs
     ql[:, 1::2] /= 4096
     q_pe[:, 1::2] /= 4096
-    # There is one factor for each tile of 64 keys. The factors are powers of two, so that no key is rounded, and are so
-    # large that exp2(later score - score of the first tile) overflows. Larger factors would only increase the rounding
-    # of the scores.
+    # One factor for each tile. The factors are powers of two, so that no key is rounded. They are so large that
+    # exp2(later score - score of the first tile) overflows.
     factors = (1, 1, 4, 4, 2, 16, 16, 1, 128, 16, 4)
     for request, length in enumerate(plan.seq_lens.tolist()):
         for column in range(-(-length // block_size)):
@@ -50,19 +51,19 @@ def rising_inputs(heads, dtype, widths=(512, 64), block_size=64):
     queries = torch.cat((ql, q_pe), -1)[0].float()  # request 0, the longest
     keys = cache[plan.block_table[0, : -(-700 // block_size)].long()].flatten(0, 1)[:700].float()
     highest = torch.stack([tile.amax(-1) for tile in (queries @ keys.T * SCALE * 1.4427).split(64, -1)], -1)
-    jumps = highest[:, 1:] - highest.cummax(-1).values[:, :-1] > 8  # [heads, tiles but the first]
+    jumps = highest[:, 1:] - highest.cummax(-1).values[:, :-1] > 8  # [heads, tiles - 1]
     assert jumps[::2, ::2].any() and jumps[::2, 1::2].any() and not jumps[1::2].any()
     return inputs
 
 
 def on_device(plan: DecodeMetadata) -> DecodeMetadata:
-    """Return the plan with its tensors on the device of these tests."""
+    """Return the plan with its tensors on DEVICE, where the kernels run."""
     tensors = {name: value.to(DEVICE) for name, value in vars(plan).items() if isinstance(value, torch.Tensor)}
     return replace(plan, **tensors)
 
 
 def cut_of(schedule) -> tuple:
-    """Return the arguments that a decode kernel gets from a schedule, with tensors on the device of these tests."""
+    """Return the arguments that a decode kernel gets from a schedule, with tensors on DEVICE."""
     if schedule is None:
         return None, None, False, NEUTRAL_SPLIT_RULE
     tensors = (t if t is None else t.to(DEVICE) for t in (schedule.tile_ranges, schedule.split_offsets))
@@ -70,7 +71,7 @@ def cut_of(schedule) -> tuple:
 
 
 def arguments(ql, q_pe, cache, plan, scale=SCALE, schedule=None, out_dtype=None) -> tuple:
-    """Return the arguments of a backend's decode; tensors are copied to the device of these tests where needed."""
+    """Return the arguments of a backend's decode, with tensors on DEVICE."""
     p = on_device(plan)
     return (
         ql.to(DEVICE), q_pe.to(DEVICE), cache.to(DEVICE), p.block_table, p.seq_lens, p.query_start_loc, p.visible_lens,
@@ -79,7 +80,7 @@ def arguments(ql, q_pe, cache, plan, scale=SCALE, schedule=None, out_dtype=None)
 
 
 def launch(kernels, *inputs, **options) -> AttentionState:
-    """Launch the decode of a backend on the device of these tests and return the state on the CPU."""
+    """Launch the decode of a backend on DEVICE and return the attention state on the CPU."""
     out, lse = kernels.mla_decode(*arguments(*inputs, **options))
     assert out.is_contiguous() and lse.is_contiguous()
     return AttentionState(out.cpu(), lse.cpu())
@@ -96,9 +97,9 @@ def differences(decode, arguments, first, times) -> int:
 
 
 def captured(kernels, *inputs, schedule=None):
-    """Capture a decode in a graph; return the graph, and the output and LSE that a replay writes.
+    """Capture a decode in a CUDA graph; return the graph, and the output and LSE that a replay writes.
 
-    A replay reads the tensors of the plan if the tensors are on the device of these tests; else a replay reads copies.
+    A replay reads the tensors in `inputs` if they are on DEVICE, and otherwise copies of them.
     """
     given = arguments(*inputs, schedule=schedule)
     kernels.mla_decode(*given)
@@ -109,7 +110,11 @@ def captured(kernels, *inputs, schedule=None):
 
 
 def verdict(value, ql, q_pe, cache, plan):
-    """Assert that a state is within the budget of the reference in the same dtype; rows without keys are 0 and -inf."""
+    """Assert that the error of an attention state is within its budget; rows without keys must be 0 and -inf.
+
+    The error is measured against `reference` in float64 (gold). The budget is computed from the error of `reference` in
+    the dtype of the inputs (low).
+    """
     gold = reference.mla_decode(ql.double(), q_pe.double(), cache.double(), plan, SCALE)
     low = reference.mla_decode(ql, q_pe, cache, plan, SCALE)
     assert value.out.dtype == low.out.dtype and value.lse.dtype == low.lse.dtype
@@ -120,7 +125,10 @@ def verdict(value, ql, q_pe, cache, plan):
 
 
 def schedule_of(plan, heads, programs, batch_invariant=False, request_cost=5):
-    """Return the reference's schedule with the costs of the GPU kernels; with 0 programs, it assigns no tiles."""
+    """Return the schedule of `reference.plan_decode` with the costs of the GPU kernels.
+
+    With 0 programs, the schedule assigns no tiles and only says whether the decode is batch-invariant.
+    """
     costs = replace(measured_schedule_costs(heads), request_cost=request_cost)
     if programs == 0:
         return DecodeSchedule(batch_invariant=batch_invariant, split_rule=costs.split_rule)

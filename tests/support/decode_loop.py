@@ -1,4 +1,8 @@
-"""Batches for `advance_step`, and a loop of decode steps that samples on the device and advances its batch."""
+"""Batches for `advance_step`, and a loop of decode steps that stays on the device.
+
+`advance_step` turns the batch of a step into the batch of the next step: the sampled token of each request becomes its
+one query token.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +20,16 @@ BLOCK, WIDTH, VOCABULARY = 16, 4, 50
 
 
 def buffers(query_lens, seq_lens, width, padding=0, dtype=torch.int64, block_size=4, size=1):
-    """Return sampled ids, input ids, positions and a batch; unwritten elements of a result would keep odd values.
+    """Return sampled ids, input ids, positions and a batch.
+
+    Input ids, positions and slots have constant values, so that a test notices elements that `advance_step` does not
+    write.
 
     Args:
         query_lens: new tokens of each request.
         seq_lens: tokens of each request.
         width: columns of the block table.
-        padding: tokens of the buffers behind those of the requests.
+        padding: number of tokens in the buffers after the tokens of the requests.
         dtype: dtype of the ids.
         block_size: number of tokens in a block.
         size: number of ranks that share the sequences.
@@ -37,18 +44,21 @@ def buffers(query_lens, seq_lens, width, padding=0, dtype=torch.int64, block_siz
 
 @dataclass
 class DecodeLoop:
-    """A layer between an embedding and its transpose, and the buffers of a batch with one query token for each request.
+    """A model of one layer, and the buffers of a batch with one query token for each of B requests.
+
+    The model embeds the input ids, runs the layer, and multiplies by the transposed embedding to get logits. H is the
+    hidden size.
 
     Attributes:
         ops: package of the layer.
         layer: the layer.
-        kv_cache: its cache.
-        embedding: [VOCABULARY, H].
+        kv_cache: cache of the layer.
+        embedding: embedding of the tokens, [VOCABULARY, H].
         builder: builder of the plans; `build_for_cudagraph_capture` makes the plan of every step.
-        batch: batch whose tensors are the buffers; its CPU fields are upper bounds.
-        input_ids: [B] buffer.
-        positions: [B] buffer.
-        outputs: [steps, B, H], output of the layer in each step of the last `run`.
+        batch: batch whose device tensors are the buffers; its CPU fields are upper bounds of the lengths.
+        input_ids: buffer, [B].
+        positions: buffer, [B].
+        outputs: outputs of the layer in the steps of the last `run`, [steps, B, H].
     """
 
     ops: ModuleType
@@ -62,7 +72,13 @@ class DecodeLoop:
     outputs: Tensor
 
     def load(self, seq_lens: list[int], ids: list[int], kv_cache: Tensor) -> None:
-        """Write the cache, and the batch in which each request has the token `ids` at its last position."""
+        """Write `kv_cache`, lengths, positions and input ids into the buffers.
+
+        Args:
+            seq_lens: length of each request.
+            ids: token at the last position of each request.
+            kv_cache: contents of the cache.
+        """
         common = self.host_batch(seq_lens)
         self.batch.seq_lens.copy_(common.seq_lens)
         self.batch.slot_mapping.copy_(common.slot_mapping)
@@ -71,7 +87,7 @@ class DecodeLoop:
         self.kv_cache.copy_(kv_cache)
 
     def host_batch(self, seq_lens: list[int]) -> CommonAttentionMetadata:
-        """Return the batch of a step as the host makes it from lengths."""
+        """Return the batch of a step that `from_lens` makes on the host from the lengths."""
         table = self.batch.block_table
         return CommonAttentionMetadata.from_lens([1] * len(seq_lens), seq_lens, table, BLOCK)
 
@@ -101,14 +117,14 @@ def make_loop(
     ops: ModuleType, config: MLAConfig, dtype: torch.dtype, device: torch.device, requests: int, steps: int,
     num_programs: int = 0,
 ) -> DecodeLoop:  # fmt: skip
-    """Return a loop for a number of requests, whose block table names different blocks in random order."""
+    """Return a loop for a number of requests; the block table has different blocks in random order."""
     with torch.device("cpu"):
         table = torch.randperm(requests * WIDTH).view(requests, WIDTH).int()
         embedding = torch.randn(VOCABULARY, config.hidden_size, dtype=torch.float64).to(dtype)
         layer = make_layer(ops, config, make_weights(config, dtype), dtype)
     longest = [BLOCK * WIDTH] * requests
     common = CommonAttentionMetadata.from_lens([1] * requests, longest, table.to(device), BLOCK)
-    # on a CPU `from_lens` gives the same tensors for the device and for the CPU fields, which must stay upper bounds
+    # on a CPU, `from_lens` uses one tensor for a device field and its CPU field; the CPU field must stay an upper bound
     common = replace(common, seq_lens=common.seq_lens.clone(), query_start_loc=common.query_start_loc.clone())
     return DecodeLoop(
         ops,
@@ -130,7 +146,7 @@ def loop_cache(config: MLAConfig, dtype: torch.dtype, requests: int) -> Tensor:
 
 
 def check_against_the_host(loop, lens, ids, held, outputs):
-    """Check the outputs of a loop against a `DecodeGraph`, whose batches the host makes from lengths."""
+    """Compare the outputs of a loop with a `DecodeGraph`, whose batches the host makes -> equal bits in every step."""
     loop.load(lens, ids, held)
     device, hidden_size = loop.embedding.device, loop.embedding.shape[1]
     graph = loop.ops.DecodeGraph(

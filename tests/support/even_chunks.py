@@ -1,4 +1,4 @@
-"""A partition of context that is simpler than `plan_context_chunks`: all requests get equal parts of the workspace."""
+"""Divide contexts into chunks in a simpler way than `plan_context_chunks`: all requests get equal room in a chunk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ def even_chunks(
 ) -> tuple[ContextChunk, ...]:
     """Return chunks in which every request with context has room for the same number of tokens.
 
-    This number is a multiple of `block_size`, and with several ranks also of `ranks * interleave`.
+    This number is a multiple of `block_size`. With several ranks it is also a multiple of `ranks * interleave`.
+
+    Args:
+        context_lens: context tokens of each request.
+        workspace: largest number of tokens in a chunk.
+        block_size: number of tokens in a block.
+        ranks: number of ranks that share the sequences.
+        interleave: number of consecutive tokens that a rank keeps.
     """
     with_context = [length for length in context_lens if length]
     if not with_context:

@@ -1,7 +1,10 @@
-"""Random inputs, and oracles: slow, simple computations of the expected results.
+"""Make random inputs, and compute expected results with oracles: slow, simple functions without code of the packages.
 
-The oracles compute indices in another way than both packages do. In a cache, every element of a slot that no request
-owns is NaN. In a block table, every entry past a request's last block is GARBAGE.
+In the caches, every slot that belongs to no token is NaN. In the block tables, every entry after a request's last block
+is GARBAGE.
+
+The letters of shapes: B requests, T query tokens, S keys of a request, Sq query tokens of a request, N heads, H hidden
+size, Lkv latent width, P and R widths of the parts of a head without rope and with rope, V value width.
 """
 
 from __future__ import annotations
@@ -14,12 +17,12 @@ from torch import Tensor, nn
 
 from reference.interfaces import AttentionState, CommonAttentionMetadata, MLAConfig, RopeConfig, YarnConfig
 
-GARBAGE = 2147480000
+GARBAGE = 2147480000  # block number far out of range
 HEADS = (1, 3, 16, 64, 126, 128)
 YARN = YarnConfig(factor=40.0, original_max_position_embeddings=64, mscale=0.707, mscale_all_dim=1.0)
 
-# Together these two small configs cover every option of a config: low-rank and direct query, YaRN and default rope,
-# interleaved and half-split pairs.
+# Small configs. DIRECT and LOW_RANK together cover: direct and low-rank query, default rope and YaRN, half-split and
+# interleaved rope pairs.
 DIRECT = MLAConfig(48, 3, None, 24, 12, 8, 10, 1e-5, RopeConfig(interleaved=False))
 LOW_RANK = MLAConfig(40, 16, 20, 32, 16, 16, 24, 1e-6, RopeConfig(theta=5000.0, interleaved=True, yarn=YARN))
 NO_ROPE = replace(DIRECT, qk_rope_head_dim=0)
@@ -42,11 +45,12 @@ class Batch:
 
     Attributes:
         query_lens: new tokens of each request.
-        seq_lens: tokens of each request after the step; a request with new tokens and length 0 is a padding request.
+        seq_lens: tokens of each request, new tokens included. A request of length 0 with new tokens is a padding
+            request, which belongs to no real request.
         block_size: number of tokens in a block.
         num_blocks: number of blocks of the cache; some blocks belong to no request.
         slots: for each request, the slot of each of its tokens as (block, offset).
-        common: the same batch in the form that a scheduler gives to a builder.
+        common: the same batch in the form that an engine gives to a builder of plans.
     """
 
     query_lens: tuple[int, ...]
@@ -78,7 +82,7 @@ def positions_of(query_lens, seq_lens) -> Tensor:
 
 
 def make_batch(query_lens, seq_lens, block_size: int = 16, padding: int = 0, spare_blocks: int = 3) -> Batch:
-    """Return a batch whose blocks lie in random order; after its requests come `padding` tokens without a request."""
+    """Return a batch with blocks in random order; `padding` tokens without a request follow the requests' tokens."""
     query_lens, seq_lens = tuple(query_lens), tuple(seq_lens)
     used = [math.ceil(length / block_size) for length in seq_lens]
     num_blocks = sum(used) + spare_blocks
@@ -103,13 +107,13 @@ def make_batch(query_lens, seq_lens, block_size: int = 16, padding: int = 0, spa
 
 
 def moved(common: CommonAttentionMetadata, device: torch.device | str) -> CommonAttentionMetadata:
-    """Return the batch with its tensors on a device; the fields for the CPU stay there."""
+    """Return the batch with its tensors on a device; its CPU fields stay on the CPU."""
     names = ("seq_lens", "query_start_loc", "block_table", "slot_mapping")
     return replace(common, **{name: getattr(common, name).to(device) for name in names})
 
 
 def make_entries(batch: Batch, head_size: int, dtype: torch.dtype) -> list[Tensor]:
-    """Return a random cache entry for each token: one tensor [S, Lkv + R] for each request."""
+    """Return random cache entries of all tokens: one tensor [S, Lkv + R] for each request."""
     return [torch.randn(length, head_size, dtype=torch.float64).to(dtype) for length in batch.seq_lens]
 
 
@@ -134,7 +138,7 @@ def new_cache(batch: Batch, head_size: int, dtype: torch.dtype, new_tokens: bool
 
 
 def last_rows(batch: Batch, per_request: list[Tensor]) -> Tensor:
-    """Pack the rows of each request's new tokens, [T, ..]; padding requests get random rows."""
+    """Return the rows of the new tokens of all requests, [T, ..]; padding requests get random rows."""
     rows = []
     for query_len, length, own in zip(batch.query_lens, batch.seq_lens, per_request, strict=True):
         rows.append(own[length - query_len :] if length else torch.randn(query_len, *own.shape[1:]).to(own.dtype))
@@ -142,9 +146,9 @@ def last_rows(batch: Batch, per_request: list[Tensor]) -> Tensor:
 
 
 def far_heads(x: Tensor) -> Tensor:
-    """Return a copy of x, [T, N, D], whose heads are 2^30 elements apart, so that three heads pass offset 2^31.
+    """Return a copy of x, [T, N, D], whose heads are 2^30 elements apart, so that offsets of three heads reach 2^31.
 
-    The memory between the heads is not written.
+    Memory between the heads stays unwritten.
     """
     filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.utils.deterministic.fill_uninitialized_memory = False
@@ -156,7 +160,7 @@ def far_heads(x: Tensor) -> Tensor:
 
 
 def make_up_projections(config: MLAConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return random W_UK [Lkv, N, P] and W_UV [Lkv, N, V], so scaled that products have the latent's magnitude."""
+    """Return random W_UK [Lkv, N, P] and W_UV [Lkv, N, V]; keys and values then have the magnitude of the latents."""
 
     def weight(width: int) -> Tensor:
         values = torch.randn(config.kv_lora_rank, config.num_heads, width, dtype=torch.float64)
@@ -166,7 +170,7 @@ def make_up_projections(config: MLAConfig, dtype: torch.dtype) -> tuple[Tensor, 
 
 
 def make_weights(config: MLAConfig, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return random weights of one layer; the keys are the names of the constructor's arguments."""
+    """Return random weights of one layer, by the names of the arguments of `MLAAttention`."""
     c = config
     shapes = {
         "kv_a_proj_with_mqa": (c.head_size, c.hidden_size),
@@ -186,33 +190,33 @@ def make_weights(config: MLAConfig, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def linear(weight: Tensor) -> nn.Linear:
-    """Return a linear module without bias that has this weight."""
+    """Return a linear module with the given weight and without bias."""
     module = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
     module.weight = nn.Parameter(weight.clone(), requires_grad=False)
     return module
 
 
 def norm(weight: Tensor) -> nn.RMSNorm:
-    """Return a norm module with this weight; the epsilon of the module, 0.5, is wrong, and a layer must not use it."""
+    """Return a norm module with the given weight and a wrong epsilon of 0.5, which a layer must not use."""
     module = nn.RMSNorm(weight.shape[0], eps=0.5, dtype=weight.dtype)
     module.weight = nn.Parameter(weight.clone(), requires_grad=False)
     return module
 
 
 def make_layer(ops, config: MLAConfig, weights: dict[str, Tensor], dtype: torch.dtype, **options):
-    """Return a layer of either package with these weights."""
+    """Return a layer of the package `ops` with the given weights."""
     cast = {name: weight.to(dtype) for name, weight in weights.items()}
     given = {name: linear(weight) if weight.dim() == 2 else norm(weight) for name, weight in cast.items()}
     return ops.MLAAttention(config, **given, **options)
 
 
 def preset(name: str) -> MLAConfig:
-    """Return the config of a preset; MiniCPM3 gets plain half-split rope, because LongRoPE is not implemented."""
+    """Return the config of a preset; MiniCPM3 gets plain half-split rope, because its LongRoPE is not implemented."""
     return MLAConfig.from_preset(name, **({"rope": RopeConfig(interleaved=False)} if name == "minicpm3" else {}))
 
 
 def softmax_scale(config: MLAConfig) -> float:
-    """Return the softmax scale that a config gives, or compute the scale independently of the packages."""
+    """Return the given softmax scale of a config; without one, compute the scale independently of the packages."""
     if config.given_softmax_scale is not None:
         return config.given_softmax_scale
     scale = 1 / math.sqrt(config.qk_nope_head_dim + config.qk_rope_head_dim)
@@ -223,7 +227,7 @@ def softmax_scale(config: MLAConfig) -> float:
     return scale
 
 
-# The oracles compute in float64 and use neither a paged cache nor packed requests nor the absorbed path.
+# The oracles compute in float64, for one request at a time, from keys and values of every head.
 
 
 def oracle_rope(x: Tensor, positions: Tensor, config: MLAConfig) -> Tensor:
@@ -244,7 +248,7 @@ def oracle_turn(position: int, pair: int, width: int, rope: RopeConfig) -> compl
     frequency, magnitude = rope.theta ** (-2 * pair / width), 1.0
     if (yarn := rope.yarn) is not None:
 
-        def pair_of(rotations):  # index of the pair whose wavelength fits `rotations` times into the original context
+        def pair_of(rotations):  # index of the pair that makes `rotations` full turns within the original context
             return width / 2 * math.log(yarn.original_max_position_embeddings / (rotations * 2 * math.pi), rope.theta)
 
         low, high = max(math.floor(pair_of(yarn.beta_fast)), 0), min(math.ceil(pair_of(yarn.beta_slow)), width - 1)
@@ -267,7 +271,7 @@ def oracle_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
     out = torch.zeros(queries, heads, v.shape[2], dtype=torch.float64)
     lse = torch.full((heads, queries), -torch.inf, dtype=torch.float64)
     for i in range(queries):
-        # if n queries follow a causal query, the query sees all keys but the last n
+        # causal: if n queries follow this query, it attends all keys but the last n
         seen = [j for j in range(keys) if not causal or keys - j > queries - 1 - i]
         for head in range(heads):
             scores = [
@@ -296,7 +300,7 @@ def oracle_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, dtype: torch.dtyp
 
 
 def oracle_layer(config: MLAConfig, weights: dict[str, Tensor], hidden: Tensor) -> Tensor:
-    """Compute a layer for the whole sequence of one request, [S, H] -> [S, H], without a cache or the absorbed path."""
+    """Compute a layer for the whole sequence of one request, [S, H] -> [S, H], without a cache."""
     c, w = config, {name: weight.double() for name, weight in weights.items()}
     x, positions = hidden.double(), torch.arange(hidden.shape[0])
 
@@ -322,7 +326,7 @@ def oracle_layer(config: MLAConfig, weights: dict[str, Tensor], hidden: Tensor) 
 
 
 def assert_close64(actual: Tensor, expected: Tensor) -> None:
-    """Assert that two tensors are equal up to float64 rounding, 1e-12 x max(1, largest value).
+    """Assert that no difference of two tensors exceeds 1e-12 x max(1, largest expected value).
 
     NaN and infinities must be at the same elements.
     """

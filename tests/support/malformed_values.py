@@ -1,4 +1,4 @@
-"""Malformed values for the arguments of a call, and a check whether the annotation of an argument admits a value."""
+"""Malformed values for the arguments of a call, and a check whether a value has the type of an annotation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ANYTHING = Anything()
 
 
 def scalars() -> dict[str, Any]:
-    """Return values that a caller may pass by mistake for any argument; the keys name the values in the report."""
+    """Return values that a caller may pass by mistake for any argument; the keys are the names of the values."""
     return {
         "None": None,
         "a float": 3.5,
@@ -52,10 +52,9 @@ def scalars() -> dict[str, Any]:
 
 
 def tensors(like: Tensor) -> dict[str, Tensor]:
-    """Return tensors that differ from a good tensor in dtype, number of dimensions, layout or device.
+    """Return tensors, by name, that differ from a good tensor in dtype, number of dimensions, layout or device.
 
-    The keys name the tensors in the report. "A tensor of the other kind" has integers in place of floating-point
-    numbers, or the reverse.
+    "a tensor of the other kind" has integers if the good tensor has floating-point numbers, and the reverse.
     """
     floating = like.is_floating_point()
     made = {
@@ -106,12 +105,13 @@ def admits(annotation: str, value: Any) -> bool:
 
 
 def malformed(annotation: str, good: Any) -> Iterator[tuple[str, str, Any, bool]]:
-    """Yield malformed variants of a good argument: either the argument is replaced, or one of its fields or items.
+    """Yield malformed variants of a good argument: the argument is replaced, or one of its fields or items.
+
+    A variant is left out if the constructor of the dataclass with the replaced field raises an error.
 
     Yields:
-        Four values: the dotted path of the replaced part below the argument ("" for the argument itself), the name of
-        the new value, the resulting argument, and whether the new value has the right type. A variant is left out if
-        the constructor of its record raises an error.
+        Four values: the path of the replaced field, such as ".decode.seq_lens" ("" for the argument itself), the name
+        of the new value, the resulting argument, and whether the new value has the right type.
     """
     for label, value in scalars().items():
         if not (

@@ -1,4 +1,7 @@
-"""Tables for `python -m tests.mutants`: the tests that judge the mutants of a file, and the subject of a file."""
+"""Tables for `python -m tests.mutants`: the tests that judge the mutants of a file, and the subject of a file.
+
+A mutant is a source file with one planted fault. Its judge is a set of tests, of which one should fail.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ BUILDER = Judge(
     ),
     "not test_context_parallel_refusals or test_plans",
 )
-# The expression leaves out whole layers and serving loops over many ranks, because such tests take most of the time.
+# The `-k` expression leaves out tests of whole layers and of serving loops over many ranks, which take the most time.
 CONTEXT_PARALLEL = Judge(
     (
         "planning/test_rank_slots",
@@ -58,7 +61,6 @@ CONTEXT_PARALLEL = Judge(
     ),
     "not (ranks_are_one or serving or 64_ranks or other_layers or fewer_ranks)",
 )
-# These tests cover the slot mapping of one rank, and the slot mappings of ranks that share a sequence.
 PADDING_TOKENS = Judge(("mla/test_padding_tokens",))
 VISIBLE_LENS = Judge(("planning/test_visible_lens", "planning/test_mixed_graphs"))
 SLOT_MAPPING = Judge((*BATCH.modules, "planning/test_rank_slots"))
@@ -139,7 +141,7 @@ TABLE = {
     "fast/integrations/transformers/cache.py": ADAPTER,
     "fast/integrations/transformers/padding.py": ADAPTER,
 }  # fmt: skip
-SUBJECTS = {  # subject of a file: the value of the first key that occurs in the file's path
+SUBJECTS = {  # text in the path of a file: subject of the file; the first text that occurs counts
     "fast/kernels/cpu/advance": "planning",
     "fast/kernels/cpu/schedule": "planning",
     "fast/kernels/cpu/": "cpu kernels",

@@ -1,4 +1,4 @@
-"""Helpers for the tests of plans: strategies for random batches, a plan of prefills, and a comparison bit by bit."""
+"""Helpers for the tests of plans: strategies of hypothesis for random batches, plans, and a comparison of plans."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUERY_LENS = st.lists(st.sampled_from([0, 1, 1, 2, 3, 5, 17]), max_size=7)
 
 @st.composite
 def batches(draw):
-    """Draw query and sequence lengths; padding requests, empty queries and lengths of 16 and 17 tokens are frequent."""
+    """Draw query and sequence lengths; requests of length 0, without queries, or of 16 or 17 tokens are frequent."""
     query_lens = draw(QUERY_LENS)
     seq_lens = [
         draw(st.one_of(st.just(0), st.integers(q, q + 40), st.just(max(q, 16)), st.just(max(q, 17))))
@@ -29,13 +29,13 @@ def batches(draw):
 
 
 def expanding_plan(ops, batch: Batch, workspace: int, parts: bool = False) -> PrefillMetadata:
-    """Return a plan in which every request takes the expanded path, whatever its query length is.
+    """Return a plan in which every request is a prefill, whatever its query length is.
 
     Args:
         ops: package that plans.
         batch: the requests.
-        workspace: tokens of the workspace for context.
-        parts: whether the plan has its parts without and with context, as the plan of a step has.
+        workspace: largest number of context tokens in a chunk.
+        parts: True to fill `PrefillMetadata.parts`: the requests without context, and the requests with context.
     """
     common, contexts = batch.common, integers(*batch.context_lens).cpu()
     chunks = ops.plan_context_chunks(contexts, workspace, batch.block_size)
@@ -49,10 +49,16 @@ def expanding_plan(ops, batch: Batch, workspace: int, parts: bool = False) -> Pr
 
 
 def without_lens(common, slack=0, offsets_too=False, bounds=True):
-    """Return a batch without lengths on the CPU, with upper bounds that are `slack` tokens above the lengths.
+    """Return the batch without lengths on the CPU, but with upper bounds of the lengths on the CPU.
 
-    A padding row with more than `slack` query tokens has the bound 0, because no bound above 0 may be below the number
-    of query tokens.
+    The bound of a request is its length + `slack`. If this bound is below the number of query tokens, as for padding
+    requests, the bound is 0.
+
+    Args:
+        common: the batch.
+        slack: bound - length, in tokens.
+        offsets_too: True to remove the query offsets and the bounds from the CPU as well.
+        bounds: False to remove only the bounds.
     """
     loose = common.seq_lens_cpu + slack
     bound = None if offsets_too or not bounds else loose.where(loose >= common.query_start_loc_cpu.diff(), 0)
@@ -74,7 +80,7 @@ def same(ours, theirs, name="metadata"):
         assert len(ours) == len(theirs), name
         for index, pair in enumerate(zip(ours, theirs, strict=True)):
             same(*pair, f"{name}[{index}]")
-    elif isinstance(ours, ContextWorkspace):  # memory, which is no part of the numbers of a plan
+    elif isinstance(ours, ContextWorkspace):  # contents of memory are not compared
         assert type(ours) is type(theirs), name
     else:
         assert ours == theirs and type(ours) is type(theirs), name

@@ -1,8 +1,8 @@
-"""Helpers that start ranks as processes of one machine, connected by the loopback interface, and end every process.
+"""Start ranks as processes of one machine, run a task on each rank, and end every process.
 
-The helpers do not use torchrun: when a rank dies, torchrun kills the surviving ranks, but the tests check which errors
-the surviving ranks raise. The processes are forked from a server that has imported all modules. A rank therefore need
-not import them, which would take seconds.
+torchrun is not used: when a rank dies, torchrun kills the surviving ranks, but the tests check the errors of the
+surviving ranks. The processes are forked from a server process that has already imported all modules, which saves
+seconds for each rank.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Outcome:
     Attributes:
         value: value that the task returned; None if the task did not return.
         error: type and message of the exception that the task raised; None if the task raised no exception.
-        exit_status: exit status of the process; -n if signal n ended the process, None if the process was still alive
+        exit_status: exit status of the process; -n if signal n ended the process; None if the process was still alive
             when the run ended.
-        seconds: time from the start of the task to its return or exception; None if the task did neither.
+        seconds: time from the start of the task to its return or exception; None if the task had neither.
         stderr: text that the rank wrote to stderr.
-        ended: time, by `time.monotonic`, when the process was first seen to have ended.
+        ended: value of `time.monotonic()` when the end of the process was noticed.
     """
 
     value: Any
@@ -73,11 +73,11 @@ def run_ranks(
         size: number of ranks.
         task: function of a module that can be imported.
         arguments: arguments of the task; each rank gets a pickled copy.
-        backend: gloo or nccl; with nccl rank r uses CUDA device r.
-        timeout_s: timeout of the process group, in seconds.
-        limit_s: time limit of the run, in seconds; ranks that run longer are killed.
-        meanwhile: function that is called with the process ids after every rank has called `serving`.
-        stands_still: rank that need not end; the run ends, and kills this rank, when all other ranks have ended.
+        backend: gloo or nccl; with nccl, rank r uses CUDA device r.
+        timeout_s: timeout of the process group in seconds.
+        limit_s: time limit of the run in seconds; ranks that run longer are killed.
+        meanwhile: function that is called with the process ids of the ranks, after every rank has called `serving`.
+        stands_still: number of a rank that does not end by itself; it is killed when all other ranks have ended.
 
     Returns:
         The outcome of every rank, in rank order.
@@ -115,11 +115,11 @@ def run_ranks(
     return outcomes
 
 
-_STORE: list[dist.TCPStore] = []  # the connection of a rank's process to the store; empty in other processes
+_STORE: list[dist.TCPStore] = []  # connection of a rank's process to the key-value store of the run
 
 
 def serving() -> None:
-    """Report to `run_ranks` that this rank serves; further calls have no effect."""
+    """Report to `run_ranks` that this rank has begun its work; further calls have no effect."""
     _STORE[0].set(f"serving {dist.get_rank()}", "")
 
 
@@ -145,11 +145,11 @@ def _rank(rank, size, port, backend, timeout_s, limit_s, folder, task, arguments
     written.write_bytes(pickle.dumps(outcome))
     written.rename(Path(folder, f"{rank}.result"))
     sys.stderr.flush()
-    os._exit(status)  # an ordinary exit would destroy the process group, and so wait for ranks that may have died
+    os._exit(status)  # an ordinary exit would wait for the other ranks, which may have died
 
 
 def values_of(outcomes: list[Outcome]) -> list[Any]:
-    """Assert that the task of every rank returned, and return the values; the message contains the rank's stderr."""
+    """Assert that the task of every rank returned, and return the values."""
     for rank, outcome in enumerate(outcomes):
         assert outcome.exit_status == 0, f"rank {rank}: {outcome.error or outcome.exit_status}\n{outcome.stderr}"
     return [outcome.value for outcome in outcomes]

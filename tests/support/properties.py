@@ -1,4 +1,4 @@
-"""Names of hypothesis for property tests; without hypothesis, substitutes that skip each property test."""
+"""`given`, `st` and `assume` of hypothesis; without hypothesis, substitutes that skip each property test."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Tasks for ranks that share heads and sequences; simulated ranks and real processes run the same tasks.
+"""Tasks for ranks that divide heads and sequences among themselves (decode context parallelism).
 
-A task gets no tensors from its caller: it draws all inputs and weights from a seed.
+Simulated ranks and real processes run the same tasks. A task draws all inputs and weights from a seed. D is the number
+of ranks that share a sequence. Each rank in turn keeps I consecutive tokens of the sequence.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Steps:
 
 
 def owners(length: int, size: int, interleave: int) -> list[int]:
-    """Return the rank that owns each token: rank 0 owns the first I tokens, rank 1 the next I tokens, and so on."""
+    """Return the rank that keeps each token: rank 0 keeps the first I tokens, rank 1 the next I tokens, and so on."""
     ranks: list[int] = []
     while len(ranks) < length:
         for rank in range(size):
@@ -61,7 +62,7 @@ def make_rank_layer(
     context_parallel: ContextParallel | None,
     device: str,
 ):
-    """Return a layer whose projections hold only this rank's heads; `weights` are the weights of all heads."""
+    """Return a layer whose projections have only this rank's heads; `weights` are the weights of all heads."""
     modules = {name: linear(x.to(dtype)) if x.dim() == 2 else norm(x.to(dtype)) for name, x in weights.items()}
     if context_parallel is not None:
         for name in HEAD_DIMENSION.keys() & modules.keys():
@@ -80,7 +81,7 @@ def serve(
     seed: int = 0,
     device: str = "cpu",
 ) -> list[Tensor]:
-    """Run a layer over the steps and return the output of the layer in each step, [T, H].
+    """Run a layer over the steps; return the output of each step, [query tokens, hidden size].
 
     Slots of the cache to which this rank writes no token contain NaN.
     """
@@ -93,8 +94,8 @@ def serve(
         longest = [max(step[request][1] for step in steps.lens) for request in range(len(steps.lens[0]))]
         hidden = [
             torch.randn(length, config.hidden_size, dtype=torch.float64).to(dtype) for length in longest
-        ]  # drawn before the block table, whose size depends on D, so that the hidden states do not depend on D
-        column_tokens = steps.block_size * size  # one column of the block table stands for one block on each rank
+        ]  # drawn before the block table, whose size depends on D; so the hidden states are the same for every D
+        column_tokens = steps.block_size * size  # a column of the block table is one block on each rank
         columns = [-(-length // column_tokens) for length in longest]
         free = torch.randperm(sum(columns) + 2).tolist()
         table = torch.full((len(longest), max(columns) + 1), GARBAGE, dtype=torch.int32)
@@ -128,14 +129,14 @@ def serve(
 
 
 def make_groups(size: int, interleave: int = 1, merge: str = "a2a") -> ContextParallel:
-    """Return groups: `size` consecutive processes share sequences, and all processes share the heads."""
+    """Return the groups of this process: `size` consecutive processes divide sequences, all processes divide heads."""
     world, rank = dist.get_world_size(), dist.get_rank()
     groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
     return ContextParallel(groups[rank // size], dist.group.WORLD, interleave, merge)
 
 
 class SmallModel(nn.Module):
-    """Model of two attention layers and an embedding, with the signature that `fast.demo.serving` calls.
+    """Model of an embedding and two attention layers; its `forward` has the arguments that the serving loop passes.
 
     Args:
         ops: package of the layers, `reference` or `fast`.
@@ -181,7 +182,12 @@ def make_loop(
 
 
 def die_at(context_parallel: ContextParallel, exchange: int) -> None:
-    """Make this process kill itself at the beginning of an exchange; exchanges of both groups are counted from 1."""
+    """Make this process kill itself at the beginning of an exchange.
+
+    Args:
+        context_parallel: groups of this process.
+        exchange: number of the exchange; the exchanges of both groups are counted together, from 1.
+    """
     left = [exchange]
     for group in (context_parallel.cp_group, context_parallel.tp_group):
         begin = group._begin
@@ -199,7 +205,7 @@ def die_at(context_parallel: ContextParallel, exchange: int) -> None:
 
 
 def exchange_everything(size: int, interleave: int, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
-    """Make groups of real processes and return the results of `everything` for both packages."""
+    """Make the groups of this process and return the results of `everything` for both packages."""
     import fast
     import reference
 
@@ -210,9 +216,10 @@ def exchange_everything(size: int, interleave: int, dtype: torch.dtype, device: 
 def everything(
     ranks: ContextParallel, packages: dict[str, ModuleType], dtype: torch.dtype, device: str
 ) -> dict[str, Tensor]:
-    """Merge fixed states and run the steps of a layer, with both merge functions; return this rank's results.
+    """Merge fixed attention states and run the steps of a layer, each with both merge functions.
 
-    The returned tensors are on the CPU.
+    Returns:
+        This rank's results by name, on the CPU.
     """
     found = {}
     for name, ops in packages.items():
@@ -233,7 +240,7 @@ def everything(
 
 
 def serve_and_die(size: int, victim: int | None, exchange: int, device: str, dtype: torch.dtype) -> list[list[int]]:
-    """Serve four requests and return the tokens; rank `victim` kills itself at the beginning of exchange `exchange`."""
+    """Serve four requests and return the tokens; rank `victim` kills itself at exchange number `exchange`."""
     import fast
 
     if device == "cuda":  # compile all kernels before ranks wait for each other
@@ -249,12 +256,12 @@ def serve_and_die(size: int, victim: int | None, exchange: int, device: str, dty
 def replay_decodes(
     size: int, merge: str, query_len: int, device: str, dtype: torch.dtype
 ) -> tuple[list[tuple[Tensor, Tensor]], int]:
-    """Run three decode steps of a layer eagerly and by graph replay.
+    """Run three decode steps of a layer, each eagerly and by graph replay.
 
     Returns:
-        A list with the eager and the replayed output of each step, [T, H], and a count. The amount of reserved GPU
-        memory is read after each step, and the count is the number of distinct amounts. A count of 1 means that no step
-        changed the amount.
+        Two values: a list with the eager and the replayed output of each step, [query tokens, hidden size]; and the
+        number of different amounts of reserved GPU memory after the steps. The number is 1 if no step changed the
+        amount.
     """
     import fast
 
@@ -308,8 +315,9 @@ def serve_for_ever(size: int, device: str, dtype: torch.dtype) -> None:
 def disagree(facts: dict[str, list]) -> None:
     """Call `verify_group` with groups or arguments that differ between ranks.
 
-    `facts` maps a name to a list with one value for each rank. The values of "size", "interleave" and "merge" change
-    the groups of a rank. All other values are arguments of `verify_group`.
+    Args:
+        facts: name to a list with one value for each of four ranks. "size", "interleave" and "merge" are properties of
+            the groups. All other values are arguments of `verify_group`.
     """
     import fast
 
@@ -322,7 +330,7 @@ def disagree(facts: dict[str, list]) -> None:
 
 
 def groups_of_a_mesh() -> tuple[int, int, tuple[int, ...]]:
-    """Make groups from a device mesh; return the size of a group, the sum of its ranks, and its members."""
+    """Make groups from a device mesh; return the size of this rank's group, the sum of its ranks, and its members."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("others", "context"))
@@ -332,7 +340,12 @@ def groups_of_a_mesh() -> tuple[int, int, tuple[int, ...]]:
 
 
 def disagree_in_a_loop(size: int, options: dict[str, list]) -> list:
-    """Run a serving loop whose options differ between ranks and return the tokens of its requests."""
+    """Run a serving loop with options that differ between ranks, and return the tokens of its requests.
+
+    Args:
+        size: number of ranks that share a sequence.
+        options: name of an option to a list with one value for each rank.
+    """
     import fast
 
     mine = {name: values[dist.get_rank()] for name, values in options.items()}

@@ -1,4 +1,4 @@
-"""A block in which the host may not wait for the GPU."""
+"""Check that the host (CPU) does not wait for the GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextlib.contextmanager
 def no_synchronisation() -> Iterator[None]:
-    """Raise an error at every call in the block that waits for the GPU."""
+    """Raise an error at every call in the `with` block that waits for the GPU."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield

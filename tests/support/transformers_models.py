@@ -1,4 +1,7 @@
-"""Tiny random DeepSeek models of transformers, unchanged ("stock") and with `use_mla`, and their comparison."""
+"""Tiny random DeepSeek models of transformers, and the comparison of their logits with and without `use_mla`.
+
+`use_mla` makes a model compute its attention with `reference` or `fast`. A model without `use_mla` is called stock.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +33,8 @@ CONFIGS = {
     "v3-yarn": (3, dict(q_lora_rank=20, rope_parameters=YARN, rope_interleave=True, first_k_dense_replace=1)),
     "v3-half": (3, dict(q_lora_rank=None, rope_parameters=PLAIN, rope_interleave=False)),
 }
-# A mark for tests that generate several tokens: with run-time checks of annotations these tests would take much longer.
-# Tests of a single forward pass keep the checks.
+# A mark for tests that generate several tokens. It switches off the run-time checks of annotations, which would make
+# these tests much slower.
 WITHOUT_SHAPE_CHECKS = pytest.mark.usefixtures("plain_errors")
 GREEDY = dict(do_sample=False, max_new_tokens=5)
 
@@ -48,7 +51,7 @@ def build(name: str, seed: int = 0, **fields):
     )  # fmt: skip
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(kind(**{**sizes, **special, **fields}))
-    with torch.no_grad():  # norm weights are all 1 by default
+    with torch.no_grad():  # random norm weights in place of 1
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.uniform_(0.5, 1.5)
@@ -73,7 +76,7 @@ def eager_model(name: str):
 
 @functools.cache
 def moved_model(name: str, draw: int):
-    """Return the eager model with its weights changed by at most one unit in the last place, as rounding may do."""
+    """Return the eager model with all weights changed by at most one unit in the last place of float32."""
     model = copy.deepcopy(eager_model(name))
     generator = torch.Generator().manual_seed(draw)
     with torch.no_grad():
@@ -88,7 +91,7 @@ def served(name: str, ops, **options):
 
 
 def padded_batch():
-    """Return ids and mask, [3, 11]: row 0 has left padding, row 1 padding in the middle, row 2 right padding."""
+    """Return ids and mask, [3, 11], with padding on the left (row 0), in the middle (row 1), on the right (row 2)."""
     ids = torch.randint(1, VOCAB, (3, 11))
     mask = torch.ones_like(ids)
     mask[0, :4], mask[1, 5:7], mask[2, 10] = 0, 0, 0
@@ -96,20 +99,25 @@ def padded_batch():
 
 
 def furthest_off(results: list[torch.Tensor], gold: torch.Tensor) -> torch.Tensor:
-    """Return the float32 result that is furthest from gold, chosen for each element separately."""
+    """Return for each element the value among the results that is furthest from gold."""
     return functools.reduce(
         lambda low, other: torch.where((low - gold).abs() > (other - gold).abs(), low, other), results
     )
 
 
 def assert_same(scenario, name: str, ops, **options) -> None:
-    """Assert that the logits `scenario(model)` of a model with `use_mla` are within the budget of the stock models.
+    """Run `scenario(model)` for a model with `use_mla` -> the error of its logits is within a budget.
 
-    The budget is computed from the error of stock float32 models against the stock float64 model (gold). Six float32
-    models run: one for each of the two stock attentions, and four whose weights were changed by one unit in the last
-    place. For each element the budget uses the result that is furthest from gold. One float32 model is not enough,
-    because its error can be small by chance at a badly conditioned token: in 1 of 40 random draws, the error with
-    `use_mla` was more than twice the error of one stock model.
+    The error is measured against the stock model in float64 (gold). The budget is computed from the errors of six stock
+    models in float32: two with different attention implementations of transformers, and four whose weights were changed
+    by one unit in the last place. For each element, the model that is furthest from gold counts. One model is not
+    enough, because its error can be small by chance.
+
+    Args:
+        scenario: function of a model that returns logits.
+        name: name of the model in CONFIGS.
+        ops: package for `use_mla`.
+        options: further arguments of `use_mla`.
     """
     with torch.no_grad():
         gold = scenario(gold_model(name))

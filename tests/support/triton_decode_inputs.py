@@ -18,7 +18,7 @@ NARROW = {"narrow rope": (32, 8), "narrow": (8, 16)}
 WIDTHS = {"V3": (512, 64), "256+32": (256, 32), "no rope": (512, 0), "odd": (40, 24), **NARROW} if ON_GPU else {
     "64+16": (64, 16), "32+32": (32, 32), "no rope": (32, 0), "odd": (24, 8), **NARROW
 }  # fmt: skip
-WIDTH = next(iter(WIDTHS.values()))  # Lkv, R
+WIDTH = next(iter(WIDTHS.values()))  # latent width, rope width
 
 launch = None
 if ON_GPU or INTERPRETED:

@@ -1,7 +1,7 @@
-"""The mode in which the Triton kernels run in these tests: compiled if there is a GPU, else in Triton's interpreter.
+"""Find out how the Triton kernels run in these tests: compiled if there is a GPU, else in Triton's interpreter.
 
-Without a GPU, a test in each file of kernel tests runs the file again in a process with TRITON_INTERPRET=1. A second
-process is needed because the variable must be set before Triton is imported.
+Without a GPU, one test of each file of kernel tests runs the file again in a new process with TRITON_INTERPRET=1. This
+variable must be set before Triton is imported.
 """
 
 from __future__ import annotations

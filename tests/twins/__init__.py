@@ -1,1 +1,1 @@
-"""Comparisons of the two packages: structure, signatures, results and registered ops."""
+"""Tests that compare `fast` with `reference`: structure, signatures, results and registered ops."""

@@ -1,8 +1,8 @@
-"""Tiers 3 and 4: the results of `fast` lie within budgets that are computed from `reference`, and NaN stays in its row.
+"""Tiers 3 and 4 of docs/correctness.md: the errors of `fast` are within budgets, and a NaN stays in its row.
 
-A budget comes from the error of the reference in the same dtype. In float64 the two packages agree to about 1e-12
-instead. This file tests tier 1 (equal bits) for repeated calls only: tests/cache/test_cache.py tests cache bytes, and
-tests/planning tests plans. tests/__init__.py lists the numbered pitfalls.
+An error is the difference from `reference` in float64 ("gold"). The budget is computed from the error of `reference` in
+the dtype of the inputs ("low"). In float64, the two packages must agree to about 1e-12. "Pitfall 8" is entry 8 of the
+list of faults in tests/__init__.py.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LOW = DTYPES[1:]
 def pieces(request, monkeypatch):
     """Run a test twice: with the normal block sizes of the CPU kernels, and with very small block sizes.
 
-    With small blocks, short inputs take many iterations of the kernels' loops.
+    With small blocks, the loops of the kernels have many iterations even for short inputs.
     """
     if request.param == "pieces":
         shrink(monkeypatch)
@@ -63,7 +63,7 @@ def shrink(monkeypatch):
 
 
 def verdict(op: str, value: AttentionState, low: AttentionState, gold: AttentionState):
-    """Check that output and LSE lie within the computed budget and have infinities at the same positions."""
+    """Assert that the errors of output and LSE are within their budgets, with infinities at the same elements."""
     assert value.out.dtype == low.out.dtype and value.lse.dtype == low.lse.dtype
     if value.out.dtype == torch.float64:
         return assert_states64(value, gold)
@@ -79,7 +79,7 @@ def double(*tensors):
 
 
 def check_attention_parity(ops, query_lens, key_lens, heads, dtype, causal, width=24, value=16):
-    """Compare output and LSE of every row of packed attention with the reference (pitfalls 1, 3, 4 and 5)."""
+    """Attend packed requests -> output and LSE of every row within the budget (pitfalls 1, 3, 4 and 5)."""
     shapes = ((sum(query_lens), heads, width), (sum(key_lens), heads, width), (sum(key_lens), heads, value))
     tensors = [torch.randn(*shape, dtype=torch.float64).to(dtype) for shape in shapes]
     rest = (offsets(query_lens), offsets(key_lens), max(query_lens), max(key_lens), width**-0.5, causal)
@@ -91,7 +91,7 @@ def check_attention_parity(ops, query_lens, key_lens, heads, dtype, causal, widt
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention(dtype, causal, pieces):
-    """Attention of `fast` lies within the budget, also for requests without queries or keys (pitfalls 1, 3 and 5)."""
+    """Attend requests, some without queries or without keys -> results within the budget (pitfalls 1, 3 and 5)."""
     check_attention_parity(fast, [1, 17, 0, 5, 7], [1, 17, 4, 0, 31], 3, dtype, causal)
 
 
@@ -102,7 +102,7 @@ def test_attention_heads(heads):
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_across_blocks(causal):
-    """Attention lies within the budget for requests that are longer than the kernel's blocks of queries and keys."""
+    """Attend requests that are longer than the kernel's blocks of queries and keys -> results within the budget."""
     check_attention_parity(fast, [300, 3], [809, 700], 2, torch.float32, causal)
 
 
@@ -115,10 +115,7 @@ def test_attention_any_lengths(lens, causal):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_out_dtype(dtype):
-    """Packed attention returns output and LSE in the given `out_dtype`.
-
-    A prefill passes float32 as `out_dtype`, or float64 for float64 inputs.
-    """
+    """Attend with `out_dtype`, as a prefill does -> output and LSE in float32, or in float64 for float64 inputs."""
     tensors = [torch.randn(6, 2, 8).to(dtype) for _ in range(3)]
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     rest = (offsets([6]), offsets([6]), 6, 6, 0.4, True, wide)
@@ -128,9 +125,10 @@ def test_out_dtype(dtype):
 
 
 def check_merge_parity(ops, dtype):
-    """Compare a merge with the reference; the LSEs are float64 if `out` is float64, and otherwise float32.
+    """Merge two attention states -> results within the budget (pitfalls 2 and 4).
 
-    A row that has no keys in one state or in both states must be exact (pitfalls 2 and 4).
+    A row that has no keys in one state, or in both states, must be exact. The LSEs are float64 if `out` is float64, and
+    otherwise float32.
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     states = []
@@ -148,7 +146,7 @@ def check_merge_parity(ops, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_merge(dtype):
-    """A merge of `fast` lies within the budget, and is exact for rows without keys (pitfalls 2 and 4)."""
+    """Merge two attention states -> results within the budget, exact for rows without keys (pitfalls 2 and 4)."""
     check_merge_parity(fast, dtype)
 
 
@@ -172,15 +170,15 @@ def decode_inputs(config: MLAConfig, query_lens, seq_lens, dtype, block_size=16)
     shape = (batch.num_tokens, config.num_heads)
     ql = torch.randn(*shape, config.kv_lora_rank, dtype=torch.float64).to(dtype)
     q_pe = torch.randn(*shape, config.qk_rope_head_dim, dtype=torch.float64).to(dtype)
-    # absorbed queries have the variance that W_UK gives them, so that the scores spread as in a real layer
+    # absorbed queries get the variance of a real layer, so that the scores are spread as in a real layer
     return batch, entries, cache, plan, ql * (config.qk_nope_head_dim / config.kv_lora_rank) ** 0.5, q_pe
 
 
 def check_decode_parity(ops, config, query_lens, seq_lens, dtype, block_size=16):
-    """Compare a decode with the reference (pitfalls 6, 7 and 12).
+    """Decode a batch -> results within the budget; output 0 and LSE -inf for padding rows (pitfalls 6, 7 and 12).
 
-    Cache entries after the end of a sequence are NaN, and block-table entries after the last block are invalid. The
-    number of keys that each row attends comes from `visible_lens`; a padding row attends 0 keys.
+    Cache entries after the end of a sequence are NaN. Block-table entries after the last block are out of range.
+    `visible_lens` has the number of keys that each query token attends, which is 0 for padding rows.
     """
     _, _, cache, plan, ql, q_pe = decode_inputs(config, query_lens, seq_lens, dtype, block_size)
     scale = softmax_scale(config)
@@ -195,7 +193,7 @@ def check_decode_parity(ops, config, query_lens, seq_lens, dtype, block_size=16)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lens", DECODES.values(), ids=DECODES)
 def test_decode(lens, dtype, pieces):
-    """A decode of `fast` lies within the budget, also with padding rows and empty queries (pitfalls 5, 6, 7 and 12)."""
+    """Decode batches, some with padding rows or without queries -> within the budget (pitfalls 5, 6, 7 and 12)."""
     check_decode_parity(fast, LOW_RANK, *lens, dtype)
 
 
@@ -215,7 +213,7 @@ def test_decode_preset_dims(name):
 
 
 def test_decode_pages_side_by_side():
-    """A decode gives the same bits when the blocks of a request are consecutive and when they are scattered."""
+    """Decode with scattered blocks, and with consecutive blocks of each request -> the same bits."""
     batch, _entries, cache, plan, ql, q_pe = decode_inputs(DIRECT, [1, 2], [40, 50], torch.float32)
     scattered = fast.mla_decode(ql, q_pe, cache, plan, 0.3)
     ordered = torch.full((9, 16, DIRECT.head_size), torch.nan)
@@ -230,7 +228,7 @@ def test_decode_pages_side_by_side():
 
 
 def check_visible_lens(ops, dtype=torch.float64):
-    """Check that a row attends exactly the first `visible_lens` keys of its request; `visible_lens` may be 0."""
+    """Decode with any `visible_lens`, also 0 -> a row attends exactly the first `visible_lens` keys of its request."""
     batch, _entries, cache, plan, ql, q_pe = decode_inputs(DIRECT, [3, 2, 1], [33, 18, 20], dtype)
     plan = replace(plan, visible_lens=torch.tensor([0, 33, 7, 16, 1, 0], dtype=torch.int32))
     state = ops.mla_decode(ql, q_pe, cache, plan, 0.3)
@@ -251,10 +249,7 @@ def test_visible_lens(pieces):
 
 
 def check_prefill_parity(ops, config, query_lens, context_lens, workspace, dtype, block_size=16):
-    """Compare a prefill with the reference and return its number of context chunks.
-
-    The chunks are merged into a state that is float32 or float64 (pitfall 1).
-    """
+    """Prefill with a context in chunks -> results within the budget; return the number of chunks (pitfall 1)."""
     seq_lens = [q + c for q, c in zip(query_lens, context_lens, strict=True)]
     batch = make_batch(query_lens, seq_lens, block_size)
     entries = make_entries(batch, config.head_size, dtype)
@@ -276,15 +271,12 @@ def test_prefill(config, dtype, pieces):
 
 
 def test_prefill_in_many_chunks():
-    """A prefill lies within the budget when contexts have unequal lengths, so that later chunks lack some requests."""
+    """Prefill with contexts of unequal lengths, so that later chunks lack some requests -> within the budget."""
     assert check_prefill_parity(fast, LOW_RANK, [2, 3, 1], [200, 1, 0], 32, torch.bfloat16) == 7
 
 
 def test_prefill_through_a_gather_of_ones_own(ops):
-    """A prefill that gets a `gather` function reads the context only through this function.
-
-    Context parallelism passes such a function.
-    """
+    """Give a prefill a function `gather`, as context parallelism does -> it reads the context only by this function."""
     seen = []
 
     def gather(kv_cache, metadata, chunk, cache_format, out_dtype):
@@ -328,7 +320,7 @@ def layer_inputs(config, batch, dtype, padding):
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_layer(config, dtype):
-    """Outputs and cache of a mixed step lie within the budget.
+    """Run a layer on a mixed step -> outputs and cache within the budget.
 
     The step has decodes, a padding row, prefills with and without context, and padding tokens.
     """
@@ -348,7 +340,7 @@ def test_layer(config, dtype):
 
 @pytest.mark.parametrize("dtype", LOW)
 def test_same_bits_again(dtype):
-    """A step that is repeated after another computation gives the same bits (tier 1)."""
+    """Repeat a step after another computation -> the same bits (tier 1)."""
     batch = make_batch([1, 1, 40], [97, 33, 80])
     weights = make_weights(LOW_RANK, dtype)
     inputs = layer_inputs(LOW_RANK, batch, dtype, 0)
@@ -360,7 +352,7 @@ def test_same_bits_again(dtype):
 
 
 def check_unowned_bytes(ops, dtype=torch.float32):
-    """Check that the outputs are the same when unowned cache entries hold NaN, infinity or 3e4 (pitfalls 6 and 7)."""
+    """Fill cache entries without a token with NaN, infinity or 3e4 -> always the same outputs (pitfalls 6 and 7)."""
     config = LOW_RANK
     batch = make_batch([1, 1, 1, 9, 2], [17, 33, 0, 40, 2], padding=2)
     weights = make_weights(config, dtype)
@@ -376,12 +368,12 @@ def check_unowned_bytes(ops, dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", LOW)
 def test_unowned_bytes_reach_nothing(ops, dtype):
-    """Cache entries that belong to no token do not change any output (pitfalls 6 and 7)."""
+    """Fill cache entries without a token with other values -> the same outputs (pitfalls 6 and 7)."""
     check_unowned_bytes(ops, dtype)
 
 
 def check_nan_query(ops):
-    """Check that NaN in one (query token, head) row of a decode gives NaN in that row and in no other row."""
+    """Put a NaN into the query of one row (query token, head) of a decode -> NaN in this row, and in no other row."""
     _, _, cache, plan, ql, q_pe = decode_inputs(DIRECT, [3, 1, 1], [20, 17, 0], torch.float32)
     clean = ops.mla_decode(ql, q_pe, cache, plan, 0.3)
     for bad in (ql, q_pe):
@@ -413,7 +405,7 @@ def test_nan_query_row_prefill(ops, pieces):
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_bad_keys_stay_with_their_request(ops, bad, pieces):
-    """Keys or values that are NaN or infinite change no output of another request."""
+    """Put NaN or infinity into keys or values of one request -> the outputs of the other requests do not change."""
     batch, _, cache, plan, ql, q_pe = decode_inputs(DIRECT, [2, 1, 1], [20, 33, 17], torch.float32)
     clean = ops.mla_decode(ql, q_pe, cache, plan, 0.3)
     block, at = batch.slots[1][5]
@@ -434,7 +426,7 @@ def test_bad_keys_stay_with_their_request(ops, bad, pieces):
 
 
 def test_bad_keys_in_context_stay_with_their_request(ops):
-    """NaN in the context of one request changes no output of requests that are expanded in the same chunk."""
+    """Put a NaN into the context of one request -> requests with context in the same chunk keep their outputs."""
     config = DIRECT
     batch = make_batch([3, 2, 4], [35, 18, 36])
     weights, inputs = make_weights(config, torch.float32), layer_inputs(config, batch, torch.float32, 0)
@@ -448,7 +440,7 @@ def test_bad_keys_in_context_stay_with_their_request(ops):
 
 
 def test_padding_rows_are_zero_whatever_they_hold(ops):
-    """Padding rows and padding tokens that hold NaN give output 0 and write no cache entry (pitfall 6)."""
+    """Put NaN into padding rows and padding tokens -> they get output 0 and write no cache entry (pitfall 6)."""
     config = LOW_RANK
     batch = make_batch([1, 1, 5], [17, 0, 5], padding=2)
     weights = make_weights(config, torch.float32)
@@ -463,7 +455,7 @@ def test_padding_rows_are_zero_whatever_they_hold(ops):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_on_a_device_that_is_not_current():
-    """Kernels run on the GPU of their tensors, also when another GPU is the current device."""
+    """Call ops on tensors of a GPU that is not the current device -> the kernels run on the GPU of the tensors."""
     assert torch.cuda.current_device() == 0
     with torch.device("cuda:1"):
         check_decode_parity(fast, LOW_RANK, [1, 2, 1], [17, 40, 0], torch.bfloat16)

@@ -1,4 +1,7 @@
-"""Tests of the registered ops: schemas, fake implementations, and `torch.compile(fullgraph=True)` over the layer."""
+"""Tests of the ops that `fast` registers with torch.library: schemas, fake implementations, `torch.compile`.
+
+A fake implementation computes only shapes, dtypes and strides of the results, for tracing.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,12 @@ OPS = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.star
 
 
 def backend_here(dtype: torch.dtype) -> str:
-    """Return the backend for the default test dims on the device under test."""
+    """Return the name of the backend that decodes cache entries of the config DIRECT on the default device."""
     return decode_backend(dtype, DIRECT.kv_lora_rank, DIRECT.qk_rope_head_dim)
 
 
 def decode_backend(dtype: torch.dtype, latent: int, rope: int, block_size: int = 16) -> str:
-    """Return the backend that decodes cache entries of the given widths on the device under test."""
+    """Return the name of the backend that decodes cache entries of the given widths on the default device."""
     device = torch.get_default_device()
     return select(decode_request(device, dtype, latent, rope, block_size, QueryLenSupport.VARLEN)).name
 
@@ -43,7 +46,7 @@ def decode_samples(
     seq_lens: Sequence[int] = (20, 33, 0),
     out_dtype: torch.dtype | None = None,
 ) -> list[tuple]:
-    """Return the arguments of four calls of `mla_decode`: with or without a schedule, batch-invariant or not."""
+    """Return the arguments of four decodes: with and without a schedule, each batch-invariant and not."""
     batch = make_batch([1, 2, 0], seq_lens, block_size)
     cache = new_cache(batch, latent + rope, dtype).nan_to_num(0)
     plan = fast.build_mla_metadata(batch.common, block_size, 4096, 2).decode
@@ -60,7 +63,10 @@ def decode_samples(
 
 
 def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
-    """Return arguments of every op; unowned cache entries are 0, because opcheck takes two NaN for different values."""
+    """Return arguments of every op.
+
+    Unused cache entries are 0 and not NaN, because opcheck takes two NaN for different values.
+    """
     batch = make_batch([1, 2, 0], [20, 33, 0])
     entries = make_entries(batch, DIRECT.head_size, dtype)
     cache = make_cache(batch, entries, DIRECT.head_size, dtype).nan_to_num(0)
@@ -126,7 +132,7 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
         "mla_twins::mla_decode_out": [
             (*given[:-1], torch.zeros(given[0].shape, dtype=given[10]), given[-1]) for given in decodes
         ],
-        # with 8 tokens of 2 heads a message has no padding; padding would stay unwritten
+        # messages of 8 tokens and 2 heads need no padding bytes, which would stay unwritten
         "mla_twins::pack_attn_state": [(rand(8, 4, 5), torch.randn(4, 8, dtype=lse), 2, backend)],
         "mla_twins::merge_packed_attn_states": [
             (fast.distributed.merge._pack_attn_state(rand(3, 4, 5), torch.randn(4, 3, dtype=lse), 2, backend), 3, 2, 5,
@@ -153,24 +159,24 @@ def overload(name: str):
 
 
 def check_op(name: str, arguments: tuple) -> None:
-    """Run all checks of opcheck on one op."""
+    """Run `torch.library.opcheck` on one call of an op."""
     torch.library.opcheck(overload(name), arguments)
 
 
 @pytest.mark.parametrize("name", OPS)
 def test_opcheck(name):
-    """Every op passes opcheck: schema (mutation and aliasing), fake implementation and ahead-of-time tracing."""
+    """Run opcheck on an op -> no error in schema (mutation and aliasing), fake implementation and tracing."""
     for arguments in samples(torch.float32)[name]:
         check_op(name, arguments)
 
 
 def padded(x: torch.Tensor) -> torch.Tensor:
-    """Return the same values as a view of rows that are twice as wide."""
+    """Return the values of x as a view of rows that are twice as wide."""
     return torch.cat((x, x), -1)[..., : x.shape[-1]]
 
 
 def transposed(x: torch.Tensor) -> torch.Tensor:
-    """Return the same values stored head by head."""
+    """Return the values of x, stored head by head."""
     return x.transpose(0, 1).contiguous().transpose(0, 1)
 
 
@@ -185,7 +191,7 @@ LAYOUTS = {"contiguous": lambda x: x, "padded": padded, "transposed": transposed
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("name", OPS)
 def test_fake_results(name, layout, dtype):
-    """For every layout of the arguments, the fake result has the shape, dtype and strides of the real result."""
+    """Call an op with real and with fake tensors of several layouts -> the same shapes, dtypes and strides."""
     for arguments in samples(dtype)[name]:
         arguments = tree_map(lambda x: layout(x) if is_data(x) else x, arguments)
         real = overload(name)(*arguments)
@@ -195,7 +201,7 @@ def test_fake_results(name, layout, dtype):
         for r, f in zip(tree_leaves(real), tree_leaves(fake), strict=True):
             if isinstance(r, torch.Tensor):
                 assert (r.dtype, r.device, r.stride()) == (f.dtype, f.device, f.stride())
-                # a size that only the kernel knows is a symbol in the fake shape
+                # a size that depends on the data is a symbol in the fake shape
                 known = all(isinstance(size, int) for size in f.shape)
                 assert f.shape == r.shape if known else (f.dim() == r.dim() and name.endswith("_parts"))
 
@@ -244,7 +250,7 @@ print("compiled")
 
 
 def test_compile_fullgraph():
-    """A compiled layer has one graph without breaks and gives the bits of eager mode, in decode and mixed steps.
+    """Compile a layer with `fullgraph=True` -> the bits of eager mode, in steps of decodes and in mixed steps.
 
     While sequences grow, the layer is recompiled once: `max_seq_len` is a constant in the first graph and a symbol in
     the second graph. The test runs in its own process, because the run-time shape checks of the tests cannot be traced.

@@ -1,4 +1,4 @@
-"""Checks of the packages' sources: no lines are repeated, and only listed modules count the bytes of an element."""
+"""Checks of the packages' sources: no repeated lines, and element sizes in bytes only in listed modules."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ WINDOW = 20  # number of consecutive lines that must not occur twice
 
 
 def code_lines(path: Path) -> list[tuple[int, str]]:
-    """Return numbers and texts of the lines that are compared.
+    """Return number and text of each line that is compared.
 
     Docstrings, comments, imports, signatures and lines of at most three characters are left out. Signatures are left
-    out because the launchers of an op have the same signature in every backend.
+    out because the functions that launch the kernels of an op have the same signature in every backend.
     """
     source = path.read_text(encoding="utf-8")
     left_out: set[int] = set()
@@ -34,9 +34,10 @@ def code_lines(path: Path) -> list[tuple[int, str]]:
 
 
 def repeated(paths: list[Path]) -> dict[tuple[str, str], list[tuple[int, int]]]:
-    """Return the runs of WINDOW lines that occur twice.
+    """Return the sequences of WINDOW lines that occur twice.
 
-    The key is a pair of file names. The value has, for each run, the number of its first line in both files.
+    Returns:
+        Pair of file names to a list: for each repeated sequence, the numbers of its first line in both files.
     """
     seen: dict[tuple[str, ...], tuple[Path, int]] = {}
     found: dict[tuple[str, str], list[tuple[int, int]]] = {}
@@ -51,12 +52,12 @@ def repeated(paths: list[Path]) -> dict[tuple[str, str], list[tuple[int, int]]]:
 
 
 def test_no_lines_stand_twice():
-    """No run of WINDOW consecutive lines occurs twice in `fast`."""
+    """Search `fast` for repeated lines -> no WINDOW consecutive lines occur twice."""
     assert repeated(sorted((ROOT / "fast").rglob("*.py"))) == {}
 
 
 def test_repeated_lines_are_seen(tmp_path):
-    """Repeated lines are found despite other comments and indents, and one changed line ends a run."""
+    """Repeat 20 lines with other comments and indents -> they are found, unless another line is between them."""
     lines = [f"value_{number} = {number}" for number in range(30)]
     (tmp_path / "a.py").write_text("\n".join(lines))
     (tmp_path / "b.py").write_text('"""Another."""\nif True:\n' + "\n".join(f"    {x}  # why" for x in lines[:20]))
@@ -65,7 +66,7 @@ def test_repeated_lines_are_seen(tmp_path):
     assert repeated(sorted(tmp_path.glob("*.py"))) == {}
 
 
-# modules that may use the number of bytes of an element, and the reason
+# modules that may use the number of bytes of an element: what they use it for
 COUNTS_BYTES = {
     "reference/interfaces/cache_format.py": "the formats",
     "reference/interfaces/checks.py": "addresses of tensors that must not overlap",
@@ -93,13 +94,13 @@ def sources_without_bytes() -> dict[str, str]:
 
 
 def counts_bytes(source: str) -> bool:
-    """Return True if a source reads the number of bytes of a dtype or a tensor."""
+    """Return True if a source text uses `itemsize`, `element_size` or `nbytes`."""
     used = {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
     return bool(used & {"itemsize", "element_size", "nbytes"})
 
 
 def test_formats_alone_count_bytes():
-    """The modules of COUNTS_BYTES read the number of bytes of an element, and no other module does."""
+    """Search the sources -> exactly the modules of COUNTS_BYTES use the number of bytes of an element."""
     assert not [name for name, source in sources_without_bytes().items() if counts_bytes(source)]
     assert not [name for name in COUNTS_BYTES if not counts_bytes((ROOT / name).read_text(encoding="utf-8"))]
 
@@ -109,15 +110,13 @@ def is_number(node: ast.AST | None) -> bool:
 
 
 def literal_byte_counts(source: str) -> list[int]:
-    """Return the numbers of the lines in which a literal stands for the bytes of an element.
+    """Return the numbers of the lines in which a literal number is the number of bytes of an element.
 
     Two kinds of lines are found:
 
-    - a statement with a literal factor and a name that contains "byte", the name `head_size` (width of a cache entry)
-      or the name `expect` (bytes that an mbarrier waits for);
-    - a name for bytes or for the size of an element with the value 1, 2, 4 or 8.
-
-    A name for a number of elements must therefore not contain "byte".
+    - a statement with a literal factor, and with a name that contains "byte", the name `head_size` (width of a cache
+      entry) or the name `expect` (bytes that an mbarrier waits for)
+    - a name for bytes or for the size of an element that gets the value 1, 2, 4 or 8
     """
     found = []
     for statement in ast.walk(ast.parse(source)):
@@ -142,7 +141,7 @@ def literal_byte_counts(source: str) -> list[int]:
 
 
 def is_size(name: str) -> bool:
-    """Return True for a name of a number of bytes or of the size of an element."""
+    """Return True if a name contains "byte", "element_size" or "itemsize"."""
     return any(word in name.lower() for word in ("byte", "element_size", "itemsize"))
 
 
@@ -151,7 +150,7 @@ def is_size_of_element(node: ast.AST | None) -> bool:
 
 
 def test_no_literal_stands_for_the_bytes_of_an_element():
-    """No literal stands for the bytes of an element, so that byte counts are right in any cache format."""
+    """Search the sources -> no literal is the number of bytes of an element, which depends on the cache format."""
     found = {name: lines for name, source in sources_without_bytes().items() if (lines := literal_byte_counts(source))}
     assert not found
 
@@ -182,15 +181,15 @@ def test_no_literal_stands_for_the_bytes_of_an_element():
     ],
 )
 def test_literal_byte_counts_are_seen(line, expected):
-    """`literal_byte_counts` reports lines with a literal size of an element, and no lines with other numbers.
-
-    Some of the reported lines are former lines of the planners.
-    """
+    """Read a line -> `literal_byte_counts` reports it exactly if it has a literal size of an element."""
     assert len(literal_byte_counts(line)) == expected
 
 
 def test_formats_alone_know_the_columns():
-    """Every op checks a cache with the given cache format only, and not with widths or a dtype of its own."""
+    """Search the calls of `check_cache` -> every op checks a cache only with the given cache format.
+
+    An op must not check widths or a dtype of the cache by itself.
+    """
     for package in ("reference", "fast"):
         for path in (ROOT / package).rglob("*.py"):
             name = path.relative_to(ROOT).as_posix()

@@ -1,4 +1,8 @@
-"""Checks of the structure of both packages: same modules, names and signatures, and imports in one direction only."""
+"""Checks of the structure of both packages: the same modules, names and signatures; imports in one direction.
+
+Twins are the functions or classes of the same name in `reference` and `fast`. The contract is `reference/interfaces`:
+the types, argument checks and errors that both packages use.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ import fast
 import reference
 
 ROOT = Path(reference.__file__).parents[1]
-# modules of the contract and of the communication between ranks; `fast` imports these modules and has no twins of them
+# modules of the contract and of the communication between ranks; `fast` imports them and has no modules of these names
 REFERENCE_ALONE = ("interfaces", "distributed/groups", "distributed/simulation", "distributed/arguments")
 MODULES = sorted(
     name for path in (ROOT / "reference").rglob("[!_]*.py")
@@ -44,7 +48,7 @@ def public_functions(package: str, module: str) -> dict[str, ast.FunctionDef]:
 
 
 def parameters(function: ast.FunctionDef) -> list[str]:
-    """Return the positional parameters, `/` and `*args` as texts with annotations and defaults."""
+    """Return the positional parameters, including `/` and `*args`, as texts with annotations and defaults."""
     spec = ast.parse(ast.unparse(function)).body[0].args
     spec.kwonlyargs, spec.kw_defaults = [], []
     return ast.unparse(spec).split(", ")
@@ -73,20 +77,20 @@ def imported_modules(path: Path) -> set[str]:
 
 
 def test_modules():
-    """`fast` has a module of the same path for every module of `reference`, except those of REFERENCE_ALONE."""
+    """List the modules -> `fast` has a module of the same path for every module, except those of REFERENCE_ALONE."""
     assert len(MODULES) > 20
     missing = [module for module in MODULES if not (ROOT / "fast" / f"{module}.py").is_file()]
     assert not missing
 
 
-INTERNAL = {"attend_one_request"}  # helper of two modules of the reference; no function of `fast` corresponds to it
+INTERNAL = {"attend_one_request"}  # helper functions of `reference` that have no twin
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_signatures(module):
-    """Twins have the same name and the same parameters, with the same order, defaults and annotations.
+    """Compare the signatures of twins -> the same parameters, with the same order, defaults and annotations.
 
-    `fast` may add keyword-only parameters that have defaults.
+    `fast` may add keyword-only parameters with defaults.
     """
     ours, theirs = public_functions("reference", module), public_functions("fast", module)
     for name in ours.keys() - INTERNAL:
@@ -103,7 +107,7 @@ def test_signatures(module):
 
 
 def test_all():
-    """Both packages have the same `__all__`, and the types of the contract are the same objects in both."""
+    """Compare `__all__` of both packages -> the same names; names of the contract are the same objects in both."""
     assert reference.__all__ == fast.__all__
     assert len(set(reference.__all__)) == len(reference.__all__)
     for name in reference.__all__:
@@ -118,7 +122,7 @@ def test_all():
 
 
 def test_annotations_resolve():
-    """All annotations of public functions can be resolved; beartype ignores annotations that cannot be resolved."""
+    """Resolve the annotations of all public functions -> no error; beartype would ignore unresolved annotations."""
     for package in (reference, fast):
         for name in package.__all__:
             if inspect.isfunction(getattr(package, name)):
@@ -126,9 +130,9 @@ def test_annotations_resolve():
 
 
 def test_reference_imports():
-    """`reference` imports only torch, einops, jaxtyping, the standard library and itself.
+    """Read the imports of `reference` -> only torch, einops, jaxtyping, the standard library and `reference` itself.
 
-    The modules of `reference/interfaces` import no einops.
+    The modules of `reference/interfaces` do not import einops.
     """
     for path in (ROOT / "reference").rglob("*.py"):
         allowed = {"torch", "jaxtyping"} | (
@@ -139,7 +143,7 @@ def test_reference_imports():
 
 
 def test_fast_imports():
-    """`fast` imports from `reference` only the contract and the communication between ranks.
+    """Read the imports of `fast` -> from `reference` only the contract and the communication between ranks.
 
     The exception is `fast/__main__.py`, which compares the two packages.
     """
@@ -176,7 +180,7 @@ def files_of_modules() -> dict[str, Path]:
 
 
 def floor_of(path: Path) -> int | None:
-    """Return the floor of a file; None for files without a floor, such as those of fast/assets."""
+    """Return the index of a file's floor in FLOORS; None for a file without a floor, such as a file of fast/assets."""
     name = path.relative_to(ROOT).as_posix()
     fits = [floor for floor, prefixes in enumerate(FLOORS) for prefix in prefixes
             if name == prefix or name.startswith(f"{prefix}/")]  # fmt: skip
@@ -184,7 +188,7 @@ def floor_of(path: Path) -> int | None:
 
 
 def edges() -> dict[Path, set[Path]]:
-    """Return the files that each file imports; `from a import b` is the module a.b if a.b exists, else a."""
+    """Return the files that each file imports; `from a import b` imports the module a.b if it exists, else a."""
     files = files_of_modules()
     found: dict[Path, set[Path]] = {}
     for path in files.values():
@@ -201,7 +205,7 @@ def edges() -> dict[Path, set[Path]]:
 
 
 def test_no_import_goes_up():
-    """Every file has a floor, and a file imports only from its own floor and from lower floors."""
+    """Look up the imports of every file -> they lead only to its own floor of FLOORS and to lower floors."""
     for path, targets in edges().items():
         if "assets" in path.parts or path.name == "_shadow.py":
             continue
@@ -214,7 +218,7 @@ def test_no_import_goes_up():
 
 
 def test_no_circle():
-    """No files import each other in a cycle."""
+    """Follow the imports -> no files import each other in a cycle."""
     graph = edges()
     done: set[Path] = set()
 
@@ -229,12 +233,12 @@ def test_no_circle():
         visit(path, ())
 
 
-FAMILIES = ("mla",)
+FAMILIES = ("mla",)  # attention families: kinds of attention with a folder of their own in both packages
 FLOOR_OF_FAMILIES = next(floor for floor, prefixes in enumerate(FLOORS) if "fast/mla" in prefixes)
 
 
 def family_faults(graph: dict[str, set[str]], families: tuple[str, ...] = FAMILIES) -> list[str]:
-    """Return imports of an attention family by another family, or by a file on or below the floor of the families.
+    """Return forbidden imports: of a family by another family, or by any other file that is not above the families.
 
     Args:
         graph: for each file the files that it imports, as paths from the root such as "fast/mla/layer.py".
@@ -252,7 +256,7 @@ def family_faults(graph: dict[str, set[str]], families: tuple[str, ...] = FAMILI
 
 
 def test_families_stand_alone():
-    """No attention family imports another family, and no lower floor imports a family."""
+    """Look up the imports of all files -> no family imports another family, and no lower floor imports a family."""
     graph = {path.relative_to(ROOT).as_posix(): {target.relative_to(ROOT).as_posix() for target in targets}
              for path, targets in edges().items()}  # fmt: skip
     folders = {path.split("/")[1] for path in graph if floor_of(ROOT / path) == FLOOR_OF_FAMILIES}
@@ -275,13 +279,13 @@ def test_families_stand_alone():
     ],
 )
 def test_a_second_family_is_seen(path, target, fault):
-    """`family_faults` reports the forbidden imports of a second family `gqa`, which does not exist yet."""
+    """Imagine a second family `gqa` -> `family_faults` reports the forbidden imports, and no others."""
     expected = [f"{path} imports {target}"] if fault else []
     assert family_faults({path: {target}}, ("mla", "gqa")) == expected
 
 
 def test_length_of_modules():
-    """A module of the packages has at most 450 lines, and a test module has at most 600 lines."""
+    """Count lines -> at most 450 in a module of the packages, at most 600 in a test module."""
     sources = [path for package in ("reference", "fast") for path in (ROOT / package).rglob("*.py")]
     limits = {path: 450 for path in sources} | {path: 600 for path in (ROOT / "tests").rglob("*.py")}
     long = {path.relative_to(ROOT).as_posix(): lines for path, limit in limits.items()
@@ -290,14 +294,14 @@ def test_length_of_modules():
 
 
 def test_imports_reader(tmp_path):
-    """`imported_modules` finds relative imports and the imported names."""
+    """Read the imports of a module -> `imported_modules` finds relative imports and the imported names."""
     path = ROOT / "reference" / "mla" / "layer.py"
     assert {"torch", "reference.mla.decode", "reference.mla.decode.mla_decode"} <= imported_modules(path)
 
 
 @pytest.mark.parametrize("package", ["reference", "fast"])
 def test_imports_without_extras(package):
-    """A package can be imported without Triton and without the packages of any extra."""
+    """Import a package without Triton and without the packages of any extra -> no error."""
     code = f"""
 import importlib.machinery, sys
 class Hiding(importlib.machinery.PathFinder):
@@ -319,9 +323,9 @@ assert not bad, bad
 
 @pytest.mark.parametrize("package", ["reference", "fast"])
 def test_docstrings(package):
-    """Every module, public class and public function has a docstring."""
+    """Look for docstrings -> every module, public class and public function has one."""
     for path in (ROOT / package).rglob("*.py"):
-        if "assets" in path.parts:  # scripts beside their data, not modules
+        if "assets" in path.parts:  # scripts, not modules
             continue
         tree = parse(path)
         if path.name != "__init__.py" or tree.body:
@@ -337,7 +341,7 @@ def test_docstrings(package):
 
 @pytest.mark.parametrize("package", ["reference", "fast"])
 def test_no_ambient_state(package):
-    """No function rebinds a global name, and a module assigns literals only to names in upper case or with `__`."""
+    """Search for global variables -> no `global` statement; literals only in names in upper case or with `__`."""
     for path in (ROOT / package).rglob("*.py"):
         tree = parse(path)
         assert not [n for n in ast.walk(tree) if isinstance(n, ast.Global)], f"{path}: a global statement"
@@ -350,14 +354,14 @@ def test_no_ambient_state(package):
 
 
 def test_memory_is_poisoned():
-    """Under test, new tensors hold NaN or large integers, so that reading an unwritten element makes a test fail."""
+    """Allocate tensors in a test -> NaN or large integers, so that reading an unwritten element makes a test fail."""
     assert torch.empty(64).isnan().all() and torch.empty_like(torch.zeros(64)).isnan().all()
     assert torch.zeros(2).new_empty(64, dtype=torch.bfloat16).isnan().all()
     assert (torch.empty(64, dtype=torch.int32) > 2**30).all()
 
 
 def test_shapes_are_checked():
-    """With beartype installed, a tensor whose shape contradicts the annotation raises before the function runs."""
+    """Pass a tensor whose shape contradicts the annotation -> an error of the run-time checks of the tests."""
     pytest.importorskip("beartype")
     with pytest.raises(TypeError, match="Type-check error"):
         reference.AttentionState(torch.zeros(3, 2, 4), torch.zeros(3, 2))
@@ -378,7 +382,7 @@ sys.exit(pytest.main(["-q", "-rs", "-p", "no:cacheprovider", "tests/planning/tes
 
 
 def test_without_hypothesis():
-    """Without hypothesis, the tests that need hypothesis are skipped with a reason, and the other tests run."""
+    """Run a test file without hypothesis -> the tests that need it are skipped with a reason; the other tests run."""
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_HYPOTHESIS],

@@ -1,7 +1,8 @@
-"""Example of a user's program, which CI runs with an installed wheel and checks with `mypy --strict`.
+"""Example of a user's program: decode, run a layer, and generate tokens with both packages, `fast` and `reference`.
 
-The program takes no options. Run it in a folder that does not contain the packages, so that Python imports the
-installed packages. The program ends with an error if the wheel lacks a file that the program needs.
+CI runs this program with an installed wheel, and checks it with `mypy --strict`. Run it in a folder that does not
+contain the packages, so that Python imports the installed packages. The program takes no options. It ends with an error
+if the wheel lacks a file that the program needs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ CHECKPOINT = Path(fast.__file__).parent / "assets" / "tiny-mla"
 
 
 def make_batch(query_lens: list[int], seq_lens: list[int], block_table: Tensor) -> fast.CommonAttentionMetadata:
-    """Return the batch of a step."""
+    """Return the batch of a step from the query lengths and the sequence lengths of its requests."""
     return fast.CommonAttentionMetadata.from_lens(query_lens, seq_lens, block_table, BLOCK_SIZE)
 
 
@@ -48,7 +49,10 @@ def decode(dtype: torch.dtype, package: str) -> tuple[Tensor, Tensor]:
 
 
 def check_decode() -> None:
-    """Compare the decodes of both packages, with a budget that is computed from the error of `reference`."""
+    """Compare the decodes of both packages; end the program if the error of `fast` exceeds its budget.
+
+    The budget is computed from the error of `reference` in float32 against `reference` in float64.
+    """
     gold, low, ours = (
         decode(dtype, package)
         for dtype, package in ((torch.float64, "reference"), (torch.float32, "reference"), (torch.float32, "fast"))
@@ -61,7 +65,7 @@ def check_decode() -> None:
 
 
 def step_layer(attention: torch.nn.Module, ops_layer: type[fast.MLAAttention]) -> Tensor:
-    """Run a prefill with a plan of a builder and a decode with a `DecodeGraph`, and return the output of the decode."""
+    """Run a prefill of 20 tokens, then a decode in a `DecodeGraph`; return the output of the decode."""
     layer = ops_layer.from_hf(attention)
     config: fast.MLAConfig = layer.config
     cache = fast.allocate_kv_cache(8, BLOCK_SIZE, config.head_size, torch.float32)
