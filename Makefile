@@ -7,7 +7,7 @@ check:
 test:
 	pytest
 
-# what runs at night: every property test of the planners with 2000 examples, 40,000 in all
+# tests of planning with random inputs: 2000 inputs for each test, 40,000 in all; takes half an hour
 check-deep:
 	HYPOTHESIS_PROFILE=deep pytest tests/planning/test_batch.py tests/planning/test_schedule.py tests/mla/test_choose_path.py tests/mla/test_builder.py \
 	  tests/mla/test_cascade.py
@@ -18,6 +18,6 @@ docs:
 bench:
 	python -m tests.benchmarks.decode_vs_transformers
 
-# on a machine with a CUDA device; make gpu PEERS=folder times the peer kernels of that folder as well
+# needs a CUDA device; `make gpu PEERS=folder` also times the kernels of other projects that the folder wraps
 gpu:
 	python -m tests.gpu_suite $(if $(PEERS),--peers $(PEERS))
