@@ -1,7 +1,7 @@
 """Call every public function of a package with one malformed argument at a time, and report the outcomes.
 
-`python -m tests.malformed_calls fast` prints one JSON object. A separate process makes the calls, because conftest.py
-adds run-time checks of the annotations that a user does not have.
+`python -m tests.malformed_calls fast` prints one JSON object. A separate process makes the calls, because in the
+process of the tests conftest.py adds run-time checks of annotations, which a user's process does not have.
 
 If you add a public function, add a valid call of this function to `valid_calls`. The malformed values are derived from
 the annotations of its arguments.

@@ -138,10 +138,11 @@ class Axis:
         return self.start + share * (self.end - self.start)
 
     def ticks(self, most: int) -> list[tuple[float, bool]]:
-        """Return pairs of a tick and of whether the tick is a power of ten.
+        """Return a pair for each tick: the value of the tick, and whether this value is a power of ten.
 
         Three sets of ticks are tried: 1, 2 and 5 times the powers of ten, then 1 and 3 times the powers of ten, then
-        the powers of ten alone. The first set with at most `most` ticks is returned, or else the last set.
+        the powers of ten alone. The first set with at most `most` ticks is returned. If every set has more ticks, the
+        last set is returned.
         """
         powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
         for factors in ((1, 2, 5), (1, 3), (1,)):

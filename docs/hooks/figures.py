@@ -31,7 +31,7 @@ def inlined(svg: str, name: str, alt: str, kind: str = "figure", colours: dict[s
         name: prefix that makes the identifiers of the drawing unique on the page.
         alt: description for readers who cannot see the drawing.
         kind: CSS classes of the drawing.
-        colours: further colours to replace, besides COLOURS, each with its replacement.
+        colours: more colours to replace, in addition to COLOURS: colour in the SVG file: colour of the page.
 
     Raises:
         ValueError: the drawing has no viewBox.
@@ -54,7 +54,9 @@ def inlined(svg: str, name: str, alt: str, kind: str = "figure", colours: dict[s
 
 
 def contenders(css: str) -> dict[str, str]:
-    """Map the light colour of each measured implementation (CONTENDERS) to its CSS property, which has both schemes.
+    """Map the colour of each implementation in CONTENDERS in the light scheme to the CSS property that replaces it.
+
+    The CSS property has one colour for the light scheme and one for the dark scheme.
 
     Args:
         css: text of the style sheet.

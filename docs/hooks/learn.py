@@ -1,7 +1,8 @@
 """Turn the notebooks into pages of the site: Markdown from the cells and the stored outputs, without running code.
 
 The notebook `notebooks/01-latent.ipynb` becomes the page `learn/01-latent.md`. The PNG figures and the notebook file
-are put into the same folder `learn`. Links of other pages to the notebook file are changed into links to its page.
+are put into the same folder `learn`. A link to the notebook file on another page is changed into a link to the page of
+the notebook.
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ def output_block(output: Any, stem: str, index: int, alt: str, figures: dict[str
 
 
 def output_box(block: str) -> str:
-    """Return an output in a box of the page; Markdown is not parsed in the box of an SVG figure, which is HTML."""
+    """Return an output in a box of the page; an SVG figure is HTML, so its box is not parsed as Markdown."""
     if block.startswith("<figure>"):
         return f'<div class="output">\n{block}\n</div>'
     return f'<div class="output" markdown>\n\n{block}\n\n</div>'

@@ -62,7 +62,7 @@ def in_order(names: Iterable[str]) -> list[str]:
 
 
 def best(times: dict[str, Any], ours: bool) -> str | None:
-    """Return the contender with the smallest median: a variant of `fast` if `ours`, else a peer; None without one."""
+    """Return the variant of `fast` (if `ours`) or the peer (if not) with the smallest median; None if there is none."""
     who = [name for name in times if is_ours(name) == ours]
     return min(who, key=lambda name: times[name]["median_us"], default=None)
 
@@ -236,7 +236,7 @@ class Results:
         return self._whole(name, host_table)
 
     def _whole(self, name: str, *drawings: Callable[[dict[str, Any]], str]) -> str:
-        """Return the facts, drawings and command of a file; a note if a file of NOT_MEASURED does not exist yet."""
+        """Return the facts, drawings and command of a file, or a note if the file is in NOT_MEASURED and is missing."""
         if name in NOT_MEASURED and not (self._docs / "results" / name).exists():
             return not_measured(NOT_MEASURED[name])
         report = self._load(name)
@@ -334,7 +334,7 @@ class Results:
         return f"{table([*heads, *names], lines, len(heads))}\n\nTimes are medians in us, replayed; {', '.join(said)}."
 
     def crossover(self, name: str, path: str) -> str:
-        """Return a table of the largest slowdown of the path that `choose_path` chose against the faster path."""
+        """Return a table of the largest slowdown: by how much the path that `choose_path` chose was the slower path."""
         rows = part_of(self._load(name), path)["heads"]
         ways = list(rows[0]["lost"])
         lines = [
@@ -368,7 +368,7 @@ class Results:
         return table(["check", "verdict", "summary"], lines, 3)
 
     def mutants(self, name: str) -> str:
-        """Return a table of the mutants (planted faults) that the tests noticed, by subject, and their origin."""
+        """Return a table that counts the mutants (planted faults) and those that a test noticed, for each subject."""
         report = self._load(name)
         columns = {"judged": "drawn", "killed": "a test failed", "timed out": "timed out", "survived": "survived"}
         rows = [[subject, *(str(counts[key]) for key in columns)]

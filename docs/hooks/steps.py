@@ -66,8 +66,8 @@ def step_table(report: dict[str, Any]) -> str:
     sets = report["weight_sets"]
     return (
         f"{table(head, lines, 1)}\n\nTimes are medians in ms for {report['layers']} layers with a cache each; "
-        f"the layers share {sets} sets of weights. *GPU busy* is the share of the time from the end of the "
-        "first layer on in which a kernel runs, in an eager step."
+        f"the layers share {sets} sets of weights. *GPU busy* is measured in an eager step, from the end of the "
+        "first layer to the end of the step: the share of this time in which a kernel runs."
     )
 
 

@@ -114,8 +114,8 @@ def deepseek_frequencies(dim: int, theta: float, original: int, betas: tuple[flo
 def test_yarn_ramp_against_deepseek(ops):
     """The frequencies equal DeepSeek's, wherever YaRN's ramp ends.
 
-    The ramp is the range of pairs between unchanged and fully scaled frequencies. Its end is at most dim - 1, and can
-    lie behind the last pair, which has the index dim // 2 - 1.
+    The ramp is the range of pairs between unchanged and fully scaled frequencies. The ramp can end behind the last
+    pair: the last pair has the index dim // 2 - 1, and the largest possible end of the ramp is dim - 1.
     """
     ends = set()
     for dim, theta, original, betas in YARN_GRID:
@@ -127,7 +127,7 @@ def test_yarn_ramp_against_deepseek(ops):
 
 
 def test_yarn_ramp_against_transformers(ops):
-    """The frequencies for YARN_GRID are within the budget that YaRN of transformers in float32 gives."""
+    """The frequencies for YARN_GRID are within a budget, which is computed from the errors of transformers' YaRN."""
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

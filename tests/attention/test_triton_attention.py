@@ -80,8 +80,8 @@ def test_small_dims(dims, causal, dtype):
     """Attention is within the budget at small widths and ragged lengths.
 
     The kernel computes with powers of two. The widths P, R and V include widths that the kernel pads, a P that the
-    kernel divides (48 = 32 + 16), and R = 0. The query lengths include 0, 1, one less and one more than the 32 rows of
-    a row block in the interpreter. One request has S < Sq.
+    kernel divides (48 = 32 + 16), and R = 0. In the interpreter a row block has 32 rows, so the query lengths include
+    0, 1, 31 and 33. One request has S < Sq.
     """
     check_parity(make_inputs(*RAGGED, 2, dims, dtype), *RAGGED, causal)
 

@@ -88,7 +88,8 @@ def test_of_any_rank(ops, size, merge, bad):
 def test_of_any_rank_in_triton(size, merge, bad):
     """A bad LSE on any rank makes only its own merged row NaN in the Triton kernels of the merges over ranks.
 
-    The test fails if a kernel's maximum drops the NaN of a rank: this rank then counts as a rank without keys.
+    The test fails if a kernel's maximum drops the NaN of a rank, because the kernel then treats this rank as a rank
+    without keys.
     """
     check_bad_rows(merge(states_with(bad, size, torch.float32), size, torch.float32), size)
 

@@ -107,7 +107,7 @@ def test_every_op_has_a_cpu_kernel():
     ],
 )
 def test_reasons(change, reason):
-    """A backend refuses a request for one reason if one value of the request is outside the declaration."""
+    """If one value that a call needs is outside a backend's declaration, the backend gives exactly one reason."""
     narrow = deviceless(
         "narrow", 5, dtypes=(torch.float32,), head_dims={"kv_lora_rank": (512,)}, block_sizes=(64,),
         query_lens=QueryLenSupport.UNIFORM, masks=("causal",), batch_invariant=False, graph=GraphSupport.ONE_QUERY_LEN,
@@ -273,7 +273,7 @@ WRONG = [
 def test_what_nothing_has_is_refused_at_construction(backend, message, plain_errors):
     """Every function with a parameter `backend` refuses an invalid value with one line, before anything runs.
 
-    An invalid mapping from op to backend is refused even if the function calls none of its ops.
+    An invalid mapping from op to backend is refused even if the function calls none of the ops in the mapping.
     """
     state = fast.AttentionState(torch.zeros(2, 3, 4), torch.zeros(3, 2))
     calls = [
@@ -302,7 +302,9 @@ def test_a_backend_declares_kernels_of_its_own(name):
 
 
 def test_a_name_at_an_op_is_that_backend_or_every_reason(capability):
-    """A call that names a backend runs a kernel of this backend, or raises every reason why the backend cannot serve.
+    """A call that names a backend runs a kernel of this backend, or raises an error.
+
+    The error lists every reason why the backend cannot serve the call.
 
     `hopper`, for example, serves the ops of a decode, but no other op.
     """

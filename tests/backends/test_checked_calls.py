@@ -53,7 +53,7 @@ def test_a_second_call_is_not_checked_again(selections):
 
 
 def test_bad_input_after_good_input(plain_errors):
-    """A valid call does not make a later invalid call pass: another signature is checked again.
+    """A valid call does not make a later invalid call pass: a call with another signature is checked.
 
     The values of CPU tensors are not part of the signature, and are checked in every call.
     """
@@ -85,7 +85,7 @@ def test_overlap_is_checked_in_every_call(plain_errors):
 
 
 def test_another_backend_is_chosen_again():
-    """A backend that is registered later serves the next call with a signature that was seen before."""
+    """After a new backend is registered, the next call chooses a backend again, even if its signature is known."""
     state = AttentionState(torch.randn(2, 3, 4), torch.randn(3, 2))
     fast.merge_attn_states(state, state)
     zeros = AttentionState(torch.zeros(2, 3, 4), torch.zeros(3, 2))

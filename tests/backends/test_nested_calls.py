@@ -122,7 +122,7 @@ def test_forward_attention_and_forward_prefill(signatures):
 def test_an_output_of_a_projection_may_change(plain_errors):
     """A step whose projection returns another dtype, shape or strides does not follow the notes.
 
-    The checks then run: other strides are right, and another dtype or shape is refused.
+    The checks then run: other strides are accepted, and another dtype or shape is refused.
     """
     step = Step()
     first = step()
@@ -328,7 +328,7 @@ def test_outputs_of_other_backends_are_compared(plain_errors):
 
 
 def test_a_new_backend_ends_the_notes(signatures):
-    """`forget_calls`, which runs when a backend is registered, also drops the notes: they name backends."""
+    """`forget_calls`, which runs when a backend is registered, also drops the notes, because notes name backends."""
     step = Step()
     first = step()
     step()
@@ -339,7 +339,7 @@ def test_a_new_backend_ends_the_notes(signatures):
 
 
 def test_another_order_of_calls():
-    """If the calls inside a function come in another order than in its notes, no call gets another call's result.
+    """A function whose inner calls come in another order than in its notes still gives every call its own result.
 
     The notes are dropped, and the next call of the function makes new notes.
     """
@@ -364,7 +364,10 @@ def test_another_order_of_calls():
 
 
 def test_functions_inside_each_other():
-    """If a function with notes calls another function with notes, only the outer function keeps notes, of all calls."""
+    """If a function with notes calls another function with notes, only the outer function keeps notes.
+
+    The notes of the outer function contain the calls inside both functions.
+    """
     outer, inner, x = CallsInside(), CallsInside(), torch.zeros(3)
     check = CheckedOnce(lambda *_: 7)
 

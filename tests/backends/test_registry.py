@@ -220,7 +220,7 @@ OTHER_FORMAT = CacheFormat("other")
 def test_a_format_reaches_every_op(monkeypatch):
     """A layer, a cascade and a decode over ranks pass the cache format to every op that reads or writes the cache.
 
-    The backend `formatted` serves only the format `other`. It must therefore serve all these ops.
+    No backend but `formatted` serves the format `other`. So all these ops must be served by `formatted`.
     """
     reading = [op for op in OPS if op in ("mla_decode", "decode_programs", "gather_and_maybe_dequant_cache",
                                           "rope_norm_and_cache", "concat_and_cache_mla")]  # fmt: skip

@@ -1,8 +1,8 @@
 """Tests of replayed calls: a repeated call only allocates its outputs and launches the kernels of an earlier call.
 
-The first two calls with the same arguments run; the second call is recorded. Later calls are replays of the record, if
-the call did nothing but allocate and launch. Here, fake classes replace Triton's kernels, launcher and driver, so these
-tests need no GPU. `tests/gpu/test_replays.py` replays real kernels.
+The first two calls with the same arguments run; the second call is recorded. If the second call did nothing but
+allocate and launch, later calls replay its record. Here, fake classes replace Triton's kernels, launcher and driver, so
+these tests need no GPU. `tests/gpu/test_replays.py` replays real kernels.
 """
 
 from __future__ import annotations
@@ -199,8 +199,8 @@ def test_another_version_of_triton_is_not_replayed(monkeypatch):
 def test_a_call_that_does_not_fit_runs(version, driver, monkeypatch):
     """The call runs instead of its replay if the replay would launch with wrong arguments, device or hooks.
 
-    The cases are another number, one tensor where the recorded call had two (or the reverse), another current device,
-    and a launch hook of a Triton profiler.
+    The cases are another value of a number, one tensor where the recorded call had two (or the reverse), another
+    current device, and a launch hook of a Triton profiler.
     """
     kernel, launches = FakeKernel(version), Launches()
 

@@ -209,7 +209,7 @@ ROWS = tuple(Row(op, 65536) for op in MAKERS)
 
 
 def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: str = "cuda") -> Case:
-    """Return the inputs and contenders of one row.
+    """Return the inputs of one row and its contenders (the implementations to time).
 
     The argument `peers` is not used, because no other project offers these operations.
     """

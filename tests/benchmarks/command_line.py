@@ -71,7 +71,7 @@ def check_device(device: str) -> None:
 
 
 def check_peers(folder: Path | None) -> None:
-    """Raise `CannotRun` if a folder of peer kernels is given and has no module peers.py."""
+    """Raise `CannotRun` if a folder is given and has no module peers.py (kernels of other projects)."""
     if folder is not None and not (folder / "peers.py").is_file():
         raise CannotRun(f"--peers: expected a folder with peers.py, got {folder}")
 

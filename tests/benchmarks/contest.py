@@ -42,8 +42,8 @@ class Contender:
     Attributes:
         calls: one call for each set of inputs; a call does the timed work and nothing else.
         view: converts the output of a call to the shape that the check expects; the conversion is not timed.
-        step: function that runs a step of `timing.LAYERS` layers and its plan, for the times "stepped"; None repeats
-            `calls` instead.
+        step: function for the times "stepped": it plans a step of `timing.LAYERS` layers and runs all layers. If it is
+            None, `calls` are repeated instead.
     """
 
     calls: Sequence[Call]
@@ -80,7 +80,7 @@ def is_ours(who: str) -> bool:
 
 
 def finite(op: str, value: torch.Tensor) -> Parity:
-    """Return a comparison of the number of NaN and infinite elements of a whole output with 0.
+    """Return a comparison that fails if any element of an output is NaN or infinite.
 
     The comparison covers all elements, while the comparison with `reference` covers only a part of an output.
     """
@@ -143,7 +143,7 @@ def add_shares(row: dict[str, Any], ceilings: Ceilings, bandwidth: str) -> None:
     Args:
         row: result of `contest`; it is changed in place.
         ceilings: highest rates of simple operations, measured in this run.
-        bandwidth: ceiling of the GB/s, "read_gb_s" or "copy_gb_s".
+        bandwidth: name of the ceiling by which GB/s are divided, "read_gb_s" or "copy_gb_s".
     """
     for times in row.get("times", {}).values():
         for found in times.values():

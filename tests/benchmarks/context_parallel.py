@@ -105,7 +105,7 @@ def make_plan(row: Row, ranks: ContextParallel | None, heads: int) -> tuple[Tens
 
 
 def captured_us(step: Callable[[], object]) -> list[float]:
-    """Capture REPLAYS steps in a CUDA graph, replay it ROUNDS times; return the microseconds of one step per replay.
+    """Replay a CUDA graph of REPLAYS steps ROUNDS times, and return for each replay the microseconds of one step.
 
     A barrier before each replay makes all ranks begin at the same time.
     """

@@ -42,7 +42,7 @@ CONTEXT_LENS = (0, 128, 512, 2048, 8192, 32768)
 REQUESTS = 2  # requests of a batch; the contexts of two requests fit into the workspace
 BLOCK_SIZE, WORKSPACE = 64, 65536
 MOST_LOST = 0.10  # loss of the chosen path above which the benchmark prints a warning
-SLOWER = 8.0  # if the absorbed path is 8 times slower at one query length, it is not timed at longer query lengths
+SLOWER = 8.0  # once the absorbed path takes 8 x the time of the expanded path, it is not timed at longer query lengths
 CONSTANTS = tuple(asdict(PathCosts()))
 
 
@@ -176,7 +176,7 @@ def model(constants: Tensor, work: Tensor) -> Tensor:
 
 
 def fit(points: Sequence[Point], config: MLAConfig, steps: int = 3000, trials: int = 20_000) -> PathCosts:
-    """Return the constants with which `choose_path` loses least time.
+    """Return the constants with which `choose_path` loses the least time.
 
     1. Gradient descent on squared errors of logarithms. One error is that of the ratio (time of the absorbed path) /
        (time of the expanded path), with a higher weight where the ratio is near 1. The other errors are those of the

@@ -165,7 +165,7 @@ def make_inputs(row: Row, sets: int, device: torch.device | str) -> Inputs:
 
 
 def spread_out(count: int, at_most: int) -> list[int]:
-    """Return at most `at_most` evenly spaced indices below `count`, with the first and the last index."""
+    """Return at most `at_most` evenly spaced indices from 0 to `count` - 1, both included."""
     picked = min(count, at_most)
     return sorted({round(i * (count - 1) / max(picked - 1, 1)) for i in range(picked)})
 
@@ -227,7 +227,7 @@ def peer_contenders(row: Row, inputs: Inputs, peers: ModuleType) -> tuple[dict[s
     q = torch.cat((inputs.ql_nope, inputs.q_pe), dim=-1).view(row.B, row.Sq, row.N, WIDTH)
     there = peers.available()
     vllm_triton = vllm_with_scales(peers, q.device) if there["vllm_triton"] else None
-    kernels = {  # peer: library, and a function that returns the kernel before it has made a schedule
+    kernels = {  # peer: library, and a function that returns the kernel; the returned kernel has no schedule yet
         "FlashMLA": ("flashmla", peers.FlashMLADecode),
         "FA3": ("fa3", lambda: peers.fa3_mla_decode),
         AHEAD: ("fa3", getattr(peers, "FA3MLADecodeAhead", None)),

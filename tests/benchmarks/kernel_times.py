@@ -95,7 +95,7 @@ class Marker:
 
 
 def traced_steps(step: Callable[[], object], repeats: int, marker: Marker) -> list[list[Kernel]]:
-    """Trace `repeats` steps and return the kernels of each step; a step starts when the GPU has ended the last step."""
+    """Trace `repeats` steps and return the kernels of each step; a step starts when the GPU is idle."""
     from torch.profiler import ProfilerActivity, profile
 
     def run() -> None:

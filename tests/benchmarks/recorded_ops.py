@@ -77,7 +77,7 @@ def time_ops(clock: Clock | None, plan: Sequence[RecordedOp], layers: Sequence[S
         num_layers: number of layers in the step.
 
     Returns:
-        The sum in microseconds, and for every op of the plan and of a layer its name and the spread of its time.
+        The sum in microseconds, and a (name, spread of the time) of every op of the plan and of one layer.
 
     Raises:
         AssertionError: the layers differ in their ops, or no op of a layer is an attention op.

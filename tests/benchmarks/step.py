@@ -128,7 +128,7 @@ def fit(free: int, cache_bytes: int, weight_bytes: int, layers: int) -> tuple[in
     Caches get memory before weights, because layers can share weights, but each layer needs its own cache.
 
     Args:
-        free: free bytes beside the first set of weights.
+        free: bytes that are still free after the first set of weights was allocated.
         cache_bytes: bytes of the cache of one layer.
         weight_bytes: bytes of one set of weights.
         layers: wanted number of layers.

@@ -29,7 +29,7 @@ import torch
 
 Call = Callable[[], object]
 
-FLUSH_BYTES = 1 << 30  # bytes written to overwrite the L2 cache, in about 0.3 ms on an H200; many times its size
+FLUSH_BYTES = 1 << 30  # bytes written to overwrite the L2 cache, which is much smaller; takes about 0.3 ms on an H200
 HOST_RUNS = 15
 LAYERS = 61  # layers of DeepSeek-V3
 MIN_ROUNDS, MAX_ROUNDS = 8, 200
@@ -84,7 +84,7 @@ class Ceilings:
 
 
 def input_sets(bytes_per_call: int, l2_bytes: int, at_most: int = 32) -> int:
-    """Return the number of sets of inputs between which the calls of a replay change, at most `at_most`.
+    """Return the number of sets of inputs that the calls of a replay use in turn, at most `at_most`.
 
     Together the sets have at least 4 times the bytes of the L2 cache, so that a call does not find its inputs there.
     """
@@ -225,7 +225,7 @@ class Clock:
         return self.order.sample(list(names), len(names))
 
     def _warm_up(self, contenders: Mapping[str, Sequence[Call]]) -> None:
-        # a library allocates buffers at its first use, which must happen before a capture and on a side stream
+        # a library allocates buffers at its first use; so each call runs once before the capture, on a side stream
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

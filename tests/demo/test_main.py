@@ -224,7 +224,7 @@ def test_ctrl_c_ends_it_in_one_line(tmp_path):
 
 
 def test_the_duration_is_the_measured_one():
-    """Read --help and README.md -> the duration of the job in docs/results/README.md, rounded to 5 s."""
+    """Read --help and README.md -> both give the measured duration in docs/results/README.md, rounded to 5 s."""
     told = " ".join((ROOT / "docs" / "results" / "README.md").read_text(encoding="utf-8").split())
     (measured,) = re.findall(r"`time python -m fast` took ([\d.]+) s on two CPU cores", told)
     said = f"about {5 * round(float(measured) / 5)} s on two CPU cores"

@@ -282,9 +282,10 @@ def test_a_step_that_raises_leaves_nothing_half_applied(make_loop, ops, prompts,
 
 
 def test_soak(make_loop, ops):
-    """Serve 200 random requests, which arrive over time, with 24 blocks -> all tokens, and right tokens of a sample.
+    """Serve 200 random requests, which arrive over time, with 24 blocks -> every request gets all its tokens.
 
-    With `reference`, which is slower, there are 40 requests.
+    The tokens of a sample of the requests are compared with transformers. With `reference`, which is slower, there are
+    40 requests.
     """
     count = 200 if ops.__name__ == "fast" else 40
     model = tiny_model(num_layers=1, max_positions=128)

@@ -95,7 +95,8 @@ def test_ranks_that_disagree(facts, message):
 def test_loops_that_disagree(options, message):
     """If ranks start serving loops with different options, every rank raises an error that names the option.
 
-    The ranks compare their options before a check that only one rank fails, so no rank waits for a rank that raised.
+    Some options are invalid on one rank only. The ranks compare their options before each rank checks its own options,
+    so no rank waits for a rank that raised.
     """
     for outcome in run_ranks(2, disagree_in_a_loop, 2, options):
         assert outcome.error.startswith(f"ValueError: {message}") and outcome.seconds < 10, outcome

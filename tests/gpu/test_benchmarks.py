@@ -49,8 +49,8 @@ def test_decode_counts():
 def test_prefill_counts():
     """Count the work of a prefill of 4096 queries, 4096 keys and 128 heads -> the numbers computed by hand.
 
-    Without a mask the work is 2 * 128 * 4096^2 * 320 operations. With a causal mask it is half as much; a kernel that
-    takes 1059 us for it reaches 649 TFLOPS.
+    Without a mask the work is 2 * 128 * 4096^2 * 320 operations. A causal mask halves the work. A kernel that does half
+    the work in 1059 us reaches 649 TFLOPS.
     """
     full = prefill.Row(1, 4096, 4096, 128, "full")
     assert full.flops == 1_374_389_534_720
@@ -313,7 +313,7 @@ def test_failed_row_is_not_timed():
 
 
 def test_own_breakdown_is_a_failed_row():
-    """Let `fast` raise an error -> the row fails and is not timed, but has the errors of the other contenders."""
+    """Let `fast` raise an exception -> the row fails and is not timed, but the other contenders are still checked."""
     case = case_of()
     case.contenders[contest.OURS] = case.contenders["broken"]
     row = {"dims": {"B": 1, "N": 128}, **contest.contest(case, FakeClock(), ("flushed",))}

@@ -1,8 +1,8 @@
 """Tests of the GPU suite (tests/gpu_suite.py and tests/sanitizers.py). The tests need no GPU.
 
 The suite runs all tests on a GPU, and runs kernel launches under compute-sanitizer: memcheck finds accesses outside of
-tensors, racecheck finds data races in shared memory. The tests check which tests run, how outputs are read, and the
-reports.
+tensors, racecheck finds data races in shared memory. The tests of this file check which tests the suite runs, how it
+reads the outputs of the tools, and what it reports.
 """
 
 from __future__ import annotations

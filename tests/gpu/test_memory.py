@@ -1,7 +1,7 @@
 """Tests of the peak memory of a step on a GPU (`torch.cuda.max_memory_allocated`).
 
 Before it serves requests, an engine runs a layer without a plan (`metadata=None`) to measure the memory that a step
-needs. The tests call this call the profile run.
+needs. In these tests, this run of the layer is the *profile run*.
 """
 
 from __future__ import annotations

@@ -248,7 +248,7 @@ def test_step_refusals(capsys):
 
 
 def test_step_table(capsys):
-    """Draw the table of steps -> the parts of eager steps and of graphs; `verdicts` compares with the targets."""
+    """Draw the table of steps -> the parts of eager steps and of graphs; `verdicts` says which targets are met."""
     spread = {"median_us": 2000.0, "quartiles_us": [1900.0, 2100.0], "runs": 3}
     parts = {"idle": 500.0, "plan": 5.0, "projections": 700.0, "attention": 700.0, "movement": 95.0}
     eager = {

@@ -454,7 +454,7 @@ def run_steps(ops, config, weights, hiddens, steps, block_size=16, workspace=64,
 def check_layer(ops, config, steps, **options):
     """Run a layer in steps -> the outputs of plain attention over whole sequences.
 
-    The layer must not write a cache entry that belongs to no token.
+    The layer must write only those cache entries that belong to a token.
     """
     weights = make_weights(config, F64)
     totals = [sum(step[r] for step in steps) for r in range(len(steps[0]))]

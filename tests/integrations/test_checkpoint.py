@@ -60,7 +60,7 @@ def bits_per_byte(losses: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("ops", [None, reference, fast], ids=["transformers", "reference", "fast"])
 def test_bits_per_byte(ops):
-    """Measure the bits per byte on two windows of each file -> the four decimals of the model card, at most 2."""
+    """Measure the bits per byte on two windows of each file -> at most 2 bits, and the figure of the model card."""
     card = (CHECKPOINT / "README.md").read_text()
     count, figure = re.search(r"first two windows of each file \| 1024 \| (\d+) \| ([\d.]+) \|", card).groups()
     targets = windows(per_file=2)

@@ -120,7 +120,7 @@ def arguments():
 
 
 def field(name, change):
-    """Return a function that replaces one field of a dataclass by `change` of this field."""
+    """Return a function that applies `change` to one field of a dataclass."""
     return lambda value: replace(value, **{name: change(getattr(value, name))})
 
 

@@ -81,7 +81,7 @@ def test_build(builder):
 
 
 def test_refusals(builder, plain_errors):
-    """A builder refuses more or longer requests than its limits, and batches that no CUDA graph can serve."""
+    """A builder refuses too many requests, too long requests, and batches that no CUDA graph can serve."""
     with pytest.raises(ValueError, match=f"^common: expected at most {REQUESTS} requests, got 7$"):
         builder.build(0, make_batch([1] * 7, [5] * 7, BLOCK).common)
     with pytest.raises(
@@ -111,7 +111,7 @@ def test_captured_plans(builder):
 
 
 def test_shared_prefixes(builder):
-    """A builder chooses a cascade (the shared prefix is attended once) if the function `use_cascade_attention` does.
+    """A builder chooses a cascade (the shared prefix is attended once) if `use_cascade_attention` returns True.
 
     A batch-invariant builder never chooses a cascade.
     """

@@ -126,7 +126,7 @@ def test_fields_replace_those_of_a_preset():
 
 
 def test_a_preset_without_its_rope_is_refused(plain_errors):
-    """The preset of MiniCPM3 needs the argument `rope`, because no `RopeConfig` can express its LongRoPE."""
+    """The preset of MiniCPM3 needs the argument `rope`: its kind of rope, LongRoPE, is not implemented."""
     with pytest.raises(UnsupportedConfiguration, match="^rope: expected a RopeConfig for 'minicpm3', whose LongRoPE "):
         MLAConfig.from_preset("minicpm3")
     rope = RopeConfig(interleaved=False)
@@ -426,8 +426,8 @@ def test_from_hf_takes_stock_configs():
 def test_workspace_size(max_model_len, max_num_seqs, block_size, ranks):
     """The workspace is a multiple of the unit and has at least one unit for each sequence.
 
-    The unit is the block size. On D ranks that share sequences in turns of I tokens, the unit is the smallest multiple
-    of the block size that D x I divides. The workspace is at least as large as in vLLM, unless one more unit would
+    The unit is the block size. On D ranks that share sequences in turns of I tokens, the unit is the smallest common
+    multiple of the block size and D x I. The workspace is at least as large as in vLLM, unless one more unit would
     exceed vLLM's limit of 65536 tokens.
     """
     size = reference.chunked_prefill_workspace_size(max_model_len, max_num_seqs, block_size, *ranks)

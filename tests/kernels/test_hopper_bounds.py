@@ -25,7 +25,8 @@ from fast.kernels.hopper.mla_decode import select
 
 on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 launch = partial(decode_inputs.launch, decode)
-# How requests are divided: "evenly" is into the same number of splits, "scheduled" and "planned" are by a schedule.
+# How requests are divided. "evenly": all requests get the same number of splits. "scheduled" and "planned": a schedule
+# divides the requests.
 CUTS = ["evenly", "scheduled", "batch-invariant", "batch-invariant, planned"]
 
 
@@ -36,9 +37,9 @@ def schedule_for(cut, plan, heads):
 
 
 def test_one_short_request_is_cut_into_few_splits():
-    """A request of 1024 tokens gets 8 splits and 2 MiB of partial outputs, a request of 40960 tokens 64 and 16 MiB.
+    """A request of 1024 tokens gets 8 splits, and a request of 40960 tokens gets 64 splits.
 
-    The request has 128 heads, and the GPU has 132 multiprocessors.
+    The partial outputs take 2 MiB and 16 MiB. The request has 128 heads, and the GPU has 132 multiprocessors.
     """
     processors, heads, latent = 132, 128, 512
     for keys, splits in ((1024, 8), (2560 * 16, 64)):
@@ -105,7 +106,7 @@ def test_a_bound_of_zero(cut, heads):
 def test_neighbours_bounds_change_no_bit(heads):
     """A batch-invariant decode gives a request the same bits for every `max_seq_len` and width of the block table.
 
-    In a batch, both are set by the longest request.
+    In a batch, the longest request determines both `max_seq_len` and the width.
     """
     ql, q_pe, cache, plan = make_inputs([1], [1500], heads, torch.bfloat16)
     schedule = schedule_of(plan, heads, 0, True)

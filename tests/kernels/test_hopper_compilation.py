@@ -143,9 +143,9 @@ def product_loops(disassembly: str) -> list[list[str]]:
 
 
 def arrivals_for_all(ptx: str) -> list[list[str]]:
-    """Find all arrivals at mbarriers of one thread for its warp group; return the instructions before each arrival.
+    """Return the instructions before each arrival at an mbarrier that one thread makes for its whole warp group.
 
-    The instructions before an arrival begin after the previous arrival.
+    The instructions before an arrival begin after the previous arrival of this kind.
     """
     groups: list[list[str]] = [[]]
     for line in map(str.strip, ptx.splitlines()):
@@ -340,8 +340,8 @@ def test_who_asks_ahead(heads, cut, ahead, monkeypatch):
     """
     ptx = compiled(*recorded(monkeypatch, heads, cut)).asm["ptx"]
     assert ("cp.async.bulk.prefetch.L2.global" in ptx) == ahead
-    # The kernel waits for the previous kernel before it lets the combine kernel begin: the combine kernel reads the
-    # schedule before it waits.
+    # The decode kernel waits until the previous kernel, which may write the schedule, has ended. Only then may it let
+    # the combine kernel begin, because the combine kernel reads the schedule without a wait.
     wanted = ("griddepcontrol.wait", "griddepcontrol.launch")
     order = [ptx.index(what) for what in (("cp.async.bulk.prefetch", *wanted) if ahead else wanted)]
     assert order == sorted(order)

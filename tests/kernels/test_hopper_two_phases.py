@@ -84,7 +84,7 @@ def test_bits_of_one_phase(heads, dtype, lens):
 
 @pytest.mark.parametrize("lens", [[16768], [1085] * 13], ids=["one split", "several shares"])
 def test_more_pairs_than_wait_in_shared_memory(lens):
-    """Both kernels give the same bits if a program needs more pairs of tiles than the 8 buffers in its shared memory.
+    """Both kernels give the same bits if a program needs more pairs of tiles than the 8 that fit in its shared memory.
 
     In one case a split has 16 pairs. In the other case a program computes two column blocks of 8 pairs each.
     """

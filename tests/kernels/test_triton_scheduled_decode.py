@@ -2,7 +2,7 @@
 
 A schedule divides the keys of each request into splits and assigns them to programs. Each split gives a partial output
 and its LSE. The combine kernel adds the partial outputs of a request with softmax weights. In a batch-invariant decode,
-the other requests of the batch change no bit of a request. Planned means: with a schedule that has work for each
+the other requests of the batch change no bit of a request. Planned means: with a schedule that lists the work of each
 program (`tile_ranges`).
 
 On a GPU the kernels are compiled and have the widths of real models. Without a GPU, one test runs this file again in

@@ -318,8 +318,8 @@ def test_builder_for_graphs(ops, plain_errors):
     """A batch can be captured in a CUDA graph if no query is longer than the threshold, here 2.
 
     With graph support ONE_QUERY_LEN, all queries must also have one length, except requests without tokens at the end
-    of the batch. With ANY, the lengths may be mixed. `kinds` has the expected support of each batch for both builders:
-    `none` if it is refused, None if it lacks slots for padding.
+    of the batch. With ANY, the lengths may be mixed. `kinds` has the graph support that each batch needs, for both
+    builders: `none` if the batch is refused, None if the batch has too few slots for padding tokens.
     """
     one_length = make_builder(ops, num_speculative_tokens=1, num_programs=3, graph_support=GraphSupport.ONE_QUERY_LEN)
     never = make_builder(ops, num_speculative_tokens=1, num_programs=3, graph_support=GraphSupport.NONE)
@@ -527,7 +527,7 @@ def to_cpu(value):
 
 
 def test_staging_survives_many_plans():
-    """All of 300 plans reach the GPU unchanged, although the host sends them faster than the busy GPU copies them."""
+    """All 300 plans reach the GPU unchanged, although the host sends plans faster than the busy GPU copies them."""
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     from fast.mla.builder import StagingBuffer

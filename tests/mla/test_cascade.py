@@ -173,8 +173,8 @@ def test_bytes_come_from_the_format(ops, monkeypatch):
 def test_when_it_pays(ops):
     """A cascade is chosen for a model with few heads and a long prefix that many requests share.
 
-    A cascade is not chosen for one request, or for a short prefix. It is not chosen for the 128 heads of DeepSeek-V3
-    either: matrix products limit their speed, and a cascade saves only bytes.
+    A cascade is not chosen for one request, or for a short prefix. A cascade is also not chosen for the 128 heads of
+    DeepSeek-V3: matrix products limit the speed of this decode, and a cascade saves only bytes.
     """
     many, one = (integers(*[1] * n).cpu() for n in (64, 1))
     lens = integers(*[8192] * 64).cpu()

@@ -44,7 +44,8 @@ def alone(config: str) -> tuple[torch.Tensor, ...]:
 def check_ranks_are_one(ops, config, size, interleave, merge="a2a", units=40, total=None):
     """Assert that a layer on each of `size` ranks gives the outputs of a single rank that holds all tokens.
 
-    The workspace has `units` of the smallest size, so `units` = 1 gives several chunks of context.
+    The workspace is `units` times as large as the smallest possible workspace. With `units` = 1, a context has several
+    chunks.
     """
     unit = reference.interfaces.context_unit(64, size, interleave)
     steps = Steps(GROWING, 64, units * unit, 3)
@@ -73,9 +74,10 @@ def test_other_layers(ops, config, merge):
 
 @pytest.mark.parametrize(("size", "total"), [(2, 4), (1, 3), (4, 8)])
 def test_fewer_ranks_share_sequences_than_heads(ops, size, total):
-    """Every rank gives the output of a single rank if more ranks divide the heads than divide each sequence.
+    """Every rank gives the output of a single rank, although the heads are divided among more ranks than a sequence.
 
-    All `total` ranks divide the heads. Each group of `size` ranks divides the tokens of every sequence.
+    The heads are divided among all `total` ranks. The tokens of every sequence are divided among the `size` ranks of
+    each group.
     """
     check_ranks_are_one(ops, "low-rank", size, 16, total=total)
 

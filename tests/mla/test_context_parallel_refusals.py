@@ -84,7 +84,7 @@ class TestBadInput:
                                    context_parallel=ops.simulate(2, 3, lambda ranks: ranks)[0])  # fmt: skip
 
     def test_gather(self, ops):
-        """`dcp_gather_context` refuses a chunk of another rank, or a chunk of no rank, and exchanges no bytes."""
+        """`dcp_gather_context` refuses a chunk for another rank or a chunk without ranks, and exchanges no bytes."""
         plain = ContextChunk(integers(0), offsets([5]), 5, 5)
         plan = reference.interfaces.PrefillMetadata(integers(0)[None], offsets([1]), 1, (), 16)
         chunk = ops.rank_local_chunk(plain, TokenOwnership(2, 0))

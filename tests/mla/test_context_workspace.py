@@ -42,9 +42,10 @@ def make_builder(ops, config, **options):
 @pytest.mark.parametrize("config", [DIRECT, LOW_RANK, replace(DIRECT, num_heads=1)])
 @pytest.mark.parametrize("size", [None, 1, 2, 8])
 def test_size(config, size):
-    """The workspace for 1000 tokens has room for their cache entries, and for the larger of two further needs.
+    """The workspace for 1000 tokens has room for the cache entries of these tokens, and for one of two other things.
 
-    The first need is their keys and values. The second need, on `size` ranks, is the rows that the ranks exchange.
+    The first thing is the keys and values of the tokens. The second thing is the rows that `size` ranks exchange. The
+    workspace has room for the larger of the two.
     """
     elements, width = context_workspace_size(config, 1000, size), config.head_size
     expanded = 1000 * config.num_heads * (config.qk_nope_head_dim + config.v_head_dim)
@@ -209,7 +210,7 @@ def peaks(config, dtype, tokens, workspace, steps):
     )  # fmt: skip
     cache = torch.zeros(1, 16, config.head_size, dtype=dtype)
     given = torch.randn(tokens, config.hidden_size).to(dtype), torch.arange(tokens), cache
-    layer(*given, None)  # makes the frequencies, which stay
+    layer(*given, None)  # the first call computes the rope frequencies, which the layer keeps
     layer.workspace = fast.ContextWorkspace() if workspace == "layer" else None
     builders = {limit: make_builder(fast, config, num_speculative_tokens=limit) for limit in (0, tokens)}
     found, memory = [], HeldMemory()

@@ -143,7 +143,7 @@ def test_layers_on_ranks(ops, merge):
 
 
 def test_schedules(ops):
-    """Without lengths on the host, a decode gets a schedule if one could save time for some lengths in the bounds."""
+    """Without lengths on the host, a decode gets a schedule if a schedule saves time for some lengths in the bounds."""
     builder = make_builder(ops, num_programs=8)
     long, short = make_batch([1] * 4, [4000, 9, 9, 9], BLOCK).common, make_batch([1] * 4, [60, 9, 9, 9], BLOCK).common
     assert builder.build(0, without_lens(long, 0, True)).schedule_choice.planned

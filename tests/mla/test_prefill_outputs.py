@@ -101,8 +101,8 @@ def test_planned_parts(ops):
 def test_parts_change_nothing(ops, lens, dtype):
     """A prefill gives the same result with parts and without parts, with the LSE and without the LSE.
 
-    `reference` gives the same bits. `fast` gives the same values up to rounding: the matrix products of a CPU may add
-    in another order at other addresses.
+    `reference` gives the same bits. `fast` gives the same values up to rounding, because a matrix product on a CPU may
+    add in another order if its inputs lie at other addresses.
     """
 
     def check_same(actual, expected):

@@ -44,7 +44,7 @@ class Int8Linear(nn.Module):
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_split_is_what_the_projection_does(ops, config):
-    """`split_kv_b_proj` and `absorb` return views of the weight, which give the keys and values of `kv_b_proj`.
+    """`split_kv_b_proj` and `absorb` return views of the weight that give the same keys and values as `kv_b_proj`.
 
     For each head, the weight has P rows for the key, then V rows for the value.
     """

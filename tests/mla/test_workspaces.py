@@ -81,8 +81,8 @@ def test_the_profile_run_touches_the_workspace(ops, monkeypatch):
 def test_defaults_fit_together(ops, block_size, size):
     """By default, a builder's workspace is the largest multiple of its unit that fits into a layer's workspace.
 
-    The unit is the smallest workspace for the block size and the number of ranks. If it exceeds a layer's workspace, a
-    builder's workspace is one unit.
+    The unit is the smallest workspace for the block size and the number of ranks. If the unit exceeds a layer's
+    workspace, a builder's workspace is one unit.
     """
     ranks = None if size == 1 else ops.simulate(size, 1, lambda ranks: ranks, tensor_parallel_size=3)[0]
     layer = make_layer(ops, CONFIG, make_weights(CONFIG, torch.float32), torch.float32)
@@ -95,7 +95,7 @@ def test_defaults_fit_together(ops, block_size, size):
 
 
 def test_a_loop_expands_no_more_than_the_layers_of_its_model(ops, plain_errors):
-    """A serving loop refuses a workspace above that of the model's layers; it would fail later, at a long prompt."""
+    """A serving loop refuses a workspace above that of the model's layers, because a long prompt would fail later."""
     pytest.importorskip("transformers")
     from transformers import AutoModelForCausalLM
 

@@ -95,7 +95,7 @@ def test_integers(batch, size, interleave, blocks, padding, ops, ids, steps):
 
 
 def test_prefills_become_decodes(ops):
-    """After a step with prefills, each request with query tokens has one token.
+    """In the batch after a step with prefills, each request that had query tokens has one query token.
 
     Padding rows do not grow, and the rest of the buffers becomes padding: id 0, position 0, slot -1.
     """

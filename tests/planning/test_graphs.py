@@ -97,7 +97,7 @@ def test_replays(config, query_len, programs, invariant):
 
 
 def test_a_run_leaves_nothing_behind():
-    """If a small batch follows a large batch, its padding rows hold no value of the large batch."""
+    """If a small batch follows a large batch, the padding rows of the small batch hold no value of the large batch."""
     config, dtype = DIRECT, torch.float32
     seen = []
 

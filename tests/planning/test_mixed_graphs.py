@@ -31,7 +31,7 @@ STEPS = (  # query lengths and sequence lengths of each step; the largest query 
     ([1, 1, 0, 0], [64, 5, 0, 0]),
     ([3, 3, 3, 3, 3, 3], [17, 16, 33, 3, 48, 19]),
     ([0, 2, 0, 1], [0, 17, 0, 18]),
-    ([2, 1, 1, 3, 0, 0, 0, 0], [9, 30, 1, 8, 0, 0, 0, 0]),  # more requests than any graph, but only four have tokens
+    ([2, 1, 1, 3, 0, 0, 0, 0], [9, 30, 1, 8, 0, 0, 0, 0]),  # more requests than the largest graph has, but only four have tokens
     ([1, 2], [70, 41]),
 )
 
@@ -116,7 +116,7 @@ def test_padding_of_one_query_length(ops):
 
 
 def test_buffers_of_a_run(ops):
-    """If a small batch follows a large batch, its padding holds no value of the large batch."""
+    """If a small batch follows a large batch, the padding of the small batch holds no value of the large batch."""
     seen = []
 
     def step(hidden_states, positions, plan):
@@ -452,7 +452,8 @@ def test_more_sizes_share_one_pool():
 def test_requests_without_tokens_between_others(ops, plain_errors):
     """Requests without tokens between other requests are refused by a graph of query length 1.
 
-    A captured plan for mixed query lengths accepts them. Both hold with and without lengths on the host.
+    A captured plan for mixed query lengths accepts such requests. Both statements hold with and without lengths on the
+    host.
     """
     with torch.device("cpu"):
         batch = make_batch([1, 0, 1], [20, 0, 9], BLOCK)

@@ -1,4 +1,4 @@
-"""Tests of `choose_schedule`: which decodes get a schedule by default, and `plan.schedule_choice`, the record of this.
+"""Tests of `choose_schedule`: which decodes get a schedule by default. `plan.schedule_choice` records the choice.
 
 A schedule assigns the keys of all requests, in tiles of 64 keys, to the programs of the decode kernel. Without a
 schedule, all requests are split for equally many programs. A decode with a schedule is called *planned*.
