@@ -300,7 +300,7 @@ class Bench:
             del sys.modules[name]
         sys.path[:] = [str(self.tree), *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
         importlib.invalidate_caches()
-        # with as many workers as cores, conftest.py gives each worker one thread; the number of threads changes no result
+        # with as many workers as cores, conftest.py gives each worker one thread; the number changes no test result
         os.environ |= {"PYTEST_XDIST_WORKER_COUNT": str(os.cpu_count()), "HF_HUB_OFFLINE": "1"}
         noted = FirstFailure(self.tree, judge.modules)
         options = ["-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--no-header", "-W", "ignore"]
@@ -472,7 +472,7 @@ def entry_of(survivor: dict) -> str:
 
 
 def show(found: dict) -> None:
-    """Print the survivors and the counts, with the beginning of a line for docs/correctness.md for each survivor."""
+    """Print the counts and the survivors; for each survivor print the beginning of its line in docs/correctness.md."""
     for survivor in found["survivors"]:
         print(f"\nsurvived: {survivor['file']}:{survivor['line']} {survivor['operator']}")
         print("\n".join(f"  {line}" for line in survivor["diff"]))

@@ -140,7 +140,7 @@ def serve(config, dtype, threshold, batch_invariant=False):
         if max(query_lens) <= threshold:
             tokens = sum(query_lens)
             captured = fast.plan_captured_decodes(batch.common, 16, 0, costs, batch_invariant)
-            visible = plan.decode.visible_lens  # the kernel that computes the captured plan's mask was only recorded
+            visible = plan.decode.visible_lens  # the kernel that computes the mask was recorded and did not run
             captured = replace(captured, decode=replace(captured.decode, visible_lens=visible))
             layer(inputs[0][:tokens], inputs[1][:tokens], cache, captured)
         planned = fast.plan_decode(plan.decode.seq_lens, 9, costs, batch_invariant)
@@ -168,7 +168,7 @@ def serve_captured(config, dtype, threshold, batch_invariant=False, sizes=GRAPH_
     )
 
     def step(hidden_states, positions, plan):
-        visible = torch.zeros_like(plan.decode.visible_lens)  # the kernel that computes the mask was only recorded
+        visible = torch.zeros_like(plan.decode.visible_lens)  # the kernel of the mask was recorded and did not run
         return layer(hidden_states, positions, cache, replace(plan, decode=replace(plan.decode, visible_lens=visible)))
 
     for query_len in range(1, threshold + 1):

@@ -291,7 +291,7 @@ def test_what_nothing_has_is_refused_at_construction(backend, message, plain_err
 
 @pytest.mark.parametrize("name", ["cpu", "triton", "hopper"])
 def test_a_backend_declares_kernels_of_its_own(name):
-    """Every launcher that a backend declares is defined in the modules of this backend."""
+    """Every launcher (function that launches kernels) of a backend is defined in the modules of this backend."""
     if name != "cpu":
         pytest.importorskip("triton")
     (declared,) = (backend for backend in backends.registered() if backend.name == name)

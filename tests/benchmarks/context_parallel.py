@@ -244,8 +244,8 @@ def show(size: int, rows: list[dict[str, Any]]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and return the exit status.
 
-    The status is 1 if an error exceeds its budget or a speedup is below its floor, and 2 if there are too few GPUs or a
-    row is invalid.
+    The status is 1 if the error of an output exceeds its budget (the largest error that docs/correctness.md allows) or
+    if a speedup is below its floor. The status is 2 if there are too few GPUs or a row is invalid.
     """
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.context_parallel", description=__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="number of GPUs (default: %(default)s)")

@@ -263,7 +263,7 @@ def batch_of(row: Row, inputs: Inputs) -> CommonAttentionMetadata:
 
 
 def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: str = "cuda") -> Case:
-    """Return the inputs and contenders of one row."""
+    """Return the inputs of one row and its contenders (the implementations to time)."""
     # the named backend computes the ops that it has; `fast` chooses a backend for the other ops, such as planning
     backend = fast.backends.bind(backend)
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if device == "cuda" else 1

@@ -220,7 +220,7 @@ def peer_contenders(row: Row, inputs: Inputs, peers: ModuleType) -> tuple[dict[s
 
 
 def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: str = "cuda") -> Case:
-    """Return the inputs and contenders of one row."""
+    """Return the inputs of one row and its contenders (the implementations to time)."""
     inputs = make_inputs(row, device)
 
     def ours() -> AttentionState:

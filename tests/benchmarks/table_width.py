@@ -76,7 +76,7 @@ ROWS = tuple(
 
 
 def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: str = "cuda") -> Case:
-    """Return the inputs and contenders of one row."""
+    """Return the inputs of one row and its contenders (the implementations to time)."""
     backend = fast.backends.bind(backend)
     shape = decode.Row(row.B, row.S, row.Sq, row.N)
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if device == "cuda" else 1

@@ -1,4 +1,8 @@
-"""Tests of the benchmarks' arithmetic, checks, tables and errors. The tests measure no times and need no GPU."""
+"""Tests of the benchmarks' arithmetic, checks, tables and errors. The tests measure no times and need no GPU.
+
+A contender is one implementation that a benchmark times: `fast`, or a peer, which is a kernel of another project. A
+ceiling is the highest rate of a simple operation on the GPU, such as the GB/s of a copy.
+"""
 
 from __future__ import annotations
 

@@ -341,7 +341,7 @@ def test_who_asks_ahead(heads, cut, ahead, monkeypatch):
     ptx = compiled(*recorded(monkeypatch, heads, cut)).asm["ptx"]
     assert ("cp.async.bulk.prefetch.L2.global" in ptx) == ahead
     # The decode kernel waits until the previous kernel, which may write the schedule, has ended. Only then may it let
-    # the combine kernel begin, because the combine kernel reads the schedule without a wait.
+    # the combine kernel begin, because the combine kernel reads the schedule before its own wait.
     wanted = ("griddepcontrol.wait", "griddepcontrol.launch")
     order = [ptx.index(what) for what in (("cp.async.bulk.prefetch", *wanted) if ahead else wanted)]
     assert order == sorted(order)

@@ -1,8 +1,10 @@
 """Tests that a batch-invariant Hopper decode in two phases gives the same bits as the kernel `row_blocks_64`.
 
-In two phases, programs first compute the scores of all tiles (64 keys each), and then the columns of all outputs.
-`row_blocks_64` computes scores and output columns of one pair of tiles after another. A batch-invariant decode may use
-either kernel, and its bits must not depend on this choice.
+In two phases, programs first compute the scores of all tiles (64 keys each), and then the columns of all outputs. A
+*score block* is the scores of up to 64 rows, which are (query token, head) pairs, for one pair of tiles. A *column
+block* is some columns of an output. `row_blocks_64` computes scores and output columns of one pair of tiles after
+another. The launcher chooses one of the two kernels for a batch-invariant decode, and the choice must not change any
+bit. A result is "within the budget" if its error against the reference is small enough.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ def test_twins_agree_in_float64():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_new_tokens_without_lse(ops, dtype):
-    """Without the LSE, `run_prefill_new_tokens` returns its wide output, rounded to the dtype of the queries."""
+    """Without the LSE, `run_prefill_new_tokens` rounds its output to the dtype of the queries."""
     q, k, k_pe, v = (torch.randn(7, *shape).to(dtype) for shape in ((3, 20), (3, 12), (8,), (3, 10)))
     plan = PrefillMetadata(torch.zeros(2, 1, dtype=torch.int32), offsets([5, 2]), 5, (), 16)
     state = ops.run_prefill_new_tokens(q, k, k_pe, v, plan, 0.3)

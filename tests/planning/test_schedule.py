@@ -169,7 +169,8 @@ def check_schedule(ops, lens, programs, overhead, per_tile=8):
     - No program takes longer than the bound of a balanced schedule: the sum of one segment, the start of one request,
       and the time to combine the splits of the request with the most splits (`per_tile` splits take one unit).
     - The programs of a request have the split numbers 0, 1, 2 and so on.
-    - There are fewer splits than programs and requests together: decode launchers allocate that many partial outputs.
+    - There are fewer splits than (number of programs + number of requests), because decode launchers allocate partial
+      outputs for at most so many splits.
     - Each program has the tiles that `line_of_units` gives.
     """
     costs = ScheduleCosts(request_cost=overhead, splits_per_tile=per_tile)

@@ -150,7 +150,7 @@ def shell_lines() -> dict[str, list[Path]]:
 
 
 def test_every_shell_line_is_run():
-    """Read the shell lines of all pages -> those of RUN_BY_CI and RUN_HERE; they run each file that a block names."""
+    """Read the shell lines of all pages -> RUN_BY_CI and RUN_HERE have these lines, and some line runs each file."""
     assert shell_lines().keys() == RUN_BY_CI.keys() | RUN_HERE.keys()
     ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     for line, found in RUN_BY_CI.items():
@@ -558,7 +558,7 @@ def test_costs_in_words():
 
 
 def test_picture():
-    """Read the digest in the README's picture -> the digest of docs/results (docs/hooks/picture.py draws it)."""
+    """Read the digest in the README's picture, which docs/hooks/picture.py draws -> the digest of docs/results."""
     sys.path.insert(0, str(ROOT / "docs" / "hooks"))
     try:
         from picture import PICTURE, results_digest

@@ -137,7 +137,7 @@ SHADOWS = {"file": "reference.py", "folder": "reference/__init__.py"}
     "imports", ["import fast", "import reference, fast", "from fast.demo.serving import ServingLoop"]
 )
 def test_a_shadow_of_reference_is_named(tmp_path, shape, imports):
-    """Put a module `reference` beside the user's script, which hides our package -> an import error with its path."""
+    """Put a module `reference` next to the user's script, so that it hides our package -> an import error names it."""
     shadow = tmp_path / SHADOWS[shape]
     shadow.parent.mkdir(exist_ok=True)
     shadow.write_text("answer = 42\n")

@@ -554,7 +554,7 @@ def test_performance_page_shows_no_failed_row(copied_docs):
     path.write_text(json.dumps(report))
     page = drawn(copied_docs)
     assert page.count("parity failed") == 2 and "12345.6" not in page
-    assert "the outputs of every row passed" in page  # in the tables of other files
+    assert "the outputs of every row passed" in page  # the tables of other files still say this
 
 
 def test_performance_page_has_no_typed_figures():

@@ -16,7 +16,7 @@ TYPES = {
 
 
 class Kind(tuple):
-    """Pair of Triton's type of an argument and of whether 16 divides the argument; ("constexpr", value) for a constant.
+    """Pair (Triton's type of an argument, whether 16 divides the argument), or ("constexpr", value) for a constant.
 
     The kind of a named tuple is a named tuple of kinds.
     """

@@ -1,6 +1,7 @@
 """Tables for `python -m tests.mutants`: the tests that judge the mutants of a file, and the subject of a file.
 
-A mutant is a source file with one planted fault. Its judge is a set of tests, of which one should fail.
+A mutant is a source file with one planted fault. The judge of a mutant is a set of tests. At least one of these tests
+should fail on the mutant.
 """
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ def exchange_everything(size: int, interleave: int, dtype: torch.dtype, device: 
 def everything(
     ranks: ContextParallel, packages: dict[str, ModuleType], dtype: torch.dtype, device: str
 ) -> dict[str, Tensor]:
-    """Merge fixed attention states and run the steps of a layer, each with both merge functions.
+    """Merge fixed attention states, and run the steps of a layer; do both with each of the two merge functions.
 
     Returns:
         This rank's results by name, on the CPU.

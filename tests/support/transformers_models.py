@@ -76,7 +76,7 @@ def eager_model(name: str):
 
 @functools.cache
 def moved_model(name: str, draw: int):
-    """Return the eager model with all weights changed by at most one unit in the last place of float32."""
+    """Return the eager-attention model, with each weight moved by at most one unit in the last place of float32."""
     model = copy.deepcopy(eager_model(name))
     generator = torch.Generator().manual_seed(draw)
     with torch.no_grad():

@@ -238,7 +238,7 @@ FLOOR_OF_FAMILIES = next(floor for floor, prefixes in enumerate(FLOORS) if "fast
 
 
 def family_faults(graph: dict[str, set[str]], families: tuple[str, ...] = FAMILIES) -> list[str]:
-    """Return forbidden imports: of a family by another family, or by any other file that is not above the families.
+    """Return forbidden imports of families: only a file of the same family or of a higher floor may import a family.
 
     Args:
         graph: for each file the files that it imports, as paths from the root such as "fast/mla/layer.py".
@@ -341,7 +341,7 @@ def test_docstrings(package):
 
 @pytest.mark.parametrize("package", ["reference", "fast"])
 def test_no_ambient_state(package):
-    """Search for global variables -> no `global` statement; literals only in names in upper case or with `__`."""
+    """Search the modules -> no `global` statement; a global name with a literal is in upper case or begins with `__`."""
     for path in (ROOT / package).rglob("*.py"):
         tree = parse(path)
         assert not [n for n in ast.walk(tree) if isinstance(n, ast.Global)], f"{path}: a global statement"
