@@ -467,7 +467,7 @@ def report(session: Session, drawn: Sequence[Mutant], sources: dict[str, str], h
 
 
 def entry_of(survivor: dict) -> str:
-    """Return the name of a survivor in docs/correctness.md, which consists of the file and the changed line."""
+    """Return the name that docs/correctness.md gives to a survivor: the file and the changed line."""
     return f"`{survivor['file']}` `{survivor['diff'][-1].removeprefix('+ ').partition('  # ')[0]}`"
 
 

@@ -95,7 +95,7 @@ def takeaways(text: str) -> str:
 
 
 def answers(text: str) -> str:
-    """Turn each HTML element <details> into a box of the site that opens on a click; its body is Markdown."""
+    """Turn each HTML element <details> into a box of the site that opens on a click; the box contains Markdown."""
 
     def box(details: re.Match[str]) -> str:
         summary, body = unescape(re.sub(r"<[^>]+>", "", details[1])).strip(), blank_lines(details[2])

@@ -1,7 +1,7 @@
 """Tests of the rotary embedding against complex multiplication, against YaRN in transformers, and by its properties.
 
 "Pitfall 15" is entry 15 of the list in `tests/__init__.py`. The budget of a result is the largest error that
-docs/correctness.md allows; `compare` computes it from gold (the float64 result).
+docs/correctness.md allows; `compare` computes the budget with the help of gold (the float64 result).
 """
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ class Compiled:
 
 
 def test_repeated_launches():
-    """The second call launches the compiled kernels of the first call with its own grids and arguments."""
+    """The second call launches the compiled kernels of the first call, with the grids and arguments of the second."""
     kernel, launches = FakeKernel(), Launches()
 
     def call(first, second):

@@ -5,9 +5,9 @@
 
 The peers are kernels of other projects: FlashMLA, FlashAttention-3 ("FA3") and vLLM's Triton kernel.
 
-A decode divides the keys of a request into splits, which different programs attend, and combines the partial outputs of
-the splits. A time contains both kernels. For a request with S keys, Sq new tokens and N heads, the FLOPs are
-2 Sq N S (576 + 512). The bytes are those of the cache entries, the queries and the output.
+A decode divides the keys of a request into splits. Different programs attend the splits, and a second kernel combines
+the partial outputs of the splits. A time contains both kernels. For a request with S keys, Sq new tokens and N heads,
+the FLOPs are 2 Sq N S (576 + 512). The bytes are those of the cache entries, the queries and the output.
 
 The variants of `fast` differ in how they split requests:
 

@@ -96,7 +96,7 @@ def test_write(shape, dtype):
 @pytest.mark.parametrize("dtype", MOVED)
 @pytest.mark.parametrize("block_size, width", [(16, 128), (64, 96), (1, 80), (7, 27)])
 def test_gather(block_size, width, dtype):
-    """A gather returns token ranges with any start and length, and writes only `out`; its tensors may be strided."""
+    """A gather returns token ranges of any start and length, and writes only `out`; all tensors may be strided."""
     starts, lengths = [0, 5, 63, 0, 2], [33, 0, 2, 1, 20]
     columns = -(-70 // block_size)
     table = torch.full((5, columns + 2), GARBAGE, dtype=torch.int32)
@@ -368,7 +368,7 @@ def test_merge_refuses_to_hide(bad, other):
 @runs
 @pytest.mark.parametrize("dtype", COMPUTED)
 def test_merge_in_place(dtype):
-    """A merge may overwrite one of its states, or round into an output of another dtype; its values are the same."""
+    """A merge gives the same values if it overwrites one of its states, or rounds into an output of another dtype."""
     a, a_lse, b, b_lse = (x.contiguous() for x in make_states(19, 5, 24, dtype))
     wanted, wanted_lse = merge.merge_attn_states(a, a_lse, b, b_lse)
     rounded, lse = torch.empty_like(a, dtype=torch.float16), torch.empty_like(a_lse)

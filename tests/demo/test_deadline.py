@@ -1,7 +1,7 @@
 """Tests of `deadline`, which ends a process if a step takes too long.
 
-A rank is a process of a group that serves together. If another rank has died, a step may wait for it on the GPU
-forever. The deadline then ends the process, even if the process's output streams or log handlers are broken.
+A rank is a process of a group that serves together. If one rank has died, a step of another rank may wait on the GPU
+forever. The deadline then ends the waiting process, even if its output streams or log handlers are broken.
 """
 
 from __future__ import annotations

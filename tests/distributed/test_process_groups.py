@@ -153,7 +153,7 @@ def test_a_rank_that_is_killed(kill):
     outcomes = run_ranks(total, serve_for_ever, 2, "cpu", torch.float32, timeout_s=GROUP_TIMEOUT_S, meanwhile=shoot)
     assert outcomes[victim].exit_status == -signal.SIGKILL
     for rank, outcome in enumerate(outcomes):
-        if rank != victim:  # a rank that was still constructing its loop raises GroupError: it has no requests yet
+        if rank != victim:  # a rank that was still constructing its loop has no requests, so it raises GroupError
             assert outcome.exit_status == 1 and outcome.seconds < GROUP_TIMEOUT_S, f"{outcome}"
             wanted = r"^(StepLost|GroupError): (cp|tp)_group: all_\w+ of rank \d among ranks \[[\d, ]+\] failed: "
             assert re.match(wanted, outcome.error), outcome.error
@@ -289,7 +289,7 @@ def compiled():
 def test_nccl_rank_that_dies(kill):
     """If a rank dies, every other rank ends with a non-zero exit status within 1 s after the timeout of the group.
 
-    Its error or its stderr names the group, the operation and the requests in flight.
+    The error or the stderr of every other rank names the group, the operation and the requests in flight.
     """
     draw = random.Random(kill)
     total = 4 if GPUS >= 4 and kill % 2 else 2

@@ -107,7 +107,7 @@ def test_no_synchronisation():
 
 @pytest.mark.parametrize("ids", [torch.int32, torch.int64])
 def test_a_captured_mixed_batch(ids):
-    """Replay one captured call three times -> it advances a mixed batch, and then the decodes that remain of it."""
+    """Replay one captured call three times -> it advances a mixed batch once, and then twice a batch of decodes."""
     with torch.device("cpu"):
         *tensors, common = buffers([1, 1, 5, 7, 0], [9, 0, 9, 7, 3], 6, 2, ids)
     mine, common_gpu = [x.to(DEVICE) for x in tensors], moved(common, DEVICE)

@@ -28,7 +28,7 @@ def on_the_gpu(default_device):
 
 
 def launch_functions():
-    """Return, by the name of the op, the launch function of every op that remembers the calls that it has checked."""
+    """Return, by the names of their ops, all launch functions that remember which calls were checked."""
     return {str(each._dispatched): each._launch for each in checked_calls._ALL_CALLS
             if isinstance(each, checked_calls.CheckedCalls)}  # fmt: skip
 

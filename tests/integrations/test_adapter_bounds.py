@@ -116,7 +116,7 @@ def test_a_record_counts_what_is_kept():
 
 
 def test_a_layer_keeps_its_entries_where_it_grows(ops):
-    """Let the cache of a layer grow -> it keeps the entries of each row in order.
+    """Let the cache of a layer grow -> the larger cache has the entries of each row in the same order.
 
     A cache with enough blocks is not copied. A batch with another number of rows gets a new cache.
     """

@@ -220,8 +220,8 @@ def test_a_workspace_larger_than_needed(ops):
 def test_the_choice_of_one_is_the_choice_of_many(ops):
     """The decodes of a batch are the requests before the first request for which the expanded path is cheaper.
 
-    With a kernel that supports one query length only, they are the requests before the first request with several
-    query tokens.
+    With a kernel that supports one query length only, the decodes are the requests before the first request with
+    several query tokens.
     """
     absorb_all, expand_all = PathCosts(expanded_request=1e15), PathCosts(absorbed_request=1e15)
     for lens in ([9], [1, 9], [9, 12, 7], [1, 9, 1, 12]):

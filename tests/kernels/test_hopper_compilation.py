@@ -185,7 +185,7 @@ def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
     loops = product_loops(disassembly)
     assert loops
     consumers = 2 if heads > 32 and cut != "batch-invariant, two phases" else 1
-    # with two consumers, leave out the loops for the masked tiles of a request, which load the block table (LDG)
+    # with two consumers, leave out the loops that load the block table (LDG): they process masked tiles only
     main = [loop for loop in loops if not any("LDG" in text for text in loop)] if consumers == 2 else loops
     assert len(main) == consumers  # one main loop for each consumer
     if cut == "batch-invariant, two phases":  # the score products are in no loop, so check the whole kernel
@@ -203,8 +203,8 @@ def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
 def count_arrivals() -> None:
     """Print, for each of three kernels, its cache key and two counts of arrivals at mbarriers.
 
-    The first count has all arrivals of one thread for its warp group. The second count has those of them before which
-    every thread arrives with `cp.async.mbarrier.arrive`.
+    The first count has all arrivals that one thread makes for its warp group. The second count has only those of these
+    arrivals that follow an arrival of every thread (`cp.async.mbarrier.arrive`).
     """
     for heads, cut in ((3, "batch-invariant, planned"), (64, "scheduled"), (64, "batch-invariant, two phases")):
         with pytest.MonkeyPatch.context() as patch:
@@ -215,9 +215,9 @@ def count_arrivals() -> None:
 
 
 def test_every_thread_arrives_for_racecheck(capsys, tmp_path):
-    """With `let_every_thread_arrive`, every thread arrives at each barrier of a kernel, as racecheck needs it.
+    """After a call of `let_every_thread_arrive`, every thread arrives at each barrier, which racecheck needs.
 
-    Without it, one thread arrives for its warp group. The two forms of a kernel have different cache keys.
+    Without this call, one thread arrives for its warp group. The two forms of a kernel have different cache keys.
     """
     count_arrivals()
     served = re.findall(r"^arrivals (\w+) (\d+) (\d+)$", capsys.readouterr().out, re.MULTILINE)

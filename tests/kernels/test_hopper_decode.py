@@ -144,7 +144,7 @@ def test_scheduled(heads, programs, batch_invariant):
 def test_short_before_long(heads, batch_invariant):
     """A decode ends and is within the budget if a program gets a short work item before a long work item.
 
-    In a long first work item, the producer waits for the queries. It must not do so in a later long work item.
+    In a long first work item, the producer waits for the queries. In a later long work item, it must not wait for them.
     """
     for lens in ([64, 1300, 64, 2100], [0, 1300, 33, 1100], [64, 0, 70, 1300]):
         inputs = make_inputs([1] * 4, lens, heads, BF16)

@@ -19,7 +19,7 @@ from ..mutants import KILLED, ROOT, SURVIVED, TABLE, TIMED_OUT, Mutant, Session,
 
 
 def test_table():
-    """Read the table of source files and their tests -> it has all files of the mutated folders, and all files exist."""
+    """Read the table of source files and their tests -> it has every file of the mutated folders; all files exist."""
     subjects = [*ROOT.glob("fast/kernels/cpu/*.py"), *ROOT.glob("fast/integrations/transformers/*.py")]
     subjects += [path for package in ("reference", "fast") for folder in ("planning", "distributed")
                  for path in (ROOT / package / folder).glob("[!_]*.py")]  # fmt: skip

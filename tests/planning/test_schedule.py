@@ -38,7 +38,8 @@ CONTEXTS = st.lists(st.sampled_from([0, 1, 15, 16, 17, 31, 97, 200]), max_size=6
 def check_chunks(ops, context_lens, workspace, block_size, ranks=1, interleave=1):
     """Plan context chunks, assert their properties, and return the chunks.
 
-    The unit is `block_size`, or with several ranks the least common multiple of `block_size` and D x I.
+    The unit is `block_size`. With several ranks the unit is the least common multiple of `block_size` and
+    `ranks` x `interleave`.
 
     - Every context token is in exactly one chunk.
     - The tokens of a request in a chunk start at a multiple of the unit.

@@ -159,7 +159,7 @@ def test_both_make_the_same_choice(lens, programs, size):
 def test_invariant_cuts_are_chosen_alike(ops):
     """A batch-invariant builder gives every decode a batch-invariant schedule.
 
-    If the decode is planned, the schedule has `tile_ranges`, the work of each program; otherwise it has none.
+    The schedule of a planned decode has `tile_ranges`, the work of each program. Other schedules have no `tile_ranges`.
     """
     builder = ops.MLAMetadataBuilder(CONFIG, 64, 40_000, 8, num_programs=5, batch_invariant=True)
     ragged, equal = (builder.build(0, batch_of(lens)) for lens in (RAGGED, EQUAL))
@@ -191,8 +191,8 @@ def test_captured_plans_do_not_look_at_lengths(ops, plain_errors):
 def test_bounds_of_a_plan(ops, plain_errors):
     """`max_seq_len` of a decode plan is the longest decode, or the larger `max_seq_len` that the engine gave.
 
-    On ranks that share sequences, it is the most tokens that any rank holds of a decode. A `max_seq_len` of the batch
-    below its longest request is refused.
+    On ranks that share sequences, `max_seq_len` is the largest number of tokens that any rank holds of a decode. A
+    `max_seq_len` of the batch below its longest request is refused.
     """
     common = make_batch([1, 1, 30], [20, 33, 400]).common
     plan = ops.build_mla_metadata(common, 16, 512)

@@ -79,7 +79,7 @@ def rank_states(size, tokens, heads, value, dtype):
 
 
 def over_ranks(ops, states, merge, interleave=1):
-    """Merge the states of all ranks; return one state with all heads, whose parts come from the ranks that own them."""
+    """Merge the states of all ranks; return one state, in which each head comes from the rank that owns the head."""
     function = {"a2a": ops.cp_lse_a2a, "ag_rs": ops.cp_lse_ag_out_rs}[merge]
     merged = ops.simulate(len(states), interleave, lambda ranks: function(states[ranks.rank], ranks.cp_group))
     return AttentionState(torch.cat([own.out for own in merged], 1), torch.cat([own.lse for own in merged]))

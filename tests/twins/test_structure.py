@@ -341,7 +341,7 @@ def test_docstrings(package):
 
 @pytest.mark.parametrize("package", ["reference", "fast"])
 def test_no_ambient_state(package):
-    """Search the modules -> no `global` statement; a global name with a literal is in upper case or begins with `__`."""
+    """Search the modules -> no `global` statement; a global name of a literal is in upper case or begins with `__`."""
     for path in (ROOT / package).rglob("*.py"):
         tree = parse(path)
         assert not [n for n in ast.walk(tree) if isinstance(n, ast.Global)], f"{path}: a global statement"
