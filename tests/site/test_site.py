@@ -2,7 +2,7 @@
 
 Chromium visits every page twice: 375 pixels wide in the dark colour scheme, and 1440 pixels wide in the light scheme.
 Each visit is recorded, and the tests check the records. If Chromium is missing, the tests install Debian's package of
-Chromium as root. If the tests do not run as root on Debian, the tests that need Chromium are skipped.
+Chromium, for which they must run as root. If the installation fails, the tests that need Chromium are skipped.
 """
 
 from __future__ import annotations
