@@ -95,7 +95,7 @@ def fault(row: list, arguments: list[str]) -> str | None:
     named = re.match(r"(\w+)[\w.\[\]()]*: ", message)
     if kind == "UnsupportedConfiguration" and named and named[1] in ("cpu", "triton", "hopper"):
         return None  # the message lists every backend with its reasons
-    # a value of the right type, or on another device, may only contradict another argument; the error names one of both
+    # if a value of the right type, or on another device, contradicts another argument, the error may name either one
     may_be_named = {argument, ALSO_NAMED.get(argument)}
     if type_is_right or value.startswith("a meta tensor"):
         may_be_named |= set(arguments)

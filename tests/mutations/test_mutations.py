@@ -344,8 +344,8 @@ def zero_times_everything(function):
 def rows_share_an_amax(function):
     """Divide the outputs by the largest element of the batch, and multiply them again.
 
-    A cache in fp8 with one scale for the whole batch does the same. A NaN in the output of one request then reaches all
-    requests.
+    A computation in fp8 with one scale for the whole batch does this. A NaN in the output of one request then reaches
+    all requests.
     """
 
     def wrong(*args, **kwargs):
