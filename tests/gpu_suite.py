@@ -229,12 +229,9 @@ STAGES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 }
 
 
-def with_earlier_stages(report: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Add the stages that `report` lacks from the earlier file `path`, if sources, GPU and versions are the same."""
-    if not path.exists():
-        return report
-    earlier = json.loads(path.read_text())
-    if any(earlier.get(key) != report[key] for key in ("fast_sha256", "tests_sha256", "hardware", "versions")):
+def with_earlier_stages(report: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
+    """Add the stages that `report` lacks from an earlier report, if sources, GPU and versions are the same."""
+    if any(earlier.get(key) != report.get(key) for key in ("fast_sha256", "tests_sha256", "hardware", "versions")):
         return report
     kept = {stage: earlier[stage] for stage in STAGES if stage in earlier and stage not in report}
     command = " && ".join(dict.fromkeys([earlier["command"], report["command"]] if kept else [report["command"]]))
@@ -277,15 +274,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         "command": " ".join(["python -m tests.gpu_suite", *given]),
         "seconds": {},
     }
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / file_name(torch.cuda.get_device_name(), torch.cuda.device_count())
+    earlier = json.loads(path.read_text()) if path.exists() else {}
     for stage in args.stages:
         start = time.perf_counter()
         print(f"== {stage}", flush=True)
         report[stage] = STAGES[stage](args)
         report["seconds"][stage] = round(time.perf_counter() - start, 1)
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / file_name(torch.cuda.get_device_name(), torch.cuda.device_count())
-    report = with_earlier_stages(report, path)
-    path.write_text(json.dumps(report, indent=1) + "\n")
+        # after every stage, so that a run that is stopped keeps the results of the stages before
+        path.write_text(json.dumps(with_earlier_stages(report, earlier) if earlier else report, indent=1) + "\n")
+    report = with_earlier_stages(report, earlier) if earlier else report
     failed = [stage for stage in STAGES if not report.get(stage, {"ok": True})["ok"]]
     left_out = [stage for stage in STAGES if stage not in report or "not_run" in report[stage]]
     print(f"results: {path}\n" + (f"FAILED: {', '.join(failed)}" if failed else "all stages that ran passed"))
