@@ -137,7 +137,7 @@ class CombineTile(NamedTuple):
 
 
 @triton.jit
-@no_type_check  # otherwise the tests' type checker wraps the kernel, and Triton's interpreter cannot find its source
+@no_type_check  # otherwise the tests' type checker wraps the kernel, and Triton's interpreter finds no module globals
 def _combine_partials(
     partials, splits, first_partial, partial_row, real, columns,
     LATENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,

@@ -36,7 +36,7 @@ def zero_padding_tokens(output: Tensor, query_start_loc: Tensor) -> None:
 
 
 @triton.jit(do_not_specialize=["num_requests"], do_not_specialize_on_alignment=["query_start_loc"])
-@no_type_check  # otherwise the tests' type checker wraps the kernel, and Triton's interpreter cannot find its source
+@no_type_check  # otherwise the tests' type checker wraps the kernel, and Triton's interpreter finds no module globals
 def _zero_padding_kernel(
     query_start_loc, output, num_requests, token_stride, head_stride, value_stride,
     HEADS: tl.constexpr, VALUE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,

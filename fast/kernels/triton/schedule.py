@@ -90,7 +90,7 @@ class RequestParts(NamedTuple):
 
 
 @triton.jit
-@no_type_check  # otherwise the tests' type checker wraps the kernel, and Triton's interpreter cannot find its source
+@no_type_check  # otherwise the tests' type checker wraps the kernel, and Triton's interpreter finds no module globals
 def invariant_split_tiles(tiles, rule):
     """Return the number of tiles of one split; see `reference.interfaces.invariant_split_tiles` for the rule."""
     size = (tiles + rule.small_splits - 1) // rule.small_splits

@@ -9,7 +9,7 @@ import triton.language as tl
 
 
 @triton.jit
-@no_type_check  # otherwise the tests' type checker wraps the kernel, and Triton's interpreter cannot find its source
+@no_type_check  # otherwise the tests' type checker wraps the kernel, and Triton's interpreter finds no module globals
 def request_of(tokens, offsets, stride, num_requests, search_steps):
     """Return the request of each token; a token after the last request gets `num_requests`.
 
