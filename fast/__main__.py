@@ -88,15 +88,15 @@ def make_parser() -> argparse.ArgumentParser:
             type=int,
             default=256,
             metavar="N",
-            help="largest number of tokens in one step: first a token of each decode, then parts of prompts "
-            "(default: %(default)s)",
+            help="largest number of tokens in one step; a step takes first one token of each decode, then parts of "
+            "prompts (default: %(default)s)",
         ),
         "--context-parallel": dict(
             type=int,
             metavar="D",
-            help="number of ranks that share each sequence, under torchrun; all processes share the heads. The job "
-            "serves the prompts on all ranks, then on one rank, and compares the tokens. It prints no parity table and "
-            "draws no picture (default: one process)",
+            help="number of ranks that divide the tokens of each sequence; start the job with torchrun. All ranks that "
+            "torchrun starts divide the heads. The job serves the prompts on all ranks, then on one rank, and compares "
+            "the generated tokens. It prints no parity table and draws no picture (default: one process)",
         ),
         "--interleave": dict(
             type=int,
@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None, *, ops: ModuleType = fast, oracle: M
     if os.environ.get("RANK", "0") == "0":
         print("interrupted", file=sys.stderr, flush=True)
     if args.context_parallel is not None:
-        os._exit(status)  # a normal exit would destroy communicators, and may wait for ranks that have ended
+        os._exit(status)  # a normal exit destroys communicators, which may wait for ranks that have already ended
     return status
 
 

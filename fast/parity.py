@@ -2,8 +2,9 @@
 
 - gold: the result of the reference in float64, on inputs that were rounded to the kernel's dtype.
 - low: the result of the reference in the kernel's dtype. Its error shows how large the error of an accurate kernel is.
-- budget: twice the error of low, plus the rounding unit of the dtype times the size of gold. The largest error and the
-  mean error have separate budgets.
+- budget: twice the error of low, plus the rounding unit (eps) of the dtype times the absolute value of gold. There are
+  two budgets. One limits the largest error and is computed from largest values; the other limits the mean error and is
+  computed from mean values.
 """
 
 from __future__ import annotations
@@ -52,10 +53,11 @@ def compare(op: str, value: Tensor, low: Tensor, gold: Tensor, relative: float =
         value: the kernel's result.
         low: the reference's result in the kernel's dtype.
         gold: the reference's result in float64.
-        relative: additional relative error that the budget allows.
+        relative: additional relative error that the budget allows; this number is added to the rounding unit.
 
     Returns:
-        The comparison. Where gold is NaN or infinite, the value must equal gold; the errors leave these elements out.
+        The comparison. Where gold is NaN, inf or -inf, the value must be the same; these elements do not count in the
+        errors.
 
     Raises:
         ValueError: shapes differ, or value and low have different dtypes.

@@ -7,10 +7,10 @@ A byte-level ``DeepseekV3ForCausalLM`` (all layers dense) learns the source of P
 3. Cut windows from the stream at random places. In half of the windows, replace the first token by bos, so that
    the model learns to start at any place of a file.
 4. Train float32 weights with AdamW and bfloat16 autocast. The learning rate warms up, then falls to zero as a cosine.
-5. Round the weights to bfloat16, save them in the format of transformers, load them as float32, and measure.
+5. Round the weights to bfloat16, save them in the format of transformers, load them as float32, and measure the model.
 
 The metric is bits per byte. A file is cut into windows of 1024 bytes that do not overlap, and the rest of the file is
-dropped. Each window is a separate input behind one bos token, so the model predicts all of its 1024 bytes.
+dropped. Each window is a separate input behind one bos token, so the model predicts all 1024 bytes of the window.
 
     python train_tiny_mla.py --steps 12000 --out tiny-mla --log train_tiny_mla.log.jsonl
     python train_tiny_mla.py --evaluate tiny-mla
@@ -383,7 +383,7 @@ def main() -> None:
     parser.add_argument("--log", help="file for the JSON lines")
     parser.add_argument("--prompts", default=str(HERE / "prompts"), help="folder of prompts for the end of the log")
     parser.add_argument("--steps", type=int, default=12000, help="steps; the learning rate ends at 0 (default 12000)")
-    parser.add_argument("--seconds", type=float, help="stop after this time, even before --steps are done")
+    parser.add_argument("--seconds", type=float, help="stop after this many seconds, even before --steps are done")
     parser.add_argument("--batch-tokens", type=int, default=65536, help="tokens in a step (default 65536)")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 2048, 2048, 4096],
                         help="lengths of the windows in tokens, one for each step, repeated in this order")  # fmt: skip

@@ -36,8 +36,9 @@ def merge_attn_states(
         prefix: state over the first set of keys, with out [T, N, Dv] and lse [N, T].
         suffix: state over the second set of keys, with the shapes and dtypes of `prefix`.
         out: state that receives the result; None allocates a state. Both tensors of `out` are contiguous and have the
-            shapes of `prefix`. Its LSE has the dtype of the other LSEs; its output may have another dtype, to which the
-            kernel rounds. `out` may be `prefix` or `suffix` itself, but must share no other memory with them.
+            shapes of `prefix`. The LSE of `out` has the dtype of the LSE of `prefix`. The output of `out` may have
+            another dtype, to which the kernel rounds. `out` may be `prefix` or `suffix` itself, but must share no other
+            memory with them.
         graph: kind of the CUDA graph that captures this call; NONE without a graph.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
@@ -51,7 +52,7 @@ def merge_attn_states(
     if out is not None:
         check_type("out", out, AttentionState)
         _check_merge(prefix, suffix)
-        _check_target(out, prefix, suffix)  # in every call: overlaps may differ between calls with equal shapes
+        _check_target(out, prefix, suffix)  # needed in every call: calls with equal shapes may overlap differently
     return merge_states(prefix, suffix, out, graph, backend)
 
 

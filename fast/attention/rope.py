@@ -26,9 +26,10 @@ from ..kernels.rotation import rotate as _rotate_pairs
 
 
 def rotary_frequencies(rope: RopeConfig, dim: int, dtype: torch.dtype = torch.float32) -> Float[Tensor, " {dim//2}"]:
-    """Return the rotary frequencies [R/2]: the angle by which pair i rotates for each position, theta^(-2i/R).
+    """Return the rotary frequencies [R/2], without YaRN theta^(-2i/R) for pair i of elements.
 
-    YaRN changes these frequencies, so that a model can read longer texts than in its training. See
+    At position p, pair i rotates by the angle p times its frequency. YaRN changes the frequencies, so that a model can
+    read longer texts than in its training. See
     `reference.attention.rope.rotary_frequencies` for the formula.
 
     Args:
@@ -44,7 +45,7 @@ def rotary_frequencies(rope: RopeConfig, dim: int, dtype: torch.dtype = torch.fl
     yarn = rope.yarn
     if yarn is None or dim == 0:
         return trained
-    # index of the pair that rotates `beta` times over the context length of the training
+    # for each beta: the index, a fraction, of the pair that rotates `beta` times over the context length in training
     fast, slow = (
         math.log(yarn.original_max_position_embeddings / (beta * 2 * math.pi)) * dim / (2 * math.log(rope.theta))
         for beta in (yarn.beta_fast, yarn.beta_slow)
@@ -76,7 +77,7 @@ def rotary_cos_sin(
 def rotate(
     x: Float[Tensor, "T *heads R"], cos: Float[Tensor, "T R/2"], sin: Float[Tensor, "T R/2"], interleaved: bool
 ) -> Float[Tensor, "T *heads R"]:
-    """Rotate each pair (a, b) by its angle: (a cos - b sin, b cos + a sin), computed in the dtype of `cos`.
+    """Rotate each pair of elements (a, b) to (a cos - b sin, b cos + a sin), computed in the dtype of `cos`.
 
     Args:
         x: [T, R] or [T, N, R].

@@ -65,7 +65,7 @@ def flash_attn_varlen(
 
     Raises:
         ValueError: shapes, dtypes or devices do not match. For CPU tensors also: offsets decrease, or the last offset
-            is not the number of rows.
+            is not the number of tokens (T for the queries, S for the keys).
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     inputs = AttentionInputs(q, k, None, v, cu_seqlens_q, cu_seqlens_k)
@@ -90,7 +90,7 @@ def flash_attn_varlen_shared_rope(
     out: Float[Tensor, "T N Dv"] | None = None,
     backend: BackendChoice = None,
 ) -> AttentionState | Float[Tensor, "T N Dv"]:
-    """Compute `flash_attn_varlen` with the keys in two tensors: each head has its own `k_nope`, and all share `k_pe`.
+    """Compute `flash_attn_varlen` with keys in two tensors: `k_nope` of each head, and `k_pe` that all heads share.
 
     The function does not copy `k_pe` for each head.
 
@@ -118,8 +118,8 @@ def flash_attn_varlen_shared_rope(
 
     Raises:
         TypeError: `bounded` or `return_lse` is not a bool.
-        ValueError: for the same reasons as `flash_attn_varlen`, except that the last offset of the keys may be smaller
-            if `bounded` is True; `out` does not fit, or overlaps an argument.
+        ValueError: for the same reasons as `flash_attn_varlen`, except that with `bounded` the last offset of the keys
+            may be smaller than S. Also if `out` has a wrong shape, dtype or device, or overlaps an argument.
         UnsupportedConfiguration: for the same reasons as `flash_attn_varlen`.
     """
     inputs = AttentionInputs(q, k_nope, k_pe, v, cu_seqlens_q, cu_seqlens_k)
@@ -183,7 +183,7 @@ def attend(
     tokens, heads, _ = q.shape
     if out is None:
         out = q.new_empty(tokens, heads, v.shape[2], dtype=out_dtype)
-    elif not out_is_checked:  # in every call: overlaps may differ between calls with equal shapes
+    elif not out_is_checked:  # needed in every call: calls with equal shapes may overlap differently
         given = [each for each in inputs if each is not None]
         check_out("out", out, (tokens, heads, v.shape[2]), out_dtype, q.device, *given)
     lse = q.new_empty(heads, tokens, dtype=wide_dtype(out_dtype)) if return_lse else None
@@ -197,7 +197,7 @@ def _launch_attention(
 ):  # fmt: skip
     if q.device.type == "cpu":
         check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0])
-        check_offsets("cu_seqlens_k", cu_seqlens_k, most=k.shape[0])  # `attend` has checked the last offset
+        check_offsets("cu_seqlens_k", cu_seqlens_k, most=k.shape[0])  # without `bounded`, `attend` compared it with S
     return backends.kernel(backend, "flash_attn_varlen")(
         q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype,
         *written,

@@ -8,9 +8,9 @@ name, such as "triton". A backend declares its ops, and the calls of each op tha
 - A name, passed to a function with one op (such as `mla_decode` or `merge_attn_states`): the named backend serves the
   call. If the named backend cannot serve the call, the function raises `UnsupportedConfiguration` with every reason.
 - A name, passed to a class or function that calls several ops, such as `MLAAttention`, `warmup`, `forward_prefill` or
-  `dcp_decode`: the name binds the ops that this backend declares. Every other op chooses its backend as with None. A
-  bound op raises `UnsupportedConfiguration` if its backend cannot serve the call. If the backend declares none of the
-  called ops, the class or function raises `UnsupportedConfiguration` at once. For example,
+  `dcp_decode`: every op that the named backend declares is *bound* to this backend. Every other op chooses its backend
+  as with None. A bound op raises `UnsupportedConfiguration` if its backend cannot serve the call. If the backend
+  declares none of the called ops, the class or function raises `UnsupportedConfiguration` at once. For example,
   `dcp_decode(.., backend="hopper")` decodes with "hopper" and merges the states of the ranks with another backend.
   `forward_prefill(.., backend="hopper")` raises, because "hopper" has no op of a prefill.
 - A mapping: each op in the mapping is bound to the given backend. Every other op chooses its backend as with None. An
@@ -18,11 +18,11 @@ name, such as "triton". A backend declares its ops, and the calls of each op tha
 
 Some ops must be served by the same backend:
 
-- The ops of one decode (`DECODES`): the number of programs and the costs of a schedule belong to one decode kernel.
+- The ops of one decode (`DECODES`): a schedule is made for the number of programs and the costs of one decode kernel.
 - The ops that write and read a message between ranks (`MESSAGES`): each backend has its own layout of the message.
 
-A mapping that binds one op of such a group also binds the other ops of the group that the backend declares. A mapping
-with two different names in one group raises ValueError.
+If a mapping binds one op of such a group to a backend, the mapping also binds every other op of the group that this
+backend declares. A mapping with two different names in one group raises ValueError.
 """
 
 from .checked_calls import (

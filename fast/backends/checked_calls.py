@@ -38,9 +38,9 @@ from .registry import on_change
 from .repeated_launches import Launches
 from .selection import BoundOps
 
-MOST_SIGNATURES = 512  # signatures that are kept for each op; a decode may add one in each step, as its lengths grow
+MOST_SIGNATURES = 512  # signatures kept for each op; a decode can add one in each step, because its lengths grow
 MOST_CONFIGS = 4096  # configs that are kept in `_CONFIGS`
-_KEEPING = threading.RLock()  # held while a thread changes what is kept
+_KEEPING = threading.RLock()  # held while a thread adds or forgets signatures
 _ALL_CALLS: list[CheckedCalls | CheckedOnce | CallsInside] = []
 _PROPERTIES = operator.attrgetter("shape", "dtype", "device", "requires_grad")
 
@@ -108,17 +108,17 @@ class CheckedCalls:
         else:
             known = self._known.get(signature)
             if known is None:
-                # the launcher of another project may do things that the recorder of a replay does not see
+                # replay only our own backends: a launcher of another project may do work that a replay would leave out
                 known = (backend, Launches(replays=backend in OWN_BACKENDS))
                 _keep(self._known, signature, known)
             if order is not None:
                 order.note(self, known)
-        PER_THREAD.order = None  # calls inside this op do not belong to the order, because a replay leaves them out
+        PER_THREAD.order = None  # do not record calls inside this op: a replay of the op would leave them out
         try:
             result = known[1].run(self._launch, *arguments, backend)
         finally:
             PER_THREAD.order = order
-        if order is not None and backend not in OWN_BACKENDS:  # another project may return any tensors
+        if order is not None and backend not in OWN_BACKENDS:  # its results may differ between calls of one signature
             confirm(
                 *[each for each in (result if isinstance(result, tuple) else (result,)) if isinstance(each, Tensor)]
             )
@@ -193,11 +193,11 @@ class CallsInside:
         """Return a context manager for the calls inside the function.
 
         At the first call of the function with a signature, the context manager records the calls inside. At later calls
-        with the same signature, the calls inside reuse the recorded results. The context manager does nothing if it is
-        already inside such a context manager, or if calls must be checked in full.
+        with the same signature, the calls inside reuse the recorded results. The context manager does nothing if this
+        thread is already inside such a context manager, or if calls must be checked in full.
         """
         if PER_THREAD.order is not None or must_be_dispatched() or torch._C._is_any_autocast_enabled():
-            return _NOTHING  # autocast changes the dtypes of products inside the function
+            return _NOTHING  # autocast is not in the signature, but changes the dtypes of products in the function
         try:
             signature = (torch.is_grad_enabled(), identity_of(arguments))
             entries = self._orders.get(signature)
@@ -321,9 +321,9 @@ def _part_of_bound_ops(bound: BoundOps) -> tuple:
     return bound.pairs
 
 
-_RECORDS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # record with tensors: its signature
-_CONFIGS: dict[int, tuple[Any, object]] = {}  # id of a record without tensors: the record and its token
-_CONFIG_TOKENS: dict[tuple[Any, str], object] = {}  # value of a record without tensors: its token
+_RECORDS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # from a record with tensors to its signature
+_CONFIGS: dict[int, tuple[Any, object]] = {}  # from the id of a record without tensors to the record and its token
+_CONFIG_TOKENS: dict[tuple[Any, str], object] = {}  # from a record without tensors, and its text, to its token
 
 
 def _part_of_record(record: Any) -> tuple:
@@ -338,9 +338,9 @@ def _part_of_record(record: Any) -> tuple:
 def _part_of_config(config: Any) -> tuple:
     """Return a token in place of a frozen record without tensors; records of equal value have the same token.
 
-    The fields of a record are hashed only once, because this takes longer than a check. `_CONFIGS` keeps the record
-    alive, so that no other record can get its id. The int 1 and the float 1.0 are equal, so the value in
-    `_CONFIG_TOKENS` includes the text of the record.
+    The fields of a record are hashed only once, because hashing takes longer than a check. `_CONFIGS` keeps the record
+    alive, so that no other record can get its id. Records with 1 and with 1.0 are equal but need different tokens, so a
+    key of `_CONFIG_TOKENS` also has the text (`repr`) of the record.
     """
     kept = _CONFIGS.get(id(config))
     if kept is None:
@@ -385,7 +385,7 @@ def _part_for(kind: type) -> Callable[[Any], tuple]:
 
 
 _MISSING = object()  # means "no result is kept", because None may be a result
-_TOKENS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # record with tensors: its token
+_TOKENS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # from a record with tensors to its token
 
 
 def _token_of(record: Any) -> object:
@@ -409,7 +409,7 @@ def identity_of(arguments: tuple) -> tuple:
 
 
 def _identity_of_new_kind(argument: Any) -> Any:
-    """Return the part of an argument of a new type in `identity_of`, and keep the function that computes it."""
+    """Return an argument's part of `identity_of`, and keep the function that computes it for this new type."""
     kind = type(argument)
     part = _part_for(kind)
     _IDENTITY_OF[kind] = _token_of if part is _part_of_record else part

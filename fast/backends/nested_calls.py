@@ -1,12 +1,12 @@
-"""Reuse the checks and ops inside a function, if the function was called before with the same signature.
+"""Reuse what the checks and ops inside a function computed in an earlier call of the function with the same signature.
 
 A signature has the shapes, strides and dtypes of tensors, and the values of other arguments (`checked_calls`). A layer
 calls several checks and ops. Their arguments are computed from the layer's own arguments, so the signature of the
 layer's call determines the signatures of all calls inside it.
 
-The first call of a layer records an `Order`: a list with the result of each check, and with the backend and the
-launches of each op. A later call with the same signature goes through this list. A check takes its result from the
-list, and an op takes its launches from the list, so neither computes a signature.
+The first call of a layer records a list: the result of each check, and the backend and the launches of each op. A later
+call with the same signature goes through this list (`Order`). A check takes its result from the list, and an op takes
+its launches from the list, so neither computes a signature.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PER_THREAD = _PerThread()
 
 
 class Entry:
-    """One entry of an order: a check with its result, or an op with its backend and launches.
+    """One entry of the recorded list: a check with its result, or an op with its backend and launches.
 
     Attributes:
         owner: the check or op that was called.
@@ -100,12 +100,12 @@ class Order:
                 self._failed = True
 
     def give_up(self) -> None:
-        """Stop to record or to reuse calls, because a call inside has no signature."""
+        """Stop recording and reusing calls, because a call inside has no signature."""
         self._failed = True
 
 
 class CallsOfOthers:
-    """Context manager for code of another project, such as a projection: its calls are neither recorded nor reused."""
+    """Context manager for code of another project, such as a projection: neither record nor reuse the calls inside."""
 
     __slots__ = ("_order",)
 
@@ -117,4 +117,4 @@ class CallsOfOthers:
 
 
 def confirmed() -> None:
-    """The owner of the entries that `Order.confirm` records."""
+    """Stand for the owner of the entries that `Order.confirm` records; nobody calls this function."""

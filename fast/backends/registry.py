@@ -94,7 +94,7 @@ class OpSupport:
         launcher: the function that launches the kernel, or its dotted path "package.module:function". A path is
             imported when the op is called for the first time, so that a declaration imports no kernel.
         dtypes: supported dtypes of queries and keys.
-        out_dtypes: supported dtypes of the output, if a caller may choose the dtype; None for the same as `dtypes`.
+        out_dtypes: supported dtypes of the output, if a caller may choose the dtype; None means the tuple `dtypes`.
         cache_formats: names of the supported cache formats.
         head_dims: mapping from name (`KernelRequest.head_dims`) to supported sizes. A missing name, or None for the
             mapping, allows any size.

@@ -21,10 +21,11 @@ class Launches:
     """The launches of the calls with one signature.
 
     Args:
-        replays: whether the calls may be replayed. The recorder must see everything that the host code of the op does.
+        replays: whether the calls may be replayed. Pass False if the host code of the op may do things that the
+            recorder does not see.
 
     Attributes:
-        compiled: for each launch of a call, by number, the compiled kernel and its compile-time arguments.
+        compiled: from the number of a launch in the call to the compiled kernel and the values of its last parameters.
         replay: replay of these calls; None if no call was recorded, or if the record cannot be replayed.
         no_replay: why these calls cannot be replayed; None if there is no known reason.
     """
@@ -35,7 +36,7 @@ class Launches:
         self.no_replay: str | None = None if replays else "a backend of another project"
 
     def run(self, function: Callable, *arguments: Any) -> Any:
-        """Call a function, or replay a recorded call; `launch` calls in the function reuse or keep compiled kernels."""
+        """Call a function, or replay the recorded call; `launch` in the function reuses or keeps compiled kernels."""
         if self.replay is not None:
             result = self.replay.run(arguments)
             if result is not MISFIT:
@@ -81,8 +82,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     Args:
         kernel: the kernel.
         grid: number of programs.
-        arguments: the arguments of the first parameters, in order.
-        constants: the other parameters, and launch options such as `num_warps`.
+        arguments: values of the first parameters, in order.
+        constants: values of the other parameters, and launch options such as `num_warps`.
     """
     call = getattr(_PER_THREAD, "call", None)
     if call is None:
@@ -102,7 +103,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     if hasattr(compiled, "packed_metadata"):  # Triton's interpreter compiles nothing
         rest = tuple([constants[name] for name in kernel.arg_names[len(arguments) :]])
         call.compiled[number] = (compiled, rest)
-        if call.recorder is not None:  # the first call failed before this launch
+        if call.recorder is not None:  # an earlier call kept no kernel, because it failed before this launch
             call.recorder.launches.append(Launch(compiled, (*grid, 1, 1)[:3], (*arguments, *rest)))
     elif call.recorder is not None:
         call.recorder.other_op = "a launch without a compiled kernel"

@@ -3,9 +3,9 @@
 The host code of an op reads shapes, strides and numbers, allocates tensors, and launches kernels. Two calls with the
 same signature (the same shapes, dtypes and values, see `checked_calls`) differ only in the addresses of their tensors.
 A `Recorder` watches one call. It records the allocations, the launches, and which tensor each address belongs to. A
-`Replay` of this record takes a few microseconds of Python, however long the host code of the op is.
+`Replay` of this record takes a few microseconds of Python, however long the host code of the op takes.
 
-A call cannot be replayed in these cases, in which the host code of the op runs in every call (`repeated_launches`):
+A call cannot be replayed in the following cases. The host code of the op then runs in every call (`repeated_launches`):
 
 - the host code calls an op of torch that is neither an allocation nor a view;
 - a result is neither an input nor a new tensor;
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 KNOWN_VERSIONS = ((3, 6), (3, 7))  # versions of Triton that replays support
-MISFIT = object()  # result of a replay that cannot stand for the call
+MISFIT = object()  # returned by a replay if the host code of the op must run instead
 MOST_ADDRESSES = 512  # encoded TMA descriptors that are kept, one for each address of the tensor
 _ALLOCATIONS = frozenset({
     torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default,
@@ -117,7 +117,7 @@ class Recorder(TorchDispatchMode):
         """Return the origin of a tensor's address.
 
         Raises:
-            CannotReplay: the tensor is not an input, a new tensor or a view of either.
+            CannotReplay: the tensor is unknown: no input, no new tensor, and no view of one of them.
         """
         origin = self._origins.get(id(tensor))
         if origin is None:
@@ -136,7 +136,7 @@ class Recorder(TorchDispatchMode):
         return origins.pop()
 
     def place_of_result(self, tensor: Tensor) -> int:
-        """Return the number of the tensor that is a result; the numbers count the inputs, then the allocations.
+        """Return which input or new tensor a result is, as a number: all inputs come first, then the allocations.
 
         Raises:
             CannotReplay: the result is a view of an input or of a new tensor.
@@ -230,14 +230,14 @@ class _ReplayedLaunch:
         self._launch = direct_launch(recorded.compiled, recorded.grid)
         self._template: list[Any] = []  # values of all arguments, and of all fields of named tuples
         self._filled: list[tuple[int, int]] = []  # (place in the template, number of its address)
-        self._described: list[tuple[int, int, _DescriptorMaker]] = []  # likewise for descriptors
-        self._records: list[tuple[int, Callable]] = []  # (place of a named tuple, how to take its fields)
+        self._described: list[tuple[int, int, _DescriptorMaker]] = []  # the same for a descriptor, with its maker
+        self._records: list[tuple[int, Callable]] = []  # (place of a named tuple, function that collects its fields)
 
         def number_of(origin: Origin) -> int:
             return origins.setdefault(origin, len(origins))
 
         def add(argument: Any) -> int:
-            """Add an argument to the template; return its place in the template."""
+            """Add an argument to the template, without the address of a tensor; return its place in the template."""
             if isinstance(argument, Tensor):
                 self._filled.append((len(self._template), number_of(recorder.origin_of(argument))))
                 argument = None

@@ -27,7 +27,7 @@ BackendChoice = str | Mapping[str, str] | None  # a name, a mapping from op to n
 
 
 def query_lens_of(num_tokens: int, num_requests: int, max_query_len: int) -> QueryLenSupport:
-    """Return the kind of query lengths of a batch; all are equal if num_tokens = num_requests * max_query_len."""
+    """Return the kind of query lengths: they are equal exactly if num_tokens = num_requests * max_query_len."""
     if num_tokens != num_requests * max_query_len:
         return QueryLenSupport.VARLEN
     return QueryLenSupport.SINGLE_ONLY if max_query_len <= 1 else QueryLenSupport.UNIFORM
@@ -85,10 +85,10 @@ class BoundOps(dict):
 
 
 def bind(backend: BackendChoice, ops: Iterable[str] | None = None) -> BoundOps | None:
-    """Return a mapping from op to backend name, from one `backend=` that is given for several ops (`fast.backends`).
+    """Turn one `backend=` of several ops into a mapping from op to backend name (see `fast.backends`).
 
     Args:
-        backend: a name, which binds the ops that this backend declares; a mapping from op to name; or None.
+        backend: a name, to which every op that the named backend declares is bound; a mapping from op to name; or None.
         ops: the ops that are called; None for all ops.
 
     Returns:
@@ -110,7 +110,7 @@ def bind(backend: BackendChoice, ops: Iterable[str] | None = None) -> BoundOps |
     _check_mapping(backend)
     bound = BoundOps(backend)
     for together in (DECODES, MESSAGES):
-        for name in {backend[op] for op in together if op in backend}:  # at most one name
+        for name in {backend[op] for op in together if op in backend}:  # `_check_mapping` allows at most one name
             bound.update((op, name) for op in together if _has(name, op))
     return bound
 
@@ -242,6 +242,6 @@ def cache_in_words(kv_cache: torch.Tensor) -> bool:
     size = kv_cache.element_size()
     *outer, inner = kv_cache.stride()
     words = all(stride > 0 and stride * size % 16 == 0 for stride in outer)
-    if not torch.compiler.is_compiling():  # a traced tensor has no storage offset; the launcher checks the offset
+    if not torch.compiler.is_compiling():  # a traced tensor has no storage offset; the launcher checks it later
         words = words and kv_cache.storage_offset() * size % 16 == 0
     return words and inner == 1 and kv_cache.numel() > 0

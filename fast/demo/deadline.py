@@ -1,14 +1,14 @@
 """Deadline that ends a process whose step waits for a dead rank.
 
-A step of several ranks exchanges data through gloo (CPU) or NCCL (GPU). They behave differently if a rank has died:
+A step of several ranks exchanges data through gloo (CPU) or NCCL (GPU). The two behave differently if a rank has died:
 
 - gloo: the exchange raises an error in the waiting process. No deadline is needed.
-- NCCL: the launch of the exchange returns at once, and the process waits without an error when it reads a result.
-  PyTorch's watchdog ends the process after the timeout of the group. But the watchdog does not know the requests of the
-  step, and it does not see exchanges in a replayed CUDA graph.
+- NCCL: the launch of the exchange returns at once. When the process then reads a result, it waits without an error.
+  PyTorch's watchdog ends the process after the timeout of the group of ranks. But the watchdog does not know the
+  requests of the step, and it does not see exchanges in a replayed CUDA graph.
 
 Over NCCL, a step therefore has a deadline a little before the timeout. When the deadline passes, the process writes the
-requests and the exchanges of the step to stderr, and ends.
+requests of the step and the last exchange of each group to stderr, and ends.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ logger.addHandler(logging.NullHandler())
 def deadline(context_parallel: ContextParallel | None, request_ids: Sequence[int]) -> Iterator[None]:
     """End the process if the `with` block takes longer than 0.9 x the timeout of the groups.
 
-    The process first writes one line with the reason to stderr. There is no deadline without groups, and none for
-    groups whose exchanges raise an error themselves (gloo, or simulated ranks).
+    Before it ends, the process writes one line with the reason to stderr. There is no deadline if `context_parallel` is
+    None. There is also no deadline for groups whose exchanges raise an error themselves (gloo, or simulated ranks).
 
-    The time includes the compilation of kernels at their first use; `fast.warmup` compiles kernels beforehand.
+    The time includes the compilation of kernels at their first use; `fast.warmup` can compile them beforehand.
 
     Args:
         context_parallel: groups of ranks, or None.

@@ -37,4 +37,4 @@ def repeated_interrupts(seconds: float = SECONDS_BETWEEN) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in earlier.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set from Python
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: handler not set by Python

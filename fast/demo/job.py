@@ -32,7 +32,7 @@ class Job:
 
     Attributes:
         args: command-line options.
-        model: causal language model in eval mode, without `use_mla`.
+        model: causal language model in eval mode, with the attention of transformers (not replaced by `use_mla`).
         config: configuration of the model's attention.
         tokenizer: tokenizer of the checkpoint.
         texts: the prompts.
@@ -41,8 +41,8 @@ class Job:
         dtype: dtype of weights and cache.
         eos: tokens that end a request.
         packages: the packages that serve (`reference`, `fast` or both), by name.
-        loops: one serving loop for each package; all prompts are queued in it.
-        context_parallel: groups of ranks that share heads and sequences, or None.
+        loops: one serving loop for each package; each loop has all prompts in its queue.
+        context_parallel: groups of ranks that divide heads and sequences among themselves, or None.
     """
 
     args: argparse.Namespace
@@ -68,7 +68,7 @@ class Job:
         return options
 
     def make_loop(self, name: str, prompt_ids: list[list[int]], max_new_tokens: int) -> ServingLoop:
-        """Return a serving loop with these prompts in its queue; its cache has room for all of them."""
+        """Return a serving loop with these prompts in its queue, and with a cache that has room for all prompts."""
         block = self.args.block_size
         covered = block * (1 if self.context_parallel is None else self.context_parallel.size)
         loop = ServingLoop(
@@ -91,8 +91,8 @@ class Job:
 def check_outputs(args: argparse.Namespace) -> None:
     """Check that the files of `--json` and `--picture` can be written, without changing their contents.
 
-    The function opens an existing file for writing. For a missing file, it makes a temporary file in the same folder,
-    which also fails on a read-only or full file system.
+    The function opens an existing file for writing. In place of a missing file, it makes a temporary file in the same
+    folder, and so it also detects a read-only or full file system.
 
     Raises:
         ValueError: a folder is missing, a path is a folder, a file cannot be written, or both options name the same
@@ -105,9 +105,9 @@ def check_outputs(args: argparse.Namespace) -> None:
         target = Path(os.path.realpath(path))  # follow links, because a link may lead to another folder
         try:
             check(target.parent.is_dir() and not target.is_dir(), option, "a file in a folder that exists", path)
-            if target.is_file() or target.is_symlink():  # after `realpath`, a link is part of a loop: `open` raises
+            if target.is_file() or target.is_symlink():  # `realpath` leaves only links in a cycle, which `open` refuses
                 os.close(os.open(target, os.O_WRONLY | os.O_APPEND))
-            elif target.exists():  # a device or a pipe; opening a pipe may block this process or end its reader
+            elif target.exists():  # a device or a pipe; do not open a pipe: `open` may block, or end the pipe's reader
                 check(os.access(target, os.W_OK), option, "a path that can be written", path)
             else:
                 tempfile.TemporaryFile(dir=target.parent).close()

@@ -138,7 +138,7 @@ def rate(tokens: list[list[int]], seconds: float, how: str) -> dict[str, Any]:
 
 
 def summary(reports: list[StepReport]) -> dict[str, int]:
-    """Return the counts of all steps of one package, and the largest size of its cache in bytes."""
+    """Return counts over all steps of one package (such as steps and chunks), and its largest cache in bytes."""
     return {
         "steps": len(reports),
         "mixed_steps": sum(report.num_decodes > 0 and report.num_prefills > 0 for report in reports),
@@ -150,9 +150,10 @@ def summary(reports: list[StepReport]) -> dict[str, int]:
 
 
 def prompt_figures(job: Job, number: int, tokens: dict[str, list[list[int]]]) -> dict[str, Any]:
-    """Return the figures of one prompt: its text, its lengths, and the generated tokens of each contender.
+    """Return the figures of one prompt: its text, its lengths, and the tokens that each package generated for it.
 
-    `differs_at` is the index of the first generated token that is not the same for all contenders, or None.
+    Transformers counts as a package here. `differs_at` is the index of the first generated token that is not the same
+    for all packages, or None.
     """
     answers = {name: ids[number] for name, ids in tokens.items()}
     differs = [

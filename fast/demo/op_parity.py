@@ -88,7 +88,7 @@ class Comparison:
             self.rows.append(compare(op, value, low, gold))
 
     def exact(self, op: str, call: Callable[..., Any], *arguments: Any) -> None:
-        """Call an op of both packages, and compare the results, tensors or plans, bit by bit."""
+        """Call an op of both packages, and compare the two results (tensors or plans) bit by bit."""
         value, expected = (flatten(call(module, *arguments)) for module in (self.ops, self.oracle))
         if value.shape != expected.shape:
             self.rows.append(Parity(op, math.inf, math.inf, 0.0, 0.0, same_infinities=False))
@@ -153,10 +153,10 @@ class Batch:
         return torch.tensor([sum(lens[:i]) for i in range(len(lens) + 1)], dtype=torch.int32)
 
     def rows_of_last(self, query_lens: list[int]) -> Tensor:
-        """Return the indices of the last tokens of each request in the stream.
+        """Return the indices in the stream of the last tokens of each request.
 
         Args:
-            query_lens: number of these tokens for each request.
+            query_lens: for each request, how many of its last tokens are wanted.
         """
         ends = [start + length for start, length in zip(self.starts, self.lens, strict=True)]
         rows = [row for end, count in zip(ends, query_lens, strict=True) for row in range(end - count, end)]
@@ -201,7 +201,8 @@ def run_parity(
     """Compare two packages op by op.
 
     Args:
-        attention: attention module of transformers (DeepseekV2Attention or DeepseekV3Attention), without `use_mla`.
+        attention: attention module of transformers (DeepseekV2Attention or DeepseekV3Attention); `use_mla` must not
+            have replaced its `forward`.
         hidden_states: [T, H], input of this module; T is at least 40.
         ops: the package under test.
         oracle: the package that is the specification.
@@ -295,7 +296,8 @@ def caches(compared: Comparison, kv_c_normed: Tensor, k_pe: Tensor, batch: Batch
     """Compare cache writes, gathers and copies bit by bit.
 
     Returns:
-        A cache with the entries of all tokens; all other slots are NaN, so that an op that reads them fails.
+        A cache with the entries of all tokens. All other slots are NaN, so that the comparison detects an op that reads
+        one of them.
     """
     head_size = kv_c_normed.shape[1] + k_pe.shape[1]
     slots = batch.common(compared.oracle, batch.lens).slot_mapping

@@ -1,6 +1,6 @@
 """Context parallelism in the main job: all ranks serve the prompts together, then one rank serves them alone.
 
-D ranks share each sequence: each of them caches a part of its tokens.
+D ranks share each sequence: each rank caches a part of the tokens of the sequence.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def serve_in_parallel(args: argparse.Namespace, ops: ModuleType, oracle: ModuleT
         The exit status:
 
         - 0: success.
-        - 1: another rank did not answer, or tokens differ in float32. Only the first rank compares tokens.
+        - 1: another rank did not answer; or, on the first rank, the compared tokens differ and the dtype is float32.
         - 2: an option is invalid, or a file cannot be read or written.
     """
     who = f"rank {os.environ.get('RANK', 0)}"
@@ -110,7 +110,7 @@ def check_start(args: argparse.Namespace) -> str:
 
 
 def make_groups(args: argparse.Namespace) -> ContextParallel:
-    """Make the groups of ranks: D consecutive ranks share each sequence, and all ranks share the heads."""
+    """Make the groups of ranks: D consecutive ranks divide each sequence, and all ranks divide the heads."""
     world, rank, size = dist.get_world_size(), dist.get_rank(), args.context_parallel
     groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
     return ContextParallel(groups[rank // size], dist.group.WORLD, args.interleave, args.merge)

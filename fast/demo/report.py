@@ -15,7 +15,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-# Colour of each contender, here and in docs/hooks/picture.py and docs/assets/site.css; a test compares the three files.
+# Colour of each compared project. docs/hooks/picture.py and docs/assets/site.css must have equal colours (tested).
 COLOURS = {
     "fast": "#0072b2",
     "reference": "#009e73",
@@ -26,8 +26,8 @@ COLOURS = {
     "cuDNN": "#8a6d3b",
     "FA2 (V padded)": "#4f4f9e",
 }
-NO_CONTENDER = ("#4d4d4d", "#c9c9c9")  # colours of the two bars of cache sizes
-TAIL_LINES = 3  # lines of each prompt that are shown
+NO_CONTENDER = ("#4d4d4d", "#c9c9c9")  # colours of the two bars of cache sizes, which belong to no project
+TAIL_LINES = 3  # how many of the last lines of each prompt are shown
 
 
 def show(console: Console, figures: dict[str, Any], verbose: bool = False) -> None:

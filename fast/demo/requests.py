@@ -80,7 +80,7 @@ class StepLost(GroupError):
 
     Args:
         error: error of the failed exchange; its text names the group of ranks and the operation.
-        request_ids: ids of the requests of this step, in batch order. The requests have no new tokens.
+        request_ids: ids of the requests of this step, in batch order. The requests got no tokens in this step.
     """
 
     def __init__(self, error: GroupError, request_ids: tuple[int, ...]):

@@ -1,4 +1,6 @@
-"""Loop that serves requests in mixed batches over one paged latent cache, for the main job and the soak test.
+"""Loop that serves requests over one paged latent cache, in batches of decodes and prefills.
+
+The main job and a long-running test use the loop.
 
 The loop is not an inference server. It shows what a scheduler must pass to MLA attention:
 
@@ -160,7 +162,7 @@ class ServingLoop:
                   f"at most the {attention.workspace_tokens} of the model's layers (use_mla(workspace_tokens=))",
                   workspace_tokens)  # fmt: skip
         self.allocator = BlockAllocator(num_blocks, block_order)
-        self.tokens_per_block = block_size * owned.size  # tokens of a sequence, counted over all ranks
+        self.tokens_per_block = block_size * owned.size  # tokens of a sequence in one block of every rank together
         self.model, self.config, self.ops = model, config, ops
         self.block_size, self.max_num_seqs, self.token_budget = block_size, max_num_seqs, token_budget
         self.workspace_tokens, self.decode_threshold, self.costs = workspace_tokens, decode_threshold, costs

@@ -1,1 +1,1 @@
-"""Exchanges between context-parallel ranks: merge of attention states, and reordering of gathered context."""
+"""Ops for context-parallel ranks: merge attention states over ranks, and reorder context gathered from all ranks."""

@@ -21,7 +21,7 @@ from reference.interfaces import (
 from .. import backends
 from ..backends import BackendChoice
 
-MESSAGE_ALIGNMENT = 16  # bytes, for vector loads; in a message, the LSEs and the outputs both begin at a multiple
+MESSAGE_ALIGNMENT = 16  # bytes; in a message, LSEs and outputs begin at multiples of it, so that vector loads work
 
 
 def cp_lse_ag_out_rs(
@@ -108,8 +108,8 @@ def cp_lse_a2a(
     return AttentionState(out, lse)
 
 
-def _message_bytes(tokens, heads, value, dtype):  # the sizes may be symbolic
-    """Return two sizes in bytes: of the LSEs at the start of the message to one rank, and of this whole message."""
+def _message_bytes(tokens, heads, value, dtype):  # under `torch.compile`, the three sizes may be symbolic
+    """Return the bytes of the LSEs at the start of a message to one rank, and the bytes of the whole message."""
 
     def aligned(size):
         return -(-size // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT

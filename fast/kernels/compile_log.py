@@ -31,7 +31,7 @@ class SharedCompilations:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._compiling: dict[Any, int] = {}  # kernel variant: thread that compiles it
+        self._compiling: dict[Any, int] = {}  # from kernel variant to the thread that compiles it
         self._compiled: set[Any] = set()
 
     def claim(self, variant: Any) -> bool:

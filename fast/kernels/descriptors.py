@@ -36,8 +36,8 @@ def box_descriptor(
     TMA needs a tensor with at least one element and contiguous columns. The address and the other strides must be
     multiples of 16 bytes.
 
-    The descriptor depends on the arguments alone. It stays correct if the tensor is freed, and another tensor with the
-    same shape, strides and dtype begins at the same address.
+    The descriptor depends on the arguments alone. If the tensor is freed and a tensor with the same shape, strides and
+    dtype is allocated at the same address, the descriptor is correct for the new tensor.
 
     Args:
         address: address of the first element.

@@ -51,7 +51,8 @@ class DeviceFacts(NamedTuple):
 def device_facts(device: torch.device) -> DeviceFacts:
     """Return the properties of a device.
 
-    Triton's interpreter is described as a small Hopper GPU, so that it runs the branches of kernels for Hopper.
+    Triton's interpreter is described as a small Hopper GPU. Where a kernel has a branch for Hopper, the interpreter
+    therefore runs this branch.
     """
     if device.type != "cuda":
         return DeviceFacts(processors=4, capability=(9, 0), shared=232448, interpreted=True)

@@ -1,4 +1,4 @@
-"""Integer arithmetic for launchers. `triton.cdiv` and `triton.next_power_of_2` take several microseconds a call."""
+"""Fast integer arithmetic for launchers; a call of `triton.cdiv` or `triton.next_power_of_2` takes several us."""
 
 from __future__ import annotations
 

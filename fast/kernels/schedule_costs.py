@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from reference.interfaces import InvariantSplitRule, ScheduleCosts
 
-# `invariant_starts`: factor of the cost of a request in the estimated time of a batch-invariant schedule. The factor is
-# above 1, because more programs of a batch-invariant schedule begin within a request.
+# `invariant_starts`: `choose_schedule` multiplies `request_cost` by this factor when it estimates the time of a
+# batch-invariant schedule. The factor is above 1, because the times of the programs differ more in such a schedule.
 STARTS = 4
 # request_cost, split_cost, split_rule, invariant_starts, splits_per_tile
 FEW_HEADS = ScheduleCosts(5, 1, InvariantSplitRule(4, 32, 16, 128), STARTS, 64)  # 16 heads or fewer
@@ -24,8 +24,8 @@ def measured_schedule_costs(num_heads: int) -> ScheduleCosts:
     - `split_cost`, the cost of a further split in a batch-invariant schedule: with 16 heads or fewer, the Hopper decode
       keeps its softmax state in shared memory from one split to the next, so the cost is low. With more heads, a part
       of the state goes through global memory.
-    - `splits_per_tile`, the splits that the combine kernel adds in the time of a tile: chosen so that one request of
-      128 tiles gets the fastest size of its parts. This size is 2 tiles for 16 and 32 heads, and 4 tiles for 128 heads.
+    - `splits_per_tile`, the splits that the combine kernel adds in the time of a tile: chosen so that a single request
+      of 128 tiles is divided into parts of the fastest size: 2 tiles for 16 and 32 heads, and 4 tiles for 128 heads.
 
     The costs were measured with the decode of the backend "hopper"; the backend "triton" uses the same numbers.
     """

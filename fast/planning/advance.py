@@ -48,8 +48,8 @@ def advance_step(
     On a GPU, the function cannot raise an error for a value in a tensor. Instead:
 
     - A request stops if its next length would exceed `max_seq_len` or its block table. A request that has stopped keeps
-      the largest length and the last position. Its slot is -1, so it writes no cache entry. Its outputs have no
-      meaning. The CPU fields of the result follow the same rule.
+      the largest length and the last position. Its slot is -1, so it writes no cache entry, and later steps compute
+      meaningless outputs for it. The CPU fields of the result follow the same rule.
     - A token whose block number is negative gets slot -1.
     - A negative length counts as 0.
 
@@ -80,7 +80,7 @@ def advance_step(
     check_type("graph", graph, GraphSupport)
     request = backends.KernelRequest("advance_step", common.block_table.device, graph=graph)
     chosen = backends.select(request, backend)
-    following = advanced_batch(common, limit)  # before the op, which on a CPU may write the CPU fields of `common`
+    following = advanced_batch(common, limit)  # read `common` before the op, which on a CPU may write its CPU fields
     owned = ONE_RANK if ownership is None or ownership.size == 1 else ownership  # one rank: `interleave` has no effect
     torch.ops.mla_twins.advance_step(
         sampled_token_ids,

@@ -136,7 +136,7 @@ def rank_local_chunk(chunk: ContextChunk, ownership: TokenOwnership) -> ContextP
 
 
 def clamp_context_chunk(chunk: ContextChunk, context_lens: Int32[Tensor, " B"]) -> ContextChunk:
-    """Return a chunk that was made from upper bounds of the context lengths, shortened to the true lengths.
+    """Shorten a chunk that was made from upper bounds of the context lengths to the true context lengths.
 
     See `reference.planning.context_chunks.clamp_context_chunk` for the numbers that stay upper bounds. The true lengths
     may be on a GPU; the host does not read them.

@@ -1,7 +1,7 @@
 """Express chunked local attention as ordinary attention of virtual requests.
 
-In chunked local attention, the positions of a request are divided into chunks, and a token attends only earlier tokens
-of its own chunk. A virtual request is one chunk of a request, with the query tokens in this chunk.
+In chunked local attention, the positions of a request are divided into chunks. A token attends only itself and the
+earlier tokens of its own chunk. A virtual request is one chunk of a request, with the query tokens in this chunk.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from reference.interfaces import (
 def make_local_attention_virtual_batches(
     common: CommonAttentionMetadata, attention_chunk_size: int, block_size: int
 ) -> CommonAttentionMetadata:
-    """Return a batch of virtual requests whose ordinary attention is chunked local attention of the given batch.
+    """Return a batch of virtual requests, on which ordinary attention computes the local attention of `common`.
 
     See `reference.planning.local_attention.make_local_attention_virtual_batches` for the rule.
 

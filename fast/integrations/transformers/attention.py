@@ -1,8 +1,8 @@
 """Implementation of `use_mla`: the base model plans each forward, and the layers run `ops.MLAAttention`.
 
 `ops` is the package `fast` or `reference`. A padded batch is the usual batch of transformers: B rows with Q new tokens
-each, and a mask that marks padding. A packed batch is one row of T tokens without padding: the caller passes its own
-plan and caches. docs/glossary.md explains the terms, such as plan, latent and absorbed path.
+each, and a mask that marks padding. A packed batch is one row of T tokens without padding; the caller also passes the
+plan of the step and the caches. docs/glossary.md explains the terms, such as plan, latent and absorbed path.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NEEDED = ("CommonAttentionMetadata", "MLAAttention", "allocate_kv_cache", "build
 
 @dataclass(frozen=True)
 class Options:
-    """Options of one call of `use_mla`; a copied model shares this object, because `ops`, a module, has no copy."""
+    """Options of one call of `use_mla`; copies of a model share this object, as the module `ops` cannot be copied."""
 
     ops: ModuleType
     block_size: int
@@ -174,7 +174,7 @@ class ModelAdapter:
         self.refuse(kwargs)
         inputs = next(kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None)
         metadata, kv_caches = kwargs.pop("mla_metadata", None), kwargs.pop("mla_kv_caches", None)
-        unread = inputs.new_empty(0, 0, 0, 0)  # transformers passes a mask of four dimensions on, and builds none
+        unread = inputs.new_empty(0, 0, 0, 0)  # transformers builds no mask if it gets a mask of four dimensions
         if metadata is not None or kv_caches is not None:
             step = self.plan_packed(inputs, kwargs, metadata, kv_caches)
             kwargs["use_cache"] = False
@@ -371,7 +371,7 @@ def use_mla(
     has one paged cache for each layer.
 
     Args:
-        model: a DeepseekV2 or DeepseekV3 model (with any head, or none), in eval mode.
+        model: a DeepseekV2 or DeepseekV3 model, in eval mode; it may have any output head (such as a language model).
         ops: `fast`, `reference`, or another module with the same functions.
         block_size: tokens per block of the cache.
         workspace_tokens: largest number of context tokens that a prefill expands at once, at least `block_size`. None
@@ -380,10 +380,10 @@ def use_mla(
             `choose_path` returns for it.
         costs: costs from which `ops.choose_path` chooses the path of longer queries; None takes the defaults of
             `PathCosts`.
-        context_parallel: groups of the ranks that share heads and sequences, or None. Every rank has the whole model,
-            and its layers use views of the weights of its heads. Load and move the model before this call: the model
-            raises ValueError if its weights are replaced later. It accepts packed batches only, with plans for
-            `context_parallel.ownership`.
+        context_parallel: groups of the ranks that divide heads and sequences, or None. Every rank loads the whole
+            model, and its layers use views of those weights that belong to the heads of this rank. Load and move the
+            model before this call: the model raises ValueError if its weights are replaced later. The model then
+            accepts packed batches only, with plans for `context_parallel.ownership`.
         options: keyword arguments for `ops.MLAAttention.from_hf` (for example `backend` of `fast`).
 
     Returns:

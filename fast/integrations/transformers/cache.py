@@ -193,8 +193,8 @@ def latent_layers(past_key_values: object, num_layers: int, block_size: int) -> 
     """Return the `LatentCacheLayer`s of a DynamicCache, or new ones if the cache is empty; do not change the cache.
 
     Raises:
-        ValueError: the cache is no DynamicCache, offloads, holds tokens of other layers, or has another number of
-            layers or another block size.
+        ValueError: the cache is no DynamicCache, offloads, holds tokens in layers of another class, or has another
+            number of layers or another block size.
     """
     check(type(past_key_values) is DynamicCache, "past_key_values", "a DynamicCache", type(past_key_values).__name__)
     check(not past_key_values.offloading, "past_key_values", "a DynamicCache that stays on its device",

@@ -28,12 +28,14 @@ stores the sum of these splits at the first partial index of the request. For ea
 number of splits in this sum and the number of all splits.
 
 A combine tile is some rows and some latent columns of the output of one request. In a decode with a schedule, most
-requests often have one split and need no combining, and the host does not know which ones. A program for each combine
-tile would then mostly find no work. The kernel for a schedule therefore has a limited number of programs:
+requests often have one split and need no combining. The host does not know which requests have several splits. With one
+program for each combine tile of the batch, most programs would find no work. The kernel for a schedule therefore has a
+limited number of programs:
 
 - If there are fewer programs than combine tiles, each program reads `split_offsets` to find the requests to combine. It
   processes every P-th combine tile of these requests, where P is the number of programs.
-- Otherwise each program has one combine tile, and reads only the splits of its own request, which is faster.
+- Otherwise each program has one combine tile. It then reads only the number of splits of its own request, which is
+  faster.
 
 The kernel for a schedule may begin while the decode kernel still runs. It reads `split_offsets` and `query_start_loc`
 before it waits for the decode, so that these loads do not delay the loads of the partial outputs. Both tensors are
@@ -52,8 +54,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LN_2 = tl.constexpr(math.log(2))
-# `add_partial` replaces a reference score only if the new one is larger by more than this number. Weights thus stay at
-# or below 2^64, and float32 ends at 2^128.
+# `add_partial` replaces a reference score only if the new reference score is larger by more than this number. No weight
+# is therefore larger than 2^64, which is far below the largest float32, almost 2^128.
 REFERENCE_GROWTH = tl.constexpr(64.0)
 
 
@@ -135,7 +137,7 @@ class CombineTile(NamedTuple):
 
 
 @triton.jit
-@no_type_check  # the tests' type checker must not wrap a kernel: Triton's interpreter reads its source
+@no_type_check  # otherwise the tests' type checker wraps the kernel, and Triton's interpreter finds no module globals
 def _combine_partials(
     partials, splits, first_partial, partial_row, real, columns,
     LATENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
@@ -152,8 +154,8 @@ def _combine_partials(
         held = used[:, None] & real[None, :]
         split_largest = tl.load(partials.lse + row, mask=held, other=float("-inf"))
         split_total = tl.load(partials.lse + partials.indices.to(tl.int64) * partials.rows + row, mask=held, other=0.0)
-        # A split without keys has weight 0, and the decode wrote zeros as its partial output. The weight 0 thus never
-        # meets a NaN, and these loads need not wait for the weights.
+        # A split without keys has weight 0, and the decode wrote zeros as its partial output, so 0 * NaN cannot occur.
+        # These loads therefore need no mask for splits of weight 0, and can begin before the weights are known.
         offsets = (row * LATENT)[:, :, None] + columns[None, None, :]
         split_values = tl.load(
             partials.out + offsets, mask=held[:, :, None] & (columns < LATENT)[None, None, :], other=0.0
@@ -228,16 +230,16 @@ def _place_of_tile(number, rank, first_request, row_tiles, column_tiles):
     """Return the `TilePlace` of one combine tile in a chunk of CHUNK consecutive requests.
 
     Args:
-        number: index of the combine tile; only requests to combine have combine tiles.
-        rank: [CHUNK], for each request, the number of requests to combine from the start of the chunk up to this
-            request, inclusive.
+        number: index of the combine tile in the chunk; here only the requests to combine have combine tiles.
+        rank: [CHUNK], for each request, how many of the requests from the start of the chunk up to and including this
+            request are to be combined.
         first_request: first request of the chunk.
         row_tiles: number of row tiles of a request.
         column_tiles: number of column tiles of a row.
     """
     request_tiles = row_tiles * column_tiles
-    # The tile belongs to number i = number // request_tiles (from 0) of the requests to combine. The requests of the
-    # chunk before that request are those with a rank of at most i.
+    # Let i = number // request_tiles. The tile belongs to the request behind the first i requests to combine, which has
+    # rank i + 1. Exactly the requests before it in the chunk have a rank of at most i, so their number is its index.
     request = first_request + tl.sum((rank <= number // request_tiles).to(tl.int32), 0)
     return TilePlace(request, number // column_tiles % row_tiles, number % column_tiles)
 
@@ -306,7 +308,7 @@ def _combine_tile(
     splits = tl.load(split_offsets + tile.request + 1, cache_modifier=".cg") - first_partial
     rows = _rows_of_request(query_start_loc, tile.request, tile.row_tile, num_tokens, partials.rows, HEADS, ROWS)
     if DEPENDENT:
-        gdc_wait()  # the decode writes what is loaded below; for a later tile, this second wait takes no time
+        gdc_wait()  # for the decode, which writes what is loaded below; at later tiles, the wait takes no time
     if splits != 1:
         columns = tile.column_tile * COLUMNS + tl.arange(0, COLUMNS)
         state = _combine_partials(
@@ -336,7 +338,8 @@ def _combine_scheduled_kernel(
         gdc_launch_dependents()
     column_tiles: tl.constexpr = (LATENT + COLUMNS - 1) // COLUMNS
     partials = Partials(partial_out, partial_lse, num_partials, request_rows)
-    if tl.num_programs(0) >= num_requests.to(tl.int64) * row_tiles * column_tiles:  # at run time: no second variant
+    # decided at run time, so that only one variant of the kernel is compiled
+    if tl.num_programs(0) >= num_requests.to(tl.int64) * row_tiles * column_tiles:
         tile_number = tl.program_id(0)
         tile = TilePlace(
             tile_number // (row_tiles * column_tiles), tile_number // column_tiles % row_tiles,
@@ -381,8 +384,9 @@ def _combine_invariant_kernel(
     """Combine COLUMNS columns of ROWS rows of one request in a batch-invariant decode.
 
     The program loads the state at the request's first partial index, which may be the sum of several splits. Then it
-    adds the remaining splits in order. With AHEAD, the program loads the first SPLITS of them before it knows the
-    number of splits. The loads then do not wait for this number, which is faster for a single request.
+    adds the remaining splits in order. With AHEAD, the program loads SPLITS splits behind the first partial index
+    before it knows the number of splits. These loads then do not wait for this number, which is faster for a single
+    request.
     """
     if DEPENDENT:
         gdc_launch_dependents()
@@ -396,7 +400,7 @@ def _combine_invariant_kernel(
     combined, splits = tl.load(progress + 2 * request), tl.load(progress + 2 * request + 1)
     combined, splits = tl.maximum(combined, 1), tl.minimum(splits, request_partials)
     has_splits = True
-    if SCHEDULED:  # a schedule gives a request without keys to no program: this kernel writes output 0 and LSE -inf
+    if SCHEDULED:  # with a schedule, no decode program has a request without keys: write output 0 and LSE -inf here
         has_splits = tl.load(split_offsets + request + 1) > tl.load(split_offsets + request)
     remaining = (combined < splits) | (not has_splits)
     if remaining | AHEAD:

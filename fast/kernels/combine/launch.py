@@ -22,9 +22,10 @@ FOR_FEW_SPLITS = (CombineTile(2, 512, 4, 4), CombineTile(1, 512, 4, 2))  # (few 
 FOR_MANY_SPLITS = CombineTile(1, 32, 128, 4)  # several requests with many splits
 FOR_MANY_ROWS = CombineTile(1, 64, 64, 2)  # one request with many splits and many rows
 FOR_FEW_ROWS = CombineTile(1, 32, 64, 2)  # one request with many splits and few rows
-# several requests with a schedule: the number of programs is limited, so narrower tiles would not give more programs
+# "planned": with a schedule. For several requests, the number of programs is then limited, so narrower tiles would not
+# give more programs.
 FOR_PLANNED = CombineTile(1, 512, 16, 4)
-FEW_PLANNED_SPLITS = (4, MANY_SPLITS)  # up to this many, FOR_FEW_SPLITS is faster: (few heads, many heads)
+FEW_PLANNED_SPLITS = (4, MANY_SPLITS)  # up to this many splits, FOR_FEW_SPLITS is faster: (few heads, many heads)
 MOST_PLANNED_SPLITS = 48  # with more splits and few rows, FOR_MANY_SPLITS is faster, as it gives more programs
 # batch-invariant decodes
 FOR_ONE_INVARIANT = (CombineTile(1, 32, 32, 1), CombineTile(1, 64, 16, 1))  # one request: (few rows, many rows)
@@ -67,8 +68,8 @@ def combine_partial_outputs(
     """Combine the partial outputs of a decode into `out` and `lse`; do nothing if there is no partial output.
 
     `fast.kernels.combine.kernels` defines the layout of the partial outputs. The previous kernel of the stream must be
-    the decode kernel. If the decode kernel lets the next kernel begin early, it must have waited for its own previous
-    kernel before that.
+    the decode kernel. A decode kernel that lets the next kernel begin early must first have waited for the kernel that
+    runs before the decode.
 
     Args:
         partial_out: flat, float32; no elements if there is no partial output. The Hopper decode stores further values

@@ -16,7 +16,7 @@ def merge_attn_states(
 ) -> tuple[Tensor, Tensor]:
     """Merge two attention states over disjoint keys; return out [T, N, Dv] and lse [N, T].
 
-    If `out` and `lse` are given, the result is written there. `out` and `lse` may be the tensors of one of the states.
+    If `out` and `lse` are given, the result is written into them. They may be the tensors of one of the two states.
     """
     target_out, target_lse = out, lse
     # compute the weights from the difference of the LSEs: exp(prefix_lse - lse) would magnify the rounding error of lse

@@ -1,4 +1,4 @@
-"""Compute the schedule of a decode: assign tiles of `DECODE_TILE` keys to programs, so that they take similar times.
+"""Compute the schedule of a decode: assign tiles of `DECODE_TILE` keys to programs that then take similar times.
 
 All requests are laid end to end on a line, whose unit is the time of one tile. Each request consists of parts, and a
 part is consecutive tiles. The length of a request on the line is the number of its tiles plus its costs. The line is
@@ -79,7 +79,7 @@ def plan_decode(
 
     Args:
         seq_lens: [B], keys of each request.
-        num_programs: number of programs of the decode kernel, which share all tiles.
+        num_programs: number of programs of the decode kernel, among which the tiles are divided.
         request_cost: time to start a request, in units of one tile.
         split_cost: time to start a further split of a request in a batch-invariant schedule, in units of one tile. If
             it is larger than `request_cost`, `request_cost` is used.
@@ -128,9 +128,10 @@ def _lay_out(
 
 
 def _cheaper_line(tiles: Tensor, num_programs: int, request_cost: int, splits_per_tile: int) -> _Line:
-    """Return the line of whole parts if its estimated time is not longer; otherwise return the line of single tiles.
+    """Return the line of whole parts or the line of single tiles: the one with the shorter estimated time.
 
-    The estimate is an upper bound of the programs' time, plus the time to combine the request with the most splits.
+    The estimate is an upper bound of the programs' time, plus the time to combine the request with the most splits. If
+    both estimates are equal, the line of whole parts is returned.
     """
     balanced = _lay_out(tiles, torch.ones_like(tiles), request_cost, 0, num_programs)
     parts = (num_programs * tiles // tiles.sum().clamp(min=1)).clamp(min=1)

@@ -3,8 +3,9 @@
 The host reads no value back, so a CUDA graph can capture this launch.
 
 In the next step every request has at most one token, so the tokens of all B requests are among the first B tokens.
-Program 0 writes the first B tokens. It processes CHUNK requests at a time, one chunk after another, because the token
-of a request comes after the tokens of all earlier requests. The other programs write padding into all later tokens.
+Program 0 writes the first B tokens. It processes CHUNK requests at a time, one chunk after another, because the place
+of a request's token depends on how many earlier requests have a token. The other programs write padding into all later
+tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ...backends import launch
 from ..device import device_facts, device_of
 from ..integers import cdiv
 
-CHUNK = 512  # requests that program 0 processes at a time; tokens that each other program writes
+CHUNK = 512  # requests that program 0 processes at a time, and tokens that every other program writes
 WARPS = 4
 STRIDES = ("sampled_stride", "ids_stride", "positions_stride", "lens_stride", "starts_stride", "slots_stride",
            "table_row", "table_column")  # fmt: skip
@@ -60,7 +61,7 @@ def _advance_step_kernel(
         _write_padding(input_ids, positions, slot_mapping, tokens, tokens < num_tokens, ids_stride, positions_stride,
                        slots_stride)  # fmt: skip
     else:
-        # `last_end` is the old end of the last request of the previous chunk; `query_start_loc` has its new end already
+        # `last_end` is the old end of the previous chunk's last request; in `query_start_loc` the new end replaced it
         total, last_end = tl.zeros([], tl.int32), tl.load(query_start_loc)
         for first in range(0, num_requests, CHUNK):
             request = first + lane

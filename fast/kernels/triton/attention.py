@@ -277,7 +277,7 @@ def _flash_attn_varlen_kernel(
     out_columns = columns.to(tl.int64) * strides.out_column
     tl.store(out_rows + out_columns, values.to(out.dtype.element_ty), mask=inside & (columns < c.V))
     if lse is not None:
-        natural = (state.largest + tl.math.log2(total)) / LOG2_E  # -inf + 0 where empty
+        natural = (state.largest + tl.math.log2(total)) / LOG2_E  # -inf in a row without keys, where `total` is 1
         tl.store(lse + head.to(tl.int64) * num_tokens + tokens, natural, mask=rows < query_len)
 
 
@@ -315,7 +315,7 @@ HOPPER_BLOCKS = (
 PORTABLE_BLOCKS = (
     Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 2), Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 2), Blocks(16, 16, 4, 1)
 )  # fmt: skip
-FLOAT32_BLOCKS = (Blocks(32, 32, 8, 1), Blocks(16, 16, 4, 1))  # IEEE products need no Tensor Cores but many registers
+FLOAT32_BLOCKS = (Blocks(32, 32, 8, 1), Blocks(16, 16, 4, 1))  # small, as IEEE float32 products need many registers
 INTERPRETER_BLOCKS = Blocks(32, 32, 1, 1)
 
 

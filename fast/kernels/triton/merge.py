@@ -27,8 +27,8 @@ def merge_attn_states(
 ) -> tuple[Tensor, Tensor]:
     """Merge two attention states over disjoint keys; return out [T, N, Dv] and lse [N, T], contiguous.
 
-    If `out` and `lse` are given, the result is written there. `out` and `lse` may be the tensors of one of the states,
-    because a program loads all elements of its rows before it stores the result.
+    If `out` and `lse` are given, the result is written into them. They may be the tensors of one of the two states,
+    because each program loads all elements of its rows before it stores the result of these rows.
     """
     tokens, heads, value_dim = prefix_out.shape
     if out is None:

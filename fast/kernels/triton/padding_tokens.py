@@ -36,12 +36,12 @@ def zero_padding_tokens(output: Tensor, query_start_loc: Tensor) -> None:
 
 
 @triton.jit(do_not_specialize=["num_requests"], do_not_specialize_on_alignment=["query_start_loc"])
-@no_type_check  # the tests' type checker skips this kernel, because Triton's interpreter must read its source
+@no_type_check  # otherwise the tests' type checker wraps the kernel, and Triton's interpreter finds no module globals
 def _zero_padding_kernel(
     query_start_loc, output, num_requests, token_stride, head_stride, value_stride,
     HEADS: tl.constexpr, VALUE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """If one token belongs to no request, write zeros to all its heads, ROWS heads at a time."""
+    """Write zeros to all heads of this program's token, ROWS heads at a time, if the token belongs to no request."""
     if DEPENDENT:  # let the next kernel start early, and wait for the preceding kernel
         gdc_launch_dependents()
         gdc_wait()

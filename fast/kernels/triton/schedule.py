@@ -16,8 +16,8 @@ parts that start in its segment. There are three kinds of schedules:
 In a batch-invariant schedule, the splits of a request depend on the length of the request alone.
 `reference.plan_decode` explains the costs, and how the kind of schedule is chosen.
 
-The kernels in this module have programs too: each computes the tile ranges of PROGRAMS programs of the decode. It
-reads CHUNK requests at a time.
+Each program of the kernels in this module computes the tile ranges of PROGRAMS programs of the decode. For this, it
+reads all requests, CHUNK requests at a time.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SplitRule(NamedTuple):
 
 
 class Line(NamedTuple):
-    """Division of the line of all requests into parts and segments; each field is a scalar.
+    """How the line of all requests is divided into parts and segments; each field is a scalar.
 
     A batch-invariant schedule does not use `whole_parts`, `total_tiles` and `splits_per_tile`.
 
@@ -90,7 +90,7 @@ class RequestParts(NamedTuple):
 
 
 @triton.jit
-@no_type_check  # the tests' type checker skips this kernel, because Triton's interpreter must read its source
+@no_type_check  # otherwise the tests' type checker wraps the kernel, and Triton's interpreter finds no module globals
 def invariant_split_tiles(tiles, rule):
     """Return the number of tiles of one split; see `reference.interfaces.invariant_split_tiles` for the rule."""
     size = (tiles + rule.small_splits - 1) // rule.small_splits
@@ -112,7 +112,8 @@ def _load_tiles(seq_lens, request, num_requests, TILE: tl.constexpr):
 def _least_part_tiles(tiles, splits_per_tile):
     """Return the least size of a part, in tiles: sqrt(tiles / splits_per_tile), rounded up to 1 or an even number.
 
-    The float32 root, rounded down, is never too large and at most 2 too small. Two lines add 1 if it is too small.
+    The float32 root, rounded down, is never too large and at most 2 too small. Each of two lines therefore adds 1 if
+    the size is still too small.
     """
     tiles_per_split = tiles.to(tl.float32) * (1.0 / splits_per_tile.to(tl.float32))
     size = tl.maximum((tl.sqrt(tiles_per_split) * 0.999999).to(tl.int32), 1)
@@ -238,9 +239,10 @@ def _plan_decode_kernel(
     seq_lens, tile_ranges, split_offsets, num_requests, num_programs, request_cost, splits_per_tile,
     CHUNK: tl.constexpr, ONE_CHUNK: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Compute a schedule that is not batch-invariant: of whole parts if its estimated time is not longer, or balanced.
+    """Compute a schedule that is not batch-invariant: the faster of a schedule of whole parts and a balanced schedule.
 
-    The estimate is an upper bound of the programs' time, plus the time to combine the request with the most splits.
+    The estimated time of a schedule is an upper bound of the programs' time, plus the time to combine the request with
+    the most splits. If both estimates are equal, the result is the schedule of whole parts.
     """
     if DEPENDENT:  # let the next kernel start early, and wait for the preceding kernel
         gdc_launch_dependents()
@@ -333,12 +335,12 @@ def plan_decode(
     """Return the tile ranges [programs, 5] and the split offsets [B + 1] of a `DecodeSchedule`, both int32.
 
     A negative length counts as 0. Positions on the line are 32-bit integers, so the line with all tiles and costs must
-    be shorter than 2^31 tiles (137e9 keys). In a schedule of whole parts, the costs may add `request_cost` + 1 tiles
-    for each program.
+    be shorter than 2^31 tiles (137e9 keys). In a schedule of whole parts, the line can be about `num_programs` *
+    (`request_cost` + 1) tiles longer than in a balanced schedule.
 
     Args:
         seq_lens: [B], keys of each request.
-        num_programs: number of programs of the decode kernel, which share all tiles.
+        num_programs: number of programs of the decode kernel, among which the tiles are divided.
         request_cost: time to start a request, in units of one tile.
         split_cost: time to start a further split of a request in a batch-invariant schedule, in units of one tile. If
             it is larger than `request_cost`, `request_cost` is used.
@@ -354,7 +356,7 @@ def plan_decode(
     if batch_invariant:
         kernel = _plan_invariant_kernel
         own = (min(request_cost, split_cost), *split_rule.numbers)
-        warps = 4  # this kernel computes several divisions for each request
+        warps = 4  # this kernel computes several integer divisions for each request, which are slow
     following = device_facts(seq_lens.device).following
     with device_of(seq_lens):
         launch(

@@ -9,14 +9,14 @@ import triton.language as tl
 
 
 @triton.jit
-@no_type_check  # the tests' type checker skips this kernel, because Triton's interpreter must read its source
+@no_type_check  # otherwise the tests' type checker wraps the kernel, and Triton's interpreter finds no module globals
 def request_of(tokens, offsets, stride, num_requests, search_steps):
     """Return the request of each token; a token after the last request gets `num_requests`.
 
     The result has the shape and dtype of `tokens`. The function searches `offsets` by bisection.
 
     Args:
-        tokens: indices of tokens in the batch, in which the tokens of one request follow those of another.
+        tokens: indices of tokens in the batch, in which all tokens of a request follow each other.
         offsets: [B + 1], first token of each request, and the end of the last request.
         stride: stride of the offsets.
         num_requests: B.

@@ -54,7 +54,7 @@ def compute_visible_lens(
     do_not_specialize=["num_tokens", "num_requests", "search_steps", "size", "rank", "interleave"],
     do_not_specialize_on_alignment=["query_start_loc", "seq_lens"],
 )
-@no_type_check  # the tests' type checker skips this kernel, because Triton's interpreter must read its source
+@no_type_check  # otherwise the tests' type checker wraps the kernel, and Triton's interpreter finds no module globals
 def _visible_lens_kernel(
     query_start_loc, seq_lens, visible_lens, num_tokens, num_requests, search_steps, size, rank, interleave,
     TOKENS: tl.constexpr, DEPENDENT: tl.constexpr,

@@ -11,8 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .gluon_versions import partition_barrier
 
-# True only under racecheck, NVIDIA's detector of data races (`tests/sanitizers.py`). Racecheck considers only the
-# accesses of the threads that arrive at an mbarrier, and would report the other threads of the group. Tests set this
+# True only under racecheck, NVIDIA's detector of data races (`tests/sanitizers.py`). Racecheck takes only the threads
+# that arrive at an mbarrier for synchronised, and would report races of the other threads of the group. Tests set this
 # constant before Triton hashes a kernel, because the cache key of a compiled kernel contains the constant.
 EVERY_THREAD_ARRIVES = gl.constexpr(False)
 
@@ -22,9 +22,9 @@ EVERY_THREAD_ARRIVES = gl.constexpr(False)
 def arrive(bar, pred=True):
     """Arrive at `bar` once for all warps that call this function, after their last accesses to shared memory.
 
-    Triton inserts a barrier of the warps between these accesses and the arrival. A fence is no access for Triton, so
-    the barrier may come before a fence. After a fence, the caller must therefore call `partition_barrier` before
-    `arrive`.
+    Triton inserts a barrier of the warps between these accesses and the arrival. Triton does not count a fence as an
+    access, so it may insert the barrier before the fence. After a fence, the caller must therefore call
+    `partition_barrier` before `arrive`.
 
     Args:
         bar: the mbarrier.

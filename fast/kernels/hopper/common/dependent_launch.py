@@ -17,7 +17,7 @@ from typing import no_type_check
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-LAUNCH = {"num_warps": 4, "launch_pdl": True}  # launch options of kernels that execute both instructions
+LAUNCH = {"num_warps": 4, "launch_pdl": True}  # launch options of kernels that call both functions
 
 
 @gluon.jit

@@ -95,7 +95,7 @@ def out_columns(values, first_column, rows, block, outputs, LATENT: gl.constexpr
 
     Args:
         values: tensor to store; only its shape and layout are used.
-        first_column: latent column of the first column of `values`.
+        first_column: index, among the latent columns, of the first column of `values`.
         rows: `Rows`, in the layout of `values` without the column axis.
         block: `RowBlock`.
         outputs: `Outputs`.
@@ -122,7 +122,7 @@ def partial_out_columns(values, first_column, rows, outputs, LATENT: gl.constexp
 @gluon.jit
 @no_type_check
 def _columns_of(values, first_column, ROW_AXIS: gl.constexpr):
-    """Return the indices of the latent columns of `values`, from `first_column` on; ROW_AXIS has length 1."""
+    """Return the latent column of each column of `values`, as a tensor whose axis ROW_AXIS has length 1."""
     LAYOUT: gl.constexpr = gl.SliceLayout(ROW_AXIS, values.type.layout)
     return gl.expand_dims(first_column + gl.arange(0, values.shape[1 - ROW_AXIS], LAYOUT), ROW_AXIS)
 
@@ -187,7 +187,9 @@ def partial_rows(partial, block, ROWS: gl.constexpr, LAYOUT: gl.constexpr, OF_RE
 @gluon.jit
 @no_type_check
 def combine_weights(before, largest):
-    """Return the factors with which the states of earlier splits and of the next split are added (`CombineWeights`).
+    """Return the factors with which the state of the earlier splits and the next split's state are added.
+
+    The result is a `CombineWeights`.
 
     The operations are those of `add_partial` in `fast.kernels.combine.kernels`, so a decode kernel and the combine
     kernel compute the same bits.

@@ -45,8 +45,8 @@ def prefetch_first_item(
 ):  # fmt: skip
     """Prefetch the first 64 rows of queries and the first 64 keys of a program into the L2.
 
-    The decode must have no schedule and no splits. The first work item of program i is then row block i % row_blocks of
-    request i // row_blocks, with all keys of the request.
+    The decode must have no schedule, and must not divide requests into splits. The first work item of program i is then
+    row block i % row_blocks of request i // row_blocks, with all keys of the request.
 
     Args:
         inputs: `Inputs`.

@@ -25,7 +25,7 @@ def rows_at(block, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
     """Return the `Rows` of a row block: tensors of shape [ROWS] in the layout LAYOUT."""
     number = gl.arange(0, ROWS, LAYOUT)
     first = block.number * ROWS
-    if block.num_heads % ROWS == 0:  # all rows have the same token: one division for all
+    if block.num_heads % ROWS == 0:  # all rows have the same token, so one division gives the token of all rows
         token = block.query_start + first // block.num_heads + number * 0
         head, bounded = first % block.num_heads + number, first + number * 0
     else:
@@ -98,8 +98,9 @@ def visible_keys(
 ):  # fmt: skip
     """Load how many keys each row of a work item sees, and the numbers of the item's first 128 cache blocks.
 
-    A padding row gets the number of all readable keys, so that no tile is masked because of a padding row. Each of the
-    128 threads of the consumer gets one cache block number; `visibility_of` checks these numbers.
+    A padding row gets the number of all readable keys of its request, so that a tile is never masked only because of a
+    padding row. Each of the 128 threads of the consumer loads one cache block number; `visibility_of` checks these
+    numbers.
     """
     rows = rows_at(row_block_of(item, sizes, HEADS), ROWS, LAYOUT)
     visible = gl.where(rows.real, gl.load(inputs.visible_lens + rows.token, mask=rows.real, other=0), item.length)

@@ -291,7 +291,7 @@ class Queries(NamedTuple):
 
 
 class Visibility(NamedTuple):
-    """Which keys the rows of a work item see. A block number outside the cache is invalid, and its keys are masked.
+    """Which keys the rows of a work item see. Keys of an invalid block (with a number outside the cache) are masked.
 
     Attributes:
         visible: number of keys that each row sees.
@@ -331,7 +331,7 @@ class RowState(NamedTuple):
 class HalfState(NamedTuple):
     """Like `RowState`, but with the weighted sums of only half of the latent columns.
 
-    `left` has the first quarter of the columns in this half, and `right` has the second quarter.
+    `left` has the first half of these columns, and `right` has the second half: each has a quarter of all columns.
     """
 
     largest: Any

@@ -129,7 +129,7 @@ def item_at(position, plan, inputs, sizes, EVEN_TILES: gl.constexpr, BY_LENGTH: 
         begin = position.first_tile
         end = _planned_end(position.candidate, lens.length, plan, sizes)
         exists = begin < end
-        # the program whose tiles end here and the program whose tiles begin here round the boundary in the same way
+        # round down: the program that ends at a boundary and the program that begins there compute the same boundary
         begin = begin // EVEN_TILES * EVEN_TILES
         end = gl.where(end < planned_tiles(lens.length), end // EVEN_TILES * EVEN_TILES, end)
     else:

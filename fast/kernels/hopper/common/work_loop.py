@@ -17,9 +17,10 @@ kernel passes seven functions of its own to `run_work_items`:
 A split is consecutive tiles of one request that give one partial output. Only in a batch-invariant decode may a work
 item have several splits. The arguments are:
 
+- `begin`, `stop`: tiles of the split, or of the work item if it is one split. `end`: end of the work item's tiles.
 - `state`: `RowState` or `HalfState`. `kept_values`: pointer to global memory for kept states.
 - `following`: the next work item. `wanted`: whether the queries of `following` (or `item`) must be loaded now.
-- `block`: the `RowBlock` of the work item. `partial`: its partial index.
+- `block`: the `RowBlock` of the work item. `partial`: a partial index. `OF_REQUEST`: see `epilogue.partial_rows`.
 - `ctx`: `Context`. Its `shared` has `items` and `queries`; its `bars` has `item_written` and `item_begun`.
 - `c`: `Constants`.
 - `counters`: counts of the main loop, such as the tiles so far, from which it computes the phases of its barriers.
@@ -99,7 +100,7 @@ def run_work_items(
                         state, counters = with_kept(state, kept_values, ctx, counters, c)
                 if not running:
                     mbarrier.wait(bars.item_written, (number + 1) & 1)
-                # reload the item: keeping it in registers while a split is attended would cost registers
+                # read the item again from shared memory: keeping it during `attend` would cost registers
                 current = read_item(items, number)
                 # Before the last split of this item, the next item is not yet in shared memory: `following` is then the
                 # current item, and `wanted` is false.

@@ -144,7 +144,7 @@ def decode_splits(
     if tokens == 0 or requests == 0 or heads == 0:
         none = torch.empty(0, dtype=torch.float32, device=device)
         return SplitDecode(out, lse, none, none.clone())
-    if softmax_scale < 0:  # the kernels need a positive scale: they find the largest score before they scale
+    if softmax_scale < 0:  # the kernels find the largest score before they multiply by the scale, which must not be < 0
         ql_nope, q_pe, softmax_scale = -ql_nope, -q_pe, -softmax_scale
     ql_nope, latent_strides = _in_words(ql_nope)
     q_pe, rope_strides = _in_words(q_pe)
@@ -271,7 +271,7 @@ def _in_words(queries: Tensor) -> tuple[Tensor, list[int]]:
 def _cache_descriptors(kv_cache: Tensor, latent: int, rope: int) -> tuple[TensorDescriptor, TensorDescriptor]:
     """Return two TMA descriptors of the cache: for boxes of latent columns, and for boxes of rope columns."""
     keys = min(kv_cache.shape[1], DECODE_TILE)
-    columns = latent // 4 if keys == DECODE_TILE else 64  # 64 16-bit columns: 128 bytes, the swizzle width
+    columns = latent // 4 if keys == DECODE_TILE else 64  # 64 columns of 16 bits are 128 bytes, the swizzle width
     whole = (kv_cache.data_ptr(), kv_cache.dtype, tuple(kv_cache.shape), kv_cache.stride())
     latent_tma = descriptor(*whole, (1, keys, columns), 128)
     return latent_tma, latent_tma if rope == 0 else descriptor(*whole, (1, keys, rope), 2 * rope)

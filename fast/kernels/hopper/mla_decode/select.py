@@ -155,7 +155,8 @@ def _rows_where_alone(program_rows: int, requests: int, request_rows: int, keys:
 
     A single request may be too short to fill the device, even with only FEW_TILES tiles per program. Smaller row blocks
     then give more programs. The function chooses the smallest row blocks whose programs can all run at the same time.
-    The kernel thus depends on the length of the request, and `fast.warmup` launches single requests of many lengths.
+    The kernel thus depends on the length of the request. To compile all kernels that may be chosen, `fast.warmup`
+    launches single requests of many lengths.
 
     Args:
         program_rows: result if there are several requests, or if smaller row blocks would give too many programs.

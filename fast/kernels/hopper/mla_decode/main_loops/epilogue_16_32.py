@@ -166,9 +166,10 @@ def _halves(weighted):
 @gluon.jit
 @no_type_check
 def prefetch_kept(kept_values, shared, bars, step, number, ROWS: gl.constexpr, LATENT: gl.constexpr):
-    """Issue the loads of the kept half in global memory into the next stage of the ring, in place of a tile.
+    """Issue the loads of one half of the kept state from global memory to the next stage of the ring.
 
-    The producer calls this function. The values are thus in shared memory by the time the consumer needs them.
+    This half then takes the place of a tile in the ring. The producer calls this function ahead of time, so that the
+    values are in shared memory when the consumer needs them.
     """
     CHUNK: gl.constexpr = 1024  # elements of one copy
     NUMBER: gl.constexpr = ROWS * LATENT // 2 // CHUNK

@@ -4,8 +4,9 @@ Two consumers (four warps each) run these functions at the same time. Each consu
 of the output: two quarters, called `left` and `right`. A split is consecutive tiles (64 keys each) of one request. A
 program of a batch-invariant decode may attend several splits one after another, and keeps the state between them.
 
-If SLICES is 2, two programs share the work: each has only one slice (half) of the columns of every quarter. `number` is
-then the slice of the program, and only slice 0 writes the values that each row has once.
+If SLICES is 2, two programs divide the work: each program has only one slice (half) of the columns of every quarter.
+`number` is then the slice of the program. Values that belong to a whole row, such as the LSE, are written by the
+program of slice 0 only.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Decode kernel for row blocks of 16 and 32 rows, with transposed products.
 
 A row is one (query token, head) pair, and a row block is the rows of one request that a program processes together. The
-left operand of a product on Hopper's matrix unit has at least 64 rows. If it held 16 or 32 query rows, at least half of
-it would be empty, and the product would take as long as with 64 query rows. The products are therefore transposed:
-scores are [keys, rows], outputs are [latents, rows], and the left operand has 64 keys or 64 latents.
+left operand of a product on Hopper's matrix unit has at least 64 rows. With 16 or 32 query rows as left operand, half
+of its rows or more would be empty, and the product would take as long as with 64 query rows. The products are therefore
+transposed: scores are [keys, rows], outputs are [latents, rows], and the left operand has 64 keys or 64 latents.
 
 A producer (one warp) loads tiles of 64 keys with TMA, the GPU's bulk copy engine, into a ring of two stages (buffers in
 shared memory). One consumer (four warps) multiplies. The memory bandwidth for reading the cache limits the speed.

@@ -12,8 +12,9 @@ memory for the other consumer. While one consumer computes its softmax, the prod
 matrix unit; FlashMLA calls this order "seesaw". In the docstrings below, P0 and P1 are the probabilities of tiles 0 and
 1, and V0 and V1 are the latents of these tiles. P0 V0 is their product.
 
-The reference score of a row is the number that is subtracted from its scores before exp2. It may grow from tile to tile
-(`tile_scores.reference_of`). The probabilities here are not normalised: they are exp2(score - reference score).
+The reference score of a row is the number that is subtracted from the row's scores before exp2. The reference score may
+grow from tile to tile (`tile_scores.reference_of`). The probabilities here are not normalised: they are exp2(score -
+reference score).
 
 In the layouts, SCORES is for the scores of a tile and VALUES for a quarter of the output. If two programs share the
 work (SLICES = 2, see `row_blocks_64`), VALUES has only the columns of one slice of the quarter.
@@ -311,7 +312,7 @@ def _attend_pairs_in_first(
             left = warpgroup_mma_wait(1, deps=[state.left])
             arrive(empty.index(4))
             pair += 1
-            more = first + 2 < stop  # if false, there is no next pair, and its scores are discarded
+            more = first + 2 < stop  # if false, there is no next pair: the scores computed below are discarded
             scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
             scores = score_quarter(scores, buffers, q_latent, q_rope, full, zero, pair & 1, more, 0, 0, LATENT, ROPE)
             right = warpgroup_mma_wait(1, deps=[state.right])

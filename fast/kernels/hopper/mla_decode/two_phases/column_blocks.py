@@ -66,9 +66,9 @@ def num_column_blocks(sizes, splits_bound):
 @gluon.jit
 @no_type_check
 def seek_column_block(number, plan, inputs, sizes, splits_bound, HEADS: gl.constexpr):
-    """Return the first `ColumnBlock` of this program at or after a number whose split and rows exist.
+    """Search the column blocks of this program from `number` on; return the first one whose split and rows exist.
 
-    If no such column block is left, the number of the returned column block is at least `num_column_blocks`.
+    The result is a `ColumnBlock`. If no column block is left, the number in the result is at least `num_column_blocks`.
     """
     row_blocks = sizes.row_blocks
     none = number * 0
@@ -172,15 +172,15 @@ def _pairs_scored(flags, first_score_block, pair, count, row_blocks):
 @gluon.jit
 @no_type_check
 def _load_phase_one(score_block, row_values, probability_pairs, shared, full, stage):
-    """Issue the loads of a score block: row values by the lanes of one warp, probabilities by TMA."""
+    """Issue the loads of a score block: the threads of one warp copy the row values, and TMA the probabilities."""
     element = gl.arange(0, ROW_VALUES, gl.BlockedLayout([4], [32], [1], [0]))
     source = row_values + score_block.to(gl.int64) * ROW_VALUES + element
     async_copy.async_copy_global_to_shared(shared.row_value_stages.index(stage), source)
     ELEMENTS: gl.constexpr = 2 * ROWS * TILE
     BYTES: gl.constexpr = ELEMENTS * (shared.probability_stages.dtype.primitive_bitwidth // 8)
     bar = full.index(stage)
-    # Each thread adds one expected arrival to the barrier, and arrives after its copies. The threads then meet, so that
-    # all expected arrivals are added before `expect`, which also arrives.
+    # Each thread adds one expected arrival to the barrier, and arrives after its copies. At `partition_barrier` the
+    # threads wait for each other, so that all expected arrivals are added before `expect`, which also arrives.
     async_copy.mbarrier_arrive(bar)
     partition_barrier()
     mbarrier.expect(bar, BYTES)

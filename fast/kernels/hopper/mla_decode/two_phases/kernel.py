@@ -46,7 +46,7 @@ CLEARED = gl.constexpr(1024)  # words that a program clears
 @gluon.jit(do_not_specialize=["num_words"])
 @no_type_check
 def _clear_kernel(words, num_words):
-    """Fill the words of all score blocks, with which programs wait for each other, with NOT_WRITTEN."""
+    """Set the words of all score blocks to NOT_WRITTEN; programs later wait until other programs change the words."""
     follow_kernel()
     word = gl.program_id(0) * CLEARED + gl.arange(0, CLEARED, gl.BlockedLayout([4], [32], [4], [0]))
     gl.store(words + word, gl.full([CLEARED], NOT_WRITTEN, gl.int32, word.type.layout), mask=word < num_words)

@@ -33,8 +33,8 @@ def launch_two_phases(
 ) -> None:
     """Launch the two phases as one cooperative kernel, in which all programs run at the same time.
 
-    Before it, a small kernel fills the words in global memory with NOT_WRITTEN. Programs of the cooperative kernel wait
-    for each other until words have other values.
+    Before this kernel, a small kernel fills the words in global memory with NOT_WRITTEN. A program of the cooperative
+    kernel that needs a result of another program waits until the other program has changed the word of the result.
 
     Args:
         inputs: queries, descriptors of the cache, and the tensors that describe the batch.

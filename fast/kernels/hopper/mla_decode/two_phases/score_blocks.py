@@ -1,12 +1,13 @@
 """Phase 1 of a decode in two phases: each program computes the probabilities of one score block.
 
 A score block is one pair of tiles (64 keys each) of a request, and one row block of 64 rows. A row is one (query token,
-head) pair. The reference score of a row is the number that is subtracted from its scores before exp2. It depends on the
-largest scores of all earlier tiles of the same split (`tile_scores.reference_of`), which other programs compute. Each
-program therefore publishes the largest scores of its two tiles: it writes them to global memory. It then waits until
-the largest scores of the earlier pairs are published.
+head) pair. The reference score of a row is the number that is subtracted from the row's scores before exp2. The
+reference score depends on the largest scores of all earlier tiles of the same split (`tile_scores.reference_of`), which
+other programs compute. Each program therefore publishes the largest scores of its two tiles: it writes them to global
+memory. The program then waits until the largest scores of the earlier pairs are published.
 
-A largest score is published as a 32-bit word. The word is NOT_WRITTEN before, and has any other value afterwards.
+A largest score is published as a 32-bit word. Until then, the word has the value NOT_WRITTEN, which no published score
+has.
 """
 
 from __future__ import annotations
@@ -195,7 +196,7 @@ def _largest_scores_before(words, score_block, back, row_blocks, ALL: gl.constex
     """Load the words of BEFORE consecutive pairs, of which the first is `back` pairs before this program's pair.
 
     The result is a tuple with two tensors [ROWS] of 32-bit words per pair, one for each tile. A word that is not
-    published yet is NOT_WRITTEN. A pair from this program's pair on gets the bits of -inf.
+    published yet is NOT_WRITTEN. This program's pair and later pairs get the bits of -inf instead of their words.
     """
     row = gl.arange(0, ROWS, ALL)
     loaded = ()
@@ -221,7 +222,7 @@ def _not_written(loaded):
 @gluon.jit
 @no_type_check
 def _reference_before(words, score_block, count, row_blocks, scale_log2, ALL: gl.constexpr):
-    """Wait until `count` earlier pairs of the split are published; return the reference scores after these pairs."""
+    """Wait for the largest scores of `count` earlier pairs of the split; return the reference scores after them."""
     reference = gl.full([ROWS], LEAST, gl.float32, ALL)
     for first in range(0, count, BEFORE):
         loaded = _largest_scores_before(words, score_block, count - first, row_blocks, ALL)
