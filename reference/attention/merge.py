@@ -22,9 +22,9 @@ def merge_attn_states(prefix: AttentionState, suffix: AttentionState) -> Attenti
     The merge has these properties:
 
     - The merge is associative and commutative, up to rounding.
-    - A row is one query token and head. If one state has no keys in a row (lse = -inf), the merged state has the row of
-      the other state, unchanged.
-    - If one state has lse = +inf or NaN in a row, the merged state has NaN in this row.
+    - If one state attended no keys for a query token and head (lse = -inf), the merged state has there the output and
+      the LSE of the other state, unchanged.
+    - If one state has lse = +inf or NaN for a query token and head, the merged output and LSE are NaN there.
 
     Args:
         prefix: one state, with out [T, N, Dv] and lse [N, T].

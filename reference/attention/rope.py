@@ -1,7 +1,7 @@
 """Rotary position embedding of `q_pe` and `k_pe` (RoFormer, arXiv 2104.09864; YaRN, arXiv 2309.00071).
 
-`q_pe` and `k_pe` are the parts of queries and keys that are rotated (R elements of each head). The rotation keeps the
-order of the elements, so the packages `reference` and `fast` write the same cache entries.
+`q_pe` and `k_pe` are the parts of queries and keys that are rotated (R elements of each head). Every rotated element
+stays at its index (some implementations reorder the elements).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def rotary_frequencies(rope: RopeConfig, dim: int, dtype: torch.dtype = torch.fl
 
     - n > `beta_fast`: the frequency stays;
     - n < `beta_slow`: the frequency is divided by `factor`;
-    - otherwise: the frequency is interpolated linearly between these two values, by the index of the pair.
+    - otherwise: the frequency lies between the original and the divided frequency, interpolated linearly by the index
+      of the pair.
 
     Args:
         rope: rotary parameters.
@@ -62,7 +63,7 @@ def rotary_frequencies(rope: RopeConfig, dim: int, dtype: torch.dtype = torch.fl
 def rotary_cos_sin(
     positions: Int[Tensor, " T"], rope: RopeConfig, dim: int, dtype: torch.dtype
 ) -> tuple[Float[Tensor, "T {dim//2}"], Float[Tensor, "T {dim//2}"]]:
-    """Return cosine and sine of the angles of every token, multiplied by `YarnConfig.cos_sin_scale` with YaRN.
+    """Return the cosine and sine of every rotation angle; with YaRN, multiply both by `YarnConfig.cos_sin_scale`.
 
     Args:
         positions: [T], position of each token in its request.

@@ -41,7 +41,7 @@ def attend_one_request(
         q: [Sq, N, D], queries.
         k: [S, N, D], keys.
         v: [S, N, Dv], values.
-        visible: [Sq, S], True if query i attends key j.
+        visible: [Sq, S]; element [i, j] is True if query i attends key j.
         softmax_scale: factor of the scores.
 
     Returns:

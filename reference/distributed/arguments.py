@@ -27,7 +27,7 @@ def check_groups(context_parallel: ContextParallel | None) -> None:
 
 
 def check_output_projection(o_proj: object, context_parallel: ContextParallel | None) -> None:
-    """Check the bias of an output projection, before a layer writes anything.
+    """Check the bias of an output projection. A layer calls this check before it writes to the cache.
 
     - The projection must add its bias itself. Some modules return the bias next to the product instead
       (`skip_bias_add`).

@@ -59,7 +59,7 @@ class Group(ABC):
         received: bytes that this rank received so far, by operation. The bytes are not measured: they are the least
             that any algorithm needs. For a tensor of n bytes, an all-gather counts (D - 1) n bytes. A reduce-scatter or
             an all-to-all counts (D - 1) n / D bytes, and an all-reduce counts 2 (D - 1) n / D bytes. An exchange in a
-            CUDA graph counts once, at the capture.
+            CUDA graph is counted at the capture, and not at the replays.
         last_operation: name of the operation that was started last.
     """
 
@@ -155,7 +155,7 @@ def _bytes(x: Tensor) -> int:
 
 
 def _either(new: str, old: str) -> Callable[..., Any]:
-    """Return a function of `torch.distributed` by its new name; by its old name if this PyTorch has no new name."""
+    """Return the function `new` of `torch.distributed`, or its older name `old` if this PyTorch has no `new`."""
     return getattr(dist, new, None) or getattr(dist, old)
 
 
@@ -320,7 +320,7 @@ class ContextParallel:
         return replace(config, num_heads=self.local_heads(config.num_heads))
 
     def shard_linear(self, name: str, linear: nn.Module, dim: int, num_heads: int) -> nn.Linear:
-        """Return a linear with this rank's heads of the projection `linear`; its weight is a view, not a copy.
+        """Return a linear with this rank's heads of the projection `linear`; the new weight is a view, not a copy.
 
         If `tp_group` has one rank, the result is `linear` itself.
 

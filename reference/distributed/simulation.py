@@ -18,7 +18,7 @@ MOST_RANKS = 64
 
 
 class _Turns:
-    """Lock that lets one rank run at a time, until the rank waits. The order of the ranks is the same in every run.
+    """Lock that lets one rank run until it waits, and then the next rank. The order is the same in every simulation.
 
     Attributes:
         turn: the rank that may run; -1 if no rank may run.
@@ -160,8 +160,8 @@ def simulate(
 ) -> list[Any]:
     """Run a function on simulated ranks, which are threads of this process. No process group is needed.
 
-    One rank runs at a time, until it waits for an exchange. The order of the ranks is the same in every run. A debugger
-    can stop in one rank while the other ranks wait. A simulation takes as long as all ranks one after another.
+    One rank runs until it waits for an exchange; then the next rank runs. The order is the same in every simulation. A
+    debugger can stop in one rank while the other ranks wait. The time of a simulation is the sum of the ranks' times.
 
     Args:
         context_parallel_size: D, number of ranks that share each sequence; at most 64.

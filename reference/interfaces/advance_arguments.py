@@ -28,7 +28,7 @@ def check_advance(
     ownership: TokenOwnership | None,
     max_seq_len: int | None,
 ) -> int:
-    """Check the arguments of `advance_step`, and return the largest length of a request; read no values.
+    """Check the arguments of `advance_step`; return the largest length that a request may reach. Read no values.
 
     Args:
         sampled_token_ids: [B] int32 or int64.
@@ -96,8 +96,9 @@ def check_advance_values(
 def next_num_tokens(common: CommonAttentionMetadata) -> int:
     """Return the number of query tokens of the next step, for a batch without `query_start_loc_cpu`.
 
-    This number is the number of requests with query tokens. It is at least num_actual_tokens / max_query_len, and at
-    most the smaller of B and num_actual_tokens. The function needs both limits to be equal.
+    In the next step, every request that has query tokens now gets one query token. The number of these requests is at
+    least num_actual_tokens / max_query_len, and at most the smaller of B and num_actual_tokens. The CPU knows these two
+    limits alone, so they must be equal.
 
     Raises:
         ValueError: the limits are not equal; B requests of `max_query_len` tokens have fewer than `num_actual_tokens`.
@@ -114,7 +115,8 @@ def advanced_batch(common: CommonAttentionMetadata, limit: int) -> CommonAttenti
     """Return the batch of the next step: new lengths and offsets on the CPU, and the same tensors on the device.
 
     CPU fields that are None stay None. Lengths and their upper bounds rise by one for requests with query tokens. If
-    `query_start_loc_cpu` is None, the CPU does not know these requests, so the upper bounds of all requests rise.
+    `query_start_loc_cpu` is None, the CPU does not know which requests have query tokens, so the upper bounds of all
+    requests rise.
 
     Args:
         common: the batch before the call.

@@ -38,7 +38,7 @@ def check_common(common: CommonAttentionMetadata, host_lens: bool = True) -> Non
 
 
 def check_no_prefill_padding(common: CommonAttentionMetadata, num_decodes: int) -> None:
-    """Check that no prefill is a padding row (a request of length 0) with query tokens."""
+    """Check that every prefill with query tokens has a length above 0, so it is not a padding row."""
     if num_decodes == common.num_reqs or int(common.seq_lens_cpu[num_decodes:].min()) > 0:
         return
     query_lens = common.query_start_loc_cpu.diff()[num_decodes:]
@@ -97,7 +97,7 @@ def check_batch_block_size(common: CommonAttentionMetadata, block_size: int) -> 
 def check_table_width(common: CommonAttentionMetadata, block_size: int) -> None:
     """Check that the block table has a column for every block of every request.
 
-    If `seq_lens_cpu` is None, the check does not look at lengths. A kernel then cuts a request that is too long at the
+    If `seq_lens_cpu` is None, the lengths are not checked. Kernels then read a request that is too long only up to the
     end of the block table.
     """
     check_common(common, host_lens=False)

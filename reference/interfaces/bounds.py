@@ -27,7 +27,7 @@ def check_host_lens(common: CommonAttentionMetadata) -> None:
 
 
 def check_decode_tokens(common: CommonAttentionMetadata) -> None:
-    """Check that the B requests of up to `max_query_len` query tokens can have `num_actual_tokens` query tokens."""
+    """Check that `num_actual_tokens` is at most B times `max_query_len`, the most that B requests can have."""
     requests, longest, tokens = common.num_reqs, common.max_query_len, common.num_actual_tokens
     check(tokens <= requests * longest, "common.num_actual_tokens",
           f"at most {requests * longest} for {requests} requests of at most {longest} tokens", tokens)  # fmt: skip
@@ -74,8 +74,8 @@ def bounded_batch(
     - `seq_lens_cpu`: `seq_lens_cpu_upper_bound`, but at most the new `max_seq_len`. If `seq_lens_cpu_upper_bound` is
       None, all requests must be decodes, and each gets the new `max_seq_len`.
     - `query_start_loc_cpu`, if it is None: all requests must be decodes. Each request gets `max_query_len` query tokens
-      until all `num_actual_tokens` tokens are assigned. Only the CPU field has these offsets; the plan uses the offsets
-      on the device.
+      until all `num_actual_tokens` tokens are assigned. These assumed offsets are in the CPU field alone; kernels read
+      the true offsets on the device.
 
     Args:
         common: the batch; if it has `seq_lens_cpu`, it is returned unchanged.
@@ -113,7 +113,7 @@ def bounded_batch(
 
 
 def longest_decode_lens(num_decodes: int, max_seq_len: int) -> Int32[Tensor, " decodes"]:
-    """Return the lengths for which a schedule saves most: one request of `max_seq_len` keys, one key in all others.
+    """Return the lengths for which a schedule saves most: `max_seq_len` for one request, and 1 for all others.
 
     If the true lengths are not on the CPU, `choose_schedule` gets these lengths. The decode then gets a schedule if any
     batch of this size would get one.

@@ -51,9 +51,10 @@ class AttentionMetadataBuilder(Protocol):
     def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> Any:
         """Return the plan of a batch for a CUDA graph, computed from the batch's tensors on the device alone.
 
-        A replay has as many requests as `common`. It has at most as many query tokens as `common`, in the longest query
-        and in all queries together. The values of `common.query_start_loc` and `common.seq_lens` may differ in every
-        replay. Tokens behind the last request are padding. The method raises if `can_run_in_cudagraph` is False.
+        A replay has as many requests as `common`. Its longest query has at most `common.max_query_len` tokens, and all
+        its queries together have at most `common.num_actual_tokens`. The values of `common.query_start_loc` and
+        `common.seq_lens` may differ in every replay. Tokens behind the last request are padding. The method raises if
+        `can_run_in_cudagraph` is False.
 
         If an engine calls this method during the capture, the graph contains the planning and repeats it in every
         replay. If an engine calls this method before the capture, the engine must keep the plan: the graph reads the
@@ -77,7 +78,7 @@ class AttentionMetadataBuilder(Protocol):
     def use_cascade_attention(
         self, common_prefix_len: int, query_lens: Int32[Tensor, " B"], seq_lens: Int32[Tensor, " B"]
     ) -> bool:
-        """Return whether the decodes are estimated to be faster if a shared prefix is attended once for all.
+        """Return whether decodes with a shared prefix are estimated to be faster if one call attends it for all.
 
         Args:
             common_prefix_len: tokens of the prefix.

@@ -185,7 +185,7 @@ def check_out(
         dtype: expected dtype.
         device: expected device.
         inputs: tensors that the op reads. The memory of `out`, from its first to its last element, must not overlap
-            these tensors. The check leaves this out under torch.compile, where tensors have no addresses.
+            these tensors. The overlap is not checked under torch.compile, where tensors have no addresses.
         contiguous: whether `out` must be contiguous.
 
     Raises:
@@ -222,7 +222,7 @@ def is_plain_linear(linear: nn.Module, dtype: torch.dtype) -> bool:
     """Return whether a module is a `torch.nn.Linear` whose weight can be used directly.
 
     The class of the module must be exactly `nn.Linear`, and its weight a parameter of `dtype`. The module must have no
-    hooks and no replaced `forward`. Otherwise the module may not compute the product with its `weight`.
+    hooks and no replaced `forward`. Otherwise the output of the module could differ from the product with its `weight`.
     """
     check_type("linear", linear, nn.Module, "a module")
     check_type("dtype", dtype, torch.dtype)
@@ -319,9 +319,9 @@ def check_offsets(argument: str, offsets: Tensor, total: int | None = None, most
 
 
 def check_eager_offsets(argument: str, offsets: Tensor, total: int) -> None:
-    """Check that the last element of a prefix sum is `total`, if it is on the CPU and not under torch.compile.
+    """Check that a prefix sum on the CPU ends at `total`; do nothing on other devices and under torch.compile.
 
-    A caller needs this check if the op that it calls accepts a smaller last element.
+    Callers need this check before an op that accepts a smaller last element.
     """
     if offsets.device.type == "cpu" and not torch.compiler.is_compiling():
         check_offsets(argument, offsets, total)

@@ -1,4 +1,4 @@
-"""The schedule of a decode: which program of a kernel attends which keys. Its costs, and when it is worthwhile.
+"""The schedule of a decode (which program of a kernel attends which keys), and the choice whether to use one.
 
 A tile is `DECODE_TILE` consecutive keys of one request. A split is a number of consecutive tiles of a request that are
 attended together. If a request has several splits, a combine kernel adds their partial outputs.
@@ -36,8 +36,8 @@ class InvariantSplitRule:
 
     Attributes:
         small_tiles: number of tiles in the smallest split; an even number, because kernels process tiles in pairs.
-        small_splits: number of splits from which on the size of the splits grows.
-        large_tiles: number of tiles in a split from which on the number of splits grows again; an even number.
+        small_splits: a longer request gets this number of splits first, and then larger splits.
+        large_tiles: a longer request gets splits of this number of tiles first, and then more splits; an even number.
         max_splits: largest number of splits of a request.
 
     Raises:
@@ -66,7 +66,7 @@ class InvariantSplitRule:
 
 @functools.lru_cache(maxsize=64)
 def invariant_split_rule(small_tiles: int, small_splits: int, large_tiles: int, max_splits: int) -> InvariantSplitRule:
-    """Return the `InvariantSplitRule` of four numbers. A cache saves the validation of numbers that were passed before.
+    """Return the `InvariantSplitRule` of four numbers. The result is cached, so a second call validates nothing.
 
     Raises:
         ValueError: for the same reasons as `InvariantSplitRule`.
@@ -173,7 +173,8 @@ class DecodeSchedule:
         tile_ranges: [programs, 5], the tiles of each program, in these columns: first request, last request
             (inclusive), first tile in the first request, last tile in the last request (exclusive), index of the first
             split in the first request. A program without work has (B, B - 1, 0, 0, 0). If two programs share a request,
-            a kernel may move one tile from one program to the other. None if the programs have no assigned tiles.
+            a kernel may move one tile from one program to the other. `tile_ranges` is None if no tiles are assigned to
+            programs.
         split_offsets: [B + 1], prefix sum of the number of splits of each request; a request without keys has no split.
             None if `tile_ranges` is None.
         batch_invariant: whether the splits of a request depend on its own length alone (`invariant_split_tiles`) and

@@ -82,7 +82,7 @@ def graph_kind(common: CommonAttentionMetadata, threshold: int, support: GraphSu
 
 
 def check_captured_lens(common: CommonAttentionMetadata, graph: GraphSupport) -> int:
-    """Return the number of query tokens of a captured plan, padding tokens included.
+    """Check a batch for a captured plan, and return the number of query tokens of this plan, padding included.
 
     Args:
         common: the batch; no query of any replay is longer than `max_query_len`.

@@ -51,7 +51,8 @@ PRESET_ROPES: Mapping[str, RopeConfig | None] = {
     "deepseek-v3": RopeConfig(10000.0, True, _published_yarn(40.0, 1.0)),
     "kimi-k2": RopeConfig(50000.0, True, _published_yarn(32.0, 1.0, beta_fast=1.0)),
     "moonlight": RopeConfig(50000.0, True),
-    # source: config.json of huggingface.co/openbmb/MiniCPM3-4B; LongRoPE has a divisor for each frequency
+    # source: config.json of huggingface.co/openbmb/MiniCPM3-4B. Its rope (LongRoPE) divides each frequency by another
+    # number.
     "minicpm3": None,
     # source: github.com/radixark/miles, scripts/models/glm5-744B-A40B.sh; interleaved as in transformers' glm_moe_dsa
     "glm-5": RopeConfig(1e6, True),

@@ -59,7 +59,7 @@ def stride_order(include_layers: bool = False, layout: str = "layers_first") -> 
 
 
 def context_unit(block_size: int, context_parallel_size: int = 1, interleave: int = 1) -> int:
-    """Return the number of tokens of which every chunk begins at a multiple.
+    """Return the unit of context chunks, in tokens: every chunk begins at a multiple of this number.
 
     A chunk is a part of the cached context of a request that a prefill expands at once. With one rank the result is the
     block size, so that a chunk begins at the start of a block. With D ranks and interleave I the result is

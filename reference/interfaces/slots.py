@@ -20,7 +20,8 @@ def slots_of_tokens(
     """Compute the cache slot of every new token, without a copy to the CPU.
 
     D ranks own the tokens of a sequence in turn, I consecutive tokens at a time. Without context parallelism, D = 1.
-    For a new token t of request b with S_b tokens, the slot follows in three steps:
+    Let t be the index of a new token in the batch, b the index of its request, and S_b the length of this request. The
+    slot follows in three steps:
 
     1. The position of the token in the sequence is p = S_b - (query_start_loc[b + 1] - t).
     2. Rank (p // I) mod D owns the token. Among the tokens of the request that this rank owns, the token has the index

@@ -15,7 +15,7 @@ from .checks import check, check_dtype, check_int, check_out, check_tensor, chec
 from .config import MLAConfig
 from .context_chunk import ContextChunk, ContextParallelChunk
 
-ALIGNED_ELEMENTS = 128  # each part of a workspace begins at a multiple of this number, as TMA loads require
+ALIGNED_ELEMENTS = 128  # each part of a workspace begins at a multiple of this number, as Hopper's bulk loads need
 
 
 class ContextWorkspace:
@@ -167,7 +167,7 @@ def reserve_for_chunks(
     workspace: ContextWorkspace, chunks: Iterable[ContextChunk], latents: Tensor, k_pe: Tensor, w_uk: Tensor,
     w_uv: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Reserve memory in which each of these chunks can be gathered and expanded, and return its two parts.
+    """Reserve memory in which each of these chunks can be gathered and expanded, and return two views of the memory.
 
     Args:
         workspace: the workspace.
@@ -178,9 +178,9 @@ def reserve_for_chunks(
         w_uv: [Lkv, N, V].
 
     Returns:
-        Two views. The first view, [rows, Lkv + R], is the whole memory. A gather writes the entries of a chunk into its
-        first rows, and may use the other rows until it returns. The second view, [elements], is the memory after the
-        rows of the longest chunk. It is for the expanded keys and values.
+        Two views. The first view, [rows, Lkv + R], is the whole memory. A gather writes the entries of a chunk into the
+        first rows of this view, and may use the other rows until the gather returns. The second view, [elements], is
+        the memory after the rows of the longest chunk. It is for the expanded keys and values.
     """
     (_, heads, nope), value, head_size = w_uk.shape, w_uv.shape[2], latents.shape[1] + k_pe.shape[1]
     tokens, exchanged = max(chunk.num_tokens for chunk in chunks), 0

@@ -5,7 +5,8 @@
 - A decode is a request with one or a few new tokens; it takes the absorbed path (attention over the cached latents). A
   prefill has more new tokens; it takes the expanded path (attention over keys and values of every head).
 - A schedule assigns the keys of decodes to the programs of a kernel. It is optional, and makes some decodes faster.
-- A cascade attends a prefix that all decodes share once for all of them. It is optional too.
+- A cascade attends the common prefix of all decodes in one call, and the other keys in a second call. It is optional
+  too.
 """
 
 from __future__ import annotations
@@ -84,11 +85,12 @@ class MLAMetadataBuilder:
               schedule;
             - a function: it takes the length of the longest decode query and returns the number.
         batch_invariant: whether the decode gives a request the same bits in every batch and with every number of
-            programs. If True, `choose_path` is not used: queries longer than `reorder_batch_threshold` are expanded.
+            programs. If True, `choose_path` is not used: every request with more than `reorder_batch_threshold` new
+            tokens takes the expanded path.
         workspace_tokens: number of context tokens that a prefill expands at once. None means
             `chunked_prefill_workspace_size`, but at most `MOST_WORKSPACE_TOKENS`, the default maximum of a layer.
         context_parallel: the process groups of context parallelism, whose ranks share every sequence; None for one
-            rank. With groups, a batch has the lengths of whole sequences and the slots of this rank. No step has a
+            rank. With groups, a batch has the lengths of whole sequences and the slots of this rank, and no step has a
             cascade.
         schedule_costs: costs from which schedules are computed; None means the defaults of `ScheduleCosts`.
         cache_format: format of the cache, for the choice of a path and of a cascade.

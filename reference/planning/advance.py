@@ -40,8 +40,8 @@ def advance_step(
     Token t of the next step belongs to the t-th request that has query tokens. All later elements of `input_ids`,
     `positions` and `slot_mapping` become padding: id 0, position 0, slot -1.
 
-    The caller must meet two conditions. A prefill must have its whole prompt before the call, because it becomes a
-    decode. If drafted tokens were rejected, the caller must first lower `common.seq_lens`.
+    The caller must meet two conditions. All prompt tokens of a prefill must be in the cache before the call, because
+    the request becomes a decode. If drafted tokens were rejected, the caller must first lower `common.seq_lens`.
 
     If an engine does not know the lengths on the CPU, `common.seq_lens_cpu` is None. The function then advances the
     tensors on the device in the same way. The CPU fields of the result change as follows. The limit is the argument
@@ -61,8 +61,8 @@ def advance_step(
     Args:
         sampled_token_ids: [B] int32 or int64, the sampled token of each request; ignored for padding rows and for
             requests without query tokens. The tensor must not share memory with the tensors that the function writes.
-        input_ids: [T], token ids, in the dtype of `sampled_token_ids`. The function writes those of the next step.
-        positions: [T], position of each token in its request. The function writes those of the next step.
+        input_ids: [T], in the dtype of `sampled_token_ids`. The function writes the token ids of the next step.
+        positions: [T]. The function writes the position of each token of the next step in its request.
         common: the batch before the call. The function writes its tensors `seq_lens`, `query_start_loc` and
             `slot_mapping` (T slots). The block table must have a block for the new token. Do not use `common` after the
             call: its CPU fields may have the old lengths.

@@ -53,10 +53,10 @@ def plan_decode(
       ceil(Q / shortest) parts, which start within Q units. Therefore no program takes longer than
       min(Q - 1 + longest, longest * ceil(Q / shortest)).
 
-    Both upper bounds also get the time of the combine kernel for the request with the most splits. The combine kernel
-    adds `splits_per_tile` splits in one unit. With balanced parts, a request of t tiles has at most
-    ceil((t - 1) / Q) + 1 splits. With whole parts, it has at most as many splits as parts. If both sums are equal, the
-    function takes the whole parts, because they need fewer partial outputs.
+    To each upper bound, the function adds the time of the combine kernel for the request with the most splits. The
+    combine kernel adds `splits_per_tile` splits in one unit. On the balanced line, a request of t tiles has at most
+    ceil((t - 1) / Q) + 1 splits. On the line of whole parts, a request has at most as many splits as parts. If both
+    sums are equal, the function takes the line of whole parts, because it needs fewer partial outputs.
 
     With `batch_invariant` there is one line. A part is one split of `invariant_split_tiles` tiles, so the splits depend
     on the length of the request alone. The first split of a request has `request_cost` units in addition to its tiles.

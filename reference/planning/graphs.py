@@ -99,7 +99,7 @@ class DecodeGraph:
 
     @property
     def memory(self) -> GraphMemory:
-        """Return the bytes of the buffers of the largest batch size. The memory pool of a graph has 0 bytes here."""
+        """Return the bytes of the buffers of the largest batch size. `pool_bytes` is 0: no graph is captured."""
         return GraphMemory(self._padding(self.batch_sizes[-1]).size_in_bytes, 0)
 
     def run(
