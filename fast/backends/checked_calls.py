@@ -38,7 +38,7 @@ from .registry import on_change
 from .repeated_launches import Launches
 from .selection import BoundOps
 
-MOST_SIGNATURES = 512  # signatures kept for each op; a decode can add one in each step, because its lengths grow
+MOST_SIGNATURES = 512  # signatures kept for each op; a decode can add one in each step, because `max_seq_len` grows
 MOST_CONFIGS = 4096  # configs that are kept in `_CONFIGS`
 _KEEPING = threading.RLock()  # held while a thread adds or forgets signatures
 _ALL_CALLS: list[CheckedCalls | CheckedOnce | CallsInside] = []
@@ -118,7 +118,7 @@ class CheckedCalls:
             result = known[1].run(self._launch, *arguments, backend)
         finally:
             PER_THREAD.order = order
-        if order is not None and backend not in OWN_BACKENDS:  # its results may get other shapes or strides next time
+        if order is not None and backend not in OWN_BACKENDS:  # such a backend may return other strides next time
             confirm(
                 *[each for each in (result if isinstance(result, tuple) else (result,)) if isinstance(each, Tensor)]
             )
@@ -192,9 +192,9 @@ class CallsInside:
     def given(self, *arguments: Any) -> Order | contextlib.AbstractContextManager[None]:
         """Return a context manager for the calls inside the function.
 
-        At the first call of the function with a signature, the context manager records the calls inside. At later calls
-        with the same signature, the calls inside reuse the recorded results. The context manager does nothing if this
-        thread is already inside such a context manager, or if calls must be checked in full.
+        At the first call of the function with a signature, the context manager records the checks and ops inside. At
+        later calls with this signature, the checks and ops inside reuse the record. The context manager does nothing if
+        the thread is already inside such a context manager, or if calls must be checked in full.
         """
         if PER_THREAD.order is not None or must_be_dispatched() or torch._C._is_any_autocast_enabled():
             return _NOTHING  # autocast is not in the signature, but changes the dtypes of products in the function

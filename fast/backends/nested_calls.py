@@ -2,7 +2,7 @@
 
 A signature has the shapes, strides and dtypes of tensors, and the values of other arguments (`checked_calls`). A layer
 calls several checks and ops. Their arguments are computed from the layer's own arguments, so the signature of the
-layer's call determines the signatures of all calls inside it.
+layer's call determines the signatures of all these checks and ops.
 
 The first call of a layer records a list: the result of each check, and the backend and the launches of each op. A later
 call of the layer with the same signature goes through this list (`Order`). Each check takes its result from the list,

@@ -1,7 +1,7 @@
 """Tests that compile the Hopper kernels for sm_90 without a GPU, and tests of launch choices and of warm-up.
 
 If the compiler spills registers in a main loop, or if the assembler serialises matrix products, a kernel is a third
-slower, but no test of results fails. These tests find both faults, with any installed version of Triton.
+slower, but no test of results fails. The tests of this file find both faults in the installed version of Triton.
 
 A row is one (query token, head) pair, and a row block is the 16, 32 or 64 rows of a request that a program processes
 together. A split is a part of the keys of a request, in tiles of 64 keys, that is attended independently.
@@ -157,7 +157,7 @@ def arrivals_for_all(ptx: str) -> list[list[str]]:
 
 
 def all_have_met(before: list[str]) -> bool:
-    """Return whether the last memory access or fence in these instructions is followed by a barrier of the group."""
+    """Return whether a barrier of the warp group follows the last memory access or fence in these instructions."""
     for line in reversed(before):
         if re.match(r"bar\.(sync|warp\.sync)\b", line):
             return True
@@ -215,9 +215,10 @@ def count_arrivals() -> None:
 
 
 def test_every_thread_arrives_for_racecheck(capsys, tmp_path):
-    """After a call of `let_every_thread_arrive`, every thread arrives at each barrier, which racecheck needs.
+    """After a call of `let_every_thread_arrive`, every thread arrives at each barrier.
 
-    Without this call, one thread arrives for its warp group. The two forms of a kernel have different cache keys.
+    Racecheck needs these arrivals. Without the call, one thread arrives for its warp group. The two forms of a kernel
+    have different cache keys.
     """
     count_arrivals()
     served = re.findall(r"^arrivals (\w+) (\d+) (\d+)$", capsys.readouterr().out, re.MULTILINE)
@@ -334,9 +335,9 @@ def test_whose_outputs_the_copy_engine_writes(heads, cut, latent, out_dtype, box
     (64, "batch-invariant", False),
 ])  # fmt: skip
 def test_who_asks_ahead(heads, cut, ahead, monkeypatch):
-    """A program prefetches its first queries and keys only if each token is one row block and no request is split.
+    """A program prefetches its first queries and keys only if a row block has all heads and no request is split.
 
-    In that case the program knows its first request before it reads any length or schedule.
+    Under these conditions, the program knows its first request before it reads any length or schedule.
     """
     ptx = compiled(*recorded(monkeypatch, heads, cut)).asm["ptx"]
     assert ("cp.async.bulk.prefetch.L2.global" in ptx) == ahead

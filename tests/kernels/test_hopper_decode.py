@@ -425,7 +425,7 @@ def test_same_bits_a_thousand_times(heads, block_size, widths, dtype, cut, monke
 def test_strides(heads):
     """Strided inputs give the same bits as contiguous inputs (pitfall 18).
 
-    The cache is one layer of several, and the queries and the index tensors are slices of larger tensors.
+    The cache is one layer in a tensor of several layers. The queries and index tensors are slices of larger tensors.
     """
     ql, q_pe, cache, plan = (x.to(DEVICE) if isinstance(x, torch.Tensor) else x
                              for x in make_inputs([1, 2], [130, 64], heads, BF16))  # fmt: skip

@@ -79,8 +79,8 @@ def combine_partial_outputs(
         max_query_len: upper bound of the query tokens of a request; it determines the rows of a request.
         tile_ranges: [programs, 5] of a schedule (`DecodeSchedule`), or None.
         split_offsets: [B + 1] of the same schedule, or None.
-        batch_invariant: True if the splits of each request depend on its length alone. If it is False and there is no
-            schedule, all requests have the same number of splits.
+        batch_invariant: True if the splits of each request depend on the length of this request alone. False without a
+            schedule means that all requests have the same number of splits.
         out: [T, N, Lkv], contiguous, written in place.
         lse: [N, T], contiguous, written in place.
     """
@@ -108,7 +108,7 @@ def combine_partial_outputs(
     partials = partial_out.numel() // (request_rows * latent)
     if batch_invariant:
         partials = (partial_lse.numel() - 2 * requests) // (2 * request_rows)
-        if tile_ranges is None and partials <= requests:  # one program attended each request and wrote its output
+        if tile_ranges is None and partials <= requests:  # each request had only one program, which wrote the output
             return
         tile = FOR_PLANNED_INVARIANT
         if requests == 1:

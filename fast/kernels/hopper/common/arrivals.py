@@ -28,7 +28,7 @@ def arrive(bar, pred=True):
 
     Args:
         bar: the mbarrier.
-        pred: arrive only if this is true.
+        pred: if false, do not arrive.
     """
     if EVERY_THREAD_ARRIVES:
         if pred:

@@ -295,7 +295,7 @@ def _attend_pairs_in_first(
     full, empty = bars.full, bars.empty
     state = _nothing_seen(SCORES, VALUES)
     if begin < stop:
-        # always 0; with a literal 0, the compiler would keep the addresses of all buffers in registers, and spill some
+        # always 0; with a literal 0, the compiler would keep all buffer addresses in registers, which would spill
         zero = pair >> 30
         scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
         for number in gl.static_range(4):

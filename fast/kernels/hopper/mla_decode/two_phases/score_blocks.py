@@ -30,7 +30,7 @@ from ..main_loops.tile_scores import ROWS, load_quarter, masked, reference_of, s
 
 QUARTERS = gl.constexpr(4)  # quarters of a tile's latent columns, loaded and scored one by one
 BEFORE = gl.constexpr(8)  # number of earlier pairs whose largest scores are loaded at a time
-NOT_WRITTEN = gl.constexpr(-1)  # sentinel for "not written yet": no published score and no flag has these bits
+NOT_WRITTEN = gl.constexpr(-1)  # sentinel for "not written yet": no published score and no set flag has these bits
 CANONICAL_NAN = gl.constexpr(0x7FFFFFFF)  # published instead of a NaN whose bits are NOT_WRITTEN
 SCORE_WORDS = gl.constexpr(2 * ROWS.value)  # words of a score block: the largest score of each row in each tile
 # float32 row values of a score block: for each row and each tile, the reference score and the sum of weights
