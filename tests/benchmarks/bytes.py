@@ -43,9 +43,9 @@ class Row:
     """One operation and its size.
 
     Attributes:
-        op: gather, cache_write, copy_blocks, reorg, reorg_64, merge or merge_bfloat16. reorg puts the context of 4
-            ranks into token order; each rank in turn has 1 token (reorg) or 64 tokens (reorg_64). merge joins two
-            float32 attention states, as in a prefill; merge_bfloat16 joins two bfloat16 states.
+        op: gather, cache_write, copy_blocks, reorg, reorg_64, merge or merge_bfloat16. reorg and reorg_64 put the
+            context of 4 ranks into token order; the interleave is 1 token (reorg) or 64 tokens (reorg_64). merge joins
+            two float32 attention states, as in a prefill; merge_bfloat16 joins two bfloat16 states.
         tokens: number of tokens.
     """
 
@@ -84,7 +84,7 @@ class Row:
 
 
 def merge_dtype(row: Row) -> torch.dtype:
-    """Return the dtype of both states of a merge."""
+    """Return the dtype of the two attention states of a merge."""
     return DTYPE if row.op == "merge_bfloat16" else torch.float32
 
 
