@@ -68,7 +68,7 @@ def test_signatures(builder):
 
 
 def test_build(builder):
-    """After the swaps of `reorder_batch`, a plan has all tokens of the batch, and the three short requests decode."""
+    """After `reorder_batch`, the plan has all tokens of the batch, and the three short requests are decodes."""
     query_lens, contexts = integers(30, 1, 2, 1), integers(0, 100, 31, 5)
     order = list(range(4))
     for here, there in builder.reorder_batch(query_lens, contexts):

@@ -1,4 +1,4 @@
-"""Tests that a Hopper decode chooses its splits and buffer sizes by `max_seq_len`, not by the block table's width.
+"""Tests that the splits and buffer sizes of a Hopper decode depend on `max_seq_len`, not on the block table's width.
 
 A split is a part of the keys of one request that is attended independently. Tests that only compute sizes run on any
 machine; tests that launch kernels need a Hopper GPU.
@@ -25,8 +25,8 @@ from fast.kernels.hopper.mla_decode import select
 
 on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 launch = partial(decode_inputs.launch, decode)
-# How requests are divided. "evenly": all requests get the same number of splits. "scheduled" and "planned": a schedule
-# divides the requests.
+# How requests are divided. "evenly": all requests get the same number of splits. "scheduled" and "planned": the work of
+# each program comes from a schedule.
 CUTS = ["evenly", "scheduled", "batch-invariant", "batch-invariant, planned"]
 
 
@@ -49,7 +49,7 @@ def test_one_short_request_is_cut_into_few_splits():
 
 
 def test_choices_are_made_once_in_a_tile_of_steps():
-    """The number of splits is computed once for all lengths from 1025 to 1088: they have 17 tiles of 64 tokens."""
+    """The number of splits is computed only once for lengths from 1025 to 1088, as all have 17 tiles of 64 tokens."""
     select.best_num_splits.cache_clear()
     for keys in range(1025, 1089):
         select.assign_evenly(4, 4 * 128, 64, 2, keys, 132)
@@ -77,7 +77,7 @@ def test_a_wide_table_costs_nothing(cut, heads):
 @pytest.mark.parametrize("heads", [3, 16, 40, 64, 128])
 @pytest.mark.parametrize("cut", CUTS)
 def test_longer_lengths_are_read_as_the_bound(cut, heads):
-    """If a length in `seq_lens` exceeds `max_seq_len`, the kernel reads only `max_seq_len` keys of that request."""
+    """If a length in `seq_lens` exceeds `max_seq_len`, the kernel reads only `max_seq_len` keys of the request."""
     ql, q_pe, cache, plan = make_inputs([1, 2, 1], [700, 650, 330], heads, torch.bfloat16)
     bound = 600
     lying = replace(plan, max_seq_len=bound)
@@ -104,9 +104,9 @@ def test_a_bound_of_zero(cut, heads):
 @on_hopper
 @pytest.mark.parametrize("heads", [16, 64, 128])
 def test_neighbours_bounds_change_no_bit(heads):
-    """A batch-invariant decode gives a request the same bits for every `max_seq_len` and width of the block table.
+    """A batch-invariant decode gives a request the same bits for every `max_seq_len` and every block-table width.
 
-    In a batch, the longest request determines both `max_seq_len` and the width.
+    In a batch, the longest request determines `max_seq_len` and the width.
     """
     ql, q_pe, cache, plan = make_inputs([1], [1500], heads, torch.bfloat16)
     schedule = schedule_of(plan, heads, 0, True)

@@ -1,7 +1,7 @@
 """Tests that compile the Hopper kernels for sm_90 without a GPU, and tests of launch choices and of warm-up.
 
 If the compiler spills registers in a main loop, or if the assembler serialises matrix products, a kernel is a third
-slower, but no test of results fails. These tests find both faults, with any installed version of Triton.
+slower, but its results stay right. These tests find both faults, with any installed version of Triton.
 
 A row is one (query token, head) pair, and a row block is the 16, 32 or 64 rows of a request that a program processes
 together. A split is a part of the keys of a request, in tiles of 64 keys, that is attended independently.
@@ -53,8 +53,9 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 BF16 = torch.bfloat16
 DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 H200 = DeviceFacts(132, (9, 0), 232448)
-# How a request is divided among programs. "planned" is with a schedule. "sliced": two programs share each work item,
-# and each computes half of the output columns. "two phases": programs first compute all scores, then all outputs.
+# How a request is divided among programs. "scheduled" and "planned": the work of each program comes from a schedule.
+# "sliced": two programs share each work item, and each program computes half of the output columns. "two phases":
+# programs first compute all scores, then all outputs.
 CUTS = ("whole", "split", "scheduled", "batch-invariant", "batch-invariant, planned", "batch-invariant, sliced",
         "batch-invariant, two phases")  # fmt: skip
 ONLY_MANY = CUTS[-2:]  # these two exist only for more than 32 heads
@@ -143,9 +144,9 @@ def product_loops(disassembly: str) -> list[list[str]]:
 
 
 def arrivals_for_all(ptx: str) -> list[list[str]]:
-    """Return the instructions before each arrival at an mbarrier that one thread makes for its whole warp group.
+    """Return a list of instructions for each arrival that one thread makes at an mbarrier for its whole warp group.
 
-    The instructions before an arrival begin after the previous arrival of this kind.
+    A list has the instructions between the previous arrival of this kind and this arrival.
     """
     groups: list[list[str]] = [[]]
     for line in map(str.strip, ptx.splitlines()):
@@ -157,7 +158,7 @@ def arrivals_for_all(ptx: str) -> list[list[str]]:
 
 
 def all_have_met(before: list[str]) -> bool:
-    """Return whether the last memory access or fence in these instructions is followed by a barrier of the group."""
+    """Return whether a barrier of the warp group follows the last memory access or fence in these instructions."""
     for line in reversed(before):
         if re.match(r"bar\.(sync|warp\.sync)\b", line):
             return True
@@ -203,8 +204,8 @@ def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
 def count_arrivals() -> None:
     """Print, for each of three kernels, its cache key and two counts of arrivals at mbarriers.
 
-    The first count has all arrivals that one thread makes for its warp group. The second count has only those of these
-    arrivals that follow an arrival of every thread (`cp.async.mbarrier.arrive`).
+    The first count is the number of arrivals that one thread makes for its warp group. The second count is the number
+    of these arrivals that follow an arrival of every thread (`cp.async.mbarrier.arrive`).
     """
     for heads, cut in ((3, "batch-invariant, planned"), (64, "scheduled"), (64, "batch-invariant, two phases")):
         with pytest.MonkeyPatch.context() as patch:
@@ -233,7 +234,7 @@ def test_every_thread_arrives_for_racecheck(capsys, tmp_path):
     assert len(served) == len(checked) == 3
     for (key, count, few), (other_key, other_count, every) in zip(served, checked, strict=True):
         assert key != other_key and int(count) == int(other_count) == int(every) >= 3
-        # `few` need not be 0: in two phases, every thread always arrives after the cp.async copies of row values
+        # `few` is not always 0: in two phases, every thread arrives after the cp.async copies of row values
         assert int(few) < int(count)
 
 
@@ -251,7 +252,7 @@ def test_every_shape_fits(heads, cut, block_size, widths, dtype, monkeypatch):
 
 
 def test_choice_of_splits():
-    """A single request gets many splits, but requests that fill the GPU get one split each.
+    """A single request gets many splits. If the requests fill the GPU, each request gets one split.
 
     A request never has more splits than tiles.
     """
@@ -283,10 +284,10 @@ def test_choice_of_runs():
 
 
 def test_choice_of_rows():
-    """A single request gets the smallest row blocks whose programs, with 4 tiles each, all run at the same time.
+    """For a single request, the smallest row blocks are chosen with which all programs can run at the same time.
 
-    If row blocks of 16 and of 32 rows would give too many programs, or if there are several requests, the function
-    returns its argument `program_rows`.
+    A program has 4 tiles. If there are several requests, or too many programs even with row blocks of 32 rows, the
+    function returns its argument `program_rows`.
     """
     for requests, rows, keys, chosen in (
         (1, 128, 8192, 32), (1, 64, 8192, 16), (1, 128, 1024, 16), (1, 128, 0, 16), (16, 128, 64, 64),
@@ -336,12 +337,12 @@ def test_whose_outputs_the_copy_engine_writes(heads, cut, latent, out_dtype, box
 def test_who_asks_ahead(heads, cut, ahead, monkeypatch):
     """A program prefetches its first queries and keys only if each token is one row block and no request is split.
 
-    In that case the program knows its first request before it reads any length or schedule.
+    The program then knows its first request before it reads any length or schedule.
     """
     ptx = compiled(*recorded(monkeypatch, heads, cut)).asm["ptx"]
     assert ("cp.async.bulk.prefetch.L2.global" in ptx) == ahead
-    # The decode kernel waits until the previous kernel, which may write the schedule, has ended. Only then may it let
-    # the combine kernel begin, because the combine kernel reads the schedule before its own wait.
+    # The decode kernel first waits for the end of the previous kernel, which can be the kernel that writes the schedule.
+    # Then it lets the combine kernel begin, because the combine kernel reads the schedule before its own wait.
     wanted = ("griddepcontrol.wait", "griddepcontrol.launch")
     order = [ptx.index(what) for what in (("cp.async.bulk.prefetch", *wanted) if ahead else wanted)]
     assert order == sorted(order)
@@ -380,9 +381,9 @@ def test_slices_where_processors_are_idle(monkeypatch):
 def test_room_for_parts(heads, cut, runs, programs, slots, partial_rows, kept, monkeypatch):
     """The buffers have room for all partial outputs and for the weighted sums that programs keep between splits.
 
-    The request has 40 tiles. A batch-invariant decode makes 3 splits of at most 16 tiles, or 10 splits of 4 tiles for
-    16 heads. A schedule of 3 programs gets room for 1 + 3 splits. `partial_rows` is the number of partial outputs of
-    each row, and `kept` the number of float32 values that each program keeps.
+    The request has 40 tiles. A batch-invariant decode makes 3 splits of at most 16 tiles; with 16 heads it makes 10
+    splits of 4 tiles. A schedule for one request and 3 programs gets room for 1 + 3 splits. `partial_rows` is the number
+    of partial outputs of each row, and `kept` the number of float32 values that each program keeps.
     """
     launches = watched(monkeypatch)
     monkeypatch.setattr(select, "best_num_programs", lambda *_: runs)
@@ -398,8 +399,8 @@ def test_two_phases_where_processors_are_idle(monkeypatch):
     """The launcher chooses two phases if every score block (a pair of tiles and a row block) gets its own program.
 
     - The launch is cooperative, because programs wait for each other.
-    - The number of programs is the number of score blocks or of column blocks, whichever is larger, but at most the
-      number of multiprocessors.
+    - The number of programs is the larger of two numbers, score blocks and column blocks, but at most the number of
+      multiprocessors.
     - The block table has 40 columns. With blocks of 64 tokens it has 20 pairs of tiles, which make 3 splits. With
       blocks of 16 tokens it has 5 pairs, which make 1 split.
     """
@@ -464,7 +465,7 @@ def test_memory_checkers_see_every_variant(monkeypatch):
 def test_rows_by_own_length(heads, query_len, rows, monkeypatch):
     """In a batch-invariant decode, row blocks have 16 or 32 rows for up to 32 heads, and 64 rows for more heads.
 
-    The number of query tokens does not change that.
+    The size of a row block does not depend on the number of query tokens.
     """
     asked = []
     monkeypatch.setattr(select, "best_num_programs", lambda *given: asked.append(given[4]) or 1)
@@ -474,7 +475,7 @@ def test_rows_by_own_length(heads, query_len, rows, monkeypatch):
 
 
 def test_queries_in_words():
-    """`_in_words` returns queries with aligned 16-byte words and suitable strides as they are, and copies others."""
+    """`_in_words` returns queries without a copy if address and strides are multiples of 16 bytes; it copies others."""
     storage = torch.randn(4 * 3 * 512 + 16, dtype=torch.bfloat16)
     packed = storage[: 3 * 4 * 512].view(3, 4, 512)
     for there, strides in (
@@ -499,7 +500,7 @@ def test_queries_in_words():
 @pytest.mark.parametrize("query_len", [1, 3])
 @pytest.mark.parametrize("heads", [4, 20, 40, 64, 128])
 def test_warmup_knows_a_request_alone(heads, query_len):
-    """For a single request of any length, warm-up has launched the kernel and the combine kernel that are chosen."""
+    """Decode a single request of any length -> it launches only kernels that warm-up has launched."""
     rows = heads * query_len
 
     def launched(length: int) -> set[tuple]:

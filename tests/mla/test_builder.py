@@ -264,8 +264,8 @@ def uniform_length(query_lens, threshold):
 def schedule_pays(lens, programs, overhead):
     """Return whether a schedule saves more tiles than it costs.
 
-    A tile is 64 keys. For each request, a schedule saves as many tiles as the request is shorter than the longest
-    request. A schedule costs `overhead` tiles for each request and each program.
+    A tile is 64 keys. For each request, a schedule saves the difference between the longest request and this request,
+    in tiles. A schedule costs `overhead` tiles for each request and each program.
     """
     tiles = [-(-length // 64) for length in lens if length > 0]
     return sum(max(tiles) - count for count in tiles) > overhead * (len(tiles) + programs) if tiles else False
