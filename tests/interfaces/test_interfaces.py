@@ -331,7 +331,7 @@ SWITCHED_OFF = [
 
 @pytest.mark.parametrize("fields", OTHER_ATTENTION, ids=lambda fields: ", ".join(fields))
 def test_from_hf_refuses_other_attention(fields):
-    """A config with a kind of attention that is not implemented is refused; the reason names the field of the config."""
+    """A config with a kind of attention that is not implemented is refused; the reason names the config's field."""
     with pytest.raises(UnsupportedConfiguration) as error:
         MLAConfig.from_hf(hf(**fields))
     (reason,) = error.value.reasons
@@ -426,9 +426,9 @@ def test_from_hf_takes_stock_configs():
 def test_workspace_size(max_model_len, max_num_seqs, block_size, ranks):
     """The workspace is a multiple of the unit and has at least one unit for each sequence.
 
-    The unit is the block size. On D ranks that share sequences, with interleave I, the unit is the least common multiple
-    of the block size and D x I. The workspace is at least as large as in vLLM, unless one more unit would exceed vLLM's
-    limit of 65536 tokens.
+    The unit is the block size. On D ranks that share sequences, with interleave I, the unit is the least common
+    multiple of the block size and D x I. The workspace is at least as large as in vLLM, unless one more unit would
+    exceed vLLM's limit of 65536 tokens.
     """
     size = reference.chunked_prefill_workspace_size(max_model_len, max_num_seqs, block_size, *ranks)
     wanted = sorted((max_model_len * 8, max_num_seqs * block_size * 4))[1]

@@ -341,8 +341,8 @@ def test_who_asks_ahead(heads, cut, ahead, monkeypatch):
     """
     ptx = compiled(*recorded(monkeypatch, heads, cut)).asm["ptx"]
     assert ("cp.async.bulk.prefetch.L2.global" in ptx) == ahead
-    # The decode kernel first waits for the end of the previous kernel, which can be the kernel that writes the schedule.
-    # Then it lets the combine kernel begin, because the combine kernel reads the schedule before its own wait.
+    # The decode kernel first waits for the end of the previous kernel, which can be the kernel that writes the
+    # schedule. Only then does it let the combine kernel begin, which reads the schedule before its own wait.
     wanted = ("griddepcontrol.wait", "griddepcontrol.launch")
     order = [ptx.index(what) for what in (("cp.async.bulk.prefetch", *wanted) if ahead else wanted)]
     assert order == sorted(order)
@@ -382,8 +382,8 @@ def test_room_for_parts(heads, cut, runs, programs, slots, partial_rows, kept, m
     """The buffers have room for all partial outputs and for the weighted sums that programs keep between splits.
 
     The request has 40 tiles. A batch-invariant decode makes 3 splits of at most 16 tiles; with 16 heads it makes 10
-    splits of 4 tiles. A schedule for one request and 3 programs gets room for 1 + 3 splits. `partial_rows` is the number
-    of partial outputs of each row, and `kept` the number of float32 values that each program keeps.
+    splits of 4 tiles. A schedule for one request and 3 programs gets room for 1 + 3 splits. `partial_rows` is the
+    number of partial outputs of each row, and `kept` the number of float32 values that each program keeps.
     """
     launches = watched(monkeypatch)
     monkeypatch.setattr(select, "best_num_programs", lambda *_: runs)
@@ -475,7 +475,7 @@ def test_rows_by_own_length(heads, query_len, rows, monkeypatch):
 
 
 def test_queries_in_words():
-    """`_in_words` returns queries without a copy if address and strides are multiples of 16 bytes; it copies others."""
+    """`_in_words` returns queries with aligned address and strides without a copy, and copies all other queries."""
     storage = torch.randn(4 * 3 * 512 + 16, dtype=torch.bfloat16)
     packed = storage[: 3 * 4 * 512].view(3, 4, 512)
     for there, strides in (

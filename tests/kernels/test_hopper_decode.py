@@ -1,11 +1,12 @@
 """Tests of the Hopper decode kernels against the reference: lengths, schedules, batch invariance, invalid values.
 
 Gluon has no interpreter, so these tests need a Hopper GPU. A result is "within the budget" if its error against the
-reference is small enough. `tests/__init__.py` lists the pitfalls by number.
+reference is at most the budget of docs/correctness.md. `tests/__init__.py` lists the pitfalls by number.
 
 A row is one (query token, head) pair. A row block is 16, 32 or 64 rows that a program processes together. A split is
 consecutive tiles (64 keys each) of a request. With `cut` "folded" or "runs" the decode is batch-invariant: one program
-combines all splits of a request ("folded"), or two programs share the splits ("runs").
+attends and combines all splits of a request ("folded"), or two programs divide the splits ("runs"). A batch-invariant
+decode is *planned* if its schedule has the work items of each program (`tile_ranges`).
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ rows_where_alone, scored_at_once = select._rows_where_alone, select._scored_at_o
 def rows_as_of_many_requests(monkeypatch):
     """Make the launcher choose kernels as for many requests, although these tests have few and short requests.
 
-    Without this fixture, the launcher would choose row blocks of 16 or 32 rows for single requests. For batch-invariant
-    decodes without a plan, it would choose two phases, which `test_hopper_two_phases` tests.
+    Without this fixture, the launcher would choose row blocks of 16 or 32 rows for single requests. If a
+    batch-invariant decode is not planned, it would choose two phases, which `test_hopper_two_phases` tests.
     """
     monkeypatch.setattr(select, "_rows_where_alone", lambda program_rows, *_: program_rows)
     monkeypatch.setattr(select, "_scored_at_once", lambda *_: False)
@@ -96,7 +97,7 @@ def test_lengths(lens, heads, dtype):
 @pytest.mark.parametrize("splits", [2, 3, 16])
 @pytest.mark.parametrize("heads", [4, 32, 64])
 def test_splits(heads, splits, monkeypatch):
-    """A decode is within the budget even if some splits have no keys, because there are few tiles (pitfall 2)."""
+    """A decode is within the budget even if some splits have no keys, as tiles are fewer than splits (pitfall 2)."""
     monkeypatch.setattr(select, "best_num_splits", lambda *bounds: splits)
     check_parity([1, 0, 2, 1], [590, 9, 267, 0], heads, BF16)
 
@@ -105,7 +106,7 @@ def test_splits(heads, splits, monkeypatch):
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("heads", [20, 64, 128])
 def test_blocks_of_few_rows(heads, splits, rows, monkeypatch):
-    """A decode is within the budget if a row block has rows of two tokens, or only rows behind the last token."""
+    """With row blocks of 16 and 32 rows, a decode is within the budget; a row block can have rows of two tokens."""
     monkeypatch.setattr(select, "_rows_where_alone", lambda *_: rows)
     monkeypatch.setattr(select, "best_num_splits", lambda *_: splits)
     for dtype, block_size, widths in ((BF16, 64, (512, 64)), (torch.float16, 16, (256, 32))):
@@ -115,7 +116,7 @@ def test_blocks_of_few_rows(heads, splits, rows, monkeypatch):
 @pytest.mark.parametrize("length", [40, 700, 3000, 9000])
 @pytest.mark.parametrize("heads", [40, 64, 128])
 def test_one_request(heads, length, monkeypatch):
-    """A decode of one or two requests is within the budget, with row blocks and splits as the launcher chooses them."""
+    """A decode of one or two requests is within the budget with the row blocks and splits that the launcher chooses."""
     monkeypatch.setattr(select, "_rows_where_alone", rows_where_alone)
     check_parity([1], [length], heads, BF16)
     check_parity([2, 1], [length, 70], heads, BF16)
@@ -128,7 +129,7 @@ def test_scheduled(heads, programs, batch_invariant):
     """A decode with a schedule is within the budget.
 
     The schedule splits some of the requests. Some requests have no keys or no query tokens, and some programs have no
-    work. With `programs` = 0 the decode is batch-invariant and has no plan.
+    work. With `programs` = 0 the decode is batch-invariant and not planned.
     """
     if programs == 0 and not batch_invariant:
         pytest.skip("neither scheduled nor batch-invariant")
@@ -144,7 +145,8 @@ def test_scheduled(heads, programs, batch_invariant):
 def test_short_before_long(heads, batch_invariant):
     """A decode ends and is within the budget if a program gets a short work item before a long work item.
 
-    In a long first work item, the producer waits for the queries. In a later long work item, it must not wait for them.
+    If the first work item is long, the producer waits for the queries. If a later work item is long, the producer must
+    not wait for them.
     """
     for lens in ([64, 1300, 64, 2100], [0, 1300, 33, 1100], [64, 0, 70, 1300]):
         inputs = make_inputs([1] * 4, lens, heads, BF16)
@@ -182,8 +184,8 @@ def assert_same_rows(alone, beside, plan, request):
 def test_batch_invariance(heads, block_size, widths, dtype, torn, monkeypatch):
     """A batch-invariant decode gives a request the same bits alone and in a batch (pitfall 19).
 
-    The number of programs changes no bit either, with a plan and without a plan. With `torn`, some requests have a
-    block number outside the cache, so that programs run the main loop with a mask.
+    The number of programs changes no bit either, whether the decode is planned or not. With `torn`, some requests have
+    a block number outside the cache, so that programs run the main loop with a mask.
     """
     lens, query_lens = [1085, 70, 5200, 64, 0, 2500], [1, 1, 1, 2, 1, 3]  # 1085 tokens: the last split has one tile
     inputs = make_inputs(query_lens, lens, heads, dtype, widths, block_size)
@@ -209,9 +211,9 @@ def test_batch_invariance(heads, block_size, widths, dtype, torn, monkeypatch):
     (16, 64, (512, 64), BF16), (32, 16, (256, 32), FP16), (64, 64, (512, 64), BF16), (128, 64, (512, 32), BF16),
 ], ids=str)  # fmt: skip
 def test_no_bit_tells_how_wide_the_table_is(heads, block_size, widths, dtype, monkeypatch):
-    """The width of the block table changes no bit of a batch-invariant decode without a plan.
+    """The width of the block table changes no bit of a batch-invariant decode that is not planned.
 
-    The launcher uses this width to choose the number of programs, and whether the decode has two phases.
+    From this width the launcher chooses the number of programs, and whether the decode has two phases.
     """
     monkeypatch.setattr(select, "_scored_at_once", scored_at_once)
     lens, query_lens = [1085, 70, 2500, 0], [1, 1, 2, 1]
@@ -240,9 +242,9 @@ def test_lengths_beyond_the_table(batch_invariant, length):
 @pytest.mark.parametrize("heads, dtype", [(4, BF16), (16, FP16), (64, BF16)], ids=str)
 @pytest.mark.parametrize("cut", ["whole", "split", "scheduled", "folded", "folded, planned"])
 def test_wide_output(cut, heads, dtype, monkeypatch):
-    """Outputs may be float32 or have another 16-bit dtype than the queries; a 16-bit output is the rounded float32.
+    """An output can be float32 or the other 16-bit dtype; a 16-bit output is the float32 output, rounded.
 
-    A float32 output is for attention states that are merged later.
+    Float32 outputs are for attention states that are merged later.
     """
     monkeypatch.setattr(select, "best_num_splits", lambda *_: 3 if cut == "split" else 1)
     monkeypatch.setattr(select, "best_num_programs", lambda *_: 1)
@@ -259,7 +261,7 @@ def test_wide_output(cut, heads, dtype, monkeypatch):
 
 @pytest.mark.parametrize("heads", [5, 32, 100])
 def test_mask_is_data(heads):
-    """A decode is within the budget for any `visible_lens`: a token may even see fewer keys than an earlier token."""
+    """A decode is within the budget for any `visible_lens`, even if a token sees fewer keys than an earlier token."""
     ql, q_pe, cache, plan = make_inputs([4, 2, 3], [250, 170, 40], heads, BF16)
     plan = replace(plan, visible_lens=integers(250, 0, 64, 1, 0, 0, 39, 40, 3))
     verdict(launch(ql, q_pe, cache, plan), ql, q_pe, cache, plan)
@@ -305,9 +307,9 @@ def test_any_scale(heads, scale):
 @pytest.mark.parametrize("cut", [InvariantSplitRule(2, 3, 6, 7), InvariantSplitRule(8, 1, 8, 1)], ids=str)
 @pytest.mark.parametrize("heads", [5, 32, 64, 128])
 def test_any_invariant_cut(heads, cut, monkeypatch):
-    """For any `InvariantSplitRule`, a batch-invariant decode gives the same bits with a plan and without a plan.
+    """For any `InvariantSplitRule`, a batch-invariant decode gives the same bits whether it is planned or not.
 
-    Without a plan, the number of programs changes no bit.
+    If it is not planned, the number of programs changes no bit.
     """
     inputs = make_inputs([1, 2, 0, 1], [2950, 70, 20, 700], heads, BF16)
     planned = reference.plan_decode(inputs[3].seq_lens, 3, ScheduleCosts(split_rule=cut), True)
@@ -377,7 +379,7 @@ def test_values_outside_the_tensors(heads, block_size, cut):
 
 @pytest.mark.parametrize("heads", [3, 40, 64])
 def test_nan_stays_with_its_owner(heads):
-    """NaN in the query of one row changes only this row; NaN in a cache entry changes only the request that owns it."""
+    """NaN in the query of a row changes only this row; NaN in a cache entry changes only the request of this entry."""
     ql, q_pe, cache, plan = make_inputs([2, 1, 1], [70, 130, 17], heads, BF16)
     clean = launch(ql, q_pe, cache, plan)
     spoilt = ql.clone()
@@ -401,7 +403,7 @@ def test_nan_stays_with_its_owner(heads):
     (16, 16, (256, 32), FP16), (64, 32, (256, 64), FP16),
 ], ids=str)  # fmt: skip
 def test_same_bits_a_thousand_times(heads, block_size, widths, dtype, cut, monkeypatch):
-    """1000 decodes of the same inputs give the same bits, for every size of row block and every way to divide requests.
+    """1000 decodes of the same inputs give the same bits, for every size of row blocks and every value of `cut`.
 
     With "runs", the combine kernel adds the splits of the second program.
     """
@@ -437,8 +439,8 @@ def test_strides(heads):
     odd = torch.stack((q_pe, q_pe), dim=-1)[..., 1]
     table = torch.stack((plan.block_table,) * 2, dim=-1)[..., 0]
     cut = replace(plan, block_table=table, visible_lens=torch.stack((plan.visible_lens,) * 2, dim=-1)[:, 0])
-    # The rows of `uneven` do not start at multiples of 16 bytes. `shifted` has strides that are multiples of 16 bytes,
-    # but its address is not a multiple.
+    # The rows of `uneven` do not start at multiples of 16 bytes. The strides of `shifted` are multiples of 16 bytes,
+    # but its address is not.
     uneven = torch.cat((ql, ql), dim=-1)[..., 1 : ql.shape[-1] + 1].copy_(ql)
     shifted = ql.new_empty(ql.numel() + 1)[1:].view(ql.shape).copy_(ql)
     for queries, pages in ((heads_first, layers[:, 1]), (uneven, wide[..., 8:]), (shifted, cache)):
@@ -450,7 +452,7 @@ def test_strides(heads):
 @pytest.mark.parametrize("starts", [(2**31 - 1, 8), (-(2**31), 8), (0, 2**31 - 1), (5, 2), (9, 9)], ids=str)
 @pytest.mark.parametrize("heads", [4, 40, 64])
 def test_query_offsets_out_of_range(heads, starts, monkeypatch):
-    """The kernels clamp invalid query offsets, and write no output for tokens that belong to no request."""
+    """The kernels clamp invalid values of `query_start_loc`, and write no output for tokens without a request."""
     ql, q_pe, cache, plan = make_inputs([8], [40], heads, BF16)
     clean = launch(ql, q_pe, cache, plan)
     empty = torch.empty
@@ -473,7 +475,7 @@ def test_query_offsets_out_of_range(heads, starts, monkeypatch):
 def test_fewer_programs_than_requests(heads, batch_invariant, monkeypatch):
     """A decode without a schedule is within the budget if each program processes several requests.
 
-    The outputs of a request pass through the same shared memory as the queries of the next request.
+    The outputs of a request and the queries of the next request use the same shared memory.
     """
     facts = decode.device_facts(DEVICE)
     monkeypatch.setattr(decode, "device_facts", lambda _: facts._replace(processors=3))
@@ -494,7 +496,7 @@ def test_query_strides_beyond_32_bit():
 @pytest.mark.parametrize("heads", [16, 64])
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_offsets_beyond_32_bit(heads, block_size):
-    """A decode is within the budget if its blocks lie behind element 2^31 of the cache (pitfall 8)."""
+    """A decode is within the budget if the blocks of its requests lie behind element 2^31 of the cache (pitfall 8)."""
     ql, q_pe, cache, plan = make_inputs([1, 1], [130, 67], heads, BF16, block_size=block_size)
     away = 2**31 // cache[0].numel() + 5
     if torch.cuda.mem_get_info()[0] < 2 * (away + 100) * cache[0].numel() * 2:
@@ -540,7 +542,7 @@ def test_parts_beyond_32_bit(planned, heads, requests, monkeypatch):
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("heads", [16, 128])
 def test_graph_replays_with_other_lengths(heads, batch_invariant):
-    """A decode in a CUDA graph uses the lengths that the plan's buffers hold at the time of each replay."""
+    """A decode in a CUDA graph uses the lengths that are in the plan's tensors at the time of each replay."""
     ql, q_pe, cache, plan = make_inputs([2, 1], [300, 150], heads, BF16)
     buffers = on_device(plan)
     graph, out, lse = captured(decode, ql, q_pe, cache, buffers, schedule=schedule_of(plan, heads, 0, batch_invariant))
@@ -581,7 +583,7 @@ def test_what_it_does_not_cover_goes_to_triton():
 
 
 def test_caches_the_copy_engine_cannot_read():
-    """The backend `triton` serves a cache that is empty, or whose entries are no whole, aligned 16-byte words."""
+    """The backend `triton` serves caches that are empty, or whose entries are not aligned to 16 bytes."""
     ql, q_pe, cache, plan = make_inputs([1, 2], [130, 64], 4, BF16)
     wanted = launch(ql, q_pe, cache, plan)
     on = ql.to(DEVICE), q_pe.to(DEVICE)

@@ -1,10 +1,11 @@
 """Tests that a batch-invariant Hopper decode in two phases gives the same bits as the kernel `row_blocks_64`.
 
-In two phases, programs first compute the scores of all tiles (64 keys each), and then the columns of all outputs. A
-*score block* is the scores of up to 64 rows, which are (query token, head) pairs, for one pair of tiles. A *column
-block* is some columns of an output. `row_blocks_64` computes scores and output columns of one pair of tiles after
-another. The launcher chooses one of the two kernels for a batch-invariant decode, and the choice must not change any
-bit. A result is "within the budget" if its error against the reference is small enough.
+In two phases, programs first compute the scores of all tiles (64 keys each), and then the columns of all outputs. A row
+is one (query token, head) pair. A *score block* is the scores of up to 64 rows for one pair of tiles. A *column block*
+is some columns of an output. `row_blocks_64` has one phase: for each pair of tiles it computes the scores and then adds
+to the outputs. The launcher chooses one of the two kernels for a batch-invariant decode, and the choice must not change
+any bit. A result is "within the budget" if its error against the reference is at most the budget of
+docs/correctness.md.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from fast.kernels.hopper.mla_decode import launch as decode
 from fast.kernels.hopper.mla_decode import select
 
 BF16, FP16 = torch.bfloat16, torch.float16
-UNPLANNED = schedule_of(None, 64, 0, True)  # batch-invariant, without a plan; the same for any heads above 32
+UNPLANNED = schedule_of(None, 64, 0, True)  # batch-invariant, without work items; the same for all heads above 32
 launch = partial(decode_inputs.launch, decode, schedule=UNPLANNED)
 taken = []
 
@@ -86,9 +87,9 @@ def test_bits_of_one_phase(heads, dtype, lens):
 
 @pytest.mark.parametrize("lens", [[16768], [1085] * 13], ids=["one split", "several shares"])
 def test_more_pairs_than_wait_in_shared_memory(lens):
-    """Both kernels give the same bits if a program needs more pairs of tiles than the 8 that fit in its shared memory.
+    """Both kernels give the same bits if a program needs more pairs of tiles than its shared memory holds (8 pairs).
 
-    In one case a split has 16 pairs. In the other case a program computes two column blocks of 8 pairs each.
+    In one case a split has 16 pairs. In the other case a program computes two column blocks, each from 8 pairs.
     """
     inputs = make_inputs([1] * len(lens), lens, 64, BF16)
     check_same_bits(*inputs)
@@ -108,7 +109,8 @@ def test_pages_and_widths(block_size, widths, dtype):
 def test_rising_scores(heads, block_size):
     """Both kernels give the same bits if the largest score rises, in the first or in the second tile of a pair.
 
-    The programs that share a split must then all rescale their sums by the same largest scores.
+    Several programs compute the column blocks of one split. All of them must rescale their sums by the same largest
+    scores.
     """
     inputs = rising_inputs(heads, BF16, block_size=block_size)
     check_same_bits(*inputs)
@@ -117,7 +119,7 @@ def test_rising_scores(heads, block_size):
 
 @pytest.mark.parametrize("heads", [64, 128])
 def test_pages_outside_the_cache(heads):
-    """Both kernels mask block numbers outside the cache, and give the same bits, even if a whole split is masked."""
+    """Both kernels mask keys of blocks outside the cache and give the same bits, even if a whole split is masked."""
     ql, q_pe, cache, plan = make_inputs([1, 1, 1], [1600, 1085, 1500], heads, BF16)
     table = plan.block_table.clone()
     table[0, 3], table[1, 16], table[2, :17] = GARBAGE, -1, 2**31 - 1
@@ -125,10 +127,9 @@ def test_pages_outside_the_cache(heads):
 
 
 def test_hostile_lists():
-    """Invalid lengths and query offsets do not hang the kernel.
+    """The kernel ends if lengths or values of `query_start_loc` are invalid.
 
-    With lengths below 0 or beyond the block table, both kernels give the same bits. With query offsets out of range,
-    the test only checks that the kernel ends.
+    With lengths below 0 or beyond the block table, both kernels also give the same bits.
     """
     ql, q_pe, cache, plan = make_inputs([1, 1, 1], [1100, 640, 70], 64, BF16)
     for lens in ((2**31 - 1, 640, 70), (-5, 2147480000, 0)):
@@ -157,8 +158,8 @@ def test_wide_output():
 def test_nan_stays_with_its_owner():
     """NaN in the query of one head changes only the row of this head, and the kernel ends.
 
-    Programs wait while a score in global memory has the bits of the sentinel for "not written yet", which are the bits
-    of a NaN. The kernel must therefore never store this NaN.
+    Scores in global memory start as a sentinel for "not written yet", which has the bits of one NaN. Programs wait while
+    a score is the sentinel. The kernel must therefore never store this NaN.
     """
     ql, q_pe, cache, plan = make_inputs([1, 1], [1300, 1170], 64, BF16)
     clean = launch(ql, q_pe, cache, plan)
@@ -186,7 +187,7 @@ def test_same_bits_a_thousand_times(heads, lens):
 
 
 def test_graph_replays_with_other_lengths():
-    """A decode in a CUDA graph uses the lengths that the plan's buffers hold at the time of each replay."""
+    """A decode in a CUDA graph uses the lengths that are in the plan's tensors at the time of each replay."""
     ql, q_pe, cache, plan = make_inputs([2, 1], [1300, 1150], 128, BF16)
     buffers = on_device(plan)
     graph, out, lse = captured(decode, ql, q_pe, cache, buffers, schedule=UNPLANNED)
