@@ -158,8 +158,8 @@ def test_wide_output():
 def test_nan_stays_with_its_owner():
     """NaN in the query of one head changes only the row of this head, and the kernel ends.
 
-    Scores in global memory start as a sentinel for "not written yet", which has the bits of one NaN. Programs wait while
-    a score is the sentinel. The kernel must therefore never store this NaN.
+    Scores in global memory start as a sentinel for "not written yet", which has the bits of one NaN. Programs wait
+    while a score is the sentinel. The kernel must therefore never store this NaN.
     """
     ql, q_pe, cache, plan = make_inputs([1, 1], [1300, 1170], 64, BF16)
     clean = launch(ql, q_pe, cache, plan)
