@@ -173,9 +173,9 @@ def test_schedule_changes_no_value(ops):
     [((1, 1, 1), "SINGLE_ONLY"), ((0, 1), "VARLEN"), ((2, 2), "UNIFORM"), ((1, 3), "VARLEN"), ((2, 2, 0), "VARLEN")],
 )
 def test_query_lens_of(lens, wanted):
-    """A batch is uniform only if every query has the length `max_query_len`.
+    """A batch is uniform if every query has the length `max_query_len`, and otherwise not.
 
-    A batch with a query of length 0 has varying query lengths.
+    So a batch with a query of length 0 is not uniform.
     """
     assert backends.query_lens_of(sum(lens), len(lens), max(lens)).name == wanted
 

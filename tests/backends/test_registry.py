@@ -288,7 +288,7 @@ def test_a_priority_of_one_op(monkeypatch):
 
 
 def test_explain_asks_what_the_ops_ask(monkeypatch):
-    """`explain` names a backend for an op only if the backend serves the head dims of the model."""
+    """`explain` names no backend that does not serve the head dims of the model."""
     only_512 = {
         op: OpSupport(print, head_dims={"kv_lora_rank": (512,)}) for op in ("concat_and_cache_mla", "mla_decode")
     }

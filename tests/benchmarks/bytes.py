@@ -94,7 +94,7 @@ def random_cache(blocks: int, device: str) -> Tensor:
 
 
 def gather(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[Callable], Callable]:
-    """Return calls that gather each request's tokens from its second block on, and a check of the output."""
+    """Return calls that gather the tokens of all requests except their first blocks, and a check of the output."""
     width = row.tokens // REQUESTS // BLOCK_SIZE + 1
     cache = random_cache(sets * REQUESTS * width, device)
     index = dict(dtype=torch.int32, device=device)

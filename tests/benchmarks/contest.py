@@ -291,7 +291,7 @@ def make_parser(
 
 
 def parse_rows(all_rows: Sequence[Any], texts: Sequence[str] | None) -> list[Any]:
-    """Return the rows that `--rows` names; a row need not be one of the default rows.
+    """Return the rows that `--rows` describes; rows that are not default rows are allowed.
 
     Raises:
         CannotRun: a text does not describe a row.

@@ -5,9 +5,9 @@
 
 The peers are kernels of other projects: FlashMLA, FlashAttention-3 ("FA3") and vLLM's Triton kernel.
 
-A decode divides the keys of a request into splits. The decode kernel attends each split in another program. A second
-kernel combines the partial outputs of the splits. A time contains both kernels. For a request with S keys, Sq new
-tokens and N heads, the FLOPs are 2 Sq N S (576 + 512). The bytes are the bytes of cache entries, queries and output.
+A decode divides the keys of a request into splits. Several programs of the decode kernel attend the splits, and a
+second kernel combines the partial outputs. A time contains both kernels. For a request with S keys, Sq new tokens and
+N heads, the FLOPs are 2 Sq N S (576 + 512). The bytes are the bytes of cache entries, queries and output.
 
 The variants of `fast` differ in how they split requests:
 
@@ -109,7 +109,7 @@ class Row:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of both matrix products, including those of masked keys."""
+        """Floating-point operations of both matrix products; masked keys count too."""
         return 2 * self.Sq * self.N * sum(self.seq_lens) * (WIDTH + LATENT)
 
     @property

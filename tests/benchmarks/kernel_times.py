@@ -59,7 +59,7 @@ def busy_time(kernels: Iterable[Kernel]) -> float:
 
 
 def time_of_parts(kernels: Iterable[Kernel]) -> dict[str, float]:
-    """Return for each part of the step the sum of the own times of its kernels, in microseconds."""
+    """Add up the own times of the kernels of each part of a step; return the sums in microseconds."""
     parts = dict.fromkeys((*PARTS, OTHER), 0.0)
     for kernel, time in own_times(kernels):
         parts[part_of(kernel.name)] += time

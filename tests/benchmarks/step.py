@@ -1,4 +1,4 @@
-"""Time whole steps of DeepSeek-V3's attention, 61 layers, and split the time into the parts of a step.
+"""Time whole steps of DeepSeek-V3's attention, 61 layers, and divide the time into the parts of a step.
 
     python -m tests.benchmarks.step
     python -m tests.benchmarks.step --batches decodes mixed --json step.json

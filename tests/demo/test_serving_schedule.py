@@ -22,7 +22,7 @@ from fast.demo.serving import ServingLoop
 from ..support.factories import DIRECT
 
 VOCABULARY = 101
-# The fixture switches off the run-time checks of annotations, which would take most of the time of thousands of steps.
+# The fixture switches off the run-time checks of annotations, because they would make thousands of steps slow.
 WITHOUT_SHAPE_CHECKS = pytest.mark.usefixtures("plain_errors")
 
 

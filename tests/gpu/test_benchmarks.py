@@ -93,7 +93,7 @@ def test_spread():
 
 
 def test_input_sets():
-    """Ask for the number of sets of inputs -> all sets have 4 x the bytes of the L2 cache; 1 to 32 sets."""
+    """Compute how many sets of inputs a replay needs -> together 4 x the bytes of the L2 cache; 1 to 32 sets."""
     assert timing.input_sets(10, 100) == 40 - 8 and timing.input_sets(150, 100) == 3
     assert timing.input_sets(10**9, 100) == 1 and timing.input_sets(1, 10**9) == 32
 

@@ -124,7 +124,7 @@ def test_a_captured_mixed_batch(ids):
 
 
 def test_from_lens_of_the_next_step():
-    """Advance a batch on the GPU -> slots and lengths equal to those of `from_lens`, which computes on the host."""
+    """Advance a batch on the GPU -> the same slots and lengths as `from_lens`, which computes them on the host."""
     query_lens, seq_lens = [1, 1, 5, 0], [9, 0, 9, 3]
     with torch.device("cpu"):
         *tensors, common = buffers(query_lens, seq_lens, 6)

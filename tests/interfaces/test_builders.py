@@ -93,7 +93,7 @@ def test_refusals(builder, plain_errors):
 
 
 def test_captured_plans(builder):
-    """`update_captured` writes the plan of another batch of the same shape into the tensors of a captured plan."""
+    """`update_captured` writes the plan of a batch with other lengths into the tensors of a captured plan."""
     assert builder.graph_support is not GraphSupport.NONE
     first, second = (make_batch([2, 2, 2], lens, BLOCK).common for lens in ([40, 7, 200], [3, 90, 18]))
     assert builder.can_run_in_cudagraph(first)

@@ -37,7 +37,7 @@ def _plain(plain_errors):
 
 
 def slots(ops, block_size=4, tokens=3, ranks=None, table=((5, 2**31 - 1),), lens=(6,)):
-    """Return `tokens` slots; the first two slots are those of the last two tokens of one request.
+    """Return the slots of one request's last two tokens; further slots, up to `tokens` in all, belong to no request.
 
     `ranks` is None, or (size, rank, interleave) of a rank that shares the request with other ranks.
     """

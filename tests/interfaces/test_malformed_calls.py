@@ -34,7 +34,7 @@ UNCHECKED = {"AttentionState", "BatchSplit", "CascadeMetadata", "ContextChunk", 
              "ScheduleChoice"}  # fmt: skip
 NOT_CALLED = UNCHECKED | {"PRESETS", "GraphSupport", "QueryLenSupport", "GroupError", "UnsupportedConfiguration"}
 
-# Calls that may succeed with a malformed value: regular expressions for call, argument and value, and the reason.
+# Calls that are allowed to succeed with a malformed value: regular expressions for call, argument, value; the reason.
 LEGITIMATE = {
     (r"run_prefill_.*|gather_context|dcp_gather_context", r"metadata\.(context_chunks|parts).*", r".*"):
         "the functions read only the chunk that is passed",

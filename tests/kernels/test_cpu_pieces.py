@@ -59,7 +59,7 @@ PAGE = BLOCK * WIDTH * 8  # bytes in float64
 def test_decode_reads_as_many_pages_as_fit(monkeypatch, room_bytes, pages, spread):
     """A decode reads as many blocks (pages) at a time as fit into `CHUNK_BYTES`.
 
-    A chunk has at least one block, and at most as many blocks as the longest request. The last chunk of a request may
+    A chunk has at least one block, and at most as many blocks as the longest request. The last chunk of a request can
     be shorter.
     """
     decode, reads = cpu_module("decode"), []

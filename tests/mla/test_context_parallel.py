@@ -185,7 +185,7 @@ def test_serving(ops):
 
 
 def test_no_step_follows_a_lost_one(ops):
-    """A serving loop refuses further steps after a failed step, because other ranks may still be in the failed step."""
+    """After a failed step, a serving loop refuses all further steps: other ranks could still be in the failed step."""
 
     def program(ranks):
         loop = make_loop(ops, CONFIGS["direct"], ranks, "cpu", torch.float64)

@@ -44,7 +44,7 @@ def make_builder(ops, config, **options):
 def test_size(config, size):
     """A workspace for 1000 tokens has room for their cache entries, and for either keys and values or exchanged rows.
 
-    The keys and values are those of the 1000 tokens. The exchanged rows are the cache entries that `size` ranks send to
+    The keys and values belong to the 1000 tokens. The exchanged rows are the cache entries that `size` ranks send to
     each other. The workspace has room for the larger of the two.
     """
     elements, width = context_workspace_size(config, 1000, size), config.head_size

@@ -158,7 +158,7 @@ def modules_of(weights, kind):
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_layer_of_linears_that_return_pairs(ops, config):
-    """Every projection of a layer may return (product, None)."""
+    """A layer accepts projections that return (product, None)."""
     weights = make_weights(config, torch.float64)
     plain, pairs = (ops.MLAAttention(config, **modules_of(weights, kind)) for kind in (linear, PairLinear))
     table = torch.tensor([[0, 1], [3, 2]], dtype=torch.int32)

@@ -434,7 +434,7 @@ def test_mixed_replays_stand_still():
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 def test_more_sizes_share_one_pool():
-    """The memory pool of four captured batch sizes is at most twice as large as that of the largest size alone."""
+    """Four captured batch sizes need at most 2 x the memory pool that the largest size alone needs."""
     weights = {name: weight.cpu() for name, weight in make_weights(DIRECT, torch.bfloat16).items()}
     layer = make_layer(fast, DIRECT, weights, torch.bfloat16).to(DEVICE)
     held = torch.zeros(BLOCKS, BLOCK, DIRECT.head_size, dtype=torch.bfloat16, device=DEVICE)

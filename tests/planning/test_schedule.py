@@ -416,7 +416,7 @@ def test_whole_requests_by_hand(tiles, requests, overhead, segment, counts, ops)
         for first, end in itertools.pairwise(starts)
     ]
     assert schedule.tile_ranges.tolist() == expected
-    assert {end - first for first, end in itertools.pairwise(starts[:-1])} == counts  # the last program may get fewer
+    assert {end - first for first, end in itertools.pairwise(starts[:-1])} == counts  # the last program can get fewer
     assert schedule.split_offsets.tolist() == list(range(requests + 1))
 
 

@@ -523,7 +523,7 @@ def readme_tables() -> list[list[str]]:
 
 
 def test_hopper_table():
-    """Read the README's first table -> six or more rows; one of them has the lowest measured ratio to each peer."""
+    """Read the README's first table -> at least six measured shapes; each peer's lowest ratio is among them."""
     rows, shown = hopper_rows(), readme_tables()[0]
     assert len(shown) >= 6 and set(shown) <= set(rows.values())
     for peer, name in enumerate(HOPPER_PEERS):

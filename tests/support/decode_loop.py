@@ -92,7 +92,7 @@ class DecodeLoop:
         return CommonAttentionMetadata.from_lens([1] * len(seq_lens), seq_lens, table, BLOCK)
 
     def run(self, steps: int) -> None:
-        """Run steps over the buffers, and write their outputs; a CUDA graph may capture this call."""
+        """Run steps over the buffers, and write their outputs to `outputs`; a CUDA graph can capture this call."""
         common = self.batch
         options = {"graph": GraphSupport.ANY} if self.ops.__name__ == "fast" else {}
         for step in range(steps):

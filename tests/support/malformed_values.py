@@ -29,7 +29,7 @@ ANYTHING = Anything()
 
 
 def scalars() -> dict[str, Any]:
-    """Return values that a caller may pass by mistake for any argument; the keys are the names of the values."""
+    """Return values that a caller could pass by mistake for any argument; the keys are the names of the values."""
     return {
         "None": None,
         "a float": 3.5,
@@ -84,7 +84,7 @@ def tensors(like: Tensor) -> dict[str, Tensor]:
 def admits(annotation: str, value: Any) -> bool:
     """Return whether a value has the type of an annotation.
 
-    A call may accept a value of the right type or raise an error. It must raise an error for any other value.
+    A call is allowed to accept a value of the right type. For any other value it must raise an error.
     """
     annotation = annotation.replace("BackendChoice", "str | Mapping[str, str] | None")
     for part in re.split(r"\s*\|\s*(?![^\[]*\])", annotation):

@@ -145,7 +145,7 @@ def _rank(rank, size, port, backend, timeout_s, limit_s, folder, task, arguments
     written.write_bytes(pickle.dumps(outcome))
     written.rename(Path(folder, f"{rank}.result"))
     sys.stderr.flush()
-    os._exit(status)  # an ordinary exit would wait for the other ranks, which may have died
+    os._exit(status)  # an ordinary exit would wait for the other ranks, even if they have died
 
 
 def values_of(outcomes: list[Outcome]) -> list[Any]:

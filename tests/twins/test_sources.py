@@ -111,7 +111,7 @@ def is_number(node: ast.AST | None) -> bool:
 
 
 def literal_byte_counts(source: str) -> list[int]:
-    """Return the numbers of the lines in which a literal number is the number of bytes of an element.
+    """Return the line numbers of a source where a literal stands for the number of bytes of an element.
 
     Two kinds of lines are found:
 
