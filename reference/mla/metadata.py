@@ -220,6 +220,7 @@ def build_mla_metadata(
             parts=tuple(part.to(device) for part in parts),
         ),
         workspace_tokens=workspace_tokens,
+        cache_format=cache_format,
     )
     if not host_lens:
         metadata = _with_device_lens(metadata, given, ownership)
