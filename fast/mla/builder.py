@@ -255,8 +255,9 @@ class MLAMetadataBuilder:
         """Return the plan of a captured batch; no request of a replay is longer than `common.max_seq_len`."""
         programs, costs = self._programs_and_costs(common.max_query_len, common.block_table.device)
         return plan_captured_decodes(
-            common, self.block_size, programs, costs, self.batch_invariant, self.ownership, graph, backend=self.backend
-        )
+            common, self.block_size, programs, costs, self.batch_invariant, self.ownership, graph, self.cache_format,
+            backend=self.backend,
+        )  # fmt: skip
 
     def update_captured(self, captured: MLAMetadata, common: CommonAttentionMetadata) -> None:
         """Write the plan of the next replay's batch into the tensors of the captured plan, which the graph reads.

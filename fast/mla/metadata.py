@@ -250,6 +250,7 @@ def build_mla_metadata(
             parts=parts,
         ),
         workspace_tokens=workspace_tokens,
+        cache_format=cache_format,
     )
     if not host_lens:
         metadata = _with_device_lens(metadata, given, ownership, one_each, backend)

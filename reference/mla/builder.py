@@ -247,7 +247,14 @@ class MLAMetadataBuilder:
         """Return the plan of a batch whose `max_seq_len` is an upper bound of the lengths in every replay."""
         programs = self._programs_for(common.max_query_len)
         return plan_captured_decodes(
-            common, self.block_size, programs, self.schedule_costs, self.batch_invariant, self.ownership, graph
+            common,
+            self.block_size,
+            programs,
+            self.schedule_costs,
+            self.batch_invariant,
+            self.ownership,
+            graph,
+            self.cache_format,
         )
 
     def update_captured(self, captured: MLAMetadata, common: CommonAttentionMetadata) -> None:
