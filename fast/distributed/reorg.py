@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Shaped
 from torch import Tensor
 
 from reference.interfaces import (
+    FLOAT_DTYPES,
     ContextParallelChunk,
     check_eager_offsets,
     check_rank_offsets,
@@ -19,19 +20,19 @@ from ..backends import BackendChoice
 
 
 def reorg_kvcache(
-    gathered: Float[Tensor, "D padded head_size"],
+    gathered: Shaped[Tensor, "D padded head_size"],
     chunk: ContextParallelChunk,
     *,
-    out: Float[Tensor, "S head_size"] | None = None,
+    out: Shaped[Tensor, "S head_size"] | None = None,
     backend: BackendChoice = None,
-) -> Float[Tensor, "S head_size"]:
+) -> Shaped[Tensor, "S head_size"]:
     """Put the cache entries of a chunk, gathered from D ranks, into the order of requests and of tokens in a request.
 
     `reference.distributed.reorg.reorg_kvcache` explains the layout, and how vLLM's function of this name differs.
 
     Args:
         gathered: [D, chunk.padded_tokens, Lkv + R], the cache entries that each rank sent (Lkv: width of a latent, R:
-            width of the rope key).
+            width of the rope key), or stored cache entries [D, chunk.padded_tokens, columns].
         chunk: the gathered chunk of context.
         out: tensor [chunk.num_tokens, Lkv + R] that receives the result; it must share no memory with `gathered`. None
             allocates a tensor.
@@ -49,12 +50,14 @@ def reorg_kvcache(
     if not chunk.bounded:
         check_eager_offsets("chunk.cu_seq_lens", chunk.cu_seq_lens, chunk.num_tokens)
     widths = (("head_dim", gathered.shape[2]),)
-    request = backends.KernelRequest("reorg_kvcache", gathered.device, gathered.dtype, widths)
+    dtype = gathered.dtype if gathered.dtype in FLOAT_DTYPES else None  # stored entries are copied as bytes
+    request = backends.KernelRequest("reorg_kvcache", gathered.device, dtype, widths)
     if out is None:
         out = gathered.new_empty(chunk.num_tokens, gathered.shape[2])
     check_tensor("out", out, (chunk.num_tokens, gathered.shape[2]), (gathered.dtype,), gathered.device)
+    source, target = (gathered, out) if dtype is not None else (gathered.view(torch.uint8), out.view(torch.uint8))
     torch.ops.mla_twins.reorg_kvcache(
-        gathered, chunk.cu_seq_lens, chunk.local_cu_seq_lens, chunk.ownership.interleave, out,
+        source, chunk.cu_seq_lens, chunk.local_cu_seq_lens, chunk.ownership.interleave, target,
         backends.select(request, backend).name,
     )  # fmt: skip
     return out

@@ -93,6 +93,7 @@ class MLAMetadataBuilder:
             of whole sequences and the slots of this rank, and no plan has a cascade.
         schedule_costs: costs from which schedules are computed; None takes the costs of the device (`schedule_costs`).
         cache_format: format of the cache. It influences `choose_path`, the choice of a cascade, and the schedule.
+            Layers with another format refuse the plans.
         dtype: dtype of queries and keys. It influences the same choices as `cache_format`. A plan is valid for any
             dtype.
         graph_support: batches for which a captured CUDA graph can be replayed (`GraphSupport`). None takes
