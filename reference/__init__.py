@@ -8,15 +8,18 @@ from .attention.merge import merge_attn_states
 from .attention.rope import apply_rope, rotary_cos_sin, rotary_frequencies, rotate
 from .attention.varlen import flash_attn_varlen
 from .cache.blocks import copy_blocks, swap_blocks
+from .cache.formats import dequantize_entries, quantize_entries
 from .cache.latent import concat_and_cache_mla, gather_and_maybe_dequant_cache
 from .distributed.groups import ContextParallel, verify_group
 from .distributed.merge import cp_lse_a2a, cp_lse_ag_out_rs
 from .distributed.reorg import reorg_kvcache
 from .distributed.simulation import simulate
 from .interfaces import (
+    CACHE_FORMATS,
     PRESETS,
     AttentionState,
     BatchSplit,
+    CacheFormat,
     CascadeMetadata,
     ChunkRows,
     CommonAttentionMetadata,
@@ -32,6 +35,7 @@ from .interfaces import (
     GraphSupport,
     GroupError,
     InvariantSplitRule,
+    KVScale,
     MLAConfig,
     MLAMetadata,
     PathCosts,
@@ -39,21 +43,26 @@ from .interfaces import (
     PrefillPart,
     QueryLenSupport,
     RopeConfig,
+    ScaleSource,
     ScheduleChoice,
     ScheduleCosts,
     TokenOwnership,
     UnsupportedConfiguration,
     YarnConfig,
     allocate_kv_cache,
+    calibrate_kv_scales,
     choose_schedule,
     chunked_prefill_workspace_size,
     context_workspace_size,
+    dcp_gather_bytes,
     dcp_wire_bytes,
     get_dcp_local_seq_lens,
     infer_global_hyperparameters,
     is_plain_linear,
     kv_cache_shape,
+    load_kv_scales,
     reorder_batch_threshold,
+    save_kv_scales,
     stride_order,
 )
 from .interfaces._version import __version__ as __version__
@@ -84,9 +93,11 @@ from .planning.slots import dcp_slot_mapping, slot_mapping
 from .planning.visible_lens import compute_visible_lens
 
 __all__ = [
+    "CACHE_FORMATS",
     "PRESETS",
     "AttentionState",
     "BatchSplit",
+    "CacheFormat",
     "CascadeMetadata",
     "ChunkRows",
     "CommonAttentionMetadata",
@@ -104,6 +115,7 @@ __all__ = [
     "GraphSupport",
     "GroupError",
     "InvariantSplitRule",
+    "KVScale",
     "MLAAttention",
     "MLAConfig",
     "MLAMetadata",
@@ -113,6 +125,7 @@ __all__ = [
     "PrefillPart",
     "QueryLenSupport",
     "RopeConfig",
+    "ScaleSource",
     "ScheduleChoice",
     "ScheduleCosts",
     "TokenOwnership",
@@ -123,6 +136,7 @@ __all__ = [
     "allocate_kv_cache",
     "apply_rope",
     "build_mla_metadata",
+    "calibrate_kv_scales",
     "cascade_attention",
     "choose_path",
     "choose_paths",
@@ -137,10 +151,12 @@ __all__ = [
     "cp_lse_a2a",
     "cp_lse_ag_out_rs",
     "dcp_decode",
+    "dcp_gather_bytes",
     "dcp_gather_context",
     "dcp_slot_mapping",
     "dcp_wire_bytes",
     "dense_weight",
+    "dequantize_entries",
     "expand_kv",
     "flash_attn_varlen",
     "forward_prefill",
@@ -151,12 +167,14 @@ __all__ = [
     "is_plain_linear",
     "kv_cache_shape",
     "latent_to_value",
+    "load_kv_scales",
     "make_local_attention_virtual_batches",
     "merge_attn_states",
     "mla_decode",
     "plan_captured_decodes",
     "plan_context_chunks",
     "plan_decode",
+    "quantize_entries",
     "query_to_latent",
     "rank_local_chunk",
     "reorder_batch_threshold",
@@ -168,6 +186,7 @@ __all__ = [
     "rotate",
     "run_prefill_context_chunk",
     "run_prefill_new_tokens",
+    "save_kv_scales",
     "simulate",
     "slot_mapping",
     "split_decodes_and_prefills",

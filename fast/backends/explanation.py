@@ -21,11 +21,12 @@ from .own import DECODES
 from .registry import KernelRequest, registered
 from .selection import BackendChoice, all_ops, bind, decode_request, name_for, select
 
-CACHE_OPS = (
+CACHE_OPS = (  # ops that read or write cache entries in a cache
     "concat_and_cache_mla",
     "gather_and_maybe_dequant_cache",
     "rope_norm_and_cache",
-)  # ops that read or write cache entries
+)
+CONVERSIONS = ("dequantize_entries", "quantize_entries")  # ops on cache entries outside a cache
 COPY_OPS = ("copy_blocks", "swap_blocks")  # ops that copy cache entries unchanged
 INTEGER_OPS = ("advance_step", "compute_visible_lens", "plan_decode")  # ops that compute with integers only
 
@@ -50,13 +51,15 @@ def layer_requests(
     """
     latent, rope = config.kv_lora_rank, config.qk_rope_head_dim
     entry = (("kv_lora_rank", latent), ("qk_rope_head_dim", rope))
-    widths = {  # op: widths of its tensors; an op that is missing here has one width, the columns of a cache entry
+    columns = (("head_dim", cache_format.columns(latent, rope)),)
+    widths = {  # op: widths of its tensors; an op that is missing here has one width, the columns of a stored entry
         "apply_rope": (("qk_rope_head_dim", rope),),
         "merge_packed_attn_states": (("head_dim", latent),),
         "concat_and_cache_mla": entry,
         "flash_attn_varlen": (("qk_head_dim", config.qk_head_dim), ("v_head_dim", config.v_head_dim)),
         "merge_attn_states": (("head_dim", config.v_head_dim),),
         "pack_attn_state": (("head_dim", latent),),
+        "quantize_entries": entry,
         "rope_norm_and_cache": entry,
         "weight_attn_out": (("head_dim", latent),),
         "zero_padding_tokens": (("head_dim", config.v_head_dim),),
@@ -75,13 +78,15 @@ def layer_requests(
             more = {"dtype": dtype}
             if op in CACHE_OPS:
                 more |= {"block_size": block_size, "cache_format": cache_format}
+            elif op in CONVERSIONS:
+                more |= {"cache_format": cache_format}
             elif op in COPY_OPS:
                 more = {"block_size": block_size}
+            elif op == "reorg_kvcache":  # ranks exchange stored entries
+                more = {"dtype": cache_format.storage_dtype or dtype}
             elif op == "flash_attn_varlen":
                 more |= {"query_lens": QueryLenSupport.VARLEN, "mask": "causal", "lse": True}
-            requests.append(
-                KernelRequest(op, device, head_dims=widths.get(op, (("head_dim", config.head_size),)), **more)
-            )
+            requests.append(KernelRequest(op, device, head_dims=widths.get(op, columns), **more))
     return requests
 
 

@@ -319,6 +319,10 @@ class ContextParallel:
         check_type("config", config, MLAConfig)
         return replace(config, num_heads=self.local_heads(config.num_heads))
 
+    def largest(self, value: Tensor) -> Tensor:
+        """Return the largest `value` [] of all ranks of `cp_group`, with the same bits on every rank."""
+        return self.cp_group.all_gather(value.view(1)).amax()
+
     def shard_linear(self, name: str, linear: nn.Module, dim: int, num_heads: int) -> nn.Linear:
         """Return a linear with this rank's heads of the projection `linear`; the new weight is a view, not a copy.
 

@@ -85,12 +85,13 @@ def check_decode(
     metadata: DecodeMetadata,
     cache_format: CacheFormat,
     schedule: DecodeSchedule | None = None,
+    kv_scale: Tensor | None = None,
 ) -> None:
     """Check shapes, dtypes and devices of the arguments of `mla_decode`; read no values."""
     check_tensor("ql_nope", ql_nope, ("T", "N", "Lkv"))
     tokens, heads, latent = ql_nope.shape
     check_tensor("q_pe", q_pe, (tokens, heads, "R"), (ql_nope.dtype,), ql_nope.device)
-    check_formatted_cache(kv_cache, cache_format, latent, q_pe.shape[2], ql_nope.dtype, ql_nope.device)
+    check_formatted_cache(kv_cache, cache_format, latent, q_pe.shape[2], ql_nope.dtype, ql_nope.device, kv_scale)
     check_decode_plan(metadata, tokens, ql_nope.device)
     check_block_size("metadata.block_size", metadata.block_size, kv_cache)
     if schedule is not None:
@@ -177,7 +178,8 @@ def check_decode_values(metadata: DecodeMetadata, num_tokens: int, block_size: i
 
 
 def check_prefill(q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, metadata: PrefillMetadata,
-                  w_uk: Tensor, w_uv: Tensor, cache_format: CacheFormat) -> None:  # fmt: skip
+                  w_uk: Tensor, w_uv: Tensor, cache_format: CacheFormat,
+                  kv_scale: Tensor | None = None) -> None:  # fmt: skip
     """Check shapes, dtypes and devices of the arguments of `forward_prefill`; read no values."""
     check_tensor("q", q, ("T", "N", "P + R"))
     tokens, heads, width = q.shape
@@ -187,7 +189,7 @@ def check_prefill(q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor
     latent = kv_c_normed.shape[1]
     check_tensor("w_uk", w_uk, (latent, heads, width - rope), (q.dtype,), q.device)
     check_tensor("w_uv", w_uv, (latent, heads, "V"), (q.dtype,), q.device)
-    check_formatted_cache(kv_cache, cache_format, latent, rope, q.dtype, q.device)
+    check_formatted_cache(kv_cache, cache_format, latent, rope, q.dtype, q.device, kv_scale)
     check_prefill_plan(metadata, tokens, q.device)
     check_block_size("metadata.block_size", metadata.block_size, kv_cache)
 
@@ -287,13 +289,14 @@ def check_context(
     chunk: ContextChunk,
     cache_format: CacheFormat,
     out_dtype: torch.dtype | None,
+    kv_scale: Tensor | None = None,
 ) -> tuple[int, torch.dtype]:
     """Check shapes, dtypes and devices of a chunk and of the cache that contains the chunk; read no values.
 
     Returns:
         Width Lkv + R and dtype of the gathered entries.
     """
-    gathered = check_stored_cache(kv_cache, cache_format, out_dtype)
+    gathered = check_stored_cache(kv_cache, cache_format, out_dtype, kv_scale)
     check_chunk(chunk, check_prefill_requests(metadata, kv_cache.device), kv_cache.device, "chunk")
     check_block_size("metadata.block_size", metadata.block_size, kv_cache)
     return gathered

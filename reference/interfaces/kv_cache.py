@@ -27,8 +27,8 @@ def allocate_kv_cache(
     Args:
         num_blocks: blocks of one layer; 0 is legal.
         block_size: tokens per block.
-        head_size: Lkv + R, elements of a cache entry.
-        dtype: dtype of the cache: float32, float64, bfloat16 or float16.
+        head_size: columns of a cache entry (`CacheFormat.columns`); Lkv + R in the format `compute_dtype`.
+        dtype: dtype of the cache (`CacheFormat.dtype_for`): a float dtype, or the storage dtype of a format.
         device: device of the cache.
         num_layers: number of layers, if one tensor is to have the caches of all layers. Then `cache[layer]` is the
             cache of a layer. None means the cache of one layer.

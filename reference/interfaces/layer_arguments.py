@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .attention_arguments import check_decode_plan, check_decode_values, check_prefill_plan, check_schedule
 from .cache_arguments import check_block_size, check_formatted_cache
-from .cache_format import CacheFormat
+from .cache_format import COMPUTE_FORMAT, CacheFormat
 from .checks import (
     check,
     check_blocks,
@@ -116,6 +116,7 @@ def check_forward_attention(
     k_pe: Tensor,
     kv_cache: Tensor,
     cache_format: CacheFormat,
+    kv_scale: Tensor | None = None,
 ) -> None:
     """Check shapes, dtypes and devices of the inputs of `MLAAttention.forward_attention`; read no values.
 
@@ -128,7 +129,7 @@ def check_forward_attention(
     check_tensor("kv_c_normed", kv_c_normed, (tokens, config.kv_lora_rank), dtypes, device)
     check_tensor("k_pe", k_pe, (tokens, config.qk_rope_head_dim), dtypes, device)
     widths = config.kv_lora_rank, config.qk_rope_head_dim
-    check_formatted_cache(kv_cache, cache_format, *widths, weight.dtype, device)
+    check_formatted_cache(kv_cache, cache_format, *widths, weight.dtype, device, kv_scale)
 
 
 def check_attention_output(config: MLAConfig, output: Tensor, weight: Tensor, q: Tensor, *inputs: Tensor) -> None:
@@ -145,7 +146,13 @@ def check_attention_output(config: MLAConfig, output: Tensor, weight: Tensor, q:
     check_out("output", output, shape, weight.dtype, weight.device, weight, q, *inputs)
 
 
-def check_step(metadata: MLAMetadata, num_tokens: int, kv_cache: Tensor, workspace_tokens: int) -> None:
+def check_step(
+    metadata: MLAMetadata,
+    num_tokens: int,
+    kv_cache: Tensor,
+    workspace_tokens: int,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
+) -> None:
     """Check shapes and numbers in the plan of a step, before the layer writes anything; read no values.
 
     No chunk of context may have more than `workspace_tokens` tokens, because the layer has memory for this number.
@@ -175,6 +182,9 @@ def check_step(metadata: MLAMetadata, num_tokens: int, kv_cache: Tensor, workspa
     check_prefill_plan(prefill, end - split, device, "metadata.prefill")
     check_block_size("metadata.prefill.block_size", prefill.block_size, kv_cache)
     check_int("metadata.workspace_tokens", metadata.workspace_tokens, 0)
+    check_type("metadata.cache_format", metadata.cache_format, CacheFormat)
+    check(metadata.cache_format == cache_format, "metadata.cache_format", f"{cache_format.name}, the layer's format",
+          metadata.cache_format.name)  # fmt: skip
     check_type("metadata.schedule_choice", metadata.schedule_choice, ScheduleChoice)
     check_type("metadata.workspace", metadata.workspace, ContextWorkspace)
     check_type("metadata.captured", metadata.captured, (tuple, type(None)), "a tuple or None")

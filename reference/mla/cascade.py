@@ -86,6 +86,7 @@ def cascade_attention(
     metadata: CascadeMetadata,
     softmax_scale: float,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    kv_scale: Float[Tensor, ""] | None = None,
 ) -> AttentionState:
     """Compute the result of `mla_decode`, but attend the shared prefix once for all requests.
 
@@ -99,6 +100,7 @@ def cascade_attention(
         metadata: plans of two decodes, over the prefix and over the suffixes (`split_shared_prefix`).
         softmax_scale: factor of the scores, `MLAConfig.softmax_scale`: (P + R)^-1/2, times YaRN's factor.
         cache_format: format of the cache.
+        kv_scale: float32 scale of the layer's cache; None if the format has no such scale (`CacheFormat.layer_scale`).
 
     Returns:
         out [T, N, Lkv] in the dtype of `ql_nope`, lse [N, T].
@@ -107,13 +109,27 @@ def cascade_attention(
         ValueError: for the same reasons as `mla_decode`.
     """
     check_type("metadata", metadata, CascadeMetadata)
-    check_decode(ql_nope, q_pe, kv_cache, metadata.prefix, cache_format)
+    check_decode(ql_nope, q_pe, kv_cache, metadata.prefix, cache_format, kv_scale=kv_scale)
     wide = wide_dtype(ql_nope.dtype)
     prefix = mla_decode(
-        ql_nope, q_pe, kv_cache, metadata.prefix, softmax_scale, out_dtype=wide, cache_format=cache_format
+        ql_nope,
+        q_pe,
+        kv_cache,
+        metadata.prefix,
+        softmax_scale,
+        out_dtype=wide,
+        cache_format=cache_format,
+        kv_scale=kv_scale,
     )
     suffix = mla_decode(
-        ql_nope, q_pe, kv_cache, metadata.suffix, softmax_scale, out_dtype=wide, cache_format=cache_format
+        ql_nope,
+        q_pe,
+        kv_cache,
+        metadata.suffix,
+        softmax_scale,
+        out_dtype=wide,
+        cache_format=cache_format,
+        kv_scale=kv_scale,
     )
     state = merge_attn_states(prefix, suffix)
     return AttentionState(state.out.to(ql_nope.dtype), state.lse)

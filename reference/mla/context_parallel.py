@@ -11,6 +11,7 @@ from einops import rearrange
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from ..cache.formats import dequantize_entries
 from ..cache.latent import gather_and_maybe_dequant_cache
 from ..distributed.arguments import check_chunk_ownership
 from ..distributed.groups import ContextParallel
@@ -41,6 +42,7 @@ def dcp_gather_context(
     context_parallel: ContextParallel,
     cache_format: CacheFormat = COMPUTE_FORMAT,
     out_dtype: torch.dtype | None = None,
+    kv_scale: Float[Tensor, ""] | None = None,
     *,
     workspace: Float[Tensor, "rows head_size"] | None = None,
 ) -> Float[Tensor, "S head_size"]:
@@ -58,6 +60,7 @@ def dcp_gather_context(
         cache_format: format of the cache.
         out_dtype: dtype of the result and of the exchanged entries; None means the dtype of the cache (see
             `gather_and_maybe_dequant_cache`).
+        kv_scale: float32 scale of the layer's cache; None if the format has no such scale (`CacheFormat.layer_scale`).
         workspace: [rows, Lkv + R] in `out_dtype`, contiguous, for the entries that this rank sends and receives. It
             needs at least (D + 1) * `chunk.padded_tokens` rows. If it has `chunk.num_tokens` rows more, the result is
             written to its first rows. None allocates tensors.
@@ -71,7 +74,7 @@ def dcp_gather_context(
             the cache; `workspace` has too few rows. If the function raises a `ValueError`, it has exchanged nothing.
         GroupError: the exchange failed.
     """
-    width, dtype = check_context(kv_cache, metadata, chunk, cache_format, out_dtype)
+    width, dtype = check_context(kv_cache, metadata, chunk, cache_format, out_dtype, kv_scale)
     check_chunk_ownership(chunk, context_parallel)
     group, padded = context_parallel.cp_group, chunk.padded_tokens
     exchanged = (group.size + 1) * padded
@@ -80,14 +83,23 @@ def dcp_gather_context(
     check_rows(workspace, width, exchanged, dtype, kv_cache.device)
     has_room = workspace.shape[0] >= chunk.num_tokens + exchanged
     exchange = workspace[chunk.num_tokens if has_room else 0 :]
+    stored, columns = dtype, width
+    if cache_format.storage_dtype is not None:  # the ranks exchange the stored bytes
+        stored, columns = cache_format.storage_dtype, kv_cache.shape[2]
+        exchange = exchange.view(-1).view(torch.uint8)[: exchanged * columns * stored.itemsize]
+        exchange = exchange.view(exchanged, columns * stored.itemsize)
     received, sent = exchange[: group.size * padded], exchange[group.size * padded : exchanged]
     starts, offsets = chunk.held
     local_tokens = int(offsets[-1]) if chunk.bounded else chunk.local_tokens
-    sent[:local_tokens] = gather_and_maybe_dequant_cache(
-        kv_cache, metadata.block_table, offsets, starts, local_tokens, cache_format, dtype
+    entries = gather_and_maybe_dequant_cache(
+        kv_cache, metadata.block_table, offsets, starts, local_tokens, cache_format, stored
     )
+    sent[:local_tokens] = entries.view(sent.dtype)
     sent[local_tokens:] = 0  # all ranks send the same shape
-    context = reorg_kvcache(group.all_gather(sent, out=received.view(group.size, padded, width)), chunk)
+    gathered = group.all_gather(sent, out=received.view(group.size, padded, sent.shape[1]))
+    context = reorg_kvcache(gathered.view(stored), chunk)
+    if not cache_format.returns_stored(dtype) and cache_format.storage_dtype is not None:
+        context = dequantize_entries(context, cache_format, dtype, kv_scale)
     return workspace[: chunk.num_tokens].copy_(context) if has_room else context
 
 
@@ -101,6 +113,7 @@ def dcp_decode(
     schedule: DecodeSchedule | None = None,
     out_dtype: torch.dtype | None = None,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    kv_scale: Float[Tensor, ""] | None = None,
 ) -> AttentionState:
     """Compute absorbed attention (over the cached latents) with keys that are distributed over D ranks.
 
@@ -122,6 +135,7 @@ def dcp_decode(
         schedule: schedule of `mla_decode` in step 2; it changes results by rounding alone.
         out_dtype: dtype of `out` and of the exchanged outputs; None means the dtype of `ql_nope`.
         cache_format: format of the cache.
+        kv_scale: float32 scale of the layer's cache; None if the format has no such scale (`CacheFormat.layer_scale`).
 
     Returns:
         out [T, N / TP, Lkv] and lse [N / TP, T] of this rank's heads, over the keys of all ranks.
@@ -130,7 +144,7 @@ def dcp_decode(
         ValueError: for the same reasons as `mla_decode`.
         GroupError: an exchange failed.
     """
-    check_decode(ql_nope, q_pe, kv_cache, metadata, cache_format, schedule)
+    check_decode(ql_nope, q_pe, kv_cache, metadata, cache_format, schedule, kv_scale)
     check_type("context_parallel", context_parallel, ContextParallel)
     check_number("softmax_scale", softmax_scale)
     check_dtype("out_dtype", ql_nope.dtype if out_dtype is None else out_dtype)
@@ -138,6 +152,6 @@ def dcp_decode(
     q = rearrange(torch.cat((ql_nope, q_pe), dim=-1), "tokens heads width -> heads tokens width")
     q = rearrange(group.all_gather(q), "ranks heads tokens width -> tokens (ranks heads) width")
     state = mla_decode(
-        q[..., :latent], q[..., latent:], kv_cache, metadata, softmax_scale, schedule, out_dtype, cache_format
+        q[..., :latent], q[..., latent:], kv_cache, metadata, softmax_scale, schedule, out_dtype, cache_format, kv_scale
     )
     return MERGE_OVER_RANKS[context_parallel.merge](state, group)

@@ -36,6 +36,7 @@ def mla_decode(
     schedule: DecodeSchedule | None = None,
     out_dtype: torch.dtype | None = None,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    kv_scale: Float[Tensor, ""] | None = None,
 ) -> AttentionState:
     """Attend the cached latents of each request with its query tokens, on the absorbed path.
 
@@ -57,6 +58,7 @@ def mla_decode(
             kernel uses it; the results then change by rounding alone.
         out_dtype: dtype of `out`; None means the dtype of `ql_nope`. Use float32 if the state will be merged.
         cache_format: format of the cache.
+        kv_scale: float32 scale of the layer's cache; None if the format has no such scale (`CacheFormat.layer_scale`).
 
     Returns:
         out [T, N, Lkv] and lse [N, T]. `latent_to_value` turns `out` into values. A padding token (a query token behind
@@ -70,7 +72,7 @@ def mla_decode(
             - `visible_lens` of a query token is above the number of keys of its request;
             - a block is outside the cache.
     """
-    check_decode(ql_nope, q_pe, kv_cache, metadata, cache_format, schedule)
+    check_decode(ql_nope, q_pe, kv_cache, metadata, cache_format, schedule, kv_scale)
     check_number("softmax_scale", softmax_scale)
     out_dtype = ql_nope.dtype if out_dtype is None else out_dtype
     check_dtype("out_dtype", out_dtype)
@@ -89,7 +91,8 @@ def mla_decode(
             torch.zeros(1, dtype=torch.int32, device=q.device),
             length,
             cache_format,
-            out_dtype=ql_nope.dtype,
+            ql_nope.dtype,
+            kv_scale,
         )
         k = repeat(entries, "keys width -> keys heads width", heads=heads)
         visible = torch.arange(length, device=q.device) < metadata.visible_lens[rows, None]

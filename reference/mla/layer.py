@@ -6,7 +6,6 @@ Prefills (requests with more new tokens) take the expanded path: attention over 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -26,7 +25,7 @@ from ..interfaces import (
     ContextWorkspace,
     MLAConfig,
     MLAMetadata,
-    UnsupportedConfiguration,
+    ScaleSource,
     check_attention_output,
     check_context_workspace,
     check_format,
@@ -40,9 +39,11 @@ from ..interfaces import (
     check_step,
     check_step_values,
     check_tensor,
+    choose_kv_scale,
     is_plain_linear,
-    latent_norm_eps,
     linear_output,
+    make_kv_scale,
+    parts_of_hf_attention,
     reserve_largest,
     wide_dtype,
 )
@@ -103,6 +104,12 @@ class MLAAttention(nn.Module):
         workspace: memory in which a prefill gathers and expands one chunk; all layers of a model can share it. With
             None the layer uses the workspace of the plan (`MLAMetadata.workspace`). A memory-profile run, which has no
             plan, then allocates the memory and frees it.
+        kv_scale: scale of the layer's cache, only for a format with `CacheFormat.layer_scale`. None leaves the choice
+            to the first step with a prefill (`reference.interfaces.kv_scales`).
+
+    Attributes:
+        kv_scale: the scale as a `KVScale`, a buffer of the layer; None if the format has no such scale.
+        observed: largest absolute value of each step, while `calibrate_kv_scales` records them; otherwise None.
 
     Raises:
         TypeError: a projection is not a module, or an argument has another type.
@@ -127,6 +134,7 @@ class MLAAttention(nn.Module):
         cache_format: CacheFormat = COMPUTE_FORMAT,
         *,
         workspace: ContextWorkspace | None = None,
+        kv_scale: float | Tensor | None = None,
     ):
         super().__init__()
         check_projections(config, q_proj, q_a_proj, q_a_layernorm, q_b_proj)
@@ -147,6 +155,8 @@ class MLAAttention(nn.Module):
         self.kv_a_proj_with_mqa, self.kv_b_proj, self.o_proj = kv_a_proj_with_mqa, kv_b_proj, o_proj
         self.q_a_layernorm, self.kv_a_layernorm = q_a_layernorm, kv_a_layernorm
         self.workspace_tokens, self.cache_format, self.workspace = workspace_tokens, cache_format, workspace
+        self.kv_scale = make_kv_scale(cache_format, kv_scale, kv_a_layernorm.weight.device)
+        self.observed: list[Tensor] | None = None
         self.register_buffer("recovered_kv_b_weight", None, persistent=False)
         self.refresh_weights()
 
@@ -158,39 +168,19 @@ class MLAAttention(nn.Module):
             module: the attention module, with the projections of all heads. The layer takes the epsilon of the module's
                 latent norms. With `context_parallel` the layer uses views of the weights of this rank's heads.
             options: keyword arguments of the constructor (`workspace_tokens`, `context_parallel`,
-                `cache_format`, `workspace`).
+                `cache_format`, `workspace`, `kv_scale`). A scale that the checkpoint stores for the cache is used if
+                `kv_scale` is not given.
 
         Raises:
             UnsupportedConfiguration: for the same reasons as `MLAConfig.from_hf`; the latent norms have different
                 epsilons; `context_parallel` is given, and a projection is not a plain linear, so its heads cannot be
                 separated.
         """
-        if not hasattr(module, "config") or not hasattr(module, "kv_a_layernorm"):
-            wanted = "module: expected a DeepseekV2Attention or DeepseekV3Attention"
-            raise UnsupportedConfiguration([f"{wanted}, got {type(module).__name__}"])
-        if getattr(module, "is_causal", True) is False:
-            raise UnsupportedConfiguration(["module.is_causal: only causal attention is implemented, got False"])
-        config = MLAConfig.from_hf(module.config)
-        low_rank = config.q_lora_rank is not None
-        eps = latent_norm_eps(module.kv_a_layernorm, module.q_a_layernorm if low_rank else None)
-        config = dataclasses.replace(config, latent_norm_eps=eps)
-        # name of each projection with heads, and the dimension of its weight that contains the heads
-        with_heads = {"kv_b_proj": 0, "o_proj": 1, "q_b_proj" if low_rank else "q_proj": 0}
-        projections = {name: getattr(module, name) for name in with_heads}
-        if (context_parallel := options.get("context_parallel")) is not None:
-            projections = {
-                name: context_parallel.shard_linear(name, projections[name], dim, config.num_heads)
-                for name, dim in with_heads.items()
-            }
-        return cls(
-            config,
-            kv_a_proj_with_mqa=module.kv_a_proj_with_mqa,
-            kv_a_layernorm=module.kv_a_layernorm,
-            q_a_proj=module.q_a_proj if low_rank else None,
-            q_a_layernorm=module.q_a_layernorm if low_rank else None,
-            **projections,
-            **options,
-        )
+        parts = parts_of_hf_attention(module, options)
+        layer = cls(parts.config, **parts.modules, **options)
+        if parts.kv_scale is not None:
+            layer.kv_scale.choose(parts.kv_scale, ScaleSource.CHECKPOINT)
+        return layer
 
     def refresh_weights(self) -> None:
         """Read the weight of `kv_b_proj` again, after the caller changed it.
@@ -305,7 +295,8 @@ class MLAAttention(nn.Module):
         """
         c = self.local_config
         w_uk, w_uv = self.up_projections()
-        check_forward_attention(c, w_uk, q, kv_c_normed, k_pe, kv_cache, self.cache_format)
+        scale = None if self.kv_scale is None else self.kv_scale.value
+        check_forward_attention(c, w_uk, q, kv_c_normed, k_pe, kv_cache, self.cache_format, scale)
         check_attention_output(c, output, w_uk, q, kv_c_normed, k_pe, kv_cache)
         if metadata is None:
             workspace = ContextWorkspace() if self.workspace is None else self.workspace
@@ -313,7 +304,7 @@ class MLAAttention(nn.Module):
             expand_kv(context[:, : c.kv_lora_rank].zero_(), w_uk, w_uv, workspace=expanded)
             output.zero_()
             return
-        check_step(metadata, q.shape[0], kv_cache, self.workspace_tokens)
+        check_step(metadata, q.shape[0], kv_cache, self.workspace_tokens, self.cache_format)
         check_step_values(metadata, kv_cache)
         check_step_ownership(metadata, self.context_parallel)
         workspace = metadata.workspace if self.workspace is None else self.workspace
@@ -322,22 +313,25 @@ class MLAAttention(nn.Module):
             self._reserve(workspace, max(longest, min(metadata.workspace_tokens, self.workspace_tokens)), q)
 
         end, split = metadata.num_actual_tokens, metadata.num_decode_tokens
-        concat_and_cache_mla(kv_c_normed[:end], k_pe[:end], kv_cache, metadata.slot_mapping, self.cache_format)
+        choose_kv_scale(self, metadata, lambda: (kv_c_normed, k_pe))
+        concat_and_cache_mla(kv_c_normed[:end], k_pe[:end], kv_cache, metadata.slot_mapping, self.cache_format, scale)
         if split > 0:
             w_uk_t, w_uv_absorbed = absorb(w_uk, w_uv)
             q_nope, q_pe = q[:split].split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
             ql_nope = query_to_latent(q_nope, w_uk_t)
             if metadata.cascade is not None:
-                state = cascade_attention(ql_nope, q_pe, kv_cache, metadata.cascade, c.softmax_scale, self.cache_format)
+                state = cascade_attention(
+                    ql_nope, q_pe, kv_cache, metadata.cascade, c.softmax_scale, self.cache_format, scale
+                )
             elif self.context_parallel is not None:
                 state = dcp_decode(
                     ql_nope, q_pe, kv_cache, metadata.decode, c.softmax_scale, self.context_parallel,
-                    metadata.schedule, cache_format=self.cache_format,
+                    metadata.schedule, cache_format=self.cache_format, kv_scale=scale,
                 )  # fmt: skip
             else:
                 state = mla_decode(
                     ql_nope, q_pe, kv_cache, metadata.decode, c.softmax_scale, metadata.schedule,
-                    cache_format=self.cache_format,
+                    cache_format=self.cache_format, kv_scale=scale,
                 )  # fmt: skip
             output[:split] = latent_to_value(state.out, w_uv_absorbed)
         if end > split:
@@ -346,7 +340,7 @@ class MLAAttention(nn.Module):
                 gather = functools.partial(dcp_gather_context, context_parallel=self.context_parallel)
             output[rows] = forward_prefill(
                 q[rows], kv_c_normed[rows], k_pe[rows], kv_cache, metadata.prefill, w_uk, w_uv, c.softmax_scale, gather,
-                self.cache_format, return_lse=False, workspace=workspace,
+                self.cache_format, return_lse=False, kv_scale=scale, workspace=workspace,
             )  # fmt: skip
         output[end:] = 0
 

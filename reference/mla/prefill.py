@@ -125,6 +125,7 @@ def gather_context(
     chunk: ContextChunk,
     cache_format: CacheFormat = COMPUTE_FORMAT,
     out_dtype: torch.dtype | None = None,
+    kv_scale: Float[Tensor, ""] | None = None,
     *,
     workspace: Float[Tensor, "rows head_size"] | None = None,
 ) -> Float[Tensor, "S head_size"]:
@@ -136,6 +137,7 @@ def gather_context(
         chunk: one chunk of the prefill's context.
         cache_format: format of the cache.
         out_dtype: dtype of the result; None means the dtype of the cache (see `gather_and_maybe_dequant_cache`).
+        kv_scale: float32 scale of the layer's cache; None if the format has no such scale (`CacheFormat.layer_scale`).
         workspace: [at least S, Lkv + R] in `out_dtype`, contiguous; the function writes the result to its first S rows.
             None allocates a tensor.
 
@@ -147,12 +149,12 @@ def gather_context(
         ValueError: the plan was made for another block size; shapes, dtypes or devices do not match; `workspace` has
             too few rows.
     """
-    width, dtype = check_context(kv_cache, metadata, chunk, cache_format, out_dtype)
+    width, dtype = check_context(kv_cache, metadata, chunk, cache_format, out_dtype, kv_scale)
     if workspace is not None:
         check_rows(workspace, width, chunk.num_tokens, dtype, kv_cache.device)
     tokens = int(chunk.cu_seq_lens[-1]) if chunk.bounded else chunk.num_tokens
     entries = gather_and_maybe_dequant_cache(
-        kv_cache, metadata.block_table, chunk.cu_seq_lens, chunk.starts, tokens, cache_format, out_dtype
+        kv_cache, metadata.block_table, chunk.cu_seq_lens, chunk.starts, tokens, cache_format, out_dtype, kv_scale
     )
     gathered = torch.cat((entries, entries.new_zeros(chunk.num_tokens - tokens, entries.shape[1])))
     return gathered if workspace is None else workspace[: chunk.num_tokens].copy_(gathered)
@@ -170,6 +172,7 @@ def forward_prefill(
     gather: Callable[..., Tensor] = gather_context,
     cache_format: CacheFormat = COMPUTE_FORMAT,
     return_lse: bool = True,
+    kv_scale: Float[Tensor, ""] | None = None,
     *,
     workspace: ContextWorkspace | None = None,
 ) -> AttentionState | Float[Tensor, "T N V"]:
@@ -195,6 +198,7 @@ def forward_prefill(
             context parallelism this function is `dcp_gather_context` with a given `context_parallel`.
         cache_format: format of the cache.
         return_lse: whether the caller needs the log-sum-exp (LSE) of the result.
+        kv_scale: float32 scale of the layer's cache; None if the format has no such scale (`CacheFormat.layer_scale`).
         workspace: memory in which each chunk is gathered and expanded; None allocates memory for every chunk.
 
     Returns:
@@ -206,12 +210,13 @@ def forward_prefill(
         TypeError: `return_lse` is not a bool, or `workspace` is not a `ContextWorkspace`.
         ValueError: shapes, dtypes or devices do not match; the memory that the caller gave to `workspace` is too small.
     """
-    check_prefill(q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, cache_format)
+    check_prefill(q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, cache_format, kv_scale)
     check_function("gather", gather)
     check_flag("return_lse", return_lse)
     check_context_workspace("workspace", workspace)
     latent, chunks = kv_c_normed.shape[1], metadata.context_chunks
-    gather_options, expanded = {}, None
+    expanded = None
+    gather_options = {} if kv_scale is None else {"kv_scale": kv_scale}
     if workspace is not None and chunks:
         rows, expanded = reserve_for_chunks(workspace, chunks, kv_c_normed, k_pe, w_uk, w_uv)
         gather_options["workspace"] = rows
