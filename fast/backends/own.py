@@ -8,6 +8,8 @@ import re
 
 import torch
 
+from reference.interfaces import COMPUTE_FORMAT, FP8_DS_MLA, FP8_E4M3
+
 from .registry import Backend, OpSupport, register
 
 DECODES = ("mla_decode", "decode_programs", "schedule_costs")  # one backend serves all three ops of a decode
@@ -18,6 +20,7 @@ OPS = (  # every op that a backend can serve
     "mla_decode", "pack_attn_state", "plan_decode", "reorg_kvcache", "rope_norm_and_cache", "schedule_costs",
     "swap_blocks", "weight_attn_out", "zero_padding_tokens",
 )  # fmt: skip
+FORMATS = (COMPUTE_FORMAT.name, FP8_E4M3.name, FP8_DS_MLA.name)
 READS = {"pack_attn_state": "merge_packed_attn_states"}  # op that writes a message: op that reads the message
 
 
@@ -38,13 +41,19 @@ def _ops_of(package: str, names: tuple[str, ...], **declared) -> dict[str, OpSup
     return {op: OpSupport(f"fast.kernels.{package}:{op}", reads=READS.get(op), **declared) for op in names}
 
 
-CPU = Backend(name="cpu", priority=0, device_type="cpu", ops=_ops_of("cpu", OPS))
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+CPU = Backend(
+    name="cpu",
+    priority=0,
+    device_type="cpu",
+    ops=_ops_of("cpu", OPS) | _ops_of("cpu", DECODES, cache_formats=FORMATS),
+)
 TRITON = Backend(
     name="triton",
     priority=10,
     device_type="cuda",
     capability=(8, 0),
-    ops=_ops_of("triton", OPS, dtypes=(torch.float32, torch.bfloat16, torch.float16)),
+    ops=_ops_of("triton", OPS, dtypes=FLOATS) | _ops_of("triton", DECODES, dtypes=FLOATS, cache_formats=FORMATS),
     missing_package=missing("triton"),
 )
 HOPPER = Backend(
@@ -57,7 +66,7 @@ HOPPER = Backend(
         "hopper",
         DECODES,
         dtypes=(torch.bfloat16, torch.float16),
-        out_dtypes=(torch.float32, torch.bfloat16, torch.float16),
+        out_dtypes=FLOATS,
         head_dims={"kv_lora_rank": (256, 512), "qk_rope_head_dim": (0, 32, 64)},
         block_sizes=(16, 32, 64, 128),
         masks=("visible_lens",),
