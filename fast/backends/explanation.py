@@ -21,12 +21,12 @@ from .own import DECODES
 from .registry import KernelRequest, registered
 from .selection import BackendChoice, all_ops, bind, decode_request, name_for, select
 
-CACHE_OPS = (
+CACHE_OPS = (  # ops that read or write cache entries in a cache
     "concat_and_cache_mla",
     "gather_and_maybe_dequant_cache",
     "rope_norm_and_cache",
-)  # ops that read or write entries of a cache
-ENTRY_OPS = ("dequantize_entries", "quantize_entries")  # ops that convert cache entries outside a cache
+)
+CONVERSIONS = ("dequantize_entries", "quantize_entries")  # ops on cache entries outside a cache
 COPY_OPS = ("copy_blocks", "swap_blocks")  # ops that copy cache entries unchanged
 INTEGER_OPS = ("advance_step", "compute_visible_lens", "plan_decode")  # ops that compute with integers only
 
@@ -78,12 +78,12 @@ def layer_requests(
             more = {"dtype": dtype}
             if op in CACHE_OPS:
                 more |= {"block_size": block_size, "cache_format": cache_format}
-            elif op in ENTRY_OPS:
+            elif op in CONVERSIONS:
                 more |= {"cache_format": cache_format}
             elif op in COPY_OPS:
                 more = {"block_size": block_size}
-            elif op == "reorg_kvcache" and cache_format.storage_dtype is not None:
-                more = {}  # ranks exchange stored entries, which are copied as bytes
+            elif op == "reorg_kvcache":  # ranks exchange stored entries
+                more = {"dtype": cache_format.dtype_for(dtype)}
             elif op == "flash_attn_varlen":
                 more |= {"query_lens": QueryLenSupport.VARLEN, "mask": "causal", "lse": True}
             requests.append(KernelRequest(op, device, head_dims=widths.get(op, columns), **more))

@@ -7,7 +7,6 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from reference.interfaces import (
-    FLOAT_DTYPES,
     ContextParallelChunk,
     check_eager_offsets,
     check_rank_offsets,
@@ -50,14 +49,12 @@ def reorg_kvcache(
     if not chunk.bounded:
         check_eager_offsets("chunk.cu_seq_lens", chunk.cu_seq_lens, chunk.num_tokens)
     widths = (("head_dim", gathered.shape[2]),)
-    dtype = gathered.dtype if gathered.dtype in FLOAT_DTYPES else None  # stored entries are copied as bytes
-    request = backends.KernelRequest("reorg_kvcache", gathered.device, dtype, widths)
+    request = backends.KernelRequest("reorg_kvcache", gathered.device, gathered.dtype, widths)
     if out is None:
         out = gathered.new_empty(chunk.num_tokens, gathered.shape[2])
     check_tensor("out", out, (chunk.num_tokens, gathered.shape[2]), (gathered.dtype,), gathered.device)
-    source, target = (gathered, out) if dtype is not None else (gathered.view(torch.uint8), out.view(torch.uint8))
     torch.ops.mla_twins.reorg_kvcache(
-        source, chunk.cu_seq_lens, chunk.local_cu_seq_lens, chunk.ownership.interleave, target,
+        gathered, chunk.cu_seq_lens, chunk.local_cu_seq_lens, chunk.ownership.interleave, out,
         backends.select(request, backend).name,
     )  # fmt: skip
     return out
