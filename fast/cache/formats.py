@@ -57,18 +57,20 @@ def quantize_entries(
             "quantize_entries", kv_c_normed.device, kv_c_normed.dtype, widths, cache_format=cache_format
         )
         chosen = backends.select(request, backend).name
-    return _QUANTIZES.run(signature, chosen, kv_c_normed, k_pe, cache_format.name, kv_scale)
+    columns, dtype = (
+        cache_format.columns(kv_c_normed.shape[1], k_pe.shape[1]),
+        cache_format.dtype_for(kv_c_normed.dtype),
+    )
+    return _QUANTIZES.run(signature, chosen, kv_c_normed, k_pe, columns, dtype, cache_format.name, kv_scale)
 
 
-def _new_entries(kv_c_normed, k_pe, cache_format, kv_scale, backend):
-    stored = format_named(cache_format)
-    columns = stored.columns(kv_c_normed.shape[1], k_pe.shape[1])
-    return kv_c_normed.new_empty(kv_c_normed.shape[0], columns, dtype=stored.dtype_for(kv_c_normed.dtype))
+def _new_entries(kv_c_normed, k_pe, columns, dtype, cache_format, kv_scale, backend):
+    return kv_c_normed.new_empty(kv_c_normed.shape[0], columns, dtype=dtype)
 
 
-def _launch_quantize(kv_c_normed, k_pe, cache_format, kv_scale, backend):
+def _launch_quantize(kv_c_normed, k_pe, columns, dtype, cache_format, kv_scale, backend):
     check_scale_value("kv_scale", kv_scale)
-    out = _new_entries(kv_c_normed, k_pe, cache_format, kv_scale, backend)
+    out = _new_entries(kv_c_normed, k_pe, columns, dtype, cache_format, kv_scale, backend)
     backends.kernel(backend, "quantize_entries")(kv_c_normed, k_pe, out, format_named(cache_format), kv_scale)
     return out
 
@@ -77,7 +79,8 @@ _quantize_entries = torch.library.custom_op(
     "mla_twins::quantize_entries",
     _launch_quantize,
     mutates_args=(),
-    schema="(Tensor kv_c_normed, Tensor k_pe, str cache_format, Tensor? kv_scale, str backend) -> Tensor",
+    schema="(Tensor kv_c_normed, Tensor k_pe, SymInt columns, ScalarType dtype, str cache_format, Tensor? kv_scale,"
+    " str backend) -> Tensor",
 )
 _quantize_entries.register_fake(_new_entries)
 _QUANTIZES = backends.CheckedCalls(torch.ops.mla_twins.quantize_entries, _launch_quantize)
@@ -133,7 +136,8 @@ def dequantize_entries(
         _DEQUANTIZES_INTO.run(signature, chosen, entries, cache_format.name, kv_scale, out)
         return out
     dtype = cache_format.gathered_dtype(entries.dtype, out_dtype)
-    return _DEQUANTIZES.run(signature, chosen, entries, dtype, cache_format.name, kv_scale)
+    width = cache_format.gathered_width(entries.shape[1], dtype)
+    return _DEQUANTIZES.run(signature, chosen, entries, width, dtype, cache_format.name, kv_scale)
 
 
 def _launch_dequantize_into(entries, cache_format, kv_scale, out, backend):
@@ -157,13 +161,12 @@ def _(entries, cache_format, kv_scale, out, backend):
     return None
 
 
-def _new_numbers(entries, out_dtype, cache_format, kv_scale, backend):
-    width = format_named(cache_format).gathered_width(entries.shape[1], out_dtype)
+def _new_numbers(entries, width, out_dtype, cache_format, kv_scale, backend):
     return entries.new_empty(entries.shape[0], width, dtype=out_dtype)
 
 
-def _launch_dequantize(entries, out_dtype, cache_format, kv_scale, backend):
-    out = _new_numbers(entries, out_dtype, cache_format, kv_scale, backend)
+def _launch_dequantize(entries, width, out_dtype, cache_format, kv_scale, backend):
+    out = _new_numbers(entries, width, out_dtype, cache_format, kv_scale, backend)
     _launch_dequantize_into(entries, cache_format, kv_scale, out, backend)
     return out
 
@@ -172,7 +175,8 @@ _dequantize_entries = torch.library.custom_op(
     "mla_twins::dequantize_entries",
     _launch_dequantize,
     mutates_args=(),
-    schema="(Tensor entries, ScalarType out_dtype, str cache_format, Tensor? kv_scale, str backend) -> Tensor",
+    schema="(Tensor entries, SymInt width, ScalarType out_dtype, str cache_format, Tensor? kv_scale, str backend)"
+    " -> Tensor",
 )
 _dequantize_entries.register_fake(_new_numbers)
 _DEQUANTIZES = backends.CheckedCalls(torch.ops.mla_twins.dequantize_entries, _launch_dequantize)
