@@ -1,6 +1,6 @@
 """Merge two attention states over disjoint keys (FlashInfer, arXiv 2501.01005, section 2.2).
 
-An attention state is the output of attention over a set of keys, and the log-sum-exp of its scores (LSE).
+An attention state has two tensors: the output of attention over a set of keys, and the log-sum-exp (LSE) of the scores.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def merge_attn_states(
         suffix: state over the second set of keys, with the shapes and dtypes of `prefix`.
         out: state that receives the result; None allocates a state. Both tensors of `out` are contiguous and have the
             shapes of `prefix`. The LSE of `out` has the dtype of the LSE of `prefix`. The output of `out` may have
-            another dtype, to which the kernel rounds. `out` may be `prefix` or `suffix` itself, but must share no other
-            memory with them.
+            another dtype than the output of `prefix`. `out` may be `prefix` or `suffix` itself; otherwise `out` must
+            share no memory with `prefix` and `suffix`.
         graph: kind of the CUDA graph that captures this call; NONE without a graph.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
@@ -52,7 +52,7 @@ def merge_attn_states(
     if out is not None:
         check_type("out", out, AttentionState)
         _check_merge(prefix, suffix)
-        _check_target(out, prefix, suffix)  # needed in every call: calls with equal shapes may overlap differently
+        _check_target(out, prefix, suffix)  # in every call: equal shapes do not show which tensors overlap
     return merge_states(prefix, suffix, out, graph, backend)
 
 
@@ -85,7 +85,7 @@ _check_merge = backends.CheckedOnce(check_merge)
 
 
 def _check_target(out: AttentionState, prefix: AttentionState, suffix: AttentionState) -> None:
-    """Check `out`: each of its tensors is the corresponding tensor of an input, or overlaps no input."""
+    """Check that each tensor of `out` is the corresponding tensor of `prefix` or `suffix`, or overlaps no input."""
     check_type("out", out, AttentionState)
     for name, target, pair in (("out.out", out.out, (prefix.out, suffix.out)),
                                ("out.lse", out.lse, (prefix.lse, suffix.lse))):  # fmt: skip

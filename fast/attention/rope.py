@@ -26,11 +26,11 @@ from ..kernels.rotation import rotate as _rotate_pairs
 
 
 def rotary_frequencies(rope: RopeConfig, dim: int, dtype: torch.dtype = torch.float32) -> Float[Tensor, " {dim//2}"]:
-    """Return the rotary frequencies [R/2], without YaRN theta^(-2i/R) for pair i of elements.
+    """Return the rotary frequencies [R/2], one for each pair of elements.
 
-    At position p, pair i rotates by the angle p times its frequency. YaRN changes the frequencies, so that a model can
-    read longer texts than in its training. See
-    `reference.attention.rope.rotary_frequencies` for the formula.
+    At position p, pair i rotates by p times frequency i. Without YaRN, frequency i is theta^(-2i/R). YaRN changes the
+    frequencies, so that a model can read longer texts than in its training.
+    `reference.attention.rope.rotary_frequencies` has the formula of YaRN.
 
     Args:
         rope: rotary parameters, such as theta.
@@ -45,7 +45,7 @@ def rotary_frequencies(rope: RopeConfig, dim: int, dtype: torch.dtype = torch.fl
     yarn = rope.yarn
     if yarn is None or dim == 0:
         return trained
-    # for each beta: the index, a fraction, of the pair that rotates `beta` times over the context length in training
+    # for each beta: the index (not an integer) of the pair that rotates `beta` times within the training length
     fast, slow = (
         math.log(yarn.original_max_position_embeddings / (beta * 2 * math.pi)) * dim / (2 * math.log(rope.theta))
         for beta in (yarn.beta_fast, yarn.beta_slow)
@@ -58,7 +58,7 @@ def rotary_frequencies(rope: RopeConfig, dim: int, dtype: torch.dtype = torch.fl
 def rotary_cos_sin(
     positions: Int[Tensor, " T"], rope: RopeConfig, dim: int, dtype: torch.dtype
 ) -> tuple[Float[Tensor, "T {dim//2}"], Float[Tensor, "T {dim//2}"]]:
-    """Return cosines and sines of the angles of every token; YaRN multiplies both by a magnitude factor.
+    """Return the cosine and the sine of every angle of every token; with YaRN, times a magnitude factor.
 
     Returns:
         Two [T, R/2] tensors, float64 if `dtype` is float64 and float32 otherwise.
@@ -118,13 +118,13 @@ def apply_rope(
         q_pe: [T, N, R], rope part of the queries.
         k_pe: [T, R], rope part of the keys, which all heads share.
         rope: rotary parameters.
-        frequencies: [R/2], result of `rotary_frequencies`, on the device of `q_pe`: float64 if `q_pe` is float64,
-            float32 otherwise. None computes the frequencies in each call.
+        frequencies: [R/2], result of `rotary_frequencies`, on the device of `q_pe`. The dtype is float64 if `q_pe` is
+            float64, and float32 otherwise. None computes the frequencies in each call.
         graph: kind of the CUDA graph that captures this call; NONE without a graph.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
-        The rotated `q_pe` and `k_pe`, new tensors of the same dtype.
+        The rotated `q_pe` and the rotated `k_pe`: new tensors with the dtype of `q_pe`.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match.

@@ -64,8 +64,8 @@ def flash_attn_varlen(
         out [T, N, Dv] and lse [N, T].
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match. For CPU tensors also: offsets decrease, or the last offset
-            is not the number of tokens (T for the queries, S for the keys).
+        ValueError: shapes, dtypes or devices do not match. For CPU tensors also: a value of `cu_seqlens_q` or
+            `cu_seqlens_k` is smaller than the value before it, cu_seqlens_q[-1] is not T, or cu_seqlens_k[-1] is not S.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     inputs = AttentionInputs(q, k, None, v, cu_seqlens_q, cu_seqlens_k)
@@ -118,8 +118,8 @@ def flash_attn_varlen_shared_rope(
 
     Raises:
         TypeError: `bounded` or `return_lse` is not a bool.
-        ValueError: for the same reasons as `flash_attn_varlen`, except that with `bounded` the last offset of the keys
-            may be smaller than S. Also if `out` has a wrong shape, dtype or device, or overlaps an argument.
+        ValueError: for the same reasons as `flash_attn_varlen`; with `bounded`, cu_seqlens_k[-1] may be smaller than S.
+            Also if `out` has a wrong shape, dtype or device, or overlaps an argument.
         UnsupportedConfiguration: for the same reasons as `flash_attn_varlen`.
     """
     inputs = AttentionInputs(q, k_nope, k_pe, v, cu_seqlens_q, cu_seqlens_k)
@@ -133,8 +133,8 @@ class AttentionInputs(NamedTuple):
 
     Attributes:
         q: [T, N, D].
-        k: [S, N, D], the whole keys; with `k_pe`, [S, N, P], the part of the keys without rope.
-        k_pe: [S, R], rotated part of the keys, which all heads share, with P + R = D; None if `k` has the whole keys.
+        k: [S, N, D], whole keys, if `k_pe` is None. Otherwise [S, N, P], the part of the keys without rope.
+        k_pe: [S, R], rotated part of the keys, which all heads share (P + R = D). None if `k` has the whole keys.
         v: [S, N, Dv].
         cu_seqlens_q: [B + 1], prefix sum of the query lengths.
         cu_seqlens_k: [B + 1], prefix sum of the key lengths.
@@ -183,7 +183,7 @@ def attend(
     tokens, heads, _ = q.shape
     if out is None:
         out = q.new_empty(tokens, heads, v.shape[2], dtype=out_dtype)
-    elif not out_is_checked:  # needed in every call: calls with equal shapes may overlap differently
+    elif not out_is_checked:  # in every call: equal shapes do not show which tensors overlap
         given = [each for each in inputs if each is not None]
         check_out("out", out, (tokens, heads, v.shape[2]), out_dtype, q.device, *given)
     lse = q.new_empty(heads, tokens, dtype=wide_dtype(out_dtype)) if return_lse else None
@@ -197,7 +197,7 @@ def _launch_attention(
 ):  # fmt: skip
     if q.device.type == "cpu":
         check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0])
-        check_offsets("cu_seqlens_k", cu_seqlens_k, most=k.shape[0])  # without `bounded`, `attend` compared it with S
+        check_offsets("cu_seqlens_k", cu_seqlens_k, most=k.shape[0])  # if not bounded, `attend` checks that S is reached
     return backends.kernel(backend, "flash_attn_varlen")(
         q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype,
         *written,

@@ -1,4 +1,4 @@
-"""Choose the backend that serves a call: the backend with the highest priority that can serve this call.
+"""Choose the backend that serves a call: of all backends that can serve the call, the one with the highest priority.
 
 An op is a function of `fast` that kernels implement, such as `mla_decode`. A backend is a set of kernels behind one
 name, such as "triton". A backend declares its ops, and the calls of each op that its kernels can serve. Every parameter
@@ -8,17 +8,17 @@ name, such as "triton". A backend declares its ops, and the calls of each op tha
 - A name, passed to a function with one op (such as `mla_decode` or `merge_attn_states`): the named backend serves the
   call. If the named backend cannot serve the call, the function raises `UnsupportedConfiguration` with every reason.
 - A name, passed to a class or function that calls several ops, such as `MLAAttention`, `warmup`, `forward_prefill` or
-  `dcp_decode`: every op that the named backend declares is *bound* to this backend. Every other op chooses its backend
-  as with None. A bound op raises `UnsupportedConfiguration` if its backend cannot serve the call. If the backend
+  `dcp_decode`: every op that the named backend declares is *bound* to this backend. The backends of the other ops are
+  chosen as with None. A bound op raises `UnsupportedConfiguration` if its backend cannot serve the call. If the backend
   declares none of the called ops, the class or function raises `UnsupportedConfiguration` at once. For example,
   `dcp_decode(.., backend="hopper")` decodes with "hopper" and merges the states of the ranks with another backend.
   `forward_prefill(.., backend="hopper")` raises, because "hopper" has no op of a prefill.
-- A mapping: each op in the mapping is bound to the given backend. Every other op chooses its backend as with None. An
-  unknown op, an unknown name, or an op that the given backend does not declare raises an error at once.
+- A mapping: each op in the mapping is bound to the given backend. The backends of the other ops are chosen as with
+  None. An unknown op, an unknown name, or an op that the given backend does not declare raises an error at once.
 
 Some ops must be served by the same backend:
 
-- The ops of one decode (`DECODES`): a schedule is made for the number of programs and the costs of one decode kernel.
+- The ops of one decode (`DECODES`): a schedule fits only the kernel whose number of programs and costs it was made for.
 - The ops that write and read a message between ranks (`MESSAGES`): each backend has its own layout of the message.
 
 If a mapping binds one op of such a group to a backend, the mapping also binds every other op of the group that this

@@ -1,20 +1,20 @@
 """Skip the argument checks of a call if an earlier call with the same signature has passed them.
 
 The checks, the choice of a backend and torch's dispatcher cost time on the host. A later call with the same signature
-skips all three. A *signature* has everything that the checks and the choice read from the arguments: shape, strides,
-dtype, device and alignment of each tensor, and the type and value of every other argument. The values inside tensors
-are not part of a signature. For CPU tensors, checks of these values run in every call.
+skips all three. A *signature* has everything that the checks and the choice of a backend read from the arguments:
+shape, strides, dtype, device and alignment of each tensor, and type and value of every other argument. The values
+inside tensors are not part of a signature. For CPU tensors, checks of these values run in every call.
 
 - `CheckedCalls` keeps the signatures of one op.
 - `CheckedOnce` keeps the signatures of the argument check of a function that calls several ops.
-- `CallsInside` serves such a function, too. If the signature of the function determines the signatures of all checks
-  and ops that it calls, these calls need not compute their own signatures (`nested_calls`).
+- `CallsInside` keeps the checks and ops that a function calls, in order. A check or op inside the function then need
+  not compute its own signature (`nested_calls`).
 
-These calls are always checked in full, and torch's dispatcher always sees them:
+The following calls are always checked in full, and always go through torch's dispatcher:
 
-- calls that `torch.compile`, a dispatch mode, a functorch transform or a profiler must see;
-- calls with a tensor that needs a gradient, a subclass of `Tensor` other than `Parameter`, or a plain mapping as
-  `backend=`;
+- calls under `torch.compile`, a dispatch mode, a functorch transform or a profiler;
+- calls with a tensor that needs a gradient, or with a subclass of `Tensor` other than `Parameter`;
+- calls whose `backend=` is a mapping that `bind` has not checked;
 - calls inside `check_every_call()`.
 """
 
@@ -38,7 +38,7 @@ from .registry import on_change
 from .repeated_launches import Launches
 from .selection import BoundOps
 
-MOST_SIGNATURES = 512  # signatures kept for each op; a decode can add one in each step, because its lengths grow
+MOST_SIGNATURES = 512  # signatures kept for each op; a decode can add one in each step, because `max_seq_len` grows
 MOST_CONFIGS = 4096  # configs that are kept in `_CONFIGS`
 _KEEPING = threading.RLock()  # held while a thread adds or forgets signatures
 _ALL_CALLS: list[CheckedCalls | CheckedOnce | CallsInside] = []
@@ -113,12 +113,12 @@ class CheckedCalls:
                 _keep(self._known, signature, known)
             if order is not None:
                 order.note(self, known)
-        PER_THREAD.order = None  # do not record calls inside this op: a replay of the op would leave them out
+        PER_THREAD.order = None  # do not record calls inside this op: a replay of the op does not make these calls
         try:
             result = known[1].run(self._launch, *arguments, backend)
         finally:
             PER_THREAD.order = order
-        if order is not None and backend not in OWN_BACKENDS:  # its results may differ between calls of one signature
+        if order is not None and backend not in OWN_BACKENDS:  # such a backend may return other strides next time
             confirm(
                 *[each for each in (result if isinstance(result, tuple) else (result,)) if isinstance(each, Tensor)]
             )
@@ -133,8 +133,8 @@ class CheckedOnce:
     """A check of a function's arguments, which runs once for each signature.
 
     The check must read only what a signature has; it must not read values inside tensors. A record is a frozen
-    dataclass. A record with tensors, such as the plan of a step (`MLAMetadata`), has the same signature only if it is
-    the same object. All layers of a step get the same plan, so one check serves all of them.
+    dataclass, such as the plan of a step (`MLAMetadata`). Two records with tensors have the same signature only if they
+    are the same object. All layers of a step get the same plan, so the check runs once for all layers.
 
     Args:
         check: function that raises an error if an argument is wrong. The result of the function must hold no tensor.
@@ -175,10 +175,10 @@ class CheckedOnce:
 
 
 class CallsInside:
-    """The checks and ops that one function calls, in their order, for each signature of the function.
+    """For each signature of one function: the checks and ops that the function calls, in order.
 
-    The function passes to `given` all arguments that determine the signatures of the calls inside it. If code of
-    another project computes a tensor, such as the output of a projection, the function passes this tensor to `confirm`.
+    The function passes to `given` all arguments that determine the signatures of these calls. If code of another
+    project computes a tensor, such as the output of a projection, the function passes this tensor to `confirm`.
     """
 
     def __init__(self):
@@ -192,9 +192,9 @@ class CallsInside:
     def given(self, *arguments: Any) -> Order | contextlib.AbstractContextManager[None]:
         """Return a context manager for the calls inside the function.
 
-        At the first call of the function with a signature, the context manager records the calls inside. At later calls
-        with the same signature, the calls inside reuse the recorded results. The context manager does nothing if this
-        thread is already inside such a context manager, or if calls must be checked in full.
+        At the first call of the function with a signature, the context manager records the checks and ops inside. At
+        later calls with this signature, the checks and ops inside reuse the record. The context manager does nothing if
+        the thread is already inside such a context manager, or if calls must be checked in full.
         """
         if PER_THREAD.order is not None or must_be_dispatched() or torch._C._is_any_autocast_enabled():
             return _NOTHING  # autocast is not in the signature, but changes the dtypes of products in the function
@@ -262,7 +262,7 @@ def check_every_call(wanted: bool = True) -> Iterator[None]:
 
 
 def with_wanted_checks(method: Callable) -> Callable:
-    """Decorate a method: if `self.check_every_call` is True, all ops that it calls check their arguments every time."""
+    """Decorate a method: if `self.check_every_call` is True, all ops inside the method check their arguments."""
 
     @functools.wraps(method)
     def run(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -321,6 +321,7 @@ def _part_of_bound_ops(bound: BoundOps) -> tuple:
     return bound.pairs
 
 
+# A record is a frozen dataclass. A token is an object that stands for a record in a signature.
 _RECORDS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # from a record with tensors to its signature
 _CONFIGS: dict[int, tuple[Any, object]] = {}  # from the id of a record without tensors to the record and its token
 _CONFIG_TOKENS: dict[tuple[Any, str], object] = {}  # from a record without tensors, and its text, to its token
@@ -373,7 +374,7 @@ def _part_of_new_kind(argument: Any) -> tuple:
 
 
 def _part_for(kind: type) -> Callable[[Any], tuple]:
-    """Return the function that computes the signature of an argument of some type."""
+    """Return the function that computes the signature of an argument of the type `kind`."""
     if issubclass(kind, (Tensor, dict, list)):
         return _no_part
     if hasattr(kind, "_fields"):
@@ -400,7 +401,7 @@ _IDENTITY_OF = dict(_PART_OF)
 
 
 def identity_of(arguments: tuple) -> tuple:
-    """Return the signature of some arguments, in which a record with tensors equals only itself.
+    """Return the signature of some arguments, with a token in place of each record with tensors.
 
     Raises:
         NoSignature: as in `signature_of`.
@@ -409,7 +410,7 @@ def identity_of(arguments: tuple) -> tuple:
 
 
 def _identity_of_new_kind(argument: Any) -> Any:
-    """Return an argument's part of `identity_of`, and keep the function that computes it for this new type."""
+    """Compute `identity_of` for one argument of a new type, and keep the function that computes it for this type."""
     kind = type(argument)
     part = _part_for(kind)
     _IDENTITY_OF[kind] = _token_of if part is _part_of_record else part

@@ -38,9 +38,9 @@ def layer_requests(
     block_size: int,
     cache_format: CacheFormat = COMPUTE_FORMAT,
 ) -> list[KernelRequest]:
-    """Return one `KernelRequest` (the needed capabilities of a kernel) for each op of a layer, sorted by op.
+    """Return one `KernelRequest` (the capabilities that a backend needs) for each op of a layer, sorted by op.
 
-    The requests allow batches with any query lengths.
+    Each `KernelRequest` needs a backend that serves batches with any query lengths.
 
     Args:
         config: configuration of the layer.
@@ -52,7 +52,7 @@ def layer_requests(
     latent, rope = config.kv_lora_rank, config.qk_rope_head_dim
     entry = (("kv_lora_rank", latent), ("qk_rope_head_dim", rope))
     columns = (("head_dim", cache_format.columns(latent, rope)),)
-    widths = {  # op: widths of its tensors; an op that is missing here has one width, the columns of a stored entry
+    widths = {  # op: widths of its tensors; every other op has one width, the columns of a stored entry
         "apply_rope": (("qk_rope_head_dim", rope),),
         "merge_packed_attn_states": (("head_dim", latent),),
         "concat_and_cache_mla": entry,

@@ -1,12 +1,12 @@
-"""Reuse what the checks and ops inside a function computed in an earlier call of the function with the same signature.
+"""Reuse the results of checks, and the launches of ops, that were recorded in an earlier call of a function.
 
 A signature has the shapes, strides and dtypes of tensors, and the values of other arguments (`checked_calls`). A layer
 calls several checks and ops. Their arguments are computed from the layer's own arguments, so the signature of the
-layer's call determines the signatures of all calls inside it.
+layer's call determines the signatures of all these checks and ops.
 
 The first call of a layer records a list: the result of each check, and the backend and the launches of each op. A later
-call with the same signature goes through this list (`Order`). A check takes its result from the list, and an op takes
-its launches from the list, so neither computes a signature.
+call of the layer with the same signature goes through this list (`Order`). Each check takes its result from the list,
+and each op takes its launches from the list. No check or op then computes a signature.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class _PerThread(threading.local):
 
     Attributes:
         checked: whether every call must be checked in full (`check_every_call`).
-        order: the `Order` of the function that is running; None if no such function is running.
+        order: the `Order` of the function whose calls are recorded or reused now; None outside such a function.
     """
 
     checked: bool = False
@@ -46,14 +46,13 @@ class Entry:
 
 
 class Order:
-    """Context manager for one call of a function: record the calls inside it, or reuse recorded calls.
+    """Context manager for one call of a function: record the checks and ops inside the function, or reuse a record.
 
-    If a call inside does not match the recorded calls, this call and all later calls inside compute their own
-    signatures.
+    If a check or op does not match the record, this and all later checks and ops compute their own signatures.
 
     Args:
-        entries: recorded calls of an earlier call with the same signature; None records the calls.
-        end: function that is called with the new record, or with None if the calls did not match their record.
+        entries: record of an earlier call of the function with the same signature; None makes a new record.
+        end: function that is called with the new record, or with None if a check or op did not match the record.
     """
 
     __slots__ = ("_end", "_entries", "_failed", "_found", "_place")
@@ -91,7 +90,7 @@ class Order:
             self._found.append(Entry(owner, value))
 
     def confirm(self, parts: tuple) -> None:
-        """Compare the signatures of tensors with the recorded signatures, or record them in a first call."""
+        """Compare the signatures `parts` of tensors with the recorded signatures; in a first call, record `parts`."""
         if self._entries is None:
             self._found.append(Entry(confirmed, parts))
         elif not self._failed:
@@ -105,7 +104,7 @@ class Order:
 
 
 class CallsOfOthers:
-    """Context manager for code of another project, such as a projection: neither record nor reuse the calls inside."""
+    """Context manager for code of another project, such as a projection: calls in it are not recorded or reused."""
 
     __slots__ = ("_order",)
 
@@ -117,4 +116,4 @@ class CallsOfOthers:
 
 
 def confirmed() -> None:
-    """Stand for the owner of the entries that `Order.confirm` records; nobody calls this function."""
+    """Serve as `owner` of the entries that `Order.confirm` records; this function is never called."""

@@ -1,4 +1,4 @@
-"""Declarations of backends, and the registry of all backends. Other packages can register backends too."""
+"""Declarations of backends, and the registry of all backends. Other Python packages can register backends too."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class KernelRequest:
         dtype: dtype of queries and keys; None for an op that computes with integers only or copies bytes.
         head_dims: widths of the op's tensors as (name, size) pairs, with names from `HEAD_DIMS`.
         block_size: tokens of a cache block; None for an op without a cache.
-        query_lens: whether the requests of the batch have one query token, equal lengths or any lengths.
+        query_lens: kind of the query lengths in the batch: one token each, equal lengths, or any lengths.
         cache_in_words: True if the cache has at least one block, and every entry consists of aligned 16-byte words.
         out_dtype: dtype of the output; None for an op whose callers cannot choose the dtype.
-        cache_format: format of the cache; None for an op without a cache, or an op that copies any format.
+        cache_format: format of the cache; None for an op without a cache, and for an op that copies any format.
         batch_invariant: True if the result of a request must not depend on the other requests of the batch.
         mask: one of `MASKS`; None for an op without a mask.
         graph: kind of the CUDA graph that captures the call.
@@ -94,10 +94,10 @@ class OpSupport:
         launcher: the function that launches the kernel, or its dotted path "package.module:function". A path is
             imported when the op is called for the first time, so that a declaration imports no kernel.
         dtypes: supported dtypes of queries and keys.
-        out_dtypes: supported dtypes of the output, if a caller may choose the dtype; None means the tuple `dtypes`.
+        out_dtypes: supported dtypes of the output, if a caller may choose the dtype; None means the same as `dtypes`.
         cache_formats: names of the supported cache formats.
-        head_dims: mapping from name (`KernelRequest.head_dims`) to supported sizes. A missing name, or None for the
-            mapping, allows any size.
+        head_dims: mapping from name (`KernelRequest.head_dims`) to supported sizes. A name that is missing in the
+            mapping may have any size. None means that every name may have any size.
         block_sizes: supported block sizes; None for any.
         batch_invariant: whether the kernel can be batch-invariant: a request gets the same bits in every batch.
         query_lens: the most general supported kind of query lengths.
@@ -105,8 +105,8 @@ class OpSupport:
         graph: the most general supported kind of CUDA graph.
         lse: whether the kernel returns the LSE; not used for an op without an LSE.
         needs_words: whether the cache must consist of 16-byte words (`KernelRequest.cache_in_words`).
-        reads: for an op that writes a message for other ranks, the op that reads the message. The backend must declare
-            both ops. None for all other ops.
+        reads: if this op writes a message for other ranks: name of the op that reads the message, which the backend
+            must declare too. None for all other ops.
         priority: priority for this op; None for the priority of the backend.
     """
 
@@ -214,12 +214,12 @@ class Backend:
         check_flag("rocm", self.rocm)
 
     def priority_of(self, op: str) -> int:
-        """Return the priority of the op if the op declares a priority, otherwise the priority of the backend."""
+        """Return `OpSupport.priority` of the op, or the priority of the backend if the op has no own priority."""
         support = self.ops.get(op)
         return self.priority if support is None or support.priority is None else support.priority
 
     def validate_configuration(self, request: KernelRequest) -> list[str]:
-        """Return every reason why this backend cannot serve the request. The list is empty if there is no reason."""
+        """Return every reason why this backend cannot serve the request; an empty list means that it can."""
         reasons = []
         support = self.ops.get(request.op)
         if self.missing_package is not None:
@@ -247,7 +247,7 @@ _ON_CHANGE: list[Callable[[], object]] = []  # functions to call when a backend 
 
 
 def on_change(forget: Callable[[], object]) -> None:
-    """Let `forget` be called whenever a backend is registered or removed, for example to clear a cache."""
+    """Call `forget` from now on whenever a backend is registered or removed, for example to clear a cache."""
     _ON_CHANGE.append(forget)
 
 

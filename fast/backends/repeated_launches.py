@@ -18,14 +18,15 @@ _PER_THREAD = threading.local()
 
 
 class Launches:
-    """The launches of the calls with one signature.
+    """The kernel launches of all calls of one op with one signature.
 
     Args:
         replays: whether the calls may be replayed. Pass False if the host code of the op may do things that the
             recorder does not see.
 
     Attributes:
-        compiled: from the number of a launch in the call to the compiled kernel and the values of its last parameters.
+        compiled: mapping from the number of a launch in the call to two values: the compiled kernel, and the values of
+            the kernel's parameters behind the `arguments` of `launch`.
         replay: replay of these calls; None if no call was recorded, or if the record cannot be replayed.
         no_replay: why these calls cannot be replayed; None if there is no known reason.
     """
@@ -36,7 +37,10 @@ class Launches:
         self.no_replay: str | None = None if replays else "a backend of another project"
 
     def run(self, function: Callable, *arguments: Any) -> Any:
-        """Call a function, or replay the recorded call; `launch` in the function reuses or keeps compiled kernels."""
+        """Call a function, or replay its recorded call.
+
+        In the function, `launch` keeps the compiled kernels of a first call, and reuses them in later calls.
+        """
         if self.replay is not None:
             result = self.replay.run(arguments)
             if result is not MISFIT:

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 KNOWN_VERSIONS = ((3, 6), (3, 7))  # versions of Triton that replays support
 MISFIT = object()  # returned by a replay if the host code of the op must run instead
-MOST_ADDRESSES = 512  # encoded TMA descriptors that are kept, one for each address of the tensor
+MOST_ADDRESSES = 512  # addresses of one tensor argument for which encoded TMA descriptors are kept
 _ALLOCATIONS = frozenset({
     torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default,
     torch.ops.aten.new_empty.default, torch.ops.aten.new_empty_strided.default,
@@ -40,7 +40,7 @@ class Origin(NamedTuple):
     Attributes:
         new: True for a tensor that the call allocates, False for an input.
         place: number of the allocation, or number of the input.
-        offset: bytes from the first element of this tensor to the address.
+        offset: bytes from the first element of the allocation or input to the address.
     """
 
     new: bool
@@ -63,7 +63,7 @@ class Launch(NamedTuple):
 
 
 class CannotReplay(Exception):
-    """Raised for a call that does something that a replay would not do."""
+    """Raised for a call that a replay cannot repeat."""
 
 
 class Recorder(TorchDispatchMode):
@@ -136,7 +136,7 @@ class Recorder(TorchDispatchMode):
         return origins.pop()
 
     def place_of_result(self, tensor: Tensor) -> int:
-        """Return which input or new tensor a result is, as a number: all inputs come first, then the allocations.
+        """Return the number of the input or new tensor that is the result; new tensors are counted behind all inputs.
 
         Raises:
             CannotReplay: the result is a view of an input or of a new tensor.
@@ -149,7 +149,7 @@ class Recorder(TorchDispatchMode):
 
 
 class Replay:
-    """Replay of a recorded call; it keeps no tensor alive.
+    """Replay of a recorded call; the replay keeps no tensor alive.
 
     Args:
         recorder: record of the call, with its launches.
@@ -230,7 +230,7 @@ class _ReplayedLaunch:
         self._launch = direct_launch(recorded.compiled, recorded.grid)
         self._template: list[Any] = []  # values of all arguments, and of all fields of named tuples
         self._filled: list[tuple[int, int]] = []  # (place in the template, number of its address)
-        self._described: list[tuple[int, int, _DescriptorMaker]] = []  # the same for a descriptor, with its maker
+        self._described: list[tuple[int, int, _DescriptorMaker]] = []  # as `_filled`, for descriptors, with the maker
         self._records: list[tuple[int, Callable]] = []  # (place of a named tuple, function that collects its fields)
 
         def number_of(origin: Origin) -> int:
@@ -306,7 +306,7 @@ class _DescriptorMaker:
 def direct_launch(compiled: Any, grid: tuple[int, int, int]) -> Callable[[int, tuple], None]:
     """Return a function of (stream, arguments) that launches a compiled kernel without Triton's Python code.
 
-    Triton has no public function for this. The returned function calls the C function of Triton 3.6 or 3.7.
+    Triton has no public function for such a launch. The returned function calls the C function of Triton 3.6 or 3.7.
 
     Raises:
         CannotReplay: Triton has another version, the GPU is not an NVIDIA GPU, or the kernel needs scratch memory.
@@ -366,7 +366,7 @@ def _has_tensor(value: Any) -> bool:
 
 
 def _repeated(tensors: list[Tensor]) -> list[int]:
-    """Return the place of the first occurrence of each tensor object; an empty list if no object occurs twice."""
+    """Return for each tensor the first index at which the same object occurs; an empty list if no object repeats."""
     if len(set(map(id, tensors))) == len(tensors):
         return []
     first: dict[int, int] = {}

@@ -27,7 +27,7 @@ BackendChoice = str | Mapping[str, str] | None  # a name, a mapping from op to n
 
 
 def query_lens_of(num_tokens: int, num_requests: int, max_query_len: int) -> QueryLenSupport:
-    """Return the kind of query lengths: they are equal exactly if num_tokens = num_requests * max_query_len."""
+    """Return the kind of query lengths; all lengths are equal exactly if num_tokens = num_requests * max_query_len."""
     if num_tokens != num_requests * max_query_len:
         return QueryLenSupport.VARLEN
     return QueryLenSupport.SINGLE_ONLY if max_query_len <= 1 else QueryLenSupport.UNIFORM
@@ -88,7 +88,7 @@ def bind(backend: BackendChoice, ops: Iterable[str] | None = None) -> BoundOps |
     """Turn one `backend=` of several ops into a mapping from op to backend name (see `fast.backends`).
 
     Args:
-        backend: a name, to which every op that the named backend declares is bound; a mapping from op to name; or None.
+        backend: a name, a mapping from op to name, or None. With a name, every op that this backend declares is bound.
         ops: the ops that are called; None for all ops.
 
     Returns:
@@ -244,6 +244,6 @@ def cache_in_words(kv_cache: torch.Tensor) -> bool:
     size = kv_cache.element_size()
     *outer, inner = kv_cache.stride()
     words = all(stride > 0 and stride * size % 16 == 0 for stride in outer)
-    if not torch.compiler.is_compiling():  # a traced tensor has no storage offset; the launcher checks it later
+    if not torch.compiler.is_compiling():  # a traced tensor has no offset; the launcher checks the address
         words = words and kv_cache.storage_offset() * size % 16 == 0
     return words and inner == 1 and kv_cache.numel() > 0

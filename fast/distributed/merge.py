@@ -21,7 +21,7 @@ from reference.interfaces import (
 from .. import backends
 from ..backends import BackendChoice
 
-MESSAGE_ALIGNMENT = 16  # bytes; in a message, LSEs and outputs begin at multiples of it, so that vector loads work
+MESSAGE_ALIGNMENT = 16  # bytes; the LSEs and the outputs of a message begin at multiples of 16, for vector loads
 
 
 def cp_lse_ag_out_rs(

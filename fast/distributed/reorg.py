@@ -1,4 +1,4 @@
-"""Reordering of context that was gathered from all context-parallel ranks."""
+"""Bring context that was gathered from all context-parallel ranks into the order of its tokens."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def reorg_kvcache(
         [chunk.num_tokens, Lkv + R]; the tensor `out` if `out` is given.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match; for CPU tensors, the offsets of `chunk` contradict each
-            other.
+        ValueError: shapes, dtypes or devices do not match. For CPU tensors also: `chunk.cu_seq_lens` and
+            `chunk.local_cu_seq_lens` contradict each other.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     check_reorg(gathered, chunk)

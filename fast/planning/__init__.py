@@ -1,1 +1,1 @@
-"""Functions that compute the integers which attention needs in a step, such as slots and schedules."""
+"""Functions that compute the integers for the attention of a step, such as slots and schedules."""

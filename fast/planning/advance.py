@@ -40,16 +40,17 @@ def advance_step(
     therefore capture several steps.
 
     If the engine does not know the lengths on the host, `common.seq_lens_cpu` is None and stays None. The upper bounds
-    in `seq_lens_cpu_upper_bound`, if given, grow by 1 for every request that grows. If `query_start_loc_cpu` is None
-    too, it stays None, and every upper bound above 0 grows by 1. In this case, `common.num_actual_tokens` and
-    `common.max_query_len` must determine the number of requests with query tokens: each request must have at most one
-    query token, or all requests must have `max_query_len` query tokens. The reference twin has the general rule.
+    in `seq_lens_cpu_upper_bound`, if given, grow by 1 for every request that grows.
+
+    `common.query_start_loc_cpu` may also be None, and then stays None. In this case every upper bound above 0 grows
+    by 1, and one of two conditions must hold: each request has at most one query token, or all requests have
+    `max_query_len` query tokens. The reference twin has the general rule.
 
     On a GPU, the function cannot raise an error for a value in a tensor. Instead:
 
     - A request stops if its next length would exceed `max_seq_len` or its block table. A request that has stopped keeps
-      the largest length and the last position. Its slot is -1, so it writes no cache entry, and later steps compute
-      meaningless outputs for it. The CPU fields of the result follow the same rule.
+      its length and its last position. Its slot is -1, so it writes no cache entry, and its outputs in later steps are
+      meaningless. The lengths on the CPU follow the same rule.
     - A token whose block number is negative gets slot -1.
     - A negative length counts as 0.
 
@@ -60,7 +61,7 @@ def advance_step(
         common: batch of this step. Its `seq_lens`, `query_start_loc` and `slot_mapping` (T slots) are written.
         block_size: tokens per block.
         ownership: the tokens that this context-parallel rank owns; None if one rank owns all tokens.
-        max_seq_len: largest length of a request; None if only the block table limits the lengths.
+        max_seq_len: largest allowed length of a request; None if only the block table limits the lengths.
         graph: kind of the CUDA graph that captures this call; NONE without a graph.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
@@ -71,9 +72,9 @@ def advance_step(
         TypeError: an argument has a wrong type.
         ValueError: shapes, dtypes or devices do not match. For CPU tensors also: the values are not a valid batch, the
             next step has more than T tokens, a request would exceed `max_seq_len` or its block table, or an upper bound
-            is below the length. Without `seq_lens_cpu` also: an upper bound is negative, or below the query tokens of
-            its request. Without `query_start_loc_cpu` also: the number of tokens of the next step is unknown. Nothing
-            has been written when the error is raised.
+            is below the length of its request. Without `seq_lens_cpu` also: an upper bound is negative, or below the
+            number of query tokens of its request. Without `query_start_loc_cpu` also: the number of tokens of the next
+            step is unknown. When the error is raised, no tensor has been written yet.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     limit = check_advance(sampled_token_ids, input_ids, positions, common, block_size, ownership, max_seq_len)

@@ -26,8 +26,8 @@ def split_decodes_and_prefills(
     Args:
         common: batch of the step.
         decode_threshold: largest number of query tokens of a decode, at least 1 (`reorder_batch_threshold`).
-        require_uniform: if True, all decodes must have the query length of the first request with query tokens. The
-            prefills then start at the first request with another query length; a query length of 0 does not count.
+        require_uniform: if True, all decodes must have equal query lengths: the length of the first request with query
+            tokens. The prefills start at the first request with another query length above 0.
 
     Returns:
         The numbers of requests and of query tokens of both groups.

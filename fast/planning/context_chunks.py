@@ -43,7 +43,7 @@ def plan_context_chunks(
         workspace_tokens: largest number of tokens of a chunk.
         block_size: tokens per block.
         context_parallel_size: D, number of ranks that divide each context among themselves.
-        interleave: I, number of consecutive tokens that one rank gets before the next rank gets tokens.
+        interleave: I, number of consecutive tokens that each rank gets in turn.
 
     Returns:
         The chunks, on the CPU; an empty tuple if no request has context.
@@ -72,9 +72,9 @@ def plan_context_chunks(
 
 
 def _pack(context_lens: Tensor, ends: Tensor, units_per_chunk: int, unit: int) -> tuple[Tensor, Tensor]:
-    """Lay all contexts end to end on a line, and cut the line every `units_per_chunk` units.
+    """Put all contexts one after another on a line, and cut the line every `units_per_chunk` units.
 
-    A unit is `unit` tokens. On the line, the length of each context is rounded up to whole units.
+    A unit is `unit` tokens. The length of each context on the line is rounded up to whole units.
 
     Args:
         context_lens: [B], in tokens.
@@ -97,8 +97,8 @@ def _pack(context_lens: Tensor, ends: Tensor, units_per_chunk: int, unit: int) -
 def rank_local_chunk(chunk: ContextChunk, ownership: TokenOwnership) -> ContextParallelChunk:
     """Return a chunk with the place and the number of its tokens in the cache of each rank.
 
-    With context parallelism, D ranks divide the tokens of each context among themselves. A rank keeps I consecutive
-    tokens before the next rank keeps tokens.
+    With context parallelism, D ranks divide the tokens of each context among themselves. Each rank in turn keeps I
+    consecutive tokens.
 
     Args:
         chunk: chunk that `plan_context_chunks` made for D ranks. In such a chunk, the tokens of each request start at a
@@ -136,17 +136,17 @@ def rank_local_chunk(chunk: ContextChunk, ownership: TokenOwnership) -> ContextP
 
 
 def clamp_context_chunk(chunk: ContextChunk, context_lens: Int32[Tensor, " B"]) -> ContextChunk:
-    """Shorten a chunk that was made from upper bounds of the context lengths to the true context lengths.
+    """Shorten a chunk that was made from upper bounds of the context lengths: use the true context lengths instead.
 
     See `reference.planning.context_chunks.clamp_context_chunk` for the numbers that stay upper bounds. The true lengths
-    may be on a GPU; the host does not read them.
+    may be on a GPU; the host does not read the true lengths.
 
     Args:
         chunk: chunk of `plan_context_chunks` or `rank_local_chunk`.
         context_lens: [B], context length of each request; on the device of the chunk.
 
     Returns:
-        The chunk with `bounded` True and new `cu_seq_lens`; a chunk of `rank_local_chunk` also with new
+        The chunk with `bounded` True and new `cu_seq_lens`. A chunk of `rank_local_chunk` also gets new
         `local_cu_seq_lens`.
 
     Raises:

@@ -39,7 +39,7 @@ def plan_decode(
 
     Args:
         seq_lens: [B], keys of each request.
-        num_programs: number of programs of the decode kernel, which run at the same time.
+        num_programs: number of programs of the decode kernel; all programs run at the same time.
         costs: costs of the decode kernel, in units of the time of one tile; None means the defaults of `ScheduleCosts`.
             `schedule_costs` returns measured costs.
         batch_invariant: if True, the splits of a request depend on the length of this request alone.

@@ -37,22 +37,22 @@ WARM_UP_RUNS = 2  # runs before each capture, which compile Triton kernels and l
 
 
 class DecodeGraph:
-    """A decode step that runs with a few fixed batch sizes; a batch is padded to the next larger size.
+    """A decode step for a few fixed batch sizes; a batch of another size is padded to the next larger size.
 
     See `reference.planning.graphs.DecodeGraph` for the padding. Query lengths, sequence lengths, block tables and slots
     may differ from run to run. On a CUDA device, the constructor captures one graph for each batch size:
 
     - Each graph computes the plan of the step, so a run gets a plan for the lengths of its own batch.
-    - A run copies its batch into buffers, which all graphs read. All graphs also share one memory pool for temporary
-      tensors. `memory` reports the bytes of the buffers and of the pool.
+    - A run copies its batch into buffers, which all graphs read. All graphs also share one pool of memory for temporary
+      tensors. The property `memory` has the bytes of the buffers and of the pool.
     - Before each capture, the step runs `WARM_UP_RUNS` times on a batch of padding.
-    - A batch that is larger than every size is an error, because `run` captures no further graph.
+    - A batch that is larger than the largest size is an error, because `run` captures no further graph.
 
     On a CPU, the class captures no graph, and calls the step with the same buffers.
 
     Args:
-        step: function (hidden_states [T, H], positions [T], plan) -> [T, H], such as one layer, or all layers of a
-            model. The function must not change its arguments.
+        step: function (hidden_states [T, H], positions [T], plan) -> [T, H]: one layer, or all layers of a model. The
+            function must not change its arguments.
         builder: builder of the plan, such as `MLAMetadataBuilder`. With context parallelism, every rank constructs a
             `DecodeGraph` with its own builder. All ranks run the same batches, and each rank passes its own slots.
         batch_sizes: numbers of requests to which batches are padded.
@@ -71,8 +71,8 @@ class DecodeGraph:
 
     Raises:
         TypeError: `builder` is not a builder.
-        ValueError: `batch_sizes` is empty or has a size below 1 or above the builder's maximum; another number is below
-            1; the builder cannot make a plan in a graph for this query length.
+        ValueError: `batch_sizes` is empty, or has a size below 1 or above the builder's maximum; another number is
+            below 1; the builder cannot make a plan for `query_len` inside a graph.
         UnsupportedConfiguration: on a CUDA device, no backend can serve an op of the step inside a graph.
     """
 
@@ -155,7 +155,7 @@ class DecodeGraph:
             hidden_states: [T, H].
             positions: [T].
             common: batch of the step. Every request has at most `query_len` query tokens. If `graph_support` is
-                ONE_QUERY_LEN, every request has `query_len` query tokens; only requests at the end may have no token.
+                ONE_QUERY_LEN, every request has `query_len` query tokens, except requests without tokens at the end.
 
         Returns:
             [T, H]. The values are valid until the next run.
@@ -180,11 +180,11 @@ class DecodeGraph:
         if self.graph_support is GraphSupport.ANY:
             buffers.query_start_loc[:requests].copy_(common.query_start_loc[:requests])
             buffers.query_start_loc[requests : size + 1].fill_(tokens)
-        if tokens < padded:  # tokens of an earlier run become padding
+        if tokens < padded:  # overwrite tokens of an earlier run with padding
             buffers.hidden_states[tokens:padded].zero_()
             buffers.positions[tokens:padded].zero_()
             buffers.slot_mapping[tokens:padded].fill_(-1)
-        if requests < size:  # requests of an earlier run become padding rows
+        if requests < size:  # overwrite requests of an earlier run with padding rows
             buffers.seq_lens[requests:size].zero_()
             buffers.block_table[requests:size].zero_()
         return self.replay(size)[:tokens]

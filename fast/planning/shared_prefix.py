@@ -15,10 +15,10 @@ from reference.interfaces import (
 
 
 def common_prefix_len(common: CommonAttentionMetadata, block_size: int) -> int:
-    """Return the number of tokens at the start of the context that all requests have in the same blocks of the cache.
+    """Return the length, in tokens, of the context prefix that all requests have in the same blocks of the cache.
 
-    The context of a request is the tokens that it had in the cache before this step. The function reads the values of
-    the block table; if the table is on a GPU, the host waits for the GPU.
+    The context of a request is the tokens that it had in the cache before this step. Only whole blocks count. The
+    function reads the values of the block table; if the block table is on a GPU, the host waits for the GPU.
 
     Args:
         common: batch of the step; padding rows (S = 0) are ignored.

@@ -33,14 +33,15 @@ def slot_mapping(
         seq_lens: [B], tokens S of each request after this step; 0 marks a padding row, whose slots are -1.
         block_table: [B, W], blocks of each request.
         block_size: tokens per block.
-        num_tokens: length of the result, at least query_start_loc[-1]. Later tokens are padding and have slot -1.
+        num_tokens: length of the result, at least query_start_loc[-1]. Tokens from query_start_loc[-1] on get slot -1.
 
     Returns:
         [num_tokens] int64.
 
     Raises:
-        ValueError: shapes or dtypes do not match. For CPU tensors also: offsets decrease, a request has 0 < S < Sq, the
-            block table has too few columns, or `num_tokens` is too small.
+        ValueError: shapes or dtypes do not match. For CPU tensors also: a value of `query_start_loc` is smaller than
+            the value before it, a request has 0 < S < Sq, the block table has too few columns, or `num_tokens` is too
+            small.
     """
     check_int("block_size", block_size, 1, "at least 1")
     check_int("num_tokens", num_tokens, 0)
@@ -71,20 +72,22 @@ def dcp_slot_mapping(
 
     Args:
         query_start_loc: [B + 1], prefix sum of the query lengths Sq.
-        seq_lens: [B], tokens S of each request on all ranks after this step; 0 marks a padding row, whose slots are -1.
-        block_table: [B, W], blocks of each request; the same on all ranks.
+        seq_lens: [B], tokens S of each request after this step, counted over all ranks; 0 marks a padding row, whose
+            slots are -1.
+        block_table: [B, W], blocks of each request; all ranks have the same block table.
         block_size: tokens per block, a multiple of I.
-        num_tokens: length of the result, at least query_start_loc[-1]. Later tokens are padding and have slot -1.
+        num_tokens: length of the result, at least query_start_loc[-1]. Tokens from query_start_loc[-1] on get slot -1.
         context_parallel_size: D, number of ranks.
         rank: this rank, in [0, D).
-        interleave: I, number of consecutive tokens that one rank gets before the next rank gets tokens.
+        interleave: I, number of consecutive tokens that each rank gets in turn.
 
     Returns:
         [num_tokens] int64.
 
     Raises:
-        ValueError: a number is out of range; shapes or dtypes do not match. For CPU tensors also: offsets decrease, a
-            request has 0 < S < Sq, the block table has too few columns, or `num_tokens` is too small.
+        ValueError: a number is out of range; shapes or dtypes do not match. For CPU tensors also: a value of
+            `query_start_loc` is smaller than the value before it, a request has 0 < S < Sq, the block table has too few
+            columns, or `num_tokens` is too small.
     """
     check_rank(context_parallel_size, rank, interleave)
     check_interleave(interleave, block_size)

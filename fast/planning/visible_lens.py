@@ -1,4 +1,4 @@
-"""Compute the causal mask of decodes as one number for each query token: the number of keys that it attends."""
+"""Compute the causal mask of decodes as one number for each query token: how many keys the token attends."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ def compute_visible_lens(
 
     Args:
         query_start_loc: [B + 1], prefix sum of the query lengths Sq.
-        seq_lens: [B], tokens S of each request after this step; 0 for padding rows. With `ownership`, the tokens on all
-            ranks.
+        seq_lens: [B], tokens S of each request after this step, counted over all ranks; 0 for padding rows.
         num_tokens: length of the result; tokens from query_start_loc[-1] on are padding.
         ownership: the tokens that this context-parallel rank owns; the result then counts only keys of this rank. None
             if one rank owns all tokens.
@@ -50,8 +49,9 @@ def compute_visible_lens(
         [num_tokens] int32.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match. For CPU tensors also: offsets decrease, a request has
-            0 < S < Sq, or `num_tokens` is too small. (For wrong values on a GPU, the result is still in [0, S].)
+        ValueError: shapes, dtypes or devices do not match. For CPU tensors also: a value of `query_start_loc` is
+            smaller than the value before it, a request has 0 < S < Sq, or `num_tokens` is too small. (On a GPU, invalid
+            values raise no error, and the results are still in [0, S].)
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     check_int("num_tokens", num_tokens, 0)

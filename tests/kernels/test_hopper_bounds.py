@@ -26,7 +26,7 @@ from fast.kernels.hopper.mla_decode import select
 on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 launch = partial(decode_inputs.launch, decode)
 # How requests are divided. "evenly": all requests get the same number of splits. "scheduled" and "planned": a schedule
-# divides the requests.
+# divides the requests. "batch-invariant": the length of a request alone determines its splits.
 CUTS = ["evenly", "scheduled", "batch-invariant", "batch-invariant, planned"]
 
 

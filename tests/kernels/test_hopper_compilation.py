@@ -1,7 +1,7 @@
 """Tests that compile the Hopper kernels for sm_90 without a GPU, and tests of launch choices and of warm-up.
 
 If the compiler spills registers in a main loop, or if the assembler serialises matrix products, a kernel is a third
-slower, but no test of results fails. These tests find both faults, with any installed version of Triton.
+slower, but no test of results fails. The tests of this file find both faults in the installed version of Triton.
 
 A row is one (query token, head) pair, and a row block is the 16, 32 or 64 rows of a request that a program processes
 together. A split is a part of the keys of a request, in tiles of 64 keys, that is attended independently.
@@ -157,7 +157,7 @@ def arrivals_for_all(ptx: str) -> list[list[str]]:
 
 
 def all_have_met(before: list[str]) -> bool:
-    """Return whether the last memory access or fence in these instructions is followed by a barrier of the group."""
+    """Return whether a barrier of the warp group follows the last memory access or fence in these instructions."""
     for line in reversed(before):
         if re.match(r"bar\.(sync|warp\.sync)\b", line):
             return True
@@ -203,8 +203,8 @@ def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
 def count_arrivals() -> None:
     """Print, for each of three kernels, its cache key and two counts of arrivals at mbarriers.
 
-    The first count has all arrivals that one thread makes for its warp group. The second count has only those of these
-    arrivals that follow an arrival of every thread (`cp.async.mbarrier.arrive`).
+    The first count has all arrivals that one thread makes for its warp group. The second count has only the arrivals
+    before which every thread arrives, too (`cp.async.mbarrier.arrive`).
     """
     for heads, cut in ((3, "batch-invariant, planned"), (64, "scheduled"), (64, "batch-invariant, two phases")):
         with pytest.MonkeyPatch.context() as patch:
@@ -215,9 +215,10 @@ def count_arrivals() -> None:
 
 
 def test_every_thread_arrives_for_racecheck(capsys, tmp_path):
-    """After a call of `let_every_thread_arrive`, every thread arrives at each barrier, which racecheck needs.
+    """After a call of `let_every_thread_arrive`, every thread arrives at each barrier.
 
-    Without this call, one thread arrives for its warp group. The two forms of a kernel have different cache keys.
+    Racecheck needs these arrivals. Without the call, one thread arrives for its warp group. The two forms of a kernel
+    have different cache keys.
     """
     count_arrivals()
     served = re.findall(r"^arrivals (\w+) (\d+) (\d+)$", capsys.readouterr().out, re.MULTILINE)
@@ -285,8 +286,8 @@ def test_choice_of_runs():
 def test_choice_of_rows():
     """A single request gets the smallest row blocks whose programs, with 4 tiles each, all run at the same time.
 
-    If row blocks of 16 and of 32 rows would give too many programs, or if there are several requests, the function
-    returns its argument `program_rows`.
+    If row blocks of 16 and of 32 rows would give too many programs, or if there are several requests,
+    `_rows_where_alone` returns its argument `program_rows`.
     """
     for requests, rows, keys, chosen in (
         (1, 128, 8192, 32), (1, 64, 8192, 16), (1, 128, 1024, 16), (1, 128, 0, 16), (16, 128, 64, 64),
@@ -334,9 +335,9 @@ def test_whose_outputs_the_copy_engine_writes(heads, cut, latent, out_dtype, box
     (64, "batch-invariant", False),
 ])  # fmt: skip
 def test_who_asks_ahead(heads, cut, ahead, monkeypatch):
-    """A program prefetches its first queries and keys only if each token is one row block and no request is split.
+    """A program prefetches its first queries and keys only if a row block has all heads and no request is split.
 
-    In that case the program knows its first request before it reads any length or schedule.
+    Under these conditions, the program knows its first request before it reads any length or schedule.
     """
     ptx = compiled(*recorded(monkeypatch, heads, cut)).asm["ptx"]
     assert ("cp.async.bulk.prefetch.L2.global" in ptx) == ahead
@@ -348,7 +349,7 @@ def test_who_asks_ahead(heads, cut, ahead, monkeypatch):
 
 
 def test_slices_where_processors_are_idle(monkeypatch):
-    """Two programs share a work item, and each computes half of the output columns, if these conditions hold.
+    """Two programs share a work item, and each computes half of the output columns, if all of these conditions hold.
 
     - The decode is batch-invariant and has no schedule.
     - There are at least two multiprocessors for each work item.
@@ -464,7 +465,7 @@ def test_memory_checkers_see_every_variant(monkeypatch):
 def test_rows_by_own_length(heads, query_len, rows, monkeypatch):
     """In a batch-invariant decode, row blocks have 16 or 32 rows for up to 32 heads, and 64 rows for more heads.
 
-    The number of query tokens does not change that.
+    This is so for any number of query tokens.
     """
     asked = []
     monkeypatch.setattr(select, "best_num_programs", lambda *given: asked.append(given[4]) or 1)
@@ -474,7 +475,7 @@ def test_rows_by_own_length(heads, query_len, rows, monkeypatch):
 
 
 def test_queries_in_words():
-    """`_in_words` returns queries with aligned 16-byte words and suitable strides as they are, and copies others."""
+    """`_in_words` copies queries only if their words of 16 bytes are not aligned or their strides do not fit."""
     storage = torch.randn(4 * 3 * 512 + 16, dtype=torch.bfloat16)
     packed = storage[: 3 * 4 * 512].view(3, 4, 512)
     for there, strides in (

@@ -75,7 +75,7 @@ def rows_as_of_many_requests(monkeypatch):
     """Make the launcher choose kernels as for many requests, although these tests have few and short requests.
 
     Without this fixture, the launcher would choose row blocks of 16 or 32 rows for single requests. For batch-invariant
-    decodes without a plan, it would choose two phases, which `test_hopper_two_phases` tests.
+    decodes without a schedule, it would choose two phases, which `test_hopper_two_phases` tests.
     """
     monkeypatch.setattr(select, "_rows_where_alone", lambda program_rows, *_: program_rows)
     monkeypatch.setattr(select, "_scored_at_once", lambda *_: False)
@@ -128,7 +128,7 @@ def test_scheduled(heads, programs, batch_invariant):
     """A decode with a schedule is within the budget.
 
     The schedule splits some of the requests. Some requests have no keys or no query tokens, and some programs have no
-    work. With `programs` = 0 the decode is batch-invariant and has no plan.
+    work. With `programs` = 0 the decode is batch-invariant and has no schedule.
     """
     if programs == 0 and not batch_invariant:
         pytest.skip("neither scheduled nor batch-invariant")
@@ -144,7 +144,8 @@ def test_scheduled(heads, programs, batch_invariant):
 def test_short_before_long(heads, batch_invariant):
     """A decode ends and is within the budget if a program gets a short work item before a long work item.
 
-    In a long first work item, the producer waits for the queries. In a later long work item, it must not wait for them.
+    If the first work item is long, the producer waits for its queries. If a later work item is long, the producer must
+    not wait.
     """
     for lens in ([64, 1300, 64, 2100], [0, 1300, 33, 1100], [64, 0, 70, 1300]):
         inputs = make_inputs([1] * 4, lens, heads, BF16)
@@ -182,8 +183,8 @@ def assert_same_rows(alone, beside, plan, request):
 def test_batch_invariance(heads, block_size, widths, dtype, torn, monkeypatch):
     """A batch-invariant decode gives a request the same bits alone and in a batch (pitfall 19).
 
-    The number of programs changes no bit either, with a plan and without a plan. With `torn`, some requests have a
-    block number outside the cache, so that programs run the main loop with a mask.
+    The number of programs changes no bit either, with a schedule and without a schedule. With `torn`, some requests
+    have a block number outside the cache, so that programs run the main loop with a mask.
     """
     lens, query_lens = [1085, 70, 5200, 64, 0, 2500], [1, 1, 1, 2, 1, 3]  # 1085 tokens: the last split has one tile
     inputs = make_inputs(query_lens, lens, heads, dtype, widths, block_size)
@@ -209,7 +210,7 @@ def test_batch_invariance(heads, block_size, widths, dtype, torn, monkeypatch):
     (16, 64, (512, 64), BF16), (32, 16, (256, 32), FP16), (64, 64, (512, 64), BF16), (128, 64, (512, 32), BF16),
 ], ids=str)  # fmt: skip
 def test_no_bit_tells_how_wide_the_table_is(heads, block_size, widths, dtype, monkeypatch):
-    """The width of the block table changes no bit of a batch-invariant decode without a plan.
+    """The width of the block table changes no bit of a batch-invariant decode without a schedule.
 
     The launcher uses this width to choose the number of programs, and whether the decode has two phases.
     """
@@ -240,7 +241,7 @@ def test_lengths_beyond_the_table(batch_invariant, length):
 @pytest.mark.parametrize("heads, dtype", [(4, BF16), (16, FP16), (64, BF16)], ids=str)
 @pytest.mark.parametrize("cut", ["whole", "split", "scheduled", "folded", "folded, planned"])
 def test_wide_output(cut, heads, dtype, monkeypatch):
-    """Outputs may be float32 or have another 16-bit dtype than the queries; a 16-bit output is the rounded float32.
+    """Outputs may have another dtype than the queries; a 16-bit output is the rounded float32 output.
 
     A float32 output is for attention states that are merged later.
     """
@@ -305,9 +306,9 @@ def test_any_scale(heads, scale):
 @pytest.mark.parametrize("cut", [InvariantSplitRule(2, 3, 6, 7), InvariantSplitRule(8, 1, 8, 1)], ids=str)
 @pytest.mark.parametrize("heads", [5, 32, 64, 128])
 def test_any_invariant_cut(heads, cut, monkeypatch):
-    """For any `InvariantSplitRule`, a batch-invariant decode gives the same bits with a plan and without a plan.
+    """For any `InvariantSplitRule`, a batch-invariant decode gives the same bits with and without a schedule.
 
-    Without a plan, the number of programs changes no bit.
+    Without a schedule, the number of programs changes no bit.
     """
     inputs = make_inputs([1, 2, 0, 1], [2950, 70, 20, 700], heads, BF16)
     planned = reference.plan_decode(inputs[3].seq_lens, 3, ScheduleCosts(split_rule=cut), True)
@@ -424,7 +425,7 @@ def test_same_bits_a_thousand_times(heads, block_size, widths, dtype, cut, monke
 def test_strides(heads):
     """Strided inputs give the same bits as contiguous inputs (pitfall 18).
 
-    The cache is one layer of several, and the queries and the index tensors are slices of larger tensors.
+    The cache is one layer in a tensor of several layers. The queries and index tensors are slices of larger tensors.
     """
     ql, q_pe, cache, plan = (x.to(DEVICE) if isinstance(x, torch.Tensor) else x
                              for x in make_inputs([1, 2], [130, 64], heads, BF16))  # fmt: skip
@@ -437,8 +438,8 @@ def test_strides(heads):
     odd = torch.stack((q_pe, q_pe), dim=-1)[..., 1]
     table = torch.stack((plan.block_table,) * 2, dim=-1)[..., 0]
     cut = replace(plan, block_table=table, visible_lens=torch.stack((plan.visible_lens,) * 2, dim=-1)[:, 0])
-    # The rows of `uneven` do not start at multiples of 16 bytes. `shifted` has strides that are multiples of 16 bytes,
-    # but its address is not a multiple.
+    # The rows of `uneven` do not start at multiples of 16 bytes. The strides of `shifted` are multiples of 16 bytes,
+    # but the address of `shifted` is not.
     uneven = torch.cat((ql, ql), dim=-1)[..., 1 : ql.shape[-1] + 1].copy_(ql)
     shifted = ql.new_empty(ql.numel() + 1)[1:].view(ql.shape).copy_(ql)
     for queries, pages in ((heads_first, layers[:, 1]), (uneven, wide[..., 8:]), (shifted, cache)):
@@ -581,7 +582,7 @@ def test_what_it_does_not_cover_goes_to_triton():
 
 
 def test_caches_the_copy_engine_cannot_read():
-    """The backend `triton` serves a cache that is empty, or whose entries are no whole, aligned 16-byte words."""
+    """The backend `triton` serves a cache that is empty, or that does not consist of aligned 16-byte words."""
     ql, q_pe, cache, plan = make_inputs([1, 2], [130, 64], 4, BF16)
     wanted = launch(ql, q_pe, cache, plan)
     on = ql.to(DEVICE), q_pe.to(DEVICE)

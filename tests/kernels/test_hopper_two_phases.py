@@ -38,7 +38,7 @@ from fast.kernels.hopper.mla_decode import launch as decode
 from fast.kernels.hopper.mla_decode import select
 
 BF16, FP16 = torch.bfloat16, torch.float16
-UNPLANNED = schedule_of(None, 64, 0, True)  # batch-invariant, without a plan; the same for any heads above 32
+UNPLANNED = schedule_of(None, 64, 0, True)  # batch-invariant, without a schedule; for any number of heads above 32
 launch = partial(decode_inputs.launch, decode, schedule=UNPLANNED)
 taken = []
 

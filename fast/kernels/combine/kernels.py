@@ -6,9 +6,9 @@ independently. The decode kernel then writes two float32 results for each row an
 - The partial output is the sum of exp2(score - reference) * value over the keys of the split. It is not normalised.
 - The partial LSE consists of two numbers: the reference score, and the sum of exp2(score - reference).
 
-The reference score of a row is the number that is subtracted from all its scores before exp2. It is the largest score,
-or a little below; the code calls it `largest`. Scores and reference scores are in base 2: they are divided by ln 2,
-because the kernels use exp2 in place of exp.
+The reference score of a row is the number that is subtracted from all scores of the row before exp2. It is the largest
+score of the row or somewhat smaller; the code calls it `largest`. Scores and reference scores are in base 2: they are
+divided by ln 2, because the kernels use exp2 in place of exp.
 
 In the layouts below, T is the number of query tokens, N of heads, Lkv of latent columns and B of requests. A schedule
 assigns the keys of all requests to programs, in tiles of 64 keys.
@@ -27,21 +27,20 @@ A batch-invariant decode may have combined the first splits of a request already
 stores the sum of these splits at the first partial index of the request. For each request, the [B, 2] integers are the
 number of splits in this sum and the number of all splits.
 
-A combine tile is some rows and some latent columns of the output of one request. In a decode with a schedule, most
-requests often have one split and need no combining. The host does not know which requests have several splits. With one
-program for each combine tile of the batch, most programs would find no work. The kernel for a schedule therefore has a
-limited number of programs:
+A combine tile is some rows and some latent columns of the output of one request. In a decode with a schedule, often
+only a few requests have several splits and need to be combined. The host does not know which requests. With one program
+for each combine tile of the batch, most programs would find no work. The kernel for a schedule therefore has a limited
+number of programs:
 
 - If there are fewer programs than combine tiles, each program reads `split_offsets` to find the requests to combine. It
   processes every P-th combine tile of these requests, where P is the number of programs.
-- Otherwise each program has one combine tile. It then reads only the number of splits of its own request, which is
-  faster.
+- Otherwise each program has one combine tile, and reads only the number of splits of its own request. This is faster.
 
 The kernel for a schedule may begin while the decode kernel still runs. It reads `split_offsets` and `query_start_loc`
 before it waits for the decode, so that these loads do not delay the loads of the partial outputs. Both tensors are
-complete by then: the decode lets this kernel begin only after all kernels before the decode have finished
-(`hopper.common.dependent_launch`). These loads bypass the L1 cache (".cg"), because the L1 cache of a multiprocessor
-may still hold the schedule of an earlier step.
+complete by then: the decode lets the combine kernel begin only after all kernels before the decode have finished
+(`hopper.common.dependent_launch`). The loads of both tensors bypass the L1 cache (".cg"), because the L1 cache of a
+multiprocessor may still hold the schedule of an earlier step.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ class Rows(NamedTuple):
     Attributes:
         number: [ROWS], index of each row in the request.
         token: [ROWS], query token of each row.
-        real: [ROWS], False for padding rows, which lie behind the last row of the request.
+        real: [ROWS], False for rows behind the last row of the request.
     """
 
     number: Any
@@ -192,8 +191,8 @@ def add_partial(before, split):
     A row keeps the reference score of `before`, unless the reference score of `split` is larger by more than
     REFERENCE_GROWTH.
 
-    The `fma` calls fix the rounding: the product of `split` and its weight is rounded before it is added. Without `fma`
-    the compiler could fuse this product and the sum in one kernel and not in another kernel, and the bits would differ.
+    The `fma` calls fix the rounding: the product of `split` and its weight is rounded before it is added. Without
+    `fma`, the compiler could fuse this product and the sum in one kernel but not in another, with different bits.
     """
     grown = split.largest > before.largest + REFERENCE_GROWTH
     reference = tl.where(grown, split.largest, before.largest)
@@ -230,16 +229,15 @@ def _place_of_tile(number, rank, first_request, row_tiles, column_tiles):
     """Return the `TilePlace` of one combine tile in a chunk of CHUNK consecutive requests.
 
     Args:
-        number: index of the combine tile in the chunk; here only the requests to combine have combine tiles.
-        rank: [CHUNK], for each request, how many of the requests from the start of the chunk up to and including this
-            request are to be combined.
+        number: index of the combine tile among the combine tiles of all requests to combine in the chunk.
+        rank: [CHUNK], for each request r: the number of requests to combine from the start of the chunk through r.
         first_request: first request of the chunk.
         row_tiles: number of row tiles of a request.
         column_tiles: number of column tiles of a row.
     """
     request_tiles = row_tiles * column_tiles
-    # Let i = number // request_tiles. The tile belongs to the request behind the first i requests to combine, which has
-    # rank i + 1. Exactly the requests before it in the chunk have a rank of at most i, so their number is its index.
+    # Let i = number // request_tiles. The tile belongs to the request to combine whose rank is i + 1. All requests
+    # before this request, and no others, have a rank of at most i. Their count is the index of this request.
     request = first_request + tl.sum((rank <= number // request_tiles).to(tl.int32), 0)
     return TilePlace(request, number // column_tiles % row_tiles, number % column_tiles)
 
@@ -308,7 +306,7 @@ def _combine_tile(
     splits = tl.load(split_offsets + tile.request + 1, cache_modifier=".cg") - first_partial
     rows = _rows_of_request(query_start_loc, tile.request, tile.row_tile, num_tokens, partials.rows, HEADS, ROWS)
     if DEPENDENT:
-        gdc_wait()  # for the decode, which writes what is loaded below; at later tiles, the wait takes no time
+        gdc_wait()  # until the decode has written the partial outputs; at later tiles, this wait takes no time
     if splits != 1:
         columns = tile.column_tile * COLUMNS + tl.arange(0, COLUMNS)
         state = _combine_partials(
@@ -383,10 +381,9 @@ def _combine_invariant_kernel(
 ):  # fmt: skip
     """Combine COLUMNS columns of ROWS rows of one request in a batch-invariant decode.
 
-    The program loads the state at the request's first partial index, which may be the sum of several splits. Then it
-    adds the remaining splits in order. With AHEAD, the program loads SPLITS splits behind the first partial index
-    before it knows the number of splits. These loads then do not wait for this number, which is faster for a single
-    request.
+    The program loads the state at the request's first partial index. This state may be the sum of several splits. Then
+    the program adds the remaining splits in order. With AHEAD, the program begins to load SPLITS further splits before
+    it knows the number of splits, which is faster for a single request.
     """
     if DEPENDENT:
         gdc_launch_dependents()
@@ -400,7 +397,7 @@ def _combine_invariant_kernel(
     combined, splits = tl.load(progress + 2 * request), tl.load(progress + 2 * request + 1)
     combined, splits = tl.maximum(combined, 1), tl.minimum(splits, request_partials)
     has_splits = True
-    if SCHEDULED:  # with a schedule, no decode program has a request without keys: write output 0 and LSE -inf here
+    if SCHEDULED:  # with a schedule, this kernel writes output 0 and LSE -inf of a request without keys
         has_splits = tl.load(split_offsets + request + 1) > tl.load(split_offsets + request)
     remaining = (combined < splits) | (not has_splits)
     if remaining | AHEAD:

@@ -1,4 +1,4 @@
-"""Launcher of the combine kernels, and functions for upper bounds of keys and rows, which decode launchers use too."""
+"""Launcher of the combine kernels, and upper bounds of keys and rows that decode launchers use too."""
 
 from __future__ import annotations
 
@@ -22,18 +22,17 @@ FOR_FEW_SPLITS = (CombineTile(2, 512, 4, 4), CombineTile(1, 512, 4, 2))  # (few 
 FOR_MANY_SPLITS = CombineTile(1, 32, 128, 4)  # several requests with many splits
 FOR_MANY_ROWS = CombineTile(1, 64, 64, 2)  # one request with many splits and many rows
 FOR_FEW_ROWS = CombineTile(1, 32, 64, 2)  # one request with many splits and few rows
-# "planned": with a schedule. For several requests, the number of programs is then limited, so narrower tiles would not
-# give more programs.
+# "planned": with a schedule. The number of programs is then limited, so narrower tiles would not give more programs.
 FOR_PLANNED = CombineTile(1, 512, 16, 4)
 FEW_PLANNED_SPLITS = (4, MANY_SPLITS)  # up to this many splits, FOR_FEW_SPLITS is faster: (few heads, many heads)
-MOST_PLANNED_SPLITS = 48  # with more splits and few rows, FOR_MANY_SPLITS is faster, as it gives more programs
+MOST_PLANNED_SPLITS = 48  # with more splits and few rows, FOR_MANY_SPLITS is faster, because it gives more programs
 # batch-invariant decodes
 FOR_ONE_INVARIANT = (CombineTile(1, 32, 32, 1), CombineTile(1, 64, 16, 1))  # one request: (few rows, many rows)
 FOR_INVARIANT = (CombineTile(1, 128, 16, 1), CombineTile(1, 512, 4, 2))  # several requests: (few heads, many heads)
 FOR_PLANNED_INVARIANT = CombineTile(4, 512, 2, 4)  # with a schedule, few requests have partial outputs
-# With a schedule, the grid has at most this number of warps for each multiprocessor. More programs would not run at the
-# same time, and launching a program takes time even if it has no work. If a request has fewer than two splits on
-# average, most requests need no combining, and fewer programs suffice.
+# Largest number of warps of the grid for each multiprocessor, with a schedule. More programs would not run at the same
+# time, and the launch of a program takes time even if the program has no work. If a request has fewer than two splits
+# on average, most requests need no combining, and fewer programs suffice.
 WARPS_OF_A_PROCESSOR = (16, 32)  # (fewer than two splits on average, at least two)
 CHUNK = 256  # requests that a program examines at a time to find the requests to combine
 
@@ -44,7 +43,7 @@ class SplitDecode(NamedTuple):
     Attributes:
         out: [T, N, Lkv], complete for rows with one split.
         lse: [N, T], complete for rows with one split.
-        partial_out: flat, float32; partial outputs of rows with several splits; no elements if no row has several.
+        partial_out: flat, float32; partial outputs of rows with several splits; empty if no row has several splits.
         partial_lse: flat, float32; partial LSEs of rows with several splits.
     """
 
@@ -68,19 +67,20 @@ def combine_partial_outputs(
     """Combine the partial outputs of a decode into `out` and `lse`; do nothing if there is no partial output.
 
     `fast.kernels.combine.kernels` defines the layout of the partial outputs. The previous kernel of the stream must be
-    the decode kernel. A decode kernel that lets the next kernel begin early must first have waited for the kernel that
-    runs before the decode.
+    the decode kernel. If the decode kernel lets the next kernel begin early, it must first wait for the kernel before
+    the decode.
 
     Args:
-        partial_out: flat, float32; no elements if there is no partial output. The Hopper decode stores further values
-            behind the partial outputs; this function does not read these values.
-        partial_lse: partial LSEs, flat; in a batch-invariant decode, [B, 2] int32 follow.
+        partial_out: flat, float32; empty if there is no partial output. The Hopper decode stores further values behind
+            the partial outputs; this function does not read these values.
+        partial_lse: partial LSEs, flat. In a batch-invariant decode, two int32 for each request follow (numbers of
+            splits, see `fast.kernels.combine.kernels`).
         query_start_loc: [B + 1], first query token of each request.
         max_query_len: upper bound of the query tokens of a request; it determines the rows of a request.
         tile_ranges: [programs, 5] of a schedule (`DecodeSchedule`), or None.
         split_offsets: [B + 1] of the same schedule, or None.
-        batch_invariant: True if the splits of each request depend on its length alone. If it is False and there is no
-            schedule, all requests have the same number of splits.
+        batch_invariant: True if the splits of each request depend on the length of this request alone. False without a
+            schedule means that all requests have the same number of splits.
         out: [T, N, Lkv], contiguous, written in place.
         lse: [N, T], contiguous, written in place.
     """
@@ -108,7 +108,7 @@ def combine_partial_outputs(
     partials = partial_out.numel() // (request_rows * latent)
     if batch_invariant:
         partials = (partial_lse.numel() - 2 * requests) // (2 * request_rows)
-        if tile_ranges is None and partials <= requests:  # one program attended each request and wrote its output
+        if tile_ranges is None and partials <= requests:  # each request had only one program, which wrote the output
             return
         tile = FOR_PLANNED_INVARIANT
         if requests == 1:
@@ -168,7 +168,7 @@ def rows_of_a_request(tokens: int, heads: int, max_query_len: int) -> int:
 def readable_keys(max_seq_len: int, table_width: int, block_size: int) -> int:
     """Return an upper bound of the keys of a request, without reading a length from the GPU.
 
-    The upper bound plus one tile (64 keys) fits into int32.
+    The sum of the upper bound and one tile (64 keys) fits into int32.
     """
     return min(max_seq_len, table_width * block_size, 2**31 - 2 * DECODE_TILE)
 

@@ -1,4 +1,4 @@
-"""The backend `hopper`: kernels in Gluon (a lower level of Triton) for Hopper GPUs (sm_90a).
+"""The backend `hopper`: kernels for Hopper GPUs (sm_90a) in Gluon, Triton's lower-level language.
 
 The kernels use TMA (the GPU's bulk copy engine), mbarriers (barriers in shared memory) and warp-group products. The
 package `common` has the functions that several kernels use. `mla_decode` is the only op with kernels here.

@@ -1,4 +1,4 @@
-"""Arrival at an mbarrier (a barrier in shared memory), once for a whole warp group (four warps) or one warp."""
+"""Arrival at an mbarrier (a barrier in shared memory): one arrival for all warps that run the same function."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .gluon_versions import partition_barrier
 
-# True only under racecheck, NVIDIA's detector of data races (`tests/sanitizers.py`). Racecheck takes only the threads
-# that arrive at an mbarrier for synchronised, and would report races of the other threads of the group. Tests set this
+# True only under racecheck, NVIDIA's detector of data races (`tests/sanitizers.py`). For racecheck, an mbarrier
+# synchronises only the threads that arrive at it, so racecheck would report races of all other threads. Tests set this
 # constant before Triton hashes a kernel, because the cache key of a compiled kernel contains the constant.
 EVERY_THREAD_ARRIVES = gl.constexpr(False)
 
@@ -28,7 +28,7 @@ def arrive(bar, pred=True):
 
     Args:
         bar: the mbarrier.
-        pred: arrive only if this is true.
+        pred: if false, do not arrive.
     """
     if EVERY_THREAD_ARRIVES:
         if pred:

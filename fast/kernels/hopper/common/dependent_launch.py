@@ -1,13 +1,14 @@
 """Programmatic dependent launch: a kernel may begin while the previous kernel of its stream still runs.
 
-Such a kernel is launched with `launch_pdl=True`, and calls two functions in this order:
+A kernel that may begin early is launched with `launch_pdl=True`, and calls two functions in this order:
 
 1. `await_previous` waits until the previous kernel has finished and its writes are visible.
 2. `launch_next` allows the next kernel of the stream to begin.
 
 The next kernel begins only after every program of this kernel has called `launch_next`. Because of the order above, all
 kernels before this kernel have finished by then. The next kernel may therefore read the outputs of these earlier
-kernels before it waits for this kernel. The combine kernel reads a schedule in this way.
+kernels before it waits for this kernel. For example, the combine kernel reads a schedule before it waits for the decode
+kernel.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ def descriptor(
 ) -> TensorDescriptor:
     """Return the TMA descriptor of a tensor of 16-bit elements at an address.
 
-    The descriptor depends on these arguments alone, so it is valid for every tensor with the same arguments. The cache
-    keeps no tensor alive.
+    The descriptor depends on the arguments alone, so it is valid for every tensor with this address, dtype, shape and
+    strides. The cache keeps no tensor alive.
 
     Args:
         address: address of the first element in bytes, a multiple of 16.

@@ -2,8 +2,8 @@
 
 A row is one (query token, head) pair. Its state is a `RowState`: the reference score `largest`, the sum of weights
 `total`, and the weighted sum of the values. The reference score is the number that is subtracted from the scores of the
-row before exp2: about the largest score. A state in base 2 has reference scores that are multiplied by the softmax
-scale and divided by ln 2 already.
+row before exp2: about the largest score. In a state "in base 2", the reference scores have already been multiplied by
+the softmax scale and divided by ln 2.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class StoredColumns(NamedTuple):
         base: pointer to the first element of the whole tensor.
         rows: offset of each row, in elements; broadcasts to the shape of the values.
         columns: offset of each column, in elements; broadcasts to the shape of the values.
-        real: False for padding rows, which are not stored; broadcasts to the shape of the values.
+        real: False for rows behind the last row of the request, which are not stored; broadcasts to the shape of the
+            values.
     """
 
     base: Any
@@ -122,7 +123,7 @@ def partial_out_columns(values, first_column, rows, outputs, LATENT: gl.constexp
 @gluon.jit
 @no_type_check
 def _columns_of(values, first_column, ROW_AXIS: gl.constexpr):
-    """Return the latent column of each column of `values`, as a tensor whose axis ROW_AXIS has length 1."""
+    """Return the latent column that each column of `values` belongs to; axis ROW_AXIS of the result has length 1."""
     LAYOUT: gl.constexpr = gl.SliceLayout(ROW_AXIS, values.type.layout)
     return gl.expand_dims(first_column + gl.arange(0, values.shape[1 - ROW_AXIS], LAYOUT), ROW_AXIS)
 
@@ -187,9 +188,7 @@ def partial_rows(partial, block, ROWS: gl.constexpr, LAYOUT: gl.constexpr, OF_RE
 @gluon.jit
 @no_type_check
 def combine_weights(before, largest):
-    """Return the factors with which the state of the earlier splits and the next split's state are added.
-
-    The result is a `CombineWeights`.
+    """Return the `CombineWeights` for the sum of two states: of the earlier splits, and of the next split.
 
     The operations are those of `add_partial` in `fast.kernels.combine.kernels`, so a decode kernel and the combine
     kernel compute the same bits.

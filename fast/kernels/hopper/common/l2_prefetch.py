@@ -17,7 +17,7 @@ from typing import no_type_check
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-THREADS = gl.constexpr(128)  # two threads for each of 64 rows, and later for each of 64 keys
+THREADS = gl.constexpr(128)  # two threads for each of 64 rows of queries, and then two for each of 64 keys
 
 
 @gluon.jit

@@ -43,7 +43,7 @@ def prefetch_queries(
     """Issue the loads of a work item's queries into shared memory.
 
     The copies are asynchronous: the calling warps continue, and wait for the copies later (`async_copy.wait_group`).
-    Padding rows become zeros.
+    Rows behind the last row of the request become zeros.
 
     Args:
         item: `WorkItem`.
@@ -74,7 +74,7 @@ def _copy_rows(
     source, shared, block, token_stride, head_stride, ROWS: gl.constexpr, FIRST: gl.constexpr, COLUMNS: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Issue the copy of COLUMNS columns of the rows, from column FIRST on; padding rows become zeros."""
+    """Issue the copy of COLUMNS columns, from column FIRST on; rows behind the last row of the request become zeros."""
     rows = rows_at(block, ROWS, gl.SliceLayout(1, LAYOUT))
     columns = FIRST + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     offsets = rows.token.to(gl.int64) * token_stride + rows.head.to(gl.int64) * head_stride
@@ -98,9 +98,9 @@ def visible_keys(
 ):  # fmt: skip
     """Load how many keys each row of a work item sees, and the numbers of the item's first 128 cache blocks.
 
-    A padding row gets the number of all readable keys of its request, so that a tile is never masked only because of a
-    padding row. Each of the 128 threads of the consumer loads one cache block number; `visibility_of` checks these
-    numbers.
+    A row behind the last row of the request gets the number of all readable keys of the request, so that no tile is
+    masked because of this row. Each of the 128 threads of the consumer loads the number of one cache block;
+    `visibility_of` checks these numbers.
     """
     rows = rows_at(row_block_of(item, sizes, HEADS), ROWS, LAYOUT)
     visible = gl.where(rows.real, gl.load(inputs.visible_lens + rows.token, mask=rows.real, other=0), item.length)
@@ -113,7 +113,7 @@ def visible_keys(
 @gluon.jit
 @no_type_check
 def _load_block_numbers(start, blocks, BLOCK_SIZE: gl.constexpr, NUM_WARPS: gl.constexpr):
-    """Load one entry of the block table per thread, from entry `start` on; entries behind the last become 0."""
+    """Load one entry of the block table per thread, from entry `start` on; entries behind the last key become 0."""
     entry = start + gl.arange(0, 32 * NUM_WARPS, gl.BlockedLayout([1], [32], [NUM_WARPS], [0]))
     last = ceil_div(blocks.end_key, BLOCK_SIZE)
     return gl.load(blocks.entries + entry.to(gl.int64) * blocks.stride, mask=entry < last, other=0)
@@ -214,8 +214,8 @@ def load_columns(
 def zero_from(columns, first_row):
     """Overwrite the rows of `columns` (64 columns of a tile in shared memory) with zeros, from `first_row` on.
 
-    Here a row holds one key, and the keys from `first_row` on lie behind the end of the request. Their values in the
-    cache may be NaN, and a weight of 0 times NaN would be NaN.
+    Each row of `columns` is one key. The keys from `first_row` on lie behind the end of the request. The cache may
+    contain NaN there, and a weight of 0 times NaN would be NaN.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.arange(0, columns.shape[0], gl.SliceLayout(1, LAYOUT))

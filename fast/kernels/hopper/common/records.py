@@ -6,7 +6,7 @@ values inside a kernel (pointers, scalars, tensors, shared memory), for which no
 
 A row is one (query token, head) pair, and a row block is 16, 32 or 64 rows of one request. A tile is 64 consecutive
 keys of one request. A split is consecutive tiles of one request that are attended independently of its other tiles. The
-reference score of a row is the number that is subtracted from its scores before exp2: about the largest score.
+reference score of a row is the number that is subtracted from the row's scores before exp2: about the largest score.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ class WorkPosition(NamedTuple):
 
     Attributes:
         candidate: with a schedule, index of a request; otherwise, index of a (request, split, row block) triple.
-        first_tile: with a schedule, first tile of this request for this program.
-        split: with a schedule, index of this program's split in the request.
+        first_tile: with a schedule, the first tile of the request that this program attends.
+        split: with a schedule, the index of this program's split in the request.
         more: False if `candidate` is behind the last candidate.
     """
 
@@ -240,7 +240,7 @@ class CandidateItem(NamedTuple):
 
 
 class RowBlock(NamedTuple):
-    """A row block: query tokens of its request, its index in the request, and sizes of the batch."""
+    """A row block: query tokens of the request, index `number` of the row block in the request, sizes of the batch."""
 
     query_start: Any
     query_end: Any
@@ -257,7 +257,7 @@ class Rows(NamedTuple):
         number: index of each row in the request.
         token: query token of each row.
         head: head of each row.
-        real: False for padding rows, which lie behind the last row of the request.
+        real: False for rows behind the last row of the request.
     """
 
     number: Any
@@ -272,7 +272,7 @@ class PartialRows(NamedTuple):
     Attributes:
         partial_row: index of each row among the rows of all partial outputs.
         index_rows: number of rows that are stored at one partial index.
-        real: False for padding rows, which are not stored.
+        real: False for rows behind the last row of the request, which are not stored.
     """
 
     partial_row: Any
@@ -341,7 +341,7 @@ class HalfState(NamedTuple):
 
 
 class CombineWeights(NamedTuple):
-    """How to add two states: reference scores of the sum, in base 2, and the factors of the old and the new state."""
+    """Reference scores (in base 2) of the sum of two states, and the factors of the old state and of the new state."""
 
     reference: Any
     old: Any

@@ -179,8 +179,8 @@ def seek_item(
 ):  # fmt: skip
     """Find the first work item at or after a position; return `(position of the work item, work item)`.
 
-    A candidate is a work item if it exists (`item_at`) and its row block has a query token. If no work item is left,
-    the returned item has request -1 and zeros, and `more` of the returned position is false.
+    A candidate is a work item if `exists` of its `CandidateItem` is true and its row block has a query token. If no
+    work item is left, the returned item has request -1 and zeros, and `more` of the returned position is false.
 
     Args:
         position: `WorkPosition` at which the search begins.
@@ -216,7 +216,7 @@ def seek_item(
 @gluon.jit
 @no_type_check
 def write_item(items, number, item, item_written):
-    """Write work item `number` to shared memory and arrive at the barrier `item_written`, in the producer."""
+    """In the producer, write work item `number` to shared memory and arrive at the barrier `item_written`."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     for i in gl.static_range(ITEM_FIELDS):
         items.index(number % ITEMS_HELD * ITEM_FIELDS + i).store(gl.full([1], item[i], gl.int32, layout))
@@ -226,7 +226,7 @@ def write_item(items, number, item, item_written):
 @gluon.jit
 @no_type_check
 def read_item(items, number):
-    """Return work item `number` from shared memory, in a consumer that has waited for the barrier `item_written`."""
+    """In a consumer that has waited for the barrier `item_written`, read work item `number` from shared memory."""
     return WorkItem(
         _field(items, number, 0), _field(items, number, 1), _field(items, number, 2), _field(items, number, 3),
         _field(items, number, 4), _field(items, number, 5), _field(items, number, 6), _field(items, number, 7),

@@ -1,8 +1,8 @@
 """The work loop of a consumer (the warps that multiply): it processes one work item after another.
 
 A work item is consecutive tiles (64 keys each) of one request, for one row block. The producer (the warp that loads)
-writes work items to shared memory. There are two kernels with different main loops, and both use this work loop. Each
-kernel passes seven functions of its own to `run_work_items`:
+writes work items to shared memory. Two kernels with different main loops use this work loop. Each kernel passes seven
+functions of its own to `run_work_items`:
 
 | function | what it does |
 |---|---|
@@ -14,8 +14,8 @@ kernel passes seven functions of its own to `run_work_items`:
 | `write_partial(state, block, partial, scale_log2, ctx, c, OF_REQUEST)` | Write a partial output. |
 | `write_whole(state, block, scale_log2, following, wanted, ctx, c)` | Write outputs; prefetch the next queries. |
 
-A split is consecutive tiles of one request that give one partial output. Only in a batch-invariant decode may a work
-item have several splits. The arguments are:
+A split is consecutive tiles of one request that give one partial output. A work item has one split, or several splits
+if the decode is batch-invariant. The arguments of these functions are:
 
 - `begin`, `stop`: tiles of the split, or of the work item if it is one split. `end`: end of the work item's tiles.
 - `state`: `RowState` or `HalfState`. `kept_values`: pointer to global memory for kept states.
@@ -23,7 +23,7 @@ item have several splits. The arguments are:
 - `block`: the `RowBlock` of the work item. `partial`: a partial index. `OF_REQUEST`: see `epilogue.partial_rows`.
 - `ctx`: `Context`. Its `shared` has `items` and `queries`; its `bars` has `item_written` and `item_begun`.
 - `c`: `Constants`.
-- `counters`: counts of the main loop, such as the tiles so far, from which it computes the phases of its barriers.
+- `counters`: counts of the main loop, such as the number of tiles so far; they give the phases of its barriers.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def run_work_items(
                     mbarrier.wait(bars.item_written, (number + 1) & 1)
                 # read the item again from shared memory: keeping it during `attend` would cost registers
                 current = read_item(items, number)
-                # Before the last split of this item, the next item is not yet in shared memory: `following` is then the
-                # current item, and `wanted` is false.
+                # While this item has another split, the next item may not be in shared memory yet. In this case
+                # `following` is the current item, and `wanted` is false.
                 following = read_item(items, number + gl.where(running, 0, 1))
                 wanted = (split_stop >= stop) & (following.request >= 0)
                 block, partial = row_block_of(current, sizes, c.HEADS), current.partial

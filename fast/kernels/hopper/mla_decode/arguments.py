@@ -13,7 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 
 class LaunchInputs(NamedTuple):
-    """Queries, TMA descriptors of the cache, and the tensors that describe the batch; separate parameters.
+    """Queries, TMA descriptors of the cache, and the tensors that describe the batch (separate parameters).
 
     `launch.mla_decode` documents the shapes. TMA is the GPU's bulk copy engine. A descriptor states the tensor and the
     shape of the box that one copy moves.
@@ -30,7 +30,7 @@ class LaunchInputs(NamedTuple):
 
 
 class LaunchOutputs(NamedTuple):
-    """Tensors that a decode writes; one parameter. `fast.kernels.combine.SplitDecode` documents the shapes."""
+    """Tensors that a decode writes (one parameter). `fast.kernels.combine.SplitDecode` documents the shapes."""
 
     out: Tensor
     lse: Tensor
@@ -39,7 +39,7 @@ class LaunchOutputs(NamedTuple):
 
 
 class BatchSizes(NamedTuple):
-    """Sizes of the batch; separate parameters.
+    """Sizes of the batch (separate parameters).
 
     Attributes:
         tokens: T, packed query tokens.
@@ -55,7 +55,7 @@ class BatchSizes(NamedTuple):
 
 
 class RowSizes(NamedTuple):
-    """Numbers of rows and of partial outputs; separate parameters.
+    """Numbers of rows and of partial outputs (separate parameters).
 
     Attributes:
         row_blocks: number of row blocks of a request. A row block is 16, 32 or 64 rows, and a row is one (query token,
@@ -70,7 +70,7 @@ class RowSizes(NamedTuple):
 
 
 class QueryStrides(NamedTuple):
-    """Strides of `ql_nope` and `q_pe`, in elements; one parameter."""
+    """Strides of `ql_nope` and `q_pe`, in elements (one parameter)."""
 
     latent_token: int
     latent_head: int
@@ -79,7 +79,7 @@ class QueryStrides(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """Fields of `InvariantSplitRule`, softmax scale divided by ln 2, and strides in elements; separate parameters."""
+    """Fields of `InvariantSplitRule`, softmax scale divided by ln 2, and strides in elements (separate parameters)."""
 
     small_tiles: int
     small_splits: int

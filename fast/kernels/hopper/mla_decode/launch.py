@@ -58,7 +58,7 @@ from .two_phases.launch import launch_two_phases
 
 DTYPES = (torch.bfloat16, torch.float16)
 OUT_DTYPES = (*DTYPES, torch.float32)
-MOST_SIZES = 4096  # entries in the cache of `_launch_sizes`; a decode that grows by one token adds an entry
+MOST_SIZES = 4096  # entries in the cache of `_launch_sizes`; every new value of `max_seq_len` adds an entry
 LEAST_SCALE = 1e-30  # replaces a softmax scale of 0: masked scores are -inf, and -inf * 0 would be NaN
 
 
@@ -90,9 +90,9 @@ def mla_decode(
     Args:
         ql_nope: [T, N, Lkv], bfloat16 or float16; Lkv is 256 or 512.
         q_pe: [T, N, R]; R is 0, 32 or 64.
-        kv_cache: [num_blocks, block_size, Lkv + R]. Rows are a multiple of 16 bytes; the block size is 16, 32, 64 or
-            128.
-        block_table: [B, W]; if a block number is outside the cache, its tokens are masked.
+        kv_cache: [num_blocks, block_size, Lkv + R]. A cache entry begins at a multiple of 16 bytes; the block size is
+            16, 32, 64 or 128.
+        block_table: [B, W]; tokens of a block whose number is outside the cache are masked.
         seq_lens: [B], keys of each request, clamped to [0, min(max_seq_len, W * block_size)].
         query_start_loc: [B + 1], first query token of each request.
         visible_lens: [T], number of keys that each query token sees.
@@ -150,7 +150,7 @@ def decode_splits(
     if tokens == 0 or requests == 0 or heads == 0:
         none = torch.empty(0, dtype=torch.float32, device=device)
         return SplitDecode(out, lse, none, none.clone())
-    if softmax_scale < 0:  # the kernels find the largest score before they multiply by the scale, which must not be < 0
+    if softmax_scale < 0:  # the kernels take the largest score before they multiply by the scale, so make it positive
         ql_nope, q_pe, softmax_scale = -ql_nope, -q_pe, -softmax_scale
     ql_nope, latent_strides = _in_words(ql_nope)
     q_pe, rope_strides = _in_words(q_pe)
@@ -231,7 +231,7 @@ def _launch_sizes(
     split_numbers: tuple[int, int, int, int],
     processors: int,
 ) -> LaunchSizes:
-    """Return the `LaunchSizes` of a call; `ranges` is the number of programs in its schedule, or 0 without one."""
+    """Return the `LaunchSizes` of a call; `ranges` is the number of programs in the schedule, 0 without a schedule."""
     split_rule = invariant_split_rule(*split_numbers)
     request_rows = rows_of_a_request(tokens, heads, max_query_len)
     program_rows = choose_program_rows(ranges > 0, batch_invariant, requests, request_rows, heads, max_keys, processors)

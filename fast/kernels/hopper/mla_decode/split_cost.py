@@ -39,7 +39,7 @@ COMBINE_NS, COMBINED_ROW_NS = 3000, 1.5  # ns of the combine kernel, and additio
 
 @functools.lru_cache(maxsize=4096)
 def best_num_splits(items: int, rows: int, keys: int, program_rows: int, row_blocks: int, processors: int) -> int:
-    """Return into how many splits to divide each request for the lowest estimated time; on a tie, the smallest number.
+    """Return the number of splits of each request with the lowest estimated time; of equal times, the smallest number.
 
     The estimate uses upper bounds that the host knows. No length is read from the device.
 
@@ -70,7 +70,7 @@ def best_num_splits(items: int, rows: int, keys: int, program_rows: int, row_blo
 def best_num_programs(
     items: int, rows: int, keys: int, heads: int, program_rows: int, processors: int, split_rule: InvariantSplitRule
 ) -> int:
-    """Return how many programs each (request, row block) pair gets for the lowest estimated time.
+    """Return the number of programs for each (request, row block) pair with the lowest estimated time.
 
     The decode is batch-invariant, so the number of splits is fixed. The programs of a pair divide its splits.
 

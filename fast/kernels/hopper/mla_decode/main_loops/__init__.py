@@ -1,1 +1,1 @@
-"""Decode kernels with one main loop: a kernel for row blocks of 16 and 32 rows, and a kernel for 64 rows."""
+"""Decode kernels with a main loop over tiles: one for row blocks of 16 and 32 rows, and one for 64 rows."""

@@ -2,7 +2,7 @@
 
 A split is consecutive tiles (64 keys each) of one request. A program of a batch-invariant decode may attend several
 splits one after another. It keeps the softmax state of the earlier splits in shared memory. If the state has more than
-SHARED_VALUES weighted sums, half of them go to global memory: the second half of the latents.
+SHARED_VALUES weighted sums, the sums of the second half of the latent columns are kept in global memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ...common.gluon_versions import partition_barrier
 from ...common.loads import prefetch_queries, rows_at
 from ...common.records import RowState
 
-STAGES = gl.constexpr(2)  # stages (buffers) of the ring through which tiles are loaded, one tile each
+STAGES = gl.constexpr(2)  # stages (buffers) of the ring through which tiles are loaded; a stage holds one tile
 SHARED_VALUES = gl.constexpr(8192)  # float32 values that a program can keep in shared memory between splits
 
 
@@ -43,9 +43,9 @@ class Kept(NamedTuple):
 
     Attributes:
         row_values: [2, ROWS]: reference scores (subtracted from the scores before exp2) and sums of weights.
-        weighted: weighted sums of all latents, or of the first half of the latents if the second half is in global
-            memory.
-        stored: barrier at which the consumer arrives when it has written the second half to global memory.
+        weighted: weighted sums of all latent columns, or of their first half if the sums of the second half are in
+            global memory.
+        stored: barrier at which the consumer arrives when it has written sums to global memory.
     """
 
     row_values: Any
@@ -143,7 +143,7 @@ def to_base_two(state, scale_log2):
 def _pointers_of_half(kept_values, half):
     """Return pointers to the half of the kept weighted sums that is in global memory.
 
-    The values are stored in squares of 8 by 8, as they are distributed over the threads.
+    In memory, the values have the shape [ROWS // 8, LATENTS, 8]. A warp then stores 64 consecutive values at a time.
     """
     LATENTS: gl.constexpr = half.shape[0]
     ROWS: gl.constexpr = half.shape[1]
@@ -157,7 +157,7 @@ def _pointers_of_half(kept_values, half):
 @gluon.jit
 @no_type_check
 def _halves(weighted):
-    """Return the weighted sums of the first and the second half of the latents; no value moves between threads."""
+    """Return the weighted sums of the first and of the second half of the latents; no value moves between threads."""
     LATENT: gl.constexpr = weighted.shape[0]
     ROWS: gl.constexpr = weighted.shape[1]
     return gl.split(gl.permute(gl.reshape(weighted, [2, LATENT // 2, ROWS]), [1, 2, 0]))
@@ -168,8 +168,8 @@ def _halves(weighted):
 def prefetch_kept(kept_values, shared, bars, step, number, ROWS: gl.constexpr, LATENT: gl.constexpr):
     """Issue the loads of one half of the kept state from global memory to the next stage of the ring.
 
-    This half then takes the place of a tile in the ring. The producer calls this function ahead of time, so that the
-    values are in shared memory when the consumer needs them.
+    This half then occupies one stage, like a tile. The producer calls this function ahead of time, so that the values
+    are in shared memory when the consumer needs them.
     """
     CHUNK: gl.constexpr = 1024  # elements of one copy
     NUMBER: gl.constexpr = ROWS * LATENT // 2 // CHUNK
@@ -206,7 +206,7 @@ def _take_kept(half, shared, bars, step):
     )
     mbarrier.wait(bars.full.index(stage), (step // STAGES) & 1)
     before = gl.reshape(gl.permute(tile.load(SQUARES), [1, 0, 2]), [LATENTS, ROWS])
-    fence_async_shared()  # TMA (the GPU's bulk copy engine) writes the next tile there
+    fence_async_shared()  # TMA (the GPU's bulk copy engine) will write the next tile into this stage
     partition_barrier()  # every thread executes the fence before one thread arrives
     arrive(bars.empty.index(stage))
     return gl.convert_layout(before, HALF)
@@ -217,7 +217,7 @@ def _take_kept(half, shared, bars, step):
 def with_kept(state, kept_values, ctx, counters, c):
     """Combine the kept state with `state`; return the combined state and the new counter.
 
-    The counter is the number of stages of the ring that were used so far. It grows by one if half of the kept state
+    The counter says how many times a stage of the ring has been used so far. It grows by one if half of the kept state
     passed through a stage.
     """
     TRANSPOSED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.ROWS, 16])
@@ -246,7 +246,8 @@ def with_kept(state, kept_values, ctx, counters, c):
 def keep(state, kept_values, ctx, c):
     """Store a state until the next split of the work item is attended.
 
-    If the state has more than SHARED_VALUES weighted sums, half of them go to global memory.
+    If the state has more than SHARED_VALUES weighted sums, the sums of the second half of the latent columns go to
+    global memory.
     """
     kept = ctx.shared.kept
     kept.row_values.index(0).store(state.largest)

@@ -2,11 +2,12 @@
 
 Two consumers (four warps each) run these functions at the same time. Each consumer has one half of the latent columns
 of the output: two quarters, called `left` and `right`. A split is consecutive tiles (64 keys each) of one request. A
-program of a batch-invariant decode may attend several splits one after another, and keeps the state between them.
+program of a batch-invariant decode may attend several splits one after another. It keeps the state of the earlier
+splits.
 
 If SLICES is 2, two programs divide the work: each program has only one slice (half) of the columns of every quarter.
-`number` is then the slice of the program. Values that belong to a whole row, such as the LSE, are written by the
-program of slice 0 only.
+The variable `number` is the slice of the program, 0 or 1. The program of slice 0 also writes the values that belong to
+a whole row, such as the LSE.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ def _send_rows(left, right, block, out_rows, q_latent, CONSUMER: gl.constexpr):
     """Write this consumer's half of the output columns with TMA, the GPU's bulk copy engine.
 
     TMA copies the values from the shared memory of the queries, which are no longer needed. Each consumer uses the half
-    of this memory that it filled with queries. TMA writes all 64 rows: they belong to one query token, and no row is a
-    padding row.
+    of this memory that it filled with queries. TMA writes all 64 rows. They belong to one query token, and no row lies
+    behind the last row of the request.
     """
     first_row = block.query_start * block.num_heads + block.number * ROWS
     WIDTH: gl.constexpr = left.shape[1]
@@ -174,8 +175,8 @@ def to_base_two(state, scale_log2):
 def _kept_pointers(kept_values, CONSUMER: gl.constexpr, LATENT: gl.constexpr, VALUES: gl.constexpr):
     """Return pointers to the global memory in which a consumer keeps its first quarter between splits.
 
-    The second quarter begins LATENT // 4 * ROWS elements further. The values are stored in squares of 8 by 8, as the
-    matrix unit distributes them over the threads. Each access of a warp then fills whole cache lines.
+    The second quarter begins LATENT // 4 * ROWS elements further. In memory, a quarter has the shape
+    [columns // 8, ROWS, 8]. Each access of a warp then fills whole cache lines.
     """
     row = gl.arange(0, ROWS, gl.SliceLayout(1, VALUES))
     column = gl.arange(0, VALUES.instr_shape[1], gl.SliceLayout(0, VALUES))
@@ -186,7 +187,7 @@ def _kept_pointers(kept_values, CONSUMER: gl.constexpr, LATENT: gl.constexpr, VA
 @gluon.jit
 @no_type_check
 def with_kept(state, kept_values, ctx, counters, c):
-    """Combine the state that this consumer kept with `state`; return the sum and the unchanged counters."""
+    """Combine the state that this consumer has kept with `state`; return the sum and the unchanged counters."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.LATENT // 4 // c.SLICES, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)

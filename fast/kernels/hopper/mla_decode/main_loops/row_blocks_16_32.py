@@ -1,13 +1,14 @@
 """Decode kernel for row blocks of 16 and 32 rows, with transposed products.
 
 A row is one (query token, head) pair, and a row block is the rows of one request that a program processes together. The
-left operand of a product on Hopper's matrix unit has at least 64 rows. With 16 or 32 query rows as left operand, half
-of its rows or more would be empty, and the product would take as long as with 64 query rows. The products are therefore
-transposed: scores are [keys, rows], outputs are [latents, rows], and the left operand has 64 keys or 64 latents.
+left operand of a product on Hopper's matrix unit has at least 64 rows. If 16 or 32 query rows were the left operand, at
+least half of the operand would be empty, and the product would take as long as with 64 query rows. The products are
+therefore transposed: scores are [keys, rows], outputs are [latents, rows], and the left operand has 64 keys or 64
+latents.
 
 A producer (one warp) loads tiles of 64 keys with TMA, the GPU's bulk copy engine, into a ring of two stages (buffers in
-shared memory). One consumer (four warps) multiplies. The memory bandwidth for reading the cache limits the speed.
-README.md shows how a tile passes from the producer to the consumer.
+shared memory). One consumer (four warps) multiplies. The memory bandwidth limits the speed. README.md shows how a tile
+passes from the producer to the consumer.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ def attend_tiles(begin, stop, end, visibility, ctx, step, c):
         end: end of the work item's tiles, exclusive; keys behind `end` are masked.
         visibility: `Visibility`.
         ctx: `Context`.
-        step: number of stages of the ring that were filled so far; it determines the next stage and the phases of the
-            barriers of that stage.
+        step: number of times that a stage of the ring has been filled so far; it determines the next stage and the
+            phases of the barriers of that stage.
         c: `Constants`.
 
     Returns:
@@ -144,7 +145,7 @@ def attend_tiles(begin, stop, end, visibility, ctx, step, c):
 def _consume(ctx, c):
     """Run the consumer: attend all work items of the program."""
     TRANSPOSED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.ROWS, 16])
-    step = 0  # number of stages of the ring that were filled so far
+    step = 0  # number of times that a stage of the ring has been filled so far
     run_work_items(
         prefetch_next, attend_tiles, with_kept, keep, write_partial, write_whole, to_base_two, step, ctx, c,
         gl.SliceLayout(0, TRANSPOSED), False,
@@ -214,7 +215,7 @@ def _produce(ctx, latent_tma, rope_tma, c):
         position, item = seek_item(
             position, ctx.plan, ctx.inputs, sizes, 1, c.ROWS, c.HEADS, c.BY_LENGTH, c.SCHEDULED, 1
         )
-        mbarrier.wait(bars.item_begun, number & 1)  # the consumer no longer reads the item that is overwritten
+        mbarrier.wait(bars.item_begun, number & 1)  # the consumer has stopped reading the item to overwrite
         number += 1
         write_item(shared.items, number, item, bars.item_written)
 

@@ -9,8 +9,8 @@ quarter has its own barriers. When the consumers have finished with one quarter 
 the same quarter of a later tile. README.md shows the timeline and the barriers.
 
 If multiprocessors would be idle otherwise, two programs compute the scores of the same tiles (SLICES = 2). Each program
-then multiplies the probabilities by only one slice of every quarter: one half of the columns of the quarter. With
-SLICES = 2, a "half" or "quarter" of the output contains only the columns in the slices of the program.
+then multiplies the probabilities by only one slice of every quarter: one half of the columns of the quarter. In this
+case, "half" and "quarter" of the output mean only the columns that the program computes.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _produce(ctx, latent_tma, rope_tma, c):
         position, item = seek_item(
             position, ctx.plan, ctx.inputs, sizes, 2, ROWS, c.HEADS, c.BY_LENGTH, c.SCHEDULED, c.SLICES
         )
-        mbarrier.wait(bars.item_begun, number & 1)  # the consumers no longer read the item that is overwritten
+        mbarrier.wait(bars.item_begun, number & 1)  # the consumers have stopped reading the item to overwrite
         number += 1
         write_item(items, number, item, bars.item_written)
 
@@ -141,9 +141,8 @@ def _row_blocks_64_kernel(
 ):  # fmt: skip
     """Attend all work items, in row blocks of 64 rows, and write their outputs or partial outputs.
 
-    `fast.kernels.combine` adds the partial outputs afterwards. `arguments.py` describes the arguments. `out_rows` is a
-    TMA descriptor with which outputs are written, if all rows of a row block belong to one query token. If `out_rows`
-    is None, plain stores write the outputs.
+    `fast.kernels.combine` adds the partial outputs afterwards. `arguments.py` describes the arguments. If `out_rows` is
+    a TMA descriptor, TMA writes the outputs; if `out_rows` is None, plain stores write the outputs.
     """
     dtype: gl.constexpr = latent_tma.dtype
     BOX_KEYS: gl.constexpr = latent_tma.block_shape[1]

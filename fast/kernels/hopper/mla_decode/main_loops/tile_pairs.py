@@ -10,7 +10,7 @@ A consumer is four warps that multiply. A row is one (query token, head) pair.
 Each consumer needs the probabilities of both tiles. It therefore writes the probabilities of its own tile to shared
 memory for the other consumer. While one consumer computes its softmax, the products of the other consumer run on the
 matrix unit; FlashMLA calls this order "seesaw". In the docstrings below, P0 and P1 are the probabilities of tiles 0 and
-1, and V0 and V1 are the latents of these tiles. P0 V0 is their product.
+1, and V0 and V1 are the latents of these tiles. P0 V0 is the product of P0 and V0.
 
 The reference score of a row is the number that is subtracted from the row's scores before exp2. The reference score may
 grow from tile to tile (`tile_scores.reference_of`). The probabilities here are not normalised: they are exp2(score -
@@ -122,7 +122,7 @@ def scaled(left, right, factor, VALUES: gl.constexpr):
 def _all_rows(row_values, TILE_INDEX: gl.constexpr):
     """Load the reference scores of all rows after one tile into every warp.
 
-    All warps then take the same branch in `_rescaled`, and need no barrier for it.
+    All warps then take the same branch in `_rescaled`, without a barrier.
     """
     return row_values.index(TILE_INDEX).load(gl.BlockedLayout([2], [32], [4], [0]))
 
@@ -189,7 +189,7 @@ def _attend_pair_in_first(
     rope_tiles.index(zero).store(rounded)
     row_values.index(0).store(first_reference)
     fence_async_shared()
-    # reference scores after the previous pair; invalid in the first pair, where all weighted sums are 0 anyway
+    # reference scores after the previous pair; undefined for the first pair, when all weighted sums are still 0
     old_references = _all_rows(row_values, 1)
     arrive(ready.index(0))
     decay = gl.exp2((largest - first_reference) * scale_log2)
@@ -228,7 +228,7 @@ def _attend_pair_in_second(
 ):  # fmt: skip
     """Attend a pair of tiles in the second consumer: compute P0 V0, then P1 V1; return the state.
 
-    This consumer reads P0 from shared memory and computes P1 itself. P0 V0 runs while it computes its softmax.
+    This consumer reads P0 from shared memory and computes P1 itself. P0 V0 runs while the consumer computes P1.
     """
     WIDTH: gl.constexpr = LATENT // 4
     largest, total, left, right = state.largest, state.total, state.left, state.right
@@ -295,7 +295,7 @@ def _attend_pairs_in_first(
     full, empty = bars.full, bars.empty
     state = _nothing_seen(SCORES, VALUES)
     if begin < stop:
-        # always 0; with a literal 0, the compiler would keep the addresses of all buffers in registers, and spill
+        # always 0; with a literal 0, the compiler would keep all buffer addresses in registers, which would spill
         zero = pair >> 30
         scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
         for number in gl.static_range(4):
@@ -396,8 +396,8 @@ def attend_pairs(begin, stop, end, visibility, ctx, counters, c):
         c: `Constants`.
 
     Returns:
-        The `HalfState` over all keys of these tiles, whose `total` has the sums of both consumers, and the new
-        `PairCounters`.
+        Two values: the `HalfState` over all keys of these tiles, and the new `PairCounters`. The `total` of the state
+        includes the sums of both consumers.
     """
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.LATENT // 4 // c.SLICES, 16])

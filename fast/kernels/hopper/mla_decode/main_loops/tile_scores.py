@@ -1,6 +1,7 @@
 """Scores of one tile of 64 keys for 64 rows: loads, products, mask and reference scores.
 
-A row is one (query token, head) pair. Its reference score is the number that is subtracted from its scores before exp2.
+A row is one (query token, head) pair. The reference score of a row is the number that is subtracted from the scores of
+the row before exp2.
 
 Tiles are processed in pairs: the two tiles of a pair have TILE_INDEX 0 and 1. A tile is loaded and multiplied in four
 quarters of its latent columns, in the order 0, 1, 2, 3 for tile 0, and 2, 3, 0, 1 for tile 1. NUMBER is the position of
@@ -106,10 +107,11 @@ def masked(scores, tile, end, visibility, LAYOUT: gl.constexpr, BLOCK_SIZE: gl.c
 @gluon.jit
 @no_type_check
 def reference_of(before, largest, scale_log2):
-    """Return the reference score of each row after a tile, from the score `before` and the tile's `largest` score.
+    """Return the reference score of each row after a tile.
 
-    If `largest` would get a weight above 2^8 relative to `before`, it becomes the reference score. Otherwise `before`
-    stays. A new reference score means that all sums of the row must be rescaled; with this rule, most tiles need no
-    rescaling. Weights up to 2^8 cost no accuracy in the float32 sums.
+    `before` has the reference scores before the tile, and `largest` has the largest scores of the tile. A row keeps its
+    reference score, unless the weight of the largest score would exceed 2^8. In this case the largest score becomes the
+    reference score, and all sums of the row must be rescaled. With this rule, most tiles need no rescaling. Weights up
+    to 2^8 cost no accuracy in the float32 sums.
     """
     return gl.where((largest - before) * scale_log2 > MOST_GROWTH, largest, before)

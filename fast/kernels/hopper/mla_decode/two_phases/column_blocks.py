@@ -1,13 +1,13 @@
-"""Phase 2 of a decode in two phases: programs multiply the probabilities of a split by its values, in order.
+"""Phase 2 of a decode in two phases: programs multiply the probabilities of phase 1 by the values.
 
 A split is consecutive tiles (64 keys each) of one request, which are processed in pairs. A row is one (query token,
 head) pair. The unit of work of phase 2 is a column block: one split, one row block of 64 rows, and one eighth of the
 latent columns. Several programs can thus compute one split. Each program adds the pairs of tiles from the first to the
 last.
 
-A score block is one pair of tiles and one row block. Phase 1 writes its probabilities and its row values to global
-memory, then sets its flag. The row values are the reference scores and the sums of weights of the rows. The reference
-score of a row is the number that is subtracted from its scores before exp2.
+A score block is one pair of tiles and one row block. For each score block, phase 1 writes probabilities and row values
+to global memory, then sets the flag of the score block. The row values are the reference scores and the sums of weights
+of the rows. The reference score of a row is the number that is subtracted from the row's scores before exp2.
 
 In each program the producer (one warp) loads, and the consumer (four warps) multiplies.
 """
@@ -66,7 +66,7 @@ def num_column_blocks(sizes, splits_bound):
 @gluon.jit
 @no_type_check
 def seek_column_block(number, plan, inputs, sizes, splits_bound, HEADS: gl.constexpr):
-    """Search the column blocks of this program from `number` on; return the first one whose split and rows exist.
+    """Return the first column block of this program, from `number` on, whose split and rows exist.
 
     The result is a `ColumnBlock`. If no column block is left, the number in the result is at least `num_column_blocks`.
     """
@@ -164,7 +164,7 @@ def _pairs_scored(flags, first_score_block, pair, count, row_blocks):
         "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [pointers], gl.int32, is_pure=False, pack=1
     )
     seen = gl.min(gl.where(flag == NOT_WRITTEN, lane, LANES), 0)
-    partition_barrier()  # what one lane has acquired is now visible to every lane
+    partition_barrier()  # every lane now sees the results of every pair whose flag was set
     fence_async_global()
     return gl.minimum(pair + seen, count)
 
@@ -272,7 +272,7 @@ def _zero_unowned(values, first_row, WIDTH: gl.constexpr):
 @gluon.jit
 @no_type_check
 def _rescaled(values, moved, before, after, scale_log2):
-    """Rescale the weighted sums from the reference scores `before` to `after`, if any of them has `moved`."""
+    """Rescale the weighted sums from the reference scores `before` to `after`; do nothing unless `moved`."""
     if moved:
         values = values * gl.exp2((before - after) * scale_log2)[:, None]
     return values
@@ -296,8 +296,8 @@ def _write_whole(state, block, outputs, first_column, LATENT: gl.constexpr, VALU
     """Write a column block of the output of a request with one split; the first column block also writes the LSE."""
     rows = rows_at(block, ROWS, gl.SliceLayout(1, VALUES))
     divisor = divisor_of(state)
-    # `one` is 1.0, but the compiler cannot know that. It would otherwise fuse the product in `largest` with this sum,
-    # and the bits would differ from those of `row_blocks_64`.
+    # `one` is 1.0, but the compiler cannot know its value. Otherwise the compiler would fuse the product in `largest`
+    # with this sum, and the bits would differ from those of `row_blocks_64`.
     one = gl.full([ROWS], gl.where(block.num_tokens > 0, 1.0, 0.0), gl.float32, state.largest.type.layout)
     log = gl.fma(state.largest, one, gl.log2(divisor))
     write_lse(log, state, rows, rows.real & (first_column == 0), block, outputs)

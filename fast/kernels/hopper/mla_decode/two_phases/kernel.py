@@ -1,7 +1,8 @@
-"""The two kernels of a decode in two phases: the first clears words in global memory, the second computes both phases.
+"""The two kernels of a decode in two phases: `_clear_kernel` clears words, then `_two_phases_kernel` decodes.
 
-A score block is one pair of tiles (64 keys each) and one row block of 64 rows. A column block is an eighth of the
-latent columns of the output of one split, for one row block.
+A word is a 32-bit value in global memory; a program can wait until another program changes the word. A score block is
+one pair of tiles (64 keys each) and one row block of 64 rows. A column block is an eighth of the latent columns of the
+output of one split, for one row block.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ CLEARED = gl.constexpr(1024)  # words that a program clears
 @gluon.jit(do_not_specialize=["num_words"])
 @no_type_check
 def _clear_kernel(words, num_words):
-    """Set the words of all score blocks to NOT_WRITTEN; programs later wait until other programs change the words."""
+    """Set the words of all score blocks to NOT_WRITTEN."""
     follow_kernel()
     word = gl.program_id(0) * CLEARED + gl.arange(0, CLEARED, gl.BlockedLayout([4], [32], [4], [0]))
     gl.store(words + word, gl.full([CLEARED], NOT_WRITTEN, gl.int32, word.type.layout), mask=word < num_words)
@@ -108,8 +109,8 @@ def _two_phases_kernel(
 ):  # fmt: skip
     """Compute at most one score block, then column blocks, of a batch-invariant decode.
 
-    If a request has several splits, each split becomes a partial output, and `fast.kernels.combine` adds them. The
-    launcher guarantees:
+    If a request has several splits, each split becomes a partial output, and `fast.kernels.combine` adds these partial
+    outputs. The launcher guarantees:
 
     - All programs run at the same time, and there is at least one program for each score block.
     - All `words` are NOT_WRITTEN at the beginning.

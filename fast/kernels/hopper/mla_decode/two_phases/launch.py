@@ -41,7 +41,7 @@ def launch_two_phases(
         outputs: outputs and partial outputs.
         sizes: sizes of the batch.
         row_sizes: numbers of rows and partial outputs.
-        numbers: the numbers of the split rule, scale and strides.
+        numbers: split rule, softmax scale and strides.
         constants: compile-time constants of the kernel.
         programs: number of programs: at least one for each score block, and at most one for each multiprocessor.
         pairs: upper bound of the pairs of tiles of a request.

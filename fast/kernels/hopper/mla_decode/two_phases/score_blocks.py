@@ -30,7 +30,7 @@ from ..main_loops.tile_scores import ROWS, load_quarter, masked, reference_of, s
 
 QUARTERS = gl.constexpr(4)  # quarters of a tile's latent columns, loaded and scored one by one
 BEFORE = gl.constexpr(8)  # number of earlier pairs whose largest scores are loaded at a time
-NOT_WRITTEN = gl.constexpr(-1)  # sentinel for "not written yet": no published score and no flag has these bits
+NOT_WRITTEN = gl.constexpr(-1)  # sentinel for "not written yet": no published score and no set flag has these bits
 CANONICAL_NAN = gl.constexpr(0x7FFFFFFF)  # published instead of a NaN whose bits are NOT_WRITTEN
 SCORE_WORDS = gl.constexpr(2 * ROWS.value)  # words of a score block: the largest score of each row in each tile
 # float32 row values of a score block: for each row and each tile, the reference score and the sum of weights
@@ -193,7 +193,7 @@ def _publish_largest_scores(words, score_block, TILE_INDEX: gl.constexpr, larges
 @gluon.jit
 @no_type_check
 def _largest_scores_before(words, score_block, back, row_blocks, ALL: gl.constexpr):
-    """Load the words of BEFORE consecutive pairs, of which the first is `back` pairs before this program's pair.
+    """Load the words of BEFORE consecutive pairs; the first of them is `back` pairs before this program's pair.
 
     The result is a tuple with two tensors [ROWS] of 32-bit words per pair, one for each tile. A word that is not
     published yet is NOT_WRITTEN. This program's pair and later pairs get the bits of -inf instead of their words.
@@ -212,7 +212,7 @@ def _largest_scores_before(words, score_block, back, row_blocks, ALL: gl.constex
 @gluon.jit
 @no_type_check
 def _not_written(loaded):
-    """Return whether any word is NOT_WRITTEN; every warp has all words, so the warps need no barrier."""
+    """Return whether any word is NOT_WRITTEN; every warp checks all words, so the warps need no barrier."""
     waiting = loaded[0] == NOT_WRITTEN
     for i in gl.static_range(1, 2 * BEFORE):
         waiting = waiting | (loaded[i] == NOT_WRITTEN)
@@ -222,7 +222,7 @@ def _not_written(loaded):
 @gluon.jit
 @no_type_check
 def _reference_before(words, score_block, count, row_blocks, scale_log2, ALL: gl.constexpr):
-    """Wait for the largest scores of `count` earlier pairs of the split; return the reference scores after them."""
+    """Wait for the largest scores of the `count` earlier pairs of the split; return the reference scores after them."""
     reference = gl.full([ROWS], LEAST, gl.float32, ALL)
     for first in range(0, count, BEFORE):
         loaded = _largest_scores_before(words, score_block, count - first, row_blocks, ALL)
@@ -245,7 +245,7 @@ def fence_async_global():
 def _write_tile(scores, reference, phase_one, score_block, scale_log2, TILE_INDEX: gl.constexpr, SCORES: gl.constexpr):
     """Write the probabilities of a tile, and the reference score and sum of weights of each row, to global memory."""
     row_values, probabilities = phase_one.row_values, phase_one.probabilities
-    # each of the four threads of a row stores eight consecutive keys twice: a store then fills whole 32-byte sectors
+    # Four threads store a row. Each thread stores two groups of 8 consecutive keys, which fills whole 32-byte sectors.
     LINES: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [],
         [64, 64],
