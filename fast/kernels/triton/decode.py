@@ -50,6 +50,7 @@ FLOAT32_SUM_COLUMNS = 16  # a float32 dot product is the sum of partial sums ove
 # A wave is a set of programs that run on the GPU at the same time. Each wave makes the decode longer by this fraction,
 # because its programs must start and must write partial outputs.
 WAVE_COST = 0.35
+LEAST_IN_FOUR_BLOCKS = 64  # least padded Lkv of a cache with one scale that is multiplied in four column blocks
 MOST_WAVES = 4  # a schedule has at most as many programs as run in 4 waves
 
 
@@ -223,7 +224,7 @@ def decode_splits(
     if cache_format.scaled:
         kv_cache = kv_cache.view(torch.uint8)
         latent_pages, rope_pages = None, None
-        stored = _stored_constants(cache_format, latent, rope, ql_nope.dtype, facts)
+        stored = _stored_constants(cache_format, latent, rope, ql_nope.dtype, facts, shape["ROWS"])
     else:
         latent_pages, rope_pages = _page_descriptors(kv_cache, latent, rope, shape["TILE"])
         stored = {}
@@ -396,14 +397,19 @@ def _column_blocks(cache_format: CacheFormat, latent: int) -> int:
 
 
 def _stored_constants(
-    cache_format: CacheFormat, latent: int, rope: int, dtype: torch.dtype, facts: DeviceFacts
+    cache_format: CacheFormat, latent: int, rope: int, dtype: torch.dtype, facts: DeviceFacts, rows: int
 ) -> dict[str, int]:
     """Return the fields of `Constants` that describe the entries of a cache with e4m3 latents."""
     layout = cache_format.layout(latent, rope)
+    blocks = _column_blocks(cache_format, latent)
+    if blocks == 1 and rows == 16 and dtype != torch.float32 and next_power_of_2(latent) >= LEAST_IN_FOUR_BLOCKS:
+        blocks = 4
     return {
         "E4M3": True,
         "NATIVE": facts.capability >= NATIVE_CAPABILITY and not facts.interpreted,
         "PINNED": dtype != torch.float32 and not facts.interpreted,
+        "HALF": dtype == torch.bfloat16,
+        "BLOCKS": blocks,
         "SCALE_TILE": cache_format.scale_tile,
         "SCALE_COLUMN": layout.scales,
         "ROPE_COLUMN": layout.rope,

@@ -1,17 +1,21 @@
 """Attend tiles of keys that a cache stores in e4m3 (8 bits), for both decode kernels of the backend "triton".
 
 `decode_tiles` explains rows, tiles and the online softmax. A program reads the e4m3 numbers of a tile as bytes and
-converts them to the dtype of the queries, which holds every e4m3 number exactly. No key and no value is multiplied by
-its scale, because the product would have to be rounded to the dtype of the queries. The scales multiply other numbers:
+converts them to float32 or float16, which hold every e4m3 number exactly. bfloat16 would hold them too, but a GPU needs
+four times as many instructions for the conversion. Queries in bfloat16 are therefore converted to float16, in units
+that fit the queries of each row. No key and no value is multiplied by its scale, because the product would have to be
+rounded. The scales multiply other numbers:
 
 | scale | in the scores | in the output |
 |---|---|---|
 | of the layer | multiplies the score in float32 | multiplies the sum of weighted latents in float32 |
 | of a column block of a key | multiplies the block's part of the score in float32 | multiplies the probability |
 
-A column block is the columns of a latent that have one scale in the cache entry; with a scale of the layer, it is the
-whole latent. The product of probability and scale is computed in float32 and then rounded to the dtype of the queries,
-as a probability without a scale is. A row therefore has one sum of weighted latents for each column block.
+A column block is a group of columns of the latents. If a cache entry has scales, all columns of a block have the same
+scale. The product of probability and scale is computed in float32 and then rounded, as a probability without a scale
+is. A row therefore has one sum of weighted latents for each column block. With a scale of the layer, row blocks of 16
+rows have four column blocks, because the four products of a score then do not wait for each other. Other row blocks
+have one.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from .fp8 import e4m3_to
 # divided by a unit, a power of two, so that the largest scale becomes a number from 2^14 to 2^15. float16 ends at 2^16.
 HEADROOM = tl.constexpr(14)
 BIAS = tl.constexpr(127)  # exponent bias of float32
+PROBABILITY_UNITS = tl.constexpr(2.0**13)  # factor of float16 probabilities, so that small ones are not rounded to 0
 LAST_EXPONENT = tl.constexpr(253)  # largest biased exponent of a power of two whose inverse is a normal number
 
 
@@ -76,7 +81,8 @@ def attend(queries, row_keys, first_tile, last_tile, cache, scale_log2, c):
 @triton.jit
 @no_type_check
 def _attend_e4m3_tiles(queries, row_keys, first_tile, last_tile, cache, scale_log2, c):
-    BLOCKS: tl.constexpr = len(queries.latent)
+    BLOCKS: tl.constexpr = c.BLOCKS
+    IN_HALVES: tl.constexpr = queries.latent[0].dtype == tl.float16
     ROWS: tl.constexpr = queries.latent[0].shape[0]
     COLUMNS: tl.constexpr = queries.latent[0].shape[1]
     layer_scale = 1.0
@@ -91,13 +97,17 @@ def _attend_e4m3_tiles(queries, row_keys, first_tile, last_tile, cache, scale_lo
         state = _attend_tile(state, queries, row_keys, tile, cache, scale_log2, layer_scale, c, False)
     for tile in tl.range(tl.maximum(row_keys.full_tiles, first_tile), last_tile, num_stages=1):
         state = _attend_tile(state, queries, row_keys, tile, cache, scale_log2, layer_scale, c, True)
-    if c.SCALE_TILE == 0:
-        weighted = state.weighted[0] * layer_scale
-    else:
+    weighted = state.weighted[0]
+    if BLOCKS == 4:
         left = _side_by_side(state.weighted[0], state.weighted[1])
         weighted = _side_by_side(left, _side_by_side(state.weighted[2], state.weighted[3]))
-        if queries.latent[0].dtype == tl.float16:
+    if c.SCALE_TILE > 0:
+        if IN_HALVES:
             weighted = weighted * _power_of_two(state.exponent)
+    elif IN_HALVES:
+        weighted = weighted * (layer_scale / PROBABILITY_UNITS)
+    else:
+        weighted = weighted * layer_scale
     return RowState(state.largest, state.total, weighted)
 
 
@@ -105,27 +115,36 @@ def _attend_e4m3_tiles(queries, row_keys, first_tile, last_tile, cache, scale_lo
 @no_type_check
 def _attend_tile(state, queries, row_keys, tile, cache, scale_log2, layer_scale, c, PARTIAL: tl.constexpr):
     """Return the `BlockState` after one more tile; PARTIAL is False if every row sees every key of the tile."""
-    BLOCKS: tl.constexpr = len(queries.latent)
+    BLOCKS: tl.constexpr = c.BLOCKS
     DTYPE: tl.constexpr = queries.latent[0].dtype
-    IN_UNITS: tl.constexpr = c.SCALE_TILE > 0 and queries.latent[0].dtype == tl.float16
+    IN_HALVES: tl.constexpr = queries.latent[0].dtype == tl.float16
+    IN_UNITS: tl.constexpr = c.SCALE_TILE > 0 and IN_HALVES
     keys, block, held = keys_of_tile(row_keys, tile, cache, c)
-    stored = _load_tile(keys, block, held, cache, DTYPE, c)
+    stored = _load_tile(keys, block, held, cache, DTYPE, queries.rope.dtype, c)
     # 1. scores
     scores = _products(queries.latent[0], stored.latents[0], c.SUM_COLUMNS)
     if c.SCALE_TILE > 0:
         scores = scores * stored.scales[0][None, :]
-        for number in tl.static_range(1, BLOCKS):
-            product = _products(queries.latent[number], stored.latents[number], c.SUM_COLUMNS)
-            scores += product * stored.scales[number][None, :]
-    scores = scores * (scale_log2 * layer_scale)
+    for number in tl.static_range(1, BLOCKS):
+        product = _products(queries.latent[number], stored.latents[number], c.SUM_COLUMNS)
+        if c.SCALE_TILE > 0:
+            product = product * stored.scales[number][None, :]
+        scores += product
+    factor = scale_log2 * layer_scale
+    if c.HALF:
+        factor = (queries.unit * factor)[:, None]
+    scores = scores * factor
     if c.ROPE > 0:
-        rope_scale = scale_log2 * layer_scale if c.ROPE_E4M3 else scale_log2
-        scores += _products(queries.rope, stored.rope, c.SUM_COLUMNS) * rope_scale
+        rope_product = _products(queries.rope, stored.rope, c.SUM_COLUMNS)
+        if c.ROPE_E4M3:
+            scores += rope_product * factor
+        else:
+            scores += rope_product * scale_log2
     # 2. probabilities
     seen = held[None, :]
     if PARTIAL:
         seen = seen & (keys[None, :] < row_keys.visible[:, None])
-    WEIGHTS: tl.constexpr = DTYPE if c.SCALE_TILE == 0 else tl.float32
+    WEIGHTS: tl.constexpr = tl.float32
     if scores.shape[0] == 64:  # hides a dependence from the compiler, as `decode_tiles._attend_tile` explains
         step = SoftmaxStep(state.largest, state.largest, state.total, tl.zeros(scores.shape, WEIGHTS))
         if tile >= 0:
@@ -142,7 +161,10 @@ def _attend_tile(state, queries, row_keys, tile, cache, scale_log2, layer_scale,
     for number in tl.static_range(BLOCKS):
         weights = step.probabilities
         if c.SCALE_TILE > 0:
-            weights = (weights * (stored.scales[number] * inverse)[None, :]).to(DTYPE)
+            weights = weights * (stored.scales[number] * inverse)[None, :]
+        elif IN_HALVES:
+            weights = weights * PROBABILITY_UNITS
+        weights = weights.to(DTYPE)
         sums = state.weighted[number] * decay[:, None]
         sums = tl.dot(weights, stored.latents[number], acc=sums, input_precision="ieee")
         weighted = weighted + (sums,)  # noqa: RUF005
@@ -151,9 +173,9 @@ def _attend_tile(state, queries, row_keys, tile, cache, scale_log2, layer_scale,
 
 @triton.jit
 @no_type_check
-def _load_tile(keys, block, held, cache, dtype: tl.constexpr, c):
+def _load_tile(keys, block, held, cache, dtype: tl.constexpr, rope_dtype: tl.constexpr, c):
     """Load the keys of a tile (`StoredTile`); a key that the cache does not hold becomes 0, with scales of 0."""
-    BLOCKS: tl.constexpr = 1 if c.SCALE_TILE == 0 else c.LATENT // c.SCALE_TILE
+    BLOCKS: tl.constexpr = c.BLOCKS
     COLUMNS: tl.constexpr = c.LATENT_PAD // BLOCKS
     offsets = block.to(tl.int64) * cache.block_stride + (keys % c.BLOCK_SIZE).to(tl.int64) * cache.entry_stride
     entries = cache.entries + offsets
@@ -162,7 +184,7 @@ def _load_tile(keys, block, held, cache, dtype: tl.constexpr, c):
     for number in tl.static_range(BLOCKS):
         mask = held[:, None]
         if c.LATENT < c.LATENT_PAD:
-            mask = mask & (columns < c.LATENT)[None, :]
+            mask = mask & (columns + number * COLUMNS < c.LATENT)[None, :]
         offsets = (columns + number * COLUMNS).to(tl.int64) * cache.element_stride
         latent = e4m3_to(tl.load(entries[:, None] + offsets[None, :], mask=mask, other=0), dtype, c.NATIVE)
         if c.PINNED:
@@ -181,10 +203,10 @@ def _load_tile(keys, block, held, cache, dtype: tl.constexpr, c):
             mask = mask & (columns < c.ROPE)[None, :]
         if c.ROPE_E4M3:
             offsets = (columns + c.ROPE_COLUMN).to(tl.int64) * cache.element_stride
-            rope = e4m3_to(tl.load(entries[:, None] + offsets[None, :], mask=mask, other=0), dtype, c.NATIVE)
+            rope = e4m3_to(tl.load(entries[:, None] + offsets[None, :], mask=mask, other=0), rope_dtype, c.NATIVE)
         else:  # bfloat16; the columns of such a cache have no gaps
             pointers = (entries + c.ROPE_COLUMN).to(tl.pointer_type(tl.bfloat16))
-            rope = tl.load(pointers[:, None] + columns[None, :], mask=mask, other=0.0).to(dtype)
+            rope = tl.load(pointers[:, None] + columns[None, :], mask=mask, other=0.0).to(rope_dtype)
     return StoredTile(latents, scales, rope)
 
 

@@ -36,6 +36,8 @@ class Constants(NamedTuple):
             The constants below are for such a cache alone.
         NATIVE: True if the GPU has instructions for e4m3.
         PINNED: True if the kernel is compiled for a GPU and for 16-bit queries.
+        HALF: True if bfloat16 queries are converted to float16 before they are multiplied by e4m3 numbers.
+        BLOCKS: number of column blocks of a latent, which are loaded and multiplied one after another.
         SCALE_TILE: columns of a latent that have one scale in the entry; 0 if the layer has one scale.
         SCALE_COLUMN: column at which the scales of an entry begin.
         ROPE_COLUMN: column at which the rope part of an entry begins.
@@ -53,6 +55,8 @@ class Constants(NamedTuple):
     E4M3: Any = False
     NATIVE: Any = False
     PINNED: Any = False
+    HALF: Any = False
+    BLOCKS: Any = 1
     SCALE_TILE: Any = 0
     SCALE_COLUMN: Any = 0
     ROPE_COLUMN: Any = 0
@@ -73,10 +77,17 @@ class Queries(NamedTuple):
 
 
 class RowQueries(NamedTuple):
-    """Queries of ROWS rows: `latent` [ROWS, LATENT_PAD] and `rope` [ROWS, ROPE_PAD]; `rope` is not used if R is 0."""
+    """Queries of ROWS rows.
+
+    Attributes:
+        latent: [ROWS, LATENT_PAD]; for a cache with e4m3 numbers, a tuple with one tensor for each column block.
+        rope: [ROWS, ROPE_PAD]; not used if R is 0.
+        unit: [ROWS], by which a product with `latent` is multiplied (`_in_float16`); None without this multiplication.
+    """
 
     latent: Any
     rope: Any
+    unit: Any = None
 
 
 class Cache(NamedTuple):
@@ -253,12 +264,12 @@ def _attend_tile(state, queries, row_keys, tile, cache, scale_log2, c, PARTIAL: 
 def load_queries(queries, token, head, real, c):
     """Load the queries of ROWS rows; a padding row gets zeros.
 
-    For a cache with e4m3 numbers, `latent` of the result is a tuple: for every column block (the columns of a latent
-    that have one scale), the queries [ROWS, columns of the block].
+    For a cache with e4m3 numbers, `latent` of the result is a tuple: for every column block, the queries
+    [ROWS, columns of the block].
     """
     latent_strides = queries.latent_token_stride, queries.latent_head_stride, queries.latent_element_stride
     if c.E4M3:
-        BLOCKS: tl.constexpr = 1 if c.SCALE_TILE == 0 else c.LATENT // c.SCALE_TILE
+        BLOCKS: tl.constexpr = c.BLOCKS
         latent = ()
         for number in tl.static_range(BLOCKS):
             columns = tl.arange(0, c.LATENT_PAD // BLOCKS) + number * (c.LATENT_PAD // BLOCKS)
@@ -273,7 +284,36 @@ def load_queries(queries, token, head, real, c):
         columns = tl.arange(0, c.ROPE_PAD)
         rope_strides = queries.rope_token_stride, queries.rope_head_stride, queries.rope_element_stride
         rope = _load_columns(queries.q_pe, columns, token, head, real, rope_strides, c.ROPE)
-    return RowQueries(latent, rope)
+    row_queries = RowQueries(latent, rope)
+    if c.HALF:
+        row_queries = _in_float16(latent, rope, c)
+    return row_queries
+
+
+@triton.jit
+@no_type_check
+def _in_float16(latent, rope, c):
+    """Return bfloat16 queries in float16, with the unit of each row, a power of two in float32.
+
+    A query is the product of the result and the unit. The largest result of a row is a number from 2^14 to 2^15, so
+    queries of any size fit into float16. A result is exact, except that numbers below 2^-28 times the largest number of
+    the row lose bits. Rope queries are converted only if the rope keys are e4m3 too.
+    """
+    BLOCKS: tl.constexpr = c.BLOCKS
+    largest = tl.max(tl.abs(latent[0].to(tl.float32)), 1)
+    for number in tl.static_range(1, BLOCKS):
+        largest = tl.maximum(largest, tl.max(tl.abs(latent[number].to(tl.float32)), 1))
+    if c.ROPE > 0 and c.ROPE_E4M3:
+        largest = tl.maximum(largest, tl.max(tl.abs(rope.to(tl.float32)), 1))
+    exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 0xFF  # biased; 255 for infinity and NaN
+    inverse_exponent = tl.minimum(2 * 127 + 14 - exponent, 253)  # of the power of two that multiplies the row
+    inverse = (inverse_exponent << 23).to(tl.float32, bitcast=True)[:, None]
+    halves = ()
+    for number in tl.static_range(BLOCKS):
+        halves = halves + ((latent[number].to(tl.float32) * inverse).to(tl.float16),)  # noqa: RUF005
+    if c.ROPE > 0 and c.ROPE_E4M3:
+        rope = (rope.to(tl.float32) * inverse).to(tl.float16)
+    return RowQueries(halves, rope, ((2 * 127 - inverse_exponent) << 23).to(tl.float32, bitcast=True))
 
 
 @triton.jit
