@@ -41,11 +41,17 @@ def difficult_rows(tokens: int, latent: int, rope: int, dtype: torch.dtype) -> t
 
 
 def new_fp8_cache(
-    cache_format: CacheFormat, num_blocks: int, block_size: int, latent: int, rope: int, strided: bool = False
+    cache_format: CacheFormat,
+    num_blocks: int,
+    block_size: int,
+    latent: int,
+    rope: int,
+    strided: bool = False,
+    device: torch.device | None = None,
 ) -> torch.Tensor:
     """Return a cache in which every byte is 0xFF; a strided cache is one layer of a tensor of three layers."""
     shape = (num_blocks, 3 if strided else 1, block_size, cache_format.columns(latent, rope))
-    whole = torch.full(shape, cache_format.poison, dtype=torch.uint8)
+    whole = torch.full(shape, cache_format.poison, dtype=torch.uint8, device=device)
     return whole.view(cache_format.storage_dtype)[:, 1 if strided else 0]
 
 
