@@ -442,7 +442,8 @@ for lens in (((12, 12), (5, 5)), ((1, 12), (1, 5)), ((3, 12), (2, 5))):
         found = compiled(hidden[:tokens], positions, caches[1], plan)
     assert torch.equal(found, wanted) and found.isfinite().all()
     assert torch.equal(caches[0].view(torch.uint8), caches[1].view(torch.uint8))
-if cache_format.layer_scale:
+if cache_format.layer_scale:  # a scale that was given, before its first write
+    torch._dynamo.reset()
     other = make_layer(fast, config, weights, torch.float32, cache_format=cache_format, kv_scale=scale)
     torch.compile(other, fullgraph=True, backend="aot_eager")(hidden, batch.positions, caches[0], prefill)
     assert other.kv_scale.written
