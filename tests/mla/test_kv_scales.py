@@ -447,17 +447,6 @@ def test_swap_between_layers_of_unequal_scales(ops):
     assert_same_bits(target.cache[1], source.cache[0])
 
 
-def test_compiled_layer_needs_a_chosen_scale():
-    """`torch.compile` cannot choose a scale; after one eager prefill the traced layer uses the chosen scale."""
-    case = Case(fast, torch.float32)
-    compiled = torch.compile(case.layer, backend="aot_eager")
-    with pytest.raises(Exception, match="a scale before torch.compile traces the layer"):
-        compiled(case.hidden, case.batch.positions, case.cache, case.plan())
-    wanted = case.prefill()
-    compiled = torch.compile(case.layer, backend="aot_eager", fullgraph=True)
-    assert_same_bits(compiled(case.hidden, case.batch.positions, case.cache, case.plan()), wanted)
-
-
 # The file of a calibration.
 
 
