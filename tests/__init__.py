@@ -18,13 +18,12 @@ docs/correctness.md divides the checks into five tiers. These modules test the t
 
 A property test has 25 examples, or 2000 examples with `HYPOTHESIS_PROFILE=deep`.
 
-With the pytest option `--device cuda` the tests make their tensors on a GPU, so that the kernels of this GPU serve the
-calls. The Triton kernels also have test files of their own (test_triton_*). Without a GPU these files run in Triton's
-interpreter.
+With the pytest option `--device cuda` the tests make their tensors on a GPU, so that the GPU kernels of `fast` run. The
+Triton kernels also have test files of their own (test_triton_*). Without a GPU these files run in Triton's interpreter.
 
-The list below has faults that occurred in real systems. The lines below a fault name the tests that detect the fault:
-the module without `test_`, then the tests. "mutations" stands for the planted mistakes of test_mutations. Other files
-write "pitfall 8" for entry 8 of this list.
+The list below contains faults that occurred in real systems. Below each fault are the tests that detect it. For
+example, "cache: test_write" is the test `test_write` of the module test_cache. "mutations: base-2 LSE" is the mistake
+of this name that test_mutations plants. Other files write "pitfall 8" for entry 8 of this list.
 
 1   a merge that needs natural logarithms gets a base-2 LSE
     identities: test_attention, test_merge; differential: test_prefill; mutations: base-2 LSE
@@ -50,7 +49,7 @@ write "pitfall 8" for entry 8 of this list.
     schedule: test_context_chunks_of_ranks
 11  a short context gets as much of the workspace as a long context
     schedule: test_one_long_context_among_short_ones
-12  a request with several query tokens reads past seq_lens
+12  a kernel reads past seq_lens if a request has several query tokens
     identities: test_several_queries; builder: test_plan; mutations: reads past its position
 13  with decode context parallelism the causal mask uses the rank-local position
     context_parallel: test_ranks_are_one, causal_bound_of_the_local_position
@@ -69,7 +68,7 @@ write "pitfall 8" for entry 8 of this list.
     test_no_bit_tells_how_wide_the_table_is
 20  an asynchronous matrix product reads shared memory that was already overwritten with new data
     hopper_decode, hopper_two_phases: test_same_bits_a_thousand_times
-21  the inputs of a test are degenerate, so that wrong outputs match as well
+21  the inputs of a test are degenerate, so that wrong outputs pass the test too
     identities: test_inputs_were_not_degenerate; every control of mutations
 
 `python -m tests.mutants` plants random faults; CI does not run this command. docs/correctness.md says how many of these
@@ -79,6 +78,6 @@ The GPU suite runs the kernel launches of `memory_checks.py` under compute-sanit
 
 Tests of decode context parallelism need several ranks. test_context_parallel, test_context_gather and
 test_merge_over_ranks simulate the ranks in one process. test_process_groups starts a process for each rank, with gloo
-on CPUs and with NCCL on GPUs. Some tests of this module kill ranks, or give ranks arguments that disagree.
+on CPUs and with NCCL on GPUs. Some tests of test_process_groups kill a rank, or give two ranks different arguments.
 `support.ranks` has the tasks that simulated and real ranks run. `support.processes` starts the processes.
 """

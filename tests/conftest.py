@@ -32,13 +32,13 @@ except ModuleNotFoundError:  # property tests are skipped (tests/support/propert
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(max(1, min(2, CORES // WORKERS)))
-# torch.empty returns NaN, or the largest value of an integer dtype, so an unwritten element in a result fails a test
+# torch.empty returns NaN, or the largest integer of the dtype; so a test fails if an element of a result is not written
 torch.use_deterministic_algorithms(True, warn_only=True)
 torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 class TorchRandom:
-    """torch's random generator with the methods that hypothesis calls; a repeated example then gets equal tensors."""
+    """Let hypothesis seed torch's random generator, so that a repeated example gets the same tensors."""
 
     seed = staticmethod(torch.manual_seed)
     getstate = staticmethod(torch.get_rng_state)
@@ -120,7 +120,7 @@ def pytest_runtest_call(item):
 
 @pytest.fixture(autouse=True)
 def no_earlier_calls():
-    """Make `fast` forget the calls of earlier tests, so that it checks the first call of each kind in full again."""
+    """Make `fast` forget the calls of earlier tests; it then checks all arguments of the first call of each kind."""
     if "fast.backends.checked_calls" in sys.modules:
         sys.modules["fast.backends.checked_calls"].forget_calls()
 

@@ -4,16 +4,16 @@
     python -m tests.gpu_suite --peers .peers --out docs/results
     python -m tests.gpu_suite --stages tests opcheck --out build
 
-A run with `--stages` keeps the results of the other stages in the results file, if the file was written for the same
-sources, GPU and package versions.
+A run with `--stages` replaces the results of these stages only, if the results file was written for the same sources,
+GPU and package versions. Otherwise the run replaces the whole file.
 
 Stages:
 
-- tests: the test suite with compiled kernels. Each file runs in one process, a slow file in several processes. The
-  files of `ANY_DEVICE` run twice: with tensors on the CPU and with tensors on the GPU.
+- tests: the test suite with compiled kernels. Each file runs in one process; a slow file is divided among several
+  processes. The files of `ANY_DEVICE` run twice: with tensors on the CPU and with tensors on the GPU.
 - opcheck: `torch.library.opcheck` of every registered op on the GPU.
-- memcheck, racecheck: every registered op under the tool memcheck or racecheck of compute-sanitizer, also with indices
-  out of range. Without compute-sanitizer on PATH both stages are skipped.
+- memcheck, racecheck: every registered op under the tool of this name of compute-sanitizer, also with indices out of
+  range. Without compute-sanitizer on PATH both stages are skipped.
 - main_job: `python -m fast` in float32, which compares the tokens of three implementations.
 - benchmarks: the benchmarks of one GPU.
 - between_gpus: with several GPUs, the tests and the benchmark of context parallelism over NCCL.
@@ -87,10 +87,10 @@ def read_junit(path: Path) -> dict[str, Any]:
 
 
 def run_tests(args: argparse.Namespace) -> dict[str, Any]:
-    """Run every test file in a process of its own, and a slow file in several processes.
+    """Run every test file in a process of its own, and divide each slow file among several processes.
 
-    At most `--jobs` processes run at the same time, slow files first. The tests of the site are left out, because these
-    tests compare the pages with the results file that this run will replace.
+    At most `--jobs` processes run at the same time, slow files first. The tests of the site are left out, because they
+    compare the pages with a results file, which this run will replace.
     """
     files = [file for file in (ROOT / "tests").rglob("test_*.py") if file.parent.name not in ("site", "data")]
     files = sorted(files, key=lambda file: ("triton" not in file.name and "hopper" not in file.name, file.name))
@@ -160,7 +160,7 @@ def run_opcheck(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_main_job(args: argparse.Namespace) -> dict[str, Any]:
-    """Run `python -m fast` on the GPU, which compares ops with `reference`, and tokens of three implementations."""
+    """Run `python -m fast` on the GPU: it compares ops with `reference`, and the tokens of three implementations."""
     with tempfile.TemporaryDirectory() as folder:
         figures = Path(folder) / "figures.json"
         options = ["--device", "cuda", "--dtype", "float32", "--json", str(figures), "--no-picture"]
@@ -230,7 +230,7 @@ STAGES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 
 
 def with_earlier_stages(report: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
-    """Add the stages that `report` lacks from an earlier report, if sources, GPU and versions are the same."""
+    """Copy the stages that `report` lacks from `earlier`, if both have the same sources, GPU and versions."""
     if any(earlier.get(key) != report.get(key) for key in ("fast_sha256", "tests_sha256", "hardware", "versions")):
         return report
     kept = {stage: earlier[stage] for stage in STAGES if stage in earlier and stage not in report}
@@ -282,7 +282,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"== {stage}", flush=True)
         report[stage] = STAGES[stage](args)
         report["seconds"][stage] = round(time.perf_counter() - start, 1)
-        # after every stage, so that a run that is stopped keeps the results of the stages before
+        # write the file after every stage, so that a run that is stopped keeps the results of its finished stages
         path.write_text(json.dumps(with_earlier_stages(report, earlier) if earlier else report, indent=1) + "\n")
     report = with_earlier_stages(report, earlier) if earlier else report
     failed = [stage for stage in STAGES if not report.get(stage, {"ok": True})["ok"]]

@@ -4,8 +4,8 @@
 
 racecheck is the tool of compute-sanitizer that finds data races in shared memory. In this kernel the producer warps
 store to shared memory and arrive at the mbarrier `full`. The consumer warps wait on `full`, load the data, and arrive
-at the mbarrier `empty`. The producer waits on `empty` before its next store. The kernels of `fast/kernels/hopper` hand
-over data in the same order.
+at the mbarrier `empty`. The producer waits on `empty` before its next store. The kernels of `fast/kernels/hopper` use
+their mbarriers in the same way.
 
 By default every thread arrives at an mbarrier. With `--one-arrives` one thread arrives for its warp group, as in
 `fast/kernels/hopper`. With `--racing` no warp group waits, so the consumer misses values.
@@ -71,7 +71,7 @@ def let_every_thread_arrive() -> None:
     """Make every thread arrive at the mbarriers in the kernels of this process.
 
     Call this function before the import of the modules that contain kernels. Triton hashes a kernel together with the
-    constant that this function changes, and a change after the hashing is an error.
+    constant `EVERY_THREAD_ARRIVES`, and raises an error if the constant changes later.
     """
     arrivals.EVERY_THREAD_ARRIVES = gl.constexpr(True)
 

@@ -1,7 +1,7 @@
 """Call every public function of a package with one malformed argument at a time, and report the outcomes.
 
-`python -m tests.malformed_calls fast` prints one JSON object. A separate process makes the calls, because in the
-process of the tests conftest.py adds run-time checks of annotations, which a user's process does not have.
+`python -m tests.malformed_calls fast` prints one JSON object. The tests start this command as a new process. Their own
+process has run-time checks of annotations (see conftest.py), which a user's process does not have.
 
 If you add a public function, add a valid call of this function to `valid_calls`. The malformed values are derived from
 the annotations of its arguments.
@@ -53,7 +53,7 @@ from .support.factories import (
 from .support.malformed_values import malformed
 
 CPU = torch.device("cpu")
-SECONDS_A_CALL = 5  # limit of CPU time for each call, in case that a malformed number starts an endless loop
+SECONDS_A_CALL = 5  # limit of CPU time for each call, because a malformed number could start an endless loop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +64,8 @@ class Call:
         name: name in the report, such as "mla_decode" or "DecodeGraph.run".
         function: the function, class or bound method.
         arguments: all arguments by name, including the tensors that the function writes.
-        hidden: annotations by argument name, for arguments whose annotation the signature lacks.
-        runs: False if the valid call is too slow to be made; only the calls that must give an error are then made.
+        hidden: annotations by argument name, for arguments that have no annotation in the signature.
+        runs: False if the valid call is too slow. The report then contains only calls that must give an error.
     """
 
     name: str
@@ -362,7 +362,7 @@ def calls_of_fast(call: Callable[..., Call], method: Callable[..., Call], backen
 
 @dataclasses.dataclass
 class HFConfig:
-    """Config with the fields of a transformers config that `MLAConfig.from_hf` reads; needs no transformers."""
+    """Object with the fields that `MLAConfig.from_hf` reads of a transformers config; does not need transformers."""
 
     model_type: str = "deepseek_v3"
     hidden_size: int = 48

@@ -6,8 +6,8 @@ Hostile indices are indices out of range. With such indices, a kernel must not r
 launches are divided into equal parts ("shards"), and `1/8` runs the first of eight shards. With
 `--every-thread-arrives` the kernels are compiled in a form that the tool racecheck understands (see `sanitizers.py`).
 
-Each shard prints the kernels that Triton compiled. From these lines `never_launched` finds kernels, and `VARIANTS` of
-Hopper kernels, that no shard launched.
+Each shard prints the kernels that Triton compiled. `never_launched` reads the output of all shards, and returns the
+kernels and the `VARIANTS` of Hopper kernels that no shard launched.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ PLANS = (
 PAGES = tuple(f"BLOCK_SIZE {size}," for size in (16, 32, 64, 128))
 PREFETCHED = "HEADS 64, LATENT 512, ROPE 64, BLOCK_SIZE 64, BY_LENGTH False, SCHEDULED False, SPLIT False"
 SLICED = "HEADS 64, LATENT 512, ROPE 64, BLOCK_SIZE 64, BY_LENGTH True, SCHEDULED False, SPLIT False, SLICES 2"
-VARIANTS = {  # Hopper kernel: texts, each of which must occur in the constants of at least one launch of the kernel
+VARIANTS = {  # Hopper kernel: list of texts; each text must occur in the constants of at least one launch of the kernel
     "row_blocks_16_32_kernel": (
         "ROWS 16,",
         "ROWS 32,",
@@ -108,9 +108,10 @@ def launch_samples(shard: int, shards: int) -> None:
 
 
 def hostile(name: str, value: Any, far: int) -> Any:
-    """Return `value` for the argument `name` of an op; if `HOSTILE` has this name, every second element is `far`.
+    """Return the argument `value`; if `HOSTILE` has its name, return a copy in which every second element is `far`.
 
-    `query_start_loc` is not in `HOSTILE`, because the engine's scheduler computes it: no request can make it wrong.
+    `query_start_loc` is not in `HOSTILE`, because the engine's scheduler computes it. A user's request cannot make it
+    wrong.
     """
     if name not in HOSTILE or value is None:
         return value
@@ -137,7 +138,7 @@ def kernels_of(sets: Sequence[str]) -> set[str]:
 
 
 def never_launched(launched: Iterable[str], hopper: bool) -> list[str]:
-    """Return the kernels that are missing in the lines `launched`; with `hopper` also the missing `VARIANTS`."""
+    """Return the kernels that no line of `launched` names; with `hopper` also the `VARIANTS` that no line names."""
     launched = list(launched)
     missing = kernels_of(["combine", "triton", *(["hopper"] if hopper else [])]) - {
         line.split()[0] for line in launched

@@ -7,11 +7,11 @@ tests pass. The command prints the surviving mutants.
 - Sample: the mutants are a simple random sample, without replacement, of all mutants of the files in `TABLE`. A mutant
   that does not compile, or that has the same syntax tree as the source, is replaced by the next mutant.
 - Code without mutants: signatures and other code that has no behaviour are never changed (`is_left_alone`).
-- Judge: `TABLE` names the tests that judge the mutants of a file. These tests must first pass on the unchanged sources
-  in at most 30 s of CPU time (the baseline).
-- Verdict: the judge's tests run on the mutant, in a copy of the repository, until the first test fails. A mutant whose
-  tests need more than 60 s of CPU time is reported as timed out and counts as noticed.
-- Session file: every verdict is one line of this file. The same command continues an interrupted run.
+- Judge: for each file, `TABLE` names the tests that run on its mutants. They are the judge of the file. They must first
+  pass on the unchanged sources in at most 30 s of CPU time (the baseline).
+- Verdict: the judge's tests run on the mutant, in a copy of the repository, until the first test fails. If the tests
+  need more than 60 s of CPU time, the mutant is reported as timed out. It then counts as noticed.
+- Session file: every verdict is one line of this file. If a run was interrupted, repeat its command to continue it.
 
 The command needs the package's extra `dev` (cosmic-ray) and a POSIX system. The process imports torch, transformers and
 pytest once, and the tests of each mutant run in a fork of the process.
@@ -48,8 +48,8 @@ from .support.mutant_judges import SUBJECTS, TABLE, Judge
 
 ROOT = Path(__file__).resolve().parents[1]
 BASELINE_LIMIT_S, LIMIT_S = 30, 60  # limits of the tests' CPU time in seconds: on the unchanged sources, on a mutant
-PATIENCE = 4  # the tests of a mutant may take PATIENCE x LIMIT_S seconds of wall-clock time
-MEMORY_LIMIT = 24 << 30  # bytes of address space of a run, so that a mutated size cannot fill the machine's memory
+PATIENCE = 4  # the tests of a mutant are stopped after PATIENCE x LIMIT_S seconds of wall-clock time
+MEMORY_LIMIT = 24 << 30  # most bytes of address space of a run; otherwise a mutated size could fill the memory
 COPIED = ("fast", "reference", "tests", "docs", "pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md")
 PRELOADED = (
     "torch", "hypothesis", "beartype", "jaxtyping", "einops", "safetensors.torch",
@@ -128,7 +128,7 @@ def is_left_alone(node) -> bool:
 
 
 def _stands_in(statement, kind: str) -> bool:
-    """Return whether a statement stands directly in a block of this kind, such as "classdef"."""
+    """Return whether a statement stands directly in the body of a node of this kind, such as "classdef"."""
     block = statement.parent
     return block is not None and block.parent is not None and block.parent.type == kind
 
@@ -151,7 +151,7 @@ def mutants_of(file: str, source: str) -> list[Mutant]:
 
 
 def mutate(source: str, mutant: Mutant) -> str | None:
-    """Return the changed source; None if the changed source does not compile or has the same syntax tree as before."""
+    """Return the source with the mutant's change; None if it does not compile or has the same syntax tree as before."""
     from cosmic_ray.mutating import mutate_code
 
     changed = mutate_code(source, operators()[mutant.operator], mutant.occurrence)
@@ -170,7 +170,7 @@ def draw(sources: dict[str, str], seed: int, sample: int) -> tuple[list[Mutant],
     Args:
         sources: source text by file.
         seed: seed of the sample.
-        sample: upper bound of the number of mutants to draw.
+        sample: number of mutants to draw; fewer are drawn if `sources` have fewer.
 
     Returns:
         The drawn mutants, and the number of all mutants.
@@ -194,7 +194,7 @@ def diff_of(source: str, mutant: Mutant) -> list[str]:
 class FirstFailure:
     """Plugin of pytest that records the first failure, sorts the test modules, and switches shrinking off.
 
-    Shrinking means that hypothesis searches a smaller example after a failure, which takes time.
+    Shrinking is the search of hypothesis for a smaller example after a failure. The search takes time.
     """
 
     def __init__(self, tree: Path, modules: Sequence[str]):
@@ -300,7 +300,7 @@ class Bench:
             del sys.modules[name]
         sys.path[:] = [str(self.tree), *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
         importlib.invalidate_caches()
-        # with as many workers as cores, conftest.py gives each worker one thread; the number changes no test result
+        # conftest.py gives each of this many workers one thread; the number of threads changes no test result
         os.environ |= {"PYTEST_XDIST_WORKER_COUNT": str(os.cpu_count()), "HF_HUB_OFFLINE": "1"}
         noted = FirstFailure(self.tree, judge.modules)
         options = ["-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--no-header", "-W", "ignore"]
@@ -431,7 +431,7 @@ def digest(texts: dict[str, str]) -> str:
 
 
 def report(session: Session, drawn: Sequence[Mutant], sources: dict[str, str], head: dict) -> dict:
-    """Return counts by subject and file, the survivors with their changes, and the noticed mutants with their tests."""
+    """Return counts by subject and by file, each survivor with its change, each noticed mutant with the failed test."""
     judged = {mutant: session.verdicts[mutant] for mutant in drawn if mutant in session.verdicts}
 
     def counts(mutants) -> dict[str, int]:
@@ -467,12 +467,12 @@ def report(session: Session, drawn: Sequence[Mutant], sources: dict[str, str], h
 
 
 def entry_of(survivor: dict) -> str:
-    """Return the name that docs/correctness.md gives to a survivor: the file and the changed line."""
+    """Return the name of a survivor in docs/correctness.md: the file and the changed line."""
     return f"`{survivor['file']}` `{survivor['diff'][-1].removeprefix('+ ').partition('  # ')[0]}`"
 
 
 def show(found: dict) -> None:
-    """Print the counts and the survivors; for each survivor print the beginning of its line in docs/correctness.md."""
+    """Print the counts and the survivors. A survivor is printed with the first words of its line in correctness.md."""
     for survivor in found["survivors"]:
         print(f"\nsurvived: {survivor['file']}:{survivor['line']} {survivor['operator']}")
         print("\n".join(f"  {line}" for line in survivor["diff"]))
@@ -523,7 +523,7 @@ def main() -> None:
 
 
 def measure_baselines(session: Session, benches: Sequence[Bench], work: Sequence[Mutant]) -> None:
-    """Run the tests of all judges on the unchanged sources and record how long the tests take.
+    """Run the tests of every judge on the unchanged sources, and record how much CPU time they need.
 
     Raises:
         RuntimeError: a test fails, or the tests need more than `BASELINE_LIMIT_S`.

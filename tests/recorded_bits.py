@@ -6,8 +6,8 @@
 Record and compare on the same CPU or GPU model, because bits depend on the hardware. `compare` exits with 1 if a digest
 differs or a case is missing.
 
-A case is a named call with inputs from a fixed seed. `--jobs` sets the number of processes that run the cases. Cases
-with the same text before "|" in their names use the same compiled kernels, so one process runs all of these cases.
+A case is a named call with inputs from a fixed seed. `--jobs` sets the number of processes that run the cases. If two
+cases have the same text before "|" in their names, they use the same compiled kernels, so the same process runs both.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ LENGTHS = {  # batch: query lengths and sequence lengths
 def digest_of(value: Any) -> str:
     """Return the first 16 hex digits of the sha256 of all tensors and numbers in a result, NaN payloads included.
 
-    Four kinds of fields are left out, because the results of earlier commits lack these fields: `InvariantSplitRule`,
-    `GraphSupport`, `parts` and `workspace`. A wrong value of these fields changes outputs, whose digests are compared.
+    Four kinds of fields are left out, because the results of earlier commits do not have them: `InvariantSplitRule`,
+    `GraphSupport`, `parts` and `workspace`. If such a field has a wrong value, the digests of the outputs differ.
     """
     found = hashlib.sha256()
 
@@ -88,7 +88,7 @@ def ops(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield cases of every registered op on the sample arguments of `tests/twins/test_ops.py`.
 
     A case returns the result and the arguments, because some ops write to their arguments. A case of
-    `merge_packed_attn_states` returns only the result: its arguments contain padding bytes that are never written.
+    `merge_packed_attn_states` returns only the result, because the padding bytes in its arguments are uninitialised.
     """
     from .twins import test_ops
 

@@ -3,9 +3,8 @@
     python -m tests.recorded_ptx record FILE
     python -m tests.recorded_ptx compare FILE --renamed few_heads=row_blocks_16_32 --gone merge_splits
 
-A variant is a kernel compiled for one combination of argument types and constants. The hash of a variant does not cover
-debug information, comments and the name of the kernel. So every hash stays the same if a change only moves or renames
-kernels.
+A variant is a kernel compiled for one combination of argument types and constants. A hash does not cover debug
+information, comments and the name of the kernel. So a change that only moves or renames kernels changes no hash.
 
 No GPU is needed. The launchers (the functions that launch kernels) get CPU tensors and the properties of an H200. The
 launches are recorded instead of run, and Triton compiles each recorded launch for sm_90.
@@ -100,8 +99,8 @@ def warmed(backends, config, facts, **settings) -> dict:
     """Return the launches of `fast.warmup`, which launches every kernel of a config once.
 
     Args:
-        backends: names of the backends whose kernels serve the CPU tensors. If several backends have kernels of an op,
-            the last of them serves the op.
+        backends: names of the backends whose kernels serve the CPU tensors. If several backends have kernels for an op,
+            the last backend of the list serves the op.
         config: dimensions of the layer.
         facts: properties of the GPU that the launchers see.
         settings: further arguments of `fast.warmup`.
@@ -145,7 +144,7 @@ def scenarios() -> Iterator[tuple[str, Callable[[], dict]]]:
 
 
 class _Done(Exception):
-    """Exception that carries the PTX out of Triton's compiler before the compiler makes a binary."""
+    """Exception that ends the compilation after the PTX, before Triton makes a binary; it carries the PTX."""
 
 
 def _stop(_backend, ptx, *_) -> None:
@@ -174,7 +173,7 @@ def variants(renamed: dict[str, str], only: str) -> dict[str, tuple]:
     """Return the launches of all scenarios by key.
 
     Args:
-        renamed: mapping from the name of a kernel in the recorded file to its new name. The returned keys contain the
+        renamed: for each renamed kernel, its name in the recorded file and its new name. The returned keys contain the
             name in the file.
         only: regular expression that selects scenarios.
 
@@ -226,7 +225,7 @@ def hashes(found: dict[str, tuple], workers: int) -> dict[str, str]:
 
 
 def main(argv: list[str]) -> int:
-    """Record or compare hashes; return 1 if a variant differs, or is missing and not named by `--gone`."""
+    """Record or compare hashes; return 1 if a variant differs, or is missing although `--gone` does not name it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("record", "compare"))
     parser.add_argument("file", type=Path)

@@ -1,8 +1,8 @@
 """Run the launches of `tests/memory_checks.py` under compute-sanitizer, and report what its tools find.
 
 The tool memcheck finds accesses outside of tensors. The tool racecheck finds data races in shared memory. The launches
-are divided into parts ("shards"), and each shard runs in a process of its own. Kernels that no shard launched are
-reported as well.
+are divided into parts ("shards"), and each shard runs in a process of its own. The report also names the kernels that
+no shard launched.
 
 racecheck and mbarriers: in our kernels, all warps of a group meet at a barrier, and then one thread arrives at an
 mbarrier for the group. For racecheck, this arrival orders only the accesses of the arriving thread. So racecheck would
@@ -10,7 +10,7 @@ report the accesses of the other threads as races. Under racecheck the kernels a
 every thread arrives (`fast/kernels/hopper/common/arrivals.py`). For the ordinary form, `test_hopper_compilation` checks
 in the compiled code that a barrier precedes each arrival.
 
-Controls: the small kernel of `tests/hand_over.py` runs under racecheck in three forms. The controls show whether
+Controls: the small kernel of `tests/hand_over.py` runs under racecheck in three forms. The results show whether
 racecheck's reports can be trusted:
 
 - Every thread arrives: racecheck must report no race.
@@ -26,8 +26,9 @@ Two kinds of reports are not failures:
   times. A report without kernel and line in the last run is a failure.
 
 Limits: racecheck does not check asynchronous copies, copies by TMA (the GPU's bulk copy engine), and the reads of
-matrix products. In the form in which every thread arrives, an arrival also waits for the asynchronous copies of its
-thread. Launches run one after another, so racecheck cannot find a race between two kernels.
+matrix products. In the form in which every thread arrives, each arrival waits for the asynchronous copies of its
+thread; the ordinary form has no such wait. Launches run one after another, so racecheck cannot find a race between two
+kernels.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ ACCESS = re.compile(r"=+ .*\b(Read|Write) access at (?P<kernel>\w+)\+0x[0-9a-f]+
 
 
 class Place(NamedTuple):
-    """A line of a kernel in the form in which racecheck reports lines."""
+    """A line of a kernel, as racecheck writes it in a report."""
 
     kernel: str
     file: str
@@ -167,8 +168,8 @@ def races_report(
         outcomes: exit status and output of each shard.
         controls: mapping from the name of a control to its output; empty on GPUs whose kernels do not specialise warps.
         hopper: whether the kernels for Hopper must have been launched.
-        earlier: outputs of the first runs of the shards that ran again, because a report named neither kernel nor line.
-            The other reports in these outputs count.
+        earlier: outputs of the earlier runs of shards that ran again. A shard runs again if a report names neither
+            kernel nor line; the other reports of the earlier run count.
     """
     report = shards_report(outcomes, hopper)
     found = sum((races(output) for _, output in outcomes), Counter())
@@ -233,7 +234,7 @@ def of_ours(found: Counter[tuple[Place, Place]]) -> Counter[tuple[Place, Place]]
 def tritons_own() -> frozenset[Place]:
     """Return the lines that racecheck names for Triton's own accesses in `warp_specialize`.
 
-    For each kernel that calls `warp_specialize`, the result has the line of the kernel's `def` and of the call.
+    For each kernel that calls `warp_specialize`, the result has two lines: the kernel's `def` and the call.
     """
     places = []
     for path in [*(ROOT / "fast" / "kernels" / "hopper").rglob("*.py"), ROOT / "tests" / "hand_over.py"]:

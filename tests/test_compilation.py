@@ -1,6 +1,7 @@
 """Tests of compilation ahead of time: `fast.warmup` launches every kernel, so that later steps compile nothing.
 
-Triton compiles a kernel at its first launch for each variant, which is a combination of argument types and constants.
+A variant of a kernel is a combination of argument types and constants. Triton compiles a variant when it is launched
+for the first time.
 """
 
 from __future__ import annotations
@@ -126,9 +127,9 @@ def serve(config, dtype, threshold, batch_invariant=False, cache_format=COMPUTE_
     """Run a layer in all steps of `STEPS`, with several plans for a step.
 
     - The plan of `build_mla_metadata`.
-    - In steps of decodes: the plan that a captured CUDA graph has, and a plan for a shared prefix (cascade).
-    - A plan with a schedule of `plan_decode`, which is batch-invariant if `batch_invariant` is true.
-    - With `batch_invariant`: a plan with a batch-invariant schedule without work items.
+    - If the step has decodes only: the plan that a captured CUDA graph has, and a plan for a shared prefix (cascade).
+    - A plan with a schedule of `plan_decode`. The schedule is batch-invariant if `batch_invariant` is true.
+    - With `batch_invariant`: a plan whose schedule is batch-invariant and has no work items.
     """
     layer = layer_of(config, dtype, cache_format)
     costs = measured_schedule_costs(config.num_heads)
@@ -250,7 +251,7 @@ def test_warmup_specialises_for_formats(launches, name):
 
 
 def test_warmup_specialises_for_batch_invariance(launches):
-    """Warm up for batch invariance -> batch-invariant steps launch only kernel variants that warm-up launched."""
+    """Warm up for batch invariance -> later batch-invariant steps launch no kernel variant that is new."""
     fast.warmup(LOW_RANK, device="cpu", dtype=torch.bfloat16, block_size=16, decode_threshold=3, batch_invariant=True)
     ahead = set(launches)
     assert {"_plan_invariant_kernel", "_combine_invariant_kernel"} <= {key[0] for key in ahead}
@@ -262,8 +263,8 @@ def test_warmup_specialises_for_batch_invariance(launches):
 def test_a_compiler_cannot_fuse_what_folds_round(launches):
     """Compile the combine kernel -> it rounds each product of weight and partial output before the addition.
 
-    A decode program that combines its own splits rounds this product, too. If the compiler fused the product and the
-    addition, the product would not be rounded, and the result would depend on the kernel that combines. The combine
+    If the compiler fused the product and the addition, the product would not be rounded. The result would then differ
+    from a result that a decode program combines itself, because the decode kernel rounds this product. The combine
     kernel prevents the fusion: it computes `sum x 1 + product` with a factor 1 that the compiler does not know. The
     test counts the fused multiply-adds with this factor in the PTX (GPU assembly).
     """
@@ -274,7 +275,7 @@ def test_a_compiler_cannot_fuse_what_folds_round(launches):
         ptx = compiled(kernel, kinds, constants, (9, 0)).asm["ptx"]
         (one,) = set(re.findall(r"selp\.f32\s+(%\w+), 0f3F800000, 0f00000000", ptx))
         added = re.findall(rf"fma\.rn\.f32\s+%\w+, %\w+, {one}, %\w+;", ptx)
-        values = constants["ROWS"] * constants["COLUMNS"] // (32 * constants["num_warps"])  # elements a thread
+        values = constants["ROWS"] * constants["COLUMNS"] // (32 * constants["num_warps"])  # elements of one thread
         assert len(added) >= constants["SPLITS"] * max(1, values)
 
 
@@ -293,9 +294,11 @@ def test_kernels_compile_for(chip, heads, launches, monkeypatch):
     """Compile the kernels of a layer with DeepSeek's dimensions for a GPU -> each kernel fits into shared memory.
 
     By default the test compiles only the decode kernels, the combine kernels, the attention kernel, and the kernel of
-    `advance_step`, for two GPUs: an RTX 4090, which has the least shared memory, and an H200. With the constant
-    `DEPENDENT` a kernel starts before the preceding kernel has ended. The test checks that the planner kernel, the
-    combine kernels and the kernel of `advance_step` have this constant exactly on GPUs that support such a start.
+    `advance_step`, for two GPUs: an RTX 4090, which has the least shared memory, and an H200.
+
+    If the constant `DEPENDENT` of a kernel is true, the kernel starts before the preceding kernel has ended. The test
+    checks that `DEPENDENT` is true for the planner kernel, the combine kernels and the kernel of `advance_step` on GPUs
+    that support such a start, and false on other GPUs.
     """
     from fast.kernels.combine import launch as combine_launch
     from fast.kernels.device import DeviceFacts
@@ -333,7 +336,7 @@ def test_kernels_compile_for(chip, heads, launches, monkeypatch):
 def reads_before_its_wait(ptx):
     """Assert that the combine kernel waits for the decode kernel before it reads partial outputs.
 
-    Before the wait it reads only the schedule, with loads that bypass the L1 cache (`.cg`).
+    Before the wait the combine kernel reads only the schedule, with loads that bypass the L1 cache (`.cg`).
     """
     before, wait, after = ptx.partition("griddepcontrol.wait")
     assert wait and "ld.global" in after
@@ -342,7 +345,7 @@ def reads_before_its_wait(ptx):
 
 
 def test_too_wide_for_a_chip():
-    """Ask for a kernel of vectors too wide for the GPU's shared memory -> an error of one line before any launch."""
+    """Ask for tiles that are too wide for the GPU's shared memory -> an error of one line, and no launch."""
     pytest.importorskip("triton")
     from fast.kernels.device import DeviceFacts
     from fast.kernels.triton.attention import _blocks
@@ -433,7 +436,7 @@ def test_first_use_is_told(caplog):
 
 
 def test_a_kernel_is_compiled_by_one_thread():
-    """Two threads need one kernel -> the second thread waits, and compiles the kernel if the first thread failed."""
+    """Two threads need the same kernel -> the second thread waits, and compiles it only if the first thread failed."""
     pytest.importorskip("triton")
     from fast.kernels.compile_log import SharedCompilations
 
@@ -497,9 +500,9 @@ class CountingBar(compilation._Bar):
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_launches_run_in_threads(threads):
-    """Run 20 launches in threads -> each launch runs once, with the caller's torch settings, and the bar counts it.
+    """Run 20 launches in threads -> each launch runs once with the caller's torch settings; the bar counts to 20.
 
-    An error in one launch ends the warm-up before the remaining launches.
+    An error in one launch ends the warm-up before all launches have run.
     """
     bar, ran = CountingBar(), []
 

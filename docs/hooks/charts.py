@@ -1,4 +1,4 @@
-"""Draw the line charts of the site: inline SVG with two logarithmic axes.
+"""Draw the charts of the site that show lines and points: inline SVG with two logarithmic axes.
 
 Lines and marks have CSS classes. The style sheet gives each class a colour for the light and for the dark scheme. Text
 has the colour of the page's text. Each chart is drawn twice, for a wide and for a narrow screen, because a wide drawing
@@ -140,9 +140,9 @@ class Axis:
     def ticks(self, most: int) -> list[tuple[float, bool]]:
         """Return a pair for each tick: the value of the tick, and whether this value is a power of ten.
 
-        Three sets of ticks are tried: 1, 2 and 5 times the powers of ten, then 1 and 3 times the powers of ten, then
-        the powers of ten alone. The first set with at most `most` ticks is returned. If every set has more ticks, the
-        last set is returned.
+        There are three sets of ticks: the powers of ten x 1, 2 and 5; the powers of ten x 1 and 3; the powers of ten
+        alone. The first set with at most `most` ticks is returned. If every set has more ticks, the last set is
+        returned.
         """
         powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
         for factors in ((1, 2, 5), (1, 3), (1,)):

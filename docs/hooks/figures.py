@@ -16,7 +16,7 @@ from mkdocs.structure.files import Files
 from mkdocs.structure.pages import Page
 
 IMAGE = re.compile(r"!\[(?P<alt>[^\]]*)\]\((?P<path>[^)\s]*assets/gain)\.svg\)")
-COLOURS = {  # colour that matplotlib writes: colour of the style sheet that replaces it
+COLOURS = {  # colour that matplotlib writes: replacement from the style sheet
     "#000000": "currentColor", "#ffffff": "var(--md-default-bg-color)",
     "#eeeeee": "var(--md-default-fg-color--lightest)",
 }  # fmt: skip
@@ -31,7 +31,7 @@ def inlined(svg: str, name: str, alt: str, kind: str = "figure", colours: dict[s
         name: prefix that makes the identifiers of the drawing unique on the page.
         alt: description for readers who cannot see the drawing.
         kind: CSS classes of the drawing.
-        colours: more colours to replace, in addition to COLOURS: colour in the SVG file: colour of the page.
+        colours: further replacements beside COLOURS: mapping from a colour in the SVG file to a colour of the page.
 
     Raises:
         ValueError: the drawing has no viewBox.
@@ -54,7 +54,7 @@ def inlined(svg: str, name: str, alt: str, kind: str = "figure", colours: dict[s
 
 
 def contenders(css: str) -> dict[str, str]:
-    """Map the colour of each implementation in CONTENDERS in the light scheme to the CSS property that replaces it.
+    """Map the light colour of each implementation in CONTENDERS to the CSS property that replaces the colour.
 
     The CSS property has one colour for the light scheme and one for the dark scheme.
 

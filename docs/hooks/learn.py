@@ -61,13 +61,13 @@ def outside_fences(text: str, change: Any) -> str:
 
 
 def blank_lines(text: str) -> str:
-    """Add the blank lines that Python-Markdown (used by the site) needs and CommonMark (used by Jupyter) does not need.
+    """Add the blank lines that Python-Markdown needs. The site uses Python-Markdown; Jupyter works without the lines.
 
     A blank line is added before a list or a table that directly follows a paragraph. A blank line is also added before
     a list item if the item above has several paragraphs.
     """
     lines: list[str] = []
-    formula = False  # True inside a formula between $$, where a line that begins with "+" is no list item
+    formula = False  # True inside a formula between $$; there, a line that begins with "+" is no list item
     opening = ""  # first line of the paragraph that contains `line`
     for line in text.split("\n"):
         before = lines[-1] if lines else ""
@@ -84,7 +84,7 @@ def blank_lines(text: str) -> str:
 
 
 def takeaways(text: str) -> str:
-    """Turn each blockquote that begins with a bold word and a full stop, such as **Takeaway.**, into a titled box."""
+    """Turn each blockquote that begins with a bold title, such as **Takeaway.**, into a box with this title."""
 
     def box(quote: re.Match[str]) -> str:
         body = re.sub(r"^> ?", "", quote.group(), flags=re.MULTILINE)
@@ -95,7 +95,7 @@ def takeaways(text: str) -> str:
 
 
 def answers(text: str) -> str:
-    """Turn each HTML element <details> into a box of the site that opens on a click; the box contains Markdown."""
+    """Turn each HTML element <details> into a box of the site; the box opens on a click and contains Markdown."""
 
     def box(details: re.Match[str]) -> str:
         summary, body = unescape(re.sub(r"<[^>]+>", "", details[1])).strip(), blank_lines(details[2])
@@ -121,8 +121,9 @@ def plain(text: str) -> str:
 def figure_text(cells: list[Any], index: int) -> str:
     """Return the description of a figure for readers who cannot see the figure.
 
-    The description is the entry "alt" of the cell's metadata. Without this entry, the description is the next paragraph
-    after the cell or the last paragraph before the cell, preferably a paragraph that mentions a figure.
+    The description is the entry "alt" of the cell's metadata. Without this entry there are two candidates: first the
+    next paragraph after the cell, then the last paragraph before the cell. The function returns the first candidate
+    that mentions a figure, or else the first candidate.
     """
     if alt := cells[index].metadata.get("alt"):
         return plain(alt)
@@ -146,7 +147,8 @@ def output_block(output: Any, stem: str, index: int, alt: str, figures: dict[str
         stem: file name of the notebook without ".ipynb".
         index: number of the cell.
         alt: description of a figure for readers who cannot see the figure.
-        figures: PNG images by file name; a PNG output is added here. An SVG output becomes part of the Markdown.
+        figures: PNG images by file name. The function adds a PNG output to this dictionary, and writes an SVG output
+            into the returned Markdown.
 
     Raises:
         PluginError: the output is an error, or a figure has no description.
@@ -176,7 +178,7 @@ def output_block(output: Any, stem: str, index: int, alt: str, figures: dict[str
 
 
 def output_box(block: str) -> str:
-    """Return an output in a box of the page; an SVG figure is HTML, so its box is not parsed as Markdown."""
+    """Return an output in a box of the page; the box of an SVG figure is not parsed as Markdown."""
     if block.startswith("<figure>"):
         return f'<div class="output">\n{block}\n</div>'
     return f'<div class="output" markdown>\n\n{block}\n\n</div>'
@@ -217,7 +219,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def pages_for_notebooks(markdown: str) -> str:
-    """Change links to notebooks and to files of docs/ into links to pages; a link with attributes `{...}` stays."""
+    """Change links to notebooks and to files of docs/ into links to pages, except links with attributes `{...}`."""
     markdown = markdown.replace("](../docs/", "](../")
     return LINK_TO_NOTEBOOK.sub(
         lambda link: link.group() if markdown[link.end() :].startswith("{") else

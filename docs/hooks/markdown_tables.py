@@ -24,9 +24,10 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int) -> str
 def dims_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[str], list[list[str]]]:
     """Divide the dimensions of all rows into columns of a table and words for the text.
 
+    A dimension that differs between rows gets a column. A dimension that is equal in all rows gets a text.
+
     Returns:
-        Three lists: the heads of the columns, one for each dimension that differs between rows; a text such as
-        "heads 128" for each dimension that is equal in all rows; and the cells of each row.
+        Three lists: the heads of the columns, texts such as "heads 128", and the cells of each row.
     """
     keys = list(dict.fromkeys(key for row in rows for key in row))
     shown = [key for key in keys if len({str(row.get(key)) for row in rows}) > 1] or keys[:1]
@@ -35,7 +36,7 @@ def dims_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[str], li
 
 
 def shapes_table(rows: Sequence[dict[str, Any]]) -> tuple[str, list[str], list[str]]:
-    """Return the results of `dims_table` with all dimensions of a row joined in one cell."""
+    """Return the three lists of `dims_table`, with all columns joined into one column."""
     heads, said, cells = dims_table(rows)
     first = 2 if heads[:2] == [DIMS["B"], DIMS["S"]] else 1
     bare = {DIMS["lens"], DIMS["mask"], DIMS["op"]}  # dimensions whose values are words, not numbers

@@ -1,8 +1,8 @@
 """Draw the picture of MLA on the home page, in the README and in notebooks 1 and 2.
 
-`python docs/hooks/mla_diagram.py` writes the file `docs/assets/mla.svg`. The colours of the file follow the colour
-scheme of the reader's system. On the site, inline SVG replaces the file, so that the colours follow the site's button
-for the colour scheme. The inline SVG has two drawings, one for a wide and one for a narrow screen.
+`python docs/hooks/mla_diagram.py` writes the file `docs/assets/mla.svg`. Its colours follow the colour scheme of the
+reader's system. On the site, inline SVG replaces the file, so that the colours also follow the site's button for the
+colour scheme. The inline SVG has two drawings, one for a wide and one for a narrow screen.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def token(x: float, y: float, wide: bool) -> list[str]:
 
 
 def path(x: float, y: float, name: str, cost: str) -> list[str]:
-    """Return the elements that the pictures of both paths share: the frame, the title and the two inputs."""
+    """Return the elements that both pictures of an attention path have: the frame, the title and the two inputs."""
     parts = [f'<rect x="{x:g}" y="{y:g}" width="360" height="{TALL}" rx="8" class="frame"/>']
     parts += [words(x + 180, y + 22, name, "bold"), words(x + 180, y + 42, cost, "soft")]
     parts += box(x + 20, y + 54, 110, 28, "query", kind="query")
@@ -171,7 +171,7 @@ def svg() -> str:
 
 
 def inline(alt: str) -> str:
-    """Return both drawings for a page of the site, where a CSS attribute of the page selects the colour scheme."""
+    """Return both drawings for a page of the site; an attribute of the page selects the colour scheme."""
     style = f".mla {{ {variables(LIGHT)} }}\n[data-md-color-scheme=slate] .mla {{ {variables(DARK)} }}{STYLE}"
     drawings = []
     for name, wide in (("wide", True), ("narrow", False)):

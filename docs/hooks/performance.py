@@ -44,13 +44,13 @@ def is_ours(who: str) -> bool:
 
 
 def style_of(who: str) -> str:
-    """Return the CSS classes of a contender's lines and marks; the style sheet has one colour for each contender."""
+    """Return the CSS classes of the lines and marks of a contender; each contender has its own colour."""
     name = OURS if is_ours(who) else who.split(",")[0]
     return f"{'ours' if is_ours(who) else 'peer'} {re.sub(r'[^A-Za-z0-9]+', '-', name).strip('-')}"
 
 
 def part_of(report: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return the part of a results file at `path`: keys with dots, as in "benchmarks.decode"; "." is the whole file."""
+    """Return the part of a results file at `path`: keys joined by dots ("benchmarks.decode"); "." is the whole file."""
     for key in filter(None, path.split(".")):
         report = report[key]
     return report
@@ -68,7 +68,7 @@ def best(times: dict[str, Any], ours: bool) -> str | None:
 
 
 def gain(times: dict[str, Any]) -> str:
-    """Return (best time of the peers) / (best time of `fast`) and the best variant of `fast`: "1.10 (planned)"."""
+    """Return (best time of the peers) / (best time of `fast`), with the best variant of `fast`: "1.10 (planned)"."""
     ours, peer = best(times, True), best(times, False)
     if ours is None or peer is None:
         return NONE
@@ -77,7 +77,7 @@ def gain(times: dict[str, Any]) -> str:
 
 
 def spread(rows: Iterable[dict[str, Any]], way: str) -> float:
-    """Return the largest relative distance of a quartile from its median, over all rows."""
+    """Return the largest value of |quartile - median| / median over all times of the rows."""
     times = [time for row in rows for time in row["times"][way].values()]
     return max(abs(quartile / time["median_us"] - 1) for time in times for quartile in time["quartiles_us"])
 
@@ -139,7 +139,7 @@ class Results:
         return "```sh\n" + "\n".join(commands) + "\n```"
 
     def times(self, name: str, path: str, way: str) -> str:
-        """Return a table with the shape, the speed of `fast` / the speed of the best peer, and all median times.
+        """Return a table; its columns are the shape, speed of `fast` / speed of the best peer, and all median times.
 
         Args:
             name: name of the results file.
@@ -185,7 +185,7 @@ class Results:
         return f"{shown}\n\n{'; '.join(words)}."
 
     def roofline(self, name: str, path: str, way: str) -> str:
-        """Return a roofline chart: for each row the best variant of `fast` and the best peer, and the GPU's limits."""
+        """Return a roofline chart: the GPU's limits, and for each row the best variant of `fast` and the best peer."""
         part = part_of(self._load(name), path)
         rows = [row for row in part["rows"] if way in row["times"] and row["passed"]]
         ceilings = part["ceilings"]
@@ -236,14 +236,14 @@ class Results:
         return self._whole(name, host_table)
 
     def _whole(self, name: str, *drawings: Callable[[dict[str, Any]], str]) -> str:
-        """Return the facts, drawings and command of a file, or a note if the file is in NOT_MEASURED and is missing."""
+        """Return the facts, drawings and command of a file; a note if the file is missing and in NOT_MEASURED."""
         if name in NOT_MEASURED and not (self._docs / "results" / name).exists():
             return not_measured(NOT_MEASURED[name])
         report = self._load(name)
         return "\n\n".join([self.facts(name), *(draw(report) for draw in drawings), self.command(name)])
 
     def ranks(self, name: str) -> str:
-        """Return a table of decode steps on one and on several GPUs: times, speedup, MB that each rank receives."""
+        """Return a table of decode steps on one GPU and on several GPUs: times, speedup, MB that a rank receives."""
         part = self._load(name)["between_gpus"]
         lines, merges = [], []
         for gpus in sorted(key for key in part if key.endswith(" GPUs")):
@@ -268,7 +268,7 @@ class Results:
         )
 
     def contexts(self, name: str) -> str:
-        """Return a table and a chart of the time of one decoded token at several context lengths."""
+        """Return a table and a chart of the time to decode one token at several context lengths."""
         rows = self._load(name)["rows"]
         who = list(dict.fromkeys(row["who"] for row in rows))
         at = {(row["context"], row["who"]): row for row in rows}
@@ -322,7 +322,7 @@ class Results:
         return f"{shown}\n\nTimes are medians in us on the host."
 
     def schedules(self, name: str, path: str) -> str:
-        """Return a table of the time that the GPU needs in a CUDA graph to plan the schedule of a decode."""
+        """Return a table of GPU times: how long a CUDA graph needs to plan the schedule of a decode."""
         rows = part_of(self._load(name), path)["schedule"]
         who = list(rows[0]["replayed"])
         heads, said, cells = dims_table([{key: row[key] for key in ("B", "programs")} for row in rows])
@@ -334,7 +334,7 @@ class Results:
         return f"{table([*heads, *names], lines, len(heads))}\n\nTimes are medians in us, replayed; {', '.join(said)}."
 
     def crossover(self, name: str, path: str) -> str:
-        """Return a table of the largest slowdown: by how much the path that `choose_path` chose was the slower path."""
+        """Return a table of the largest slowdown: by how many percent the chosen path was slower than the other."""
         rows = part_of(self._load(name), path)["heads"]
         ways = list(rows[0]["lost"])
         lines = [
@@ -368,7 +368,7 @@ class Results:
         return table(["check", "verdict", "summary"], lines, 3)
 
     def mutants(self, name: str) -> str:
-        """Return a table that counts the mutants (planted faults) and those that a test noticed, for each subject."""
+        """Return a table that counts, for each subject, the mutants (planted faults) and the noticed mutants."""
         report = self._load(name)
         columns = {"judged": "drawn", "killed": "a test failed", "timed out": "timed out", "survived": "survived"}
         rows = [[subject, *(str(counts[key]) for key in columns)]
@@ -382,9 +382,9 @@ class Results:
         return f"{table(['subject', *columns.values()], rows, 1)}\n\n{said}"
 
     def negative(self, name: str) -> str:
-        """Return a list of the log entries in the Markdown file `name` that have rejected experiments.
+        """Return a list of the entries of the log `name`, a Markdown file, that have rejected experiments.
 
-        An item has the title and date of the entry, its conclusion, and links to its rejected experiments.
+        Each item has the title, the date and the conclusion of an entry, and links to its rejected experiments.
         """
         text = re.sub(r"^```.*?^```$", "", (self._docs / name).read_text(encoding="utf-8"), flags=re.M | re.S)
         items, slugs = [], set()

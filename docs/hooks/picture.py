@@ -23,7 +23,7 @@ PICTURE = DOCS / "assets" / "gain.png"
 DRAWINGS = (DOCS / "assets" / "gain.svg", DOCS / "assets" / "gain-narrow.svg")
 SOURCES = tuple(DOCS / "results" / name for name in ("h200-decode.json", "cpu-2-cores.json"))
 NAMES = {"FA3": "FlashAttention-3"}
-SHAPES = {  # label: (requests, keys of the longest request, new tokens of a request, heads, distribution of lengths)
+SHAPES = {  # label: (requests, keys of the longest request, new tokens of each request, heads, distribution of lengths)
     "128 x 4096, 128 heads": (128, 4096, 1, 128, "equal"),
     "128 x 4096, 16 heads": (128, 4096, 1, 16, "equal"),
     "96 x 256 to 32768, 128 heads": (96, 32768, 1, 128, "ragged"),
@@ -40,7 +40,7 @@ def results_digest() -> str:
 
 
 def times_of(report: dict) -> dict[str, dict[str, float]]:
-    """Return, for each shape, the time of each implementation / the time of `fast`.
+    """Return for each shape the ratios (time of an implementation) / (time of `fast`).
 
     Times are medians of decodes that a CUDA graph replays. The time of `fast` is the shorter of two times: with a
     schedule ("fast, planned") and without a schedule.

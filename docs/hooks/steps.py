@@ -1,4 +1,4 @@
-"""Draw the bar chart and the tables of whole steps of an engine and of host times (times on the CPU)."""
+"""Draw two results of benchmarks: whole steps of an engine (bar chart and table), and times on the CPU (table)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ PARTS = {  # part of the time of a step: name in the legend
     "idle": "no kernel runs", "plan": "plan", "projections": "projections", "attention": "attention",
     "movement": "cache write, gathers, merges, copies", "other": "other kernels",
 }  # fmt: skip
-NOT_MEASURED = {  # results file that may not exist yet: command that writes the file
+NOT_MEASURED = {  # results file that is allowed to be missing: command that writes the file
     "h200-step.json": "python -m tests.benchmarks.step --json docs/results/h200-step.json",
 }
 
 
 def not_measured(command: str) -> str:
-    """Return a note that says that figures are not measured yet, with the command that measures them."""
+    """Return the note "Not measured yet" with the command that writes the results file."""
     return f"*Not measured yet. This command measures the figures of this section:*\n\n```sh\n{command}\n```"
 
 
@@ -29,8 +29,8 @@ def ms(spread: dict[str, Any]) -> str:
 def step_bars(report: dict[str, Any]) -> str:
     """Return the bar chart of a results file of tests.benchmarks.step.
 
-    Each batch has two bars: its step run eagerly, and its step in a CUDA graph. The segments of a bar are the `PARTS`
-    of the time. A step that was measured on a CPU has no parts and therefore no bar.
+    Each batch has two bars: its eager step, and its step in a CUDA graph. The segments of a bar are the `PARTS` of the
+    step's time. A step that was measured on a CPU has no parts and therefore no bar.
     """
     bars, used, said = [], [], []
     for row in report["rows"]:
@@ -74,7 +74,7 @@ def step_table(report: dict[str, Any]) -> str:
 def host_table(report: dict[str, Any]) -> str:
     """Return the table of a results file of tests.benchmarks.host.
 
-    The columns are the op, the time of `fast`, the limit of this time, and the times of other projects (peers).
+    The columns are the op, the time of `fast`, the longest acceptable time, and the times of other projects (peers).
     """
     lines = []
     for row in report["rows"]:

@@ -1,7 +1,7 @@
-"""Tests of the rotary embedding against complex multiplication, against YaRN in transformers, and by its properties.
+"""Tests of the rotary embedding: complex multiplication, YaRN in transformers, and properties of rotations.
 
 "Pitfall 15" is entry 15 of the list in `tests/__init__.py`. The budget of a result is the largest error that
-docs/correctness.md allows; `compare` computes the budget with the help of gold (the float64 result).
+docs/correctness.md allows. `compare` measures errors against the float64 result (gold), and computes the budget.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ YARN_GRID = [
 
 
 def deepseek_frequencies(dim: int, theta: float, original: int, betas: tuple[float, float], factor: float):
-    """Return DeepSeek's YaRN frequencies, and the index at which its ramp ends.
+    """Return DeepSeek's YaRN frequencies, and the index of the pair at which YaRN's ramp ends.
 
     The computation follows `find_correction_range` and `linear_ramp_mask` of DeepSeek's code, in Python floats.
     """
@@ -112,10 +112,11 @@ def deepseek_frequencies(dim: int, theta: float, original: int, betas: tuple[flo
 
 
 def test_yarn_ramp_against_deepseek(ops):
-    """The frequencies equal DeepSeek's, wherever YaRN's ramp ends.
+    """The frequencies equal the frequencies of DeepSeek's code, wherever YaRN's ramp ends.
 
-    The ramp is the range of pairs between unchanged and fully scaled frequencies. The ramp can end behind the last
-    pair: the last pair has the index dim // 2 - 1, and the largest possible end of the ramp is dim - 1.
+    Pairs before the ramp keep their frequency, pairs behind the ramp have a fully scaled frequency, and pairs in the
+    ramp lie between both. The ramp can end behind the last pair: the last pair has the index dim // 2 - 1, and the
+    largest possible end of the ramp is dim - 1.
     """
     ends = set()
     for dim, theta, original, betas in YARN_GRID:
@@ -127,7 +128,7 @@ def test_yarn_ramp_against_deepseek(ops):
 
 
 def test_yarn_ramp_against_transformers(ops):
-    """The frequencies for YARN_GRID are within a budget, which is computed from the errors of transformers' YaRN."""
+    """The errors of the frequencies for YARN_GRID are within a budget, computed from the errors of transformers."""
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -141,7 +142,7 @@ def test_yarn_ramp_against_transformers(ops):
         gold, _ = deepseek_frequencies(dim, theta, original, betas, 40.0)
         rope = RopeConfig(theta, yarn=YarnConfig(40.0, original, *betas))
         ours = ops.rotary_frequencies(rope, dim, torch.float32)
-        # compare ratios to gold, so that low frequencies count as much as high frequencies
+        # compare the ratios frequency / gold, so that low frequencies count as much as high frequencies
         ratios = (ours.double() / gold).float(), (theirs.double() / gold).float(), torch.ones_like(gold)
         parity = compare(f"frequencies of {dim, theta, original, betas}", *ratios)
         assert parity.passed, parity
@@ -172,7 +173,7 @@ def test_norm_is_kept(ops, rope):
 
 
 def test_pairings_differ_by_a_permutation(ops):
-    """Half-split rope equals a shuffle, then interleaved rope, then the inverse shuffle (pitfall 15).
+    """Half-split rope equals three steps: a shuffle, interleaved rope, and the inverse shuffle (pitfall 15).
 
     Without the shuffle the two kinds of rope give different results.
     """
@@ -203,7 +204,7 @@ def test_no_tokens(ops):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 def test_parity(rope, dtype):
-    """Rope of `fast` is within the budget for strided inputs; the projections of a layer return strided views."""
+    """The error of rope in `fast` is within the budget for strided inputs, such as the projections of a layer."""
     positions, q_pe, k_pe = draw(40, 3, 24, dtype)
     q_pe, k_pe = q_pe[..., 8:], k_pe[..., 8:]
     gold = reference.apply_rope(positions, q_pe.double(), k_pe.double(), rope)

@@ -77,11 +77,11 @@ def check_parity(inputs, query_lens, key_lens, causal, scale=SCALE, out_dtype=No
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dims", SMALL_DIMS)
 def test_small_dims(dims, causal, dtype):
-    """Attention is within the budget at small widths and ragged lengths.
+    """The error of attention is within the budget for small widths and different lengths.
 
-    The kernel computes with powers of two. The widths P, R and V include widths that the kernel pads, a P that the
-    kernel divides (48 = 32 + 16), and R = 0. In the interpreter a row block has 32 rows, so the query lengths include
-    0, 1, 31 and 33. One request has S < Sq.
+    The kernel computes with widths that are powers of two. So it pads some of the widths P, R and V, and divides a P of
+    48 into 32 + 16. R can be 0. In the interpreter a row block has 32 rows, so the query lengths include 0, 1, 31 and
+    33. One request has S < Sq.
     """
     check_parity(make_inputs(*RAGGED, 2, dims, dtype), *RAGGED, causal)
 
@@ -146,7 +146,7 @@ def test_strided_views(dtype):
 
 @runs
 def test_unaligned_keys():
-    """The address and the stride of the keys need not be aligned for TMA (the GPU's bulk copy engine)."""
+    """Attention is right if the keys are not aligned for TMA (the GPU's bulk copy engine), in address or stride."""
     lens = ([5, 31], [37, 64])
     q, k, k_pe, v = make_inputs(*lens, 3, (64, 32, 64) if ON_GPU else (16, 16, 16), torch.float16)
     padded = torch.nn.functional.pad(k, (1, 2), value=torch.nan)
@@ -189,7 +189,7 @@ def test_written_without_lse(dtype, causal):
 @runs
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 4.0])
 def test_scales(scale):
-    """Attention is right for a large scale, for scale 0, and for a negative scale (it reverses the order of scores)."""
+    """Attention is right for a large scale, for 0, and for a negative scale, which reverses the order of the scores."""
     lens = ([3, 40], [70, 33])
     check_parity(make_inputs(*lens, 2, (16, 16, 16), torch.float32), *lens, True, scale)
 
@@ -197,7 +197,7 @@ def test_scales(scale):
 @runs
 @pytest.mark.parametrize("causal", [True, False])
 def test_empty_rows(causal):
-    """Rows without keys give output 0 and LSE -inf, also in a row block with rows that see keys."""
+    """Rows without keys give output 0 and LSE -inf, even if other rows of their row block see keys."""
     lens = ([20, 2], [7, 0])
     state = attend(make_inputs(*lens, 2, (16, 16, 16), torch.float16), *lens, causal)
     empty = torch.tensor([causal] * 13 + [False] * 7 + [True] * 2, device=DEVICE)
@@ -208,7 +208,7 @@ def test_empty_rows(causal):
 @runs
 @pytest.mark.parametrize("causal", [True, False])
 def test_nan_query_row(causal):
-    """NaN in the query of one token and head makes only the output and LSE of this token and head NaN."""
+    """If the query of one row (token, head) has a NaN, only the output and the LSE of this row are NaN."""
     lens = ([9, 40], [33, 70])
     inputs = make_inputs(*lens, 2, (16, 16, 16), torch.float16)
     clean = attend(inputs, *lens, causal)
@@ -283,7 +283,7 @@ def test_strides_beyond_32_bit():
 @runs
 @pytest.mark.parametrize("causal", [True, False])
 def test_keys_that_all_heads_share(causal):
-    """Keys and values may be expanded over the heads with stride 0."""
+    """Attention is right if keys and values are expanded over the heads with stride 0."""
     dims = (128, 64, 128) if ON_GPU else (16, 16, 16)
     q, k, k_pe, v = make_inputs([9], [200], 3, dims, torch.float16)
     check_parity((q, k[:, :1].expand(-1, 3, -1), k_pe, v[:, :1].expand(-1, 3, -1)), [9], [200], causal)
@@ -301,7 +301,7 @@ def test_same_bits_again(dtype):
 @gpu_only
 @pytest.mark.parametrize("dims", [(128, 64, 128), (12, 8, 10)])
 def test_captured_in_a_graph(dims):
-    """A replay of a captured graph reads the lengths again, so it is right for other lengths with the same sum."""
+    """A replay of a captured graph reads the lengths again, so it is right after they changed (with the same sum)."""
     lens, other = ([40, 200], [70, 330]), ([111, 129], [71, 329])
     inputs = make_inputs(*lens, 4, dims, torch.bfloat16)
     cu = [offsets(each).to(DEVICE) for each in lens]

@@ -1,9 +1,9 @@
 """Tests that merges do not hide a bad LSE: if one state has the LSE NaN or +inf in a row, the merged row is NaN.
 
-A row is one (token, head) pair. All other rows stay free of NaN. The merged states come from ranks, from two states of
-one rank, or from the splits of a decode.
+A row is one (token, head) pair. All other rows must have no NaN. The tests merge states of several ranks, two states of
+one rank, and the splits of a decode.
 
-On a GPU `tl.maximum` drops NaN; in Triton's interpreter it keeps NaN. These tests make the interpreter drop NaN too. A
+On a GPU, `tl.maximum(NaN, x)` is x; in Triton's interpreter it is NaN. These tests make the interpreter return x too. A
 kernel that needs NaN from a maximum must then pass `propagate_nan`.
 """
 
@@ -35,7 +35,7 @@ def test_in_the_interpreter():
 
 @pytest.fixture(autouse=True)
 def maximum_of_a_gpu(monkeypatch):
-    """Make `tl.maximum` without `propagate_nan` return the number and not NaN, as PTX's `max.f32` does."""
+    """Make `tl.maximum` without `propagate_nan` return x for (NaN, x), as PTX's `max.f32` does."""
     if INTERPRETED:
         from triton.runtime.interpreter import InterpreterBuilder
 
@@ -45,10 +45,10 @@ def maximum_of_a_gpu(monkeypatch):
 
 
 def states_with(bad, size, dtype):
-    """Return states of `size` ranks in which one rank has the LSE `bad` in some rows.
+    """Return states of `size` ranks; in some rows, one rank has the LSE `bad`.
 
-    For each head h < size and each token t but the last, the LSE is `bad` on rank h and NEIGHBOURS[t] on each other
-    rank. The LSEs of all other heads and of the last token are finite or -inf.
+    For each head h < size and each token t except the last token, the LSE is `bad` on rank h and NEIGHBOURS[t] on each
+    other rank. The LSEs of all other heads and of the last token are finite or -inf.
     """
     states = []
     for rank in range(size):
@@ -77,7 +77,7 @@ BAD = pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("merge", ["a2a", "ag_rs"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_of_any_rank(ops, size, merge, bad):
-    """A bad LSE on any rank makes only its own merged row NaN, in both packages."""
+    """If any rank has a bad LSE in a row, only this merged row is NaN, in both packages."""
     check_bad_rows(over_ranks(ops, states_with(bad, size, torch.float64), merge), size)
 
 
@@ -86,9 +86,9 @@ def test_of_any_rank(ops, size, merge, bad):
 @pytest.mark.parametrize("merge", [weight_and_sum, pack_and_combine], ids=["ag_rs", "a2a"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_of_any_rank_in_triton(size, merge, bad):
-    """A bad LSE on any rank makes only its own merged row NaN in the Triton kernels of the merges over ranks.
+    """With the Triton kernels of the merges over ranks, a bad LSE on any rank makes only its own merged row NaN.
 
-    The test fails if a kernel's maximum drops the NaN of a rank, because the kernel then treats this rank as a rank
+    The test fails if a kernel's maximum ignores the NaN of a rank. The kernel would then treat this rank as a rank
     without keys.
     """
     check_bad_rows(merge(states_with(bad, size, torch.float32), size, torch.float32), size)
@@ -107,10 +107,10 @@ def test_of_either_state_in_triton(bad):
 @pytest.mark.parametrize("cut", ["evenly", "scheduled", "batch-invariant", "batch-invariant, planned"])
 @pytest.mark.parametrize("requests", [1, 2])
 def test_of_any_split_in_triton(requests, cut, other):
-    """NaN in the largest score or in the sum of weights that one split gives for a row makes only this row NaN."""
+    """If one split has NaN as largest score or as sum of weights of a row, only this row is NaN in the result."""
     splits, latent = 3, 24
-    # The first `splits` rows have NaN in the largest score of one split each, the next `splits` rows have NaN in the
-    # sum of weights of one split each, and the last 2 rows have no NaN.
+    # Row i < `splits` has NaN as largest score of split i. Row `splits` + i has NaN as sum of weights of split i. The
+    # last 2 rows have no NaN.
     bad = 2 * splits
     largest = 9 * torch.randn(requests, splits, bad + 2)
     total, values = torch.rand(requests, splits, bad + 2) + 0.5, torch.randn(requests, splits, bad + 2, latent)

@@ -1,4 +1,4 @@
-"""Tests of the choice of a backend: by declared capabilities and priority, or by the name that the caller gives."""
+"""Tests of the choice of a backend: the caller names it, or declared capabilities and priorities decide."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ON_GPU = backends.decode_request(GPU, torch.bfloat16, 512, 64, 64, QueryLenSuppo
 def capability(monkeypatch):
     """Return a function that sets the compute capability that torch reports.
 
-    The choice of a backend reads only this report, so the tests need no GPU.
+    The choice of a backend reads nothing else of a GPU, so the tests need no GPU.
     """
     pytest.importorskip("triton")
 
@@ -107,7 +107,7 @@ def test_every_op_has_a_cpu_kernel():
     ],
 )
 def test_reasons(change, reason):
-    """If one value that a call needs is outside a backend's declaration, the backend gives exactly one reason."""
+    """If a backend does not declare one value that a call needs, it gives exactly one reason why it cannot serve it."""
     narrow = deviceless(
         "narrow", 5, dtypes=(torch.float32,), head_dims={"kv_lora_rank": (512,)}, block_sizes=(64,),
         query_lens=QueryLenSupport.UNIFORM, masks=("causal",), batch_invariant=False, graph=GraphSupport.ONE_QUERY_LEN,
@@ -173,9 +173,9 @@ def test_schedule_changes_no_value(ops):
     [((1, 1, 1), "SINGLE_ONLY"), ((0, 1), "VARLEN"), ((2, 2), "UNIFORM"), ((1, 3), "VARLEN"), ((2, 2, 0), "VARLEN")],
 )
 def test_query_lens_of(lens, wanted):
-    """A batch is uniform only if every query has the length `max_query_len`.
+    """A batch is uniform if every query has the length `max_query_len`, and otherwise not.
 
-    A batch with a query of length 0 has varying query lengths.
+    So a batch with a query of length 0 is not uniform.
     """
     assert backends.query_lens_of(sum(lens), len(lens), max(lens)).name == wanted
 
@@ -204,7 +204,7 @@ STEP = {"flash_attn_varlen", "gather_and_maybe_dequant_cache", "merge_attn_state
     ({"decode_programs": "decoder"}, {"mla_decode"}), ({"flash_attn_varlen": "cpu"}, set()),
 ], ids=str)  # fmt: skip
 def test_a_layer_binds_what_a_backend_declares(backend, decoder, launched):
-    """A layer uses the backend that the caller named for every op that this backend declares.
+    """If the caller names a backend for a layer, it serves every op of the layer that it declares.
 
     For every other op of the layer, a backend is chosen by capability and priority.
     """
@@ -215,8 +215,8 @@ def test_a_layer_binds_what_a_backend_declares(backend, decoder, launched):
 def test_a_compound_function_binds_what_a_backend_declares(launched):
     """A cascade and a decode over ranks use the named backend for `mla_decode`, and `cpu` for the other ops.
 
-    The named backend is `decoder`, which does not declare the other ops. A cascade is a decode that attends a shared
-    prefix once.
+    The named backend is `decoder`, which does not declare the other ops. A cascade is a decode that reads a shared
+    prefix only once.
     """
     q, k_pe, cache, plan, scale = decode_arguments()
     cascade = fast.split_shared_prefix(plan, 16, 16, 0)
@@ -304,9 +304,8 @@ def test_a_backend_declares_kernels_of_its_own(name):
 def test_a_name_at_an_op_is_that_backend_or_every_reason(capability):
     """A call that names a backend runs a kernel of this backend, or raises an error.
 
-    The error lists every reason why the backend cannot serve the call.
-
-    `hopper`, for example, serves the ops of a decode, but no other op.
+    The error lists every reason why the backend cannot serve the call. For example, `hopper` serves only the ops of a
+    decode.
     """
     capability(9, 0)
     assert backends.select(ON_GPU, "hopper").name == "hopper"
@@ -324,10 +323,10 @@ def test_a_name_at_an_op_is_that_backend_or_every_reason(capability):
 
 
 def test_ops_with_private_buffers_between_them_stay_together(capability):
-    """Ops that exchange private buffers are served by one backend.
+    """One backend serves all ops that exchange private buffers, such as the ops of a decode.
 
-    A mapping that binds one op of a decode to a backend binds all ops of a decode to this backend. A backend that
-    declares only one of two such ops serves neither op.
+    If a mapping names a backend for one op of a decode, this backend serves all ops of a decode. If a backend declares
+    only one of two such ops, it serves neither of them.
     """
     capability(9, 0)
     for op in DECODES:
@@ -394,7 +393,7 @@ def test_rocm_is_refused_by_name(capability, monkeypatch):
 def test_an_mi300_is_no_hopper_for_the_launchers(monkeypatch):
     """The launchers of the `triton` backend do not treat an MI300 as a Hopper GPU.
 
-    The MI300 reports major capability 9, but has neither a copy engine (TMA) nor programmatic dependent launch.
+    Both GPUs report major capability 9, but an MI300 has no copy engine (TMA) and no programmatic dependent launch.
     """
     pytest.importorskip("triton")
     from fast.kernels.device import device_facts
@@ -455,7 +454,7 @@ def explained(**options) -> dict[str, str]:
 
 @pytest.mark.parametrize("block_size, served", [(64, "hopper"), (48, "triton")])
 def test_explain_decodes_together(block_size, served, capability):
-    """All ops of a decode get the same backend, also on a GPU that several backends serve."""
+    """All ops of a decode get the same backend, even if several backends serve the GPU."""
     capability(9, 0)
     found = explained(block_size=block_size)
     for op in DECODES:

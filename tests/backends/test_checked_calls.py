@@ -1,7 +1,7 @@
 """Tests of repeated calls: a second call with the same signature skips most checks of its arguments.
 
-The *signature* of a call is what the checks read on the host: shapes, strides, dtypes and devices of the tensors, and
-all other arguments.
+The *signature* of a call consists of everything that these checks read: shapes, strides, dtypes and devices of the
+tensors, and all other arguments.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def test_a_second_call_is_not_checked_again(selections):
 
 
 def test_bad_input_after_good_input(plain_errors):
-    """A valid call does not make a later invalid call pass: a call with another signature is checked.
+    """After a valid call, an invalid call is refused, because it has another signature and is checked.
 
-    The values of CPU tensors are not part of the signature, and are checked in every call.
+    The values of CPU tensors do not belong to the signature. They are checked in every call.
     """
     q, q_pe, cache, plan, scale = decode_inputs()
     fast.mla_decode(q, q_pe, cache, plan, scale)
@@ -71,7 +71,7 @@ def test_bad_input_after_good_input(plain_errors):
     for arguments, message in bad:
         with pytest.raises((TypeError, ValueError), match=message):
             fast.mla_decode(*arguments)
-    plan.seq_lens[0] = -1  # a value changes in place: the signature is the same
+    plan.seq_lens[0] = -1  # changed in place: the signature stays the same
     with pytest.raises(ValueError, match="^metadata.seq_lens: expected lengths >= 0"):
         fast.mla_decode(q, q_pe, cache, plan, scale)
 
@@ -98,8 +98,9 @@ def test_another_backend_is_chosen_again():
 def test_the_dispatcher_sees_what_only_it_can_serve():
     """A call that torch's dispatcher must see goes through the dispatcher; every other call is launched directly.
 
-    The dispatcher must see calls with gradients, negated views, meta tensors or a plain mapping as backend, and calls
-    under a profiler, `check_every_call` or a dispatch mode.
+    The dispatcher must see two groups of calls. Calls of the first group have an unusual argument: a tensor with
+    gradients, a negated view, a meta tensor, or a plain mapping as `backend`. Calls of the second group run under a
+    profiler, under `check_every_call` or under a dispatch mode.
     """
     calls = checked_calls.CheckedCalls(lambda *_: "dispatched", lambda *_: "launched")
 
@@ -173,7 +174,7 @@ def test_layer_that_checks_every_call(selections):
 
 
 class FakeKernel:
-    """A replacement of a Triton kernel that counts searches for a compiled kernel and records launches."""
+    """A fake Triton kernel that counts searches for a compiled kernel, and records launches."""
 
     arg_names = ("pointer", "number", "WIDTH")
 
@@ -201,7 +202,7 @@ class Compiled:
 
 
 def test_repeated_launches():
-    """The second call launches the compiled kernels of the first call, with the grids and arguments of the second."""
+    """A second call launches the compiled kernels of the first call with its own grids and arguments."""
     kernel, launches = FakeKernel(), Launches()
 
     def call(first, second):
@@ -282,7 +283,7 @@ def test_a_layer_checks_bad_input_after_good_input(plain_errors):
 def test_equal_configs_share_signatures(monkeypatch):
     """A new `ScheduleCosts` object with equal values counts as the same argument.
 
-    At most MOST_CONFIGS objects are kept, so a check may run again after that many objects.
+    At most MOST_CONFIGS objects are kept. After more objects, a check runs again.
     """
     monkeypatch.setattr(checked_calls, "MOST_CONFIGS", 5)
     seen = []

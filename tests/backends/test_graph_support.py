@@ -1,7 +1,7 @@
 """Tests that every op of a captured decode step is served by a backend that can be captured.
 
-The argument `graph` of an op says that the op is captured. The tests fail if a layer does not pass `graph` to an op, or
-if an op does not pass `graph` to the choice of the backend.
+If an op is captured, it gets the argument `graph`. The tests fail if a layer does not pass `graph` to an op, or if an
+op does not pass `graph` to the choice of the backend.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def one_step(captured, attention=False, ranks=None):
 
 
 def test_a_decode_step(launched):
-    """No op of a captured decode step is served by a backend that cannot be captured, except `apply_rope` of `project`.
+    """Every op of a captured decode step is served by a backend that can be captured, except `apply_rope` in `project`.
 
     `forward` writes the cache with `rope_norm_and_cache`, and `forward_attention` with `concat_and_cache_mla`.
     """
@@ -89,7 +89,7 @@ def test_a_decode_step(launched):
 
 @pytest.mark.parametrize("merge", MERGES)
 def test_a_merge_over_ranks(launched, merge):
-    """In a captured step, the merge over ranks is not served by a backend that cannot be captured."""
+    """In a captured step, a backend that can be captured serves the merge over ranks."""
     fast.simulate(2, 8, lambda ranks: one_step(captured=False, ranks=ranks), merge=merge)
     assert launched == {*STEP, *MERGES[merge]}
     launched.clear()
@@ -98,7 +98,7 @@ def test_a_merge_over_ranks(launched, merge):
 
 
 def test_a_named_backend_is_not_replaced(launched, plain_errors):
-    """A call for a captured step that names a backend without graph support raises the reason."""
+    """If a call of a captured step names a backend without graph support, the error gives the reason."""
     state = fast.AttentionState(torch.ones(2, 3, 4), torch.zeros(3, 2))
     fast.merge_attn_states(state, state, backend="eager")
     assert launched == {"merge_attn_states"}

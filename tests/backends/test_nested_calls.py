@@ -1,8 +1,8 @@
-"""Tests of calls inside a function, such as the ops that a layer calls, when the function runs again.
+"""Tests of repeated calls of a function that itself calls ops of `fast`, such as the forward of a layer.
 
-The *signature* of a call is what checks read on the host: shapes, strides and dtypes of tensors, and all other
-arguments. The first call of a function makes *notes*: the calls inside it in their order, with the outcomes of their
-checks. A later call of the function with the same signature follows these notes: the calls inside it compute no
+The *signature* of a call consists of everything that checks read: shapes, strides and dtypes of tensors, and all other
+arguments. The first call of a function makes *notes*: a list of its inner calls in their order, with the outcomes of
+their checks. A later call of the function with the same signature *follows* these notes: its inner calls compute no
 signatures and skip their checks.
 """
 
@@ -120,9 +120,9 @@ def test_forward_attention_and_forward_prefill(signatures):
 
 
 def test_an_output_of_a_projection_may_change(plain_errors):
-    """A step whose projection returns another dtype, shape or strides does not follow the notes.
+    """If a projection returns another dtype, shape or strides, the step does not follow the notes.
 
-    The checks then run: other strides are accepted, and another dtype or shape is refused.
+    The checks then run again: they accept other strides, and refuse another dtype or shape.
     """
     step = Step()
     first = step()
@@ -143,7 +143,7 @@ def test_an_output_of_a_projection_may_change(plain_errors):
 
 
 def test_calls_of_a_projection_are_checked(plain_errors):
-    """Calls of `fast` in a user's projection are checked in every step, because their arguments may differ."""
+    """Calls of `fast` in a user's projection are checked in every step, because their arguments can differ."""
     step = Step()
     right, extra = step.layer.kv_a_proj_with_mqa, []
 
@@ -268,9 +268,9 @@ def test_copies_have_no_views():
 
 
 def test_subclasses_and_autocast_make_no_notes():
-    """Steps with a projection that returns a subclass of `Tensor`, and calls under autocast, follow no notes.
+    """A step whose projection returns a subclass of `Tensor` follows no notes, and no call under autocast does.
 
-    Autocast changes the dtypes of products inside `forward_prefill`, so a check refuses this call.
+    Autocast changes the dtypes of products inside `forward_prefill`, so a check refuses the call of `forward_prefill`.
     """
     step = Step()
     first = step()
@@ -328,7 +328,7 @@ def test_outputs_of_other_backends_are_compared(plain_errors):
 
 
 def test_a_new_backend_ends_the_notes(signatures):
-    """`forget_calls`, which runs when a backend is registered, also drops the notes, because notes name backends."""
+    """Registration of a backend calls `forget_calls`, which also drops the notes, because notes name backends."""
     step = Step()
     first = step()
     step()
@@ -339,7 +339,7 @@ def test_a_new_backend_ends_the_notes(signatures):
 
 
 def test_another_order_of_calls():
-    """A function whose inner calls come in another order than in its notes still gives every call its own result.
+    """If the inner calls of a function come in another order than in its notes, every call still gets its own result.
 
     The notes are dropped, and the next call of the function makes new notes.
     """
@@ -366,7 +366,7 @@ def test_another_order_of_calls():
 def test_functions_inside_each_other():
     """If a function with notes calls another function with notes, only the outer function keeps notes.
 
-    The notes of the outer function contain the calls inside both functions.
+    The notes of the outer function contain the inner calls of both functions.
     """
     outer, inner, x = CallsInside(), CallsInside(), torch.zeros(3)
     check = CheckedOnce(lambda *_: 7)

@@ -69,7 +69,7 @@ def test_a_backend_for_one_op(plain_errors):
 
 @pytest.mark.parametrize("found", [FOREIGN, lambda: FOREIGN, lambda: [FOREIGN]], ids=["a backend", "one", "a list"])
 def test_entry_points(found, monkeypatch):
-    """The backends of entry points (of installed packages) are registered once, at the first choice of a backend.
+    """The first choice of a backend registers, once, the backends of the entry points of installed packages.
 
     If the code of an entry point raises, its backends are not registered, and a warning names the entry point.
     """
@@ -126,7 +126,7 @@ def test_a_declaration_checks_itself(record, fields, message, plain_errors):
 
 
 def test_a_builder_forgets_programs_of_a_backend_that_is_gone():
-    """A builder uses the number of programs that a backend reports only while this backend is registered."""
+    """After a backend is removed, a builder no longer uses the number of programs that this backend reported."""
 
     def planned() -> int:
         builder = fast.MLAMetadataBuilder(DIRECT, 16, 4096, 8)
@@ -220,7 +220,7 @@ OTHER_FORMAT = CacheFormat("other")
 def test_a_format_reaches_every_op(monkeypatch):
     """A layer, a cascade and a decode over ranks pass the cache format to every op that reads or writes the cache.
 
-    No backend but `formatted` serves the format `other`. So all these ops must be served by `formatted`.
+    Only the backend `formatted` serves the format `other`, so `formatted` must serve all these ops.
     """
     reading = [op for op in OPS if op in ("mla_decode", "decode_programs", "gather_and_maybe_dequant_cache",
                                           "rope_norm_and_cache", "concat_and_cache_mla")]  # fmt: skip
@@ -262,9 +262,9 @@ def test_a_format_that_nothing_implements_is_refused(ops):
 
 
 def test_declarations_import_no_kernel():
-    """Neither `import fast` nor the choice of a backend imports kernels; the first call of an op imports kernels.
+    """The first call of an op imports kernels; `import fast` and the choice of a backend import no kernels.
 
-    The function `rotate` is not an op, and a call of `rotate` imports no kernels.
+    The function `rotate` is not an op, so a call of `rotate` imports no kernels.
     """
     code = """
 import sys, torch, fast
@@ -282,7 +282,7 @@ assert "fast.kernels.cpu" in sys.modules  # this proves that the search above fi
 
 
 def test_a_priority_of_one_op(monkeypatch):
-    """An op may have a priority of its own, which replaces the priority of the backend for this op."""
+    """A backend can give one op another priority, which replaces the priority of the backend for this op."""
     first = Backend("first", 5, "cpu", {"mla_decode": OpSupport(print, priority=-1), "apply_rope": OpSupport(print)})
     with_backends(monkeypatch, first, replace(CPU_BACKEND, priority=2))
     assert backends.select(REQUEST).name == "cpu"
@@ -290,7 +290,7 @@ def test_a_priority_of_one_op(monkeypatch):
 
 
 def test_explain_asks_what_the_ops_ask(monkeypatch):
-    """`explain` names a backend for an op only if the backend serves the head dims of the model."""
+    """`explain` names no backend that does not serve the head dims of the model."""
     only_512 = {
         op: OpSupport(print, head_dims={"kv_lora_rank": (512,)}) for op in ("concat_and_cache_mla", "mla_decode")
     }

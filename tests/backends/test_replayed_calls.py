@@ -1,8 +1,8 @@
 """Tests of replayed calls: a repeated call only allocates its outputs and launches the kernels of an earlier call.
 
-The first two calls with the same arguments run; the second call is recorded. If the second call did nothing but
-allocate and launch, later calls replay its record. Here, fake classes replace Triton's kernels, launcher and driver, so
-these tests need no GPU. `tests/gpu/test_replays.py` replays real kernels.
+The first two calls with the same arguments run, and the second call is recorded. If the second call only allocated
+outputs and launched kernels, later calls replay this recording. In these tests, fake classes replace Triton's kernels,
+launcher and driver, so the tests need no GPU. `tests/gpu/test_replays.py` replays real kernels.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Pair(NamedTuple):
 
 
 class CudaLauncher:
-    """A fake of Triton's launcher of one kernel: it appends each launch to `seen`. Triton's class has the same name."""
+    """A fake of Triton's class of this name, which launches one kernel; the fake appends each launch to `seen`."""
 
     launch_cooperative_grid, launch_pdl = False, True
     arg_annotations, kernel_signature = "annotations", "signature"
@@ -111,7 +111,7 @@ def driver(monkeypatch):
 
 
 def test_a_replay_launches_with_new_addresses(version):
-    """From the third call on, calls are replayed: each allocates new outputs and launches with its own addresses."""
+    """From the third call on, calls are replayed: each call allocates new outputs and uses its own addresses."""
     kernel, launches = FakeKernel(version), Launches()
 
     def call(x, pair, number):
@@ -159,9 +159,10 @@ def test_a_replay_encodes_a_descriptor_once_for_each_address(version):
 
 @pytest.mark.parametrize("case", ["other op", "slice", "unknown", "list", "nothing", "scratch", "columns", "address"])
 def test_a_call_that_does_more_is_not_replayed(version, case):
-    """A call that does more than to allocate and launch runs every time.
+    """A call that does not only allocate outputs and launch kernels runs every time.
 
-    The cases include a tensor that is no argument of the call, and a result that is a slice of a new tensor.
+    For example, one case uses a tensor that is no argument of the call, and another case returns a slice of a new
+    tensor.
     """
     kernel, outside = FakeKernel(version, case == "address", 64 * (case == "scratch")), torch.zeros(3)
     launches, calls = Launches(), []
@@ -172,7 +173,7 @@ def test_a_call_that_does_more_is_not_replayed(version, case):
         if case == "other op":
             out.zero_()
         second = outside if case == "unknown" else x
-        if case == "address":  # `others` begins at the same address, so the descriptor could belong to either tensor
+        if case == "address":  # `x` and `others` have the same address, so the descriptor could belong to either tensor
             second = box_descriptor(x.data_ptr(), x.dtype, (8, 16), (16, 1), (4, 8))
         if case != "nothing":
             launch(kernel, (1,), out, second, 3, WIDTH=4)
@@ -188,7 +189,7 @@ def test_a_call_that_does_more_is_not_replayed(version, case):
 
 
 def test_another_version_of_triton_is_not_replayed(monkeypatch):
-    """With an unknown version of Triton, no call is replayed: the arguments of Triton's C function are private."""
+    """With an unknown version of Triton, no call is replayed: the arguments of Triton's C function could differ."""
     monkeypatch.setattr(replayed_calls, "triton_version", lambda: "3.99.0")
     kernel, launches = FakeKernel("3.6.0"), Launches()
     for _ in range(3):
@@ -253,7 +254,7 @@ def test_a_replay_keeps_no_tensor(version, monkeypatch):
 
 
 def test_an_interrupted_first_call_leaves_no_launch_out(version):
-    """If an error ends the first call between two launches, a later replay still has both launches."""
+    """If an error ends the first call between its two launches, a later replay still has both launches."""
     kernel, launches, fails = FakeKernel(version), Launches(), [True]
 
     def call(x):
@@ -285,7 +286,7 @@ def test_tensors_on_another_device_are_not_replayed(version, monkeypatch):
 
 @pytest.mark.parametrize("hook", [None, print])
 def test_a_hook_of_another_kind(version, monkeypatch, hook):
-    """If Triton's launch hook is a function, calls run instead of their replay; if it is None, calls are replayed."""
+    """If Triton's launch hook is a function, calls are not replayed; if the hook is None, calls are replayed."""
     kernel, launches = FakeKernel(version), Launches()
     monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", hook)
     for _ in range(4):
@@ -294,7 +295,7 @@ def test_a_hook_of_another_kind(version, monkeypatch, hook):
 
 
 def test_a_backend_of_another_project_is_not_replayed(version):
-    """The launcher of another project's backend runs in every call, because it may do more than allocate and launch."""
+    """The launcher of another project's backend runs in every call, because its work outside launches is unknown."""
     kernel, counted = FakeKernel(version), []
 
     def call(x, backend):

@@ -43,9 +43,9 @@ class Row:
     """One operation and its size.
 
     Attributes:
-        op: gather, cache_write, copy_blocks, reorg, reorg_64, merge or merge_bfloat16. reorg puts the context of 4
-            ranks into token order; each rank in turn has 1 token (reorg) or 64 tokens (reorg_64). merge joins two
-            float32 attention states, as in a prefill; merge_bfloat16 joins two bfloat16 states.
+        op: gather, cache_write, copy_blocks, reorg, reorg_64, merge or merge_bfloat16. reorg and reorg_64 put the
+            context of 4 ranks into token order; the interleave is 1 token (reorg) or 64 tokens (reorg_64). merge joins
+            two float32 attention states, as in a prefill; merge_bfloat16 joins two bfloat16 states.
         tokens: number of tokens.
     """
 
@@ -84,7 +84,7 @@ class Row:
 
 
 def merge_dtype(row: Row) -> torch.dtype:
-    """Return the dtype of both states of a merge."""
+    """Return the dtype of the two attention states of a merge."""
     return DTYPE if row.op == "merge_bfloat16" else torch.float32
 
 
@@ -94,7 +94,7 @@ def random_cache(blocks: int, device: str) -> Tensor:
 
 
 def gather(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[Callable], Callable]:
-    """Return calls that gather each request's tokens from its second block on, and a check of the output."""
+    """Return calls that gather the tokens of all requests except their first blocks, and a check of the output."""
     width = row.tokens // REQUESTS // BLOCK_SIZE + 1
     cache = random_cache(sets * REQUESTS * width, device)
     index = dict(dtype=torch.int32, device=device)

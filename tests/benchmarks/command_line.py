@@ -1,4 +1,4 @@
-"""Shared parts of the benchmarks' command lines: options and their checks, errors, the console, the results file."""
+"""Functions for the command lines of all benchmarks: options and their checks, errors, console, results file."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run(
 
 
 def make_parser(name: str, description: str) -> argparse.ArgumentParser:
-    """Return a parser with the options of the benchmarks that time a layer: device, heads, backend, results file.
+    """Return a parser with the options of a benchmark that times a layer: device, heads, backend, results file.
 
     Args:
         name: name of the benchmark's module.

@@ -1,7 +1,7 @@
 """Compare kernels on the same shapes: check the outputs, time the kernels in turns, write a table and a JSON file.
 
-A contender is one implementation: `fast`, a variant of `fast` such as "fast, planned", or a peer, which is a kernel of
-another project. A row is one shape.
+A contender is one implementation that is timed: `fast`, a variant of `fast` such as "fast, planned", or a peer. A peer
+is a kernel of another project. A row is one shape.
 
 The error of each contender is compared with a budget, which is computed from results of `reference`. A row is timed
 only if the errors of `fast` and its variants are within the budget. A peer that exceeds the budget is still timed, and
@@ -30,8 +30,8 @@ from .report import provenance
 from .timing import LAYERS, Call, Ceilings, Clock, Spread, in_turn, measure_ceilings
 
 OURS = "fast"
-# A rate is divided by its ceiling: the highest rate that a simple operation reaches on this GPU. For each rate: key of
-# the rate, key of the fraction rate / ceiling, key of the work that the rate counts.
+# The ceiling of a rate is the highest rate that a simple operation reaches on this GPU. For each rate, three keys of a
+# result: the rate, the fraction rate / ceiling, and the work that the rate counts.
 RATES = (("tflops", "share_of_matmul", "flops"), ("gb_s", "share_of_bandwidth", "bytes"))
 
 
@@ -42,8 +42,8 @@ class Contender:
     Attributes:
         calls: one call for each set of inputs; a call does the timed work and nothing else.
         view: converts the output of a call to the shape that the check expects; the conversion is not timed.
-        step: function for the times "stepped": it plans a step of `timing.LAYERS` layers and runs all layers. If it is
-            None, `calls` are repeated instead.
+        step: function for the times "stepped", which plans a step of `timing.LAYERS` layers and runs all layers. None:
+            a step is `timing.LAYERS` calls of `calls`.
     """
 
     calls: Sequence[Call]
@@ -82,7 +82,7 @@ def is_ours(who: str) -> bool:
 def finite(op: str, value: torch.Tensor) -> Parity:
     """Return a comparison that fails if any element of an output is NaN or infinite.
 
-    The comparison covers all elements, while the comparison with `reference` covers only a part of an output.
+    This comparison covers all elements of the output. The comparison with `reference` covers only a part of them.
     """
     wrong = float((~value.isfinite()).sum())
     return Parity(f"{op}: elements not finite", wrong, 0.0, 0.0, 0.0)
@@ -97,9 +97,9 @@ def contest(case: Case, clock: Clock, ways: Sequence[str]) -> dict[str, Any]:
         ways: ways of timing: names of methods of `Clock`, such as "flushed" and "replayed".
 
     Returns:
-        flops, bytes, the parity (error and budget) of each contender, and the absent contenders with the reasons. If
-        `fast` passed, the result also has the times by way and contender, the host time to launch each contender, and
-        the speed of `fast` / the speed of each contender.
+        A dictionary with flops, bytes, the parity (error and budget) of each contender, and the absent contenders with
+        the reasons. If `fast` passed, the dictionary also has the times by way and contender, the host time to launch
+        each contender, and for each contender the ratio: speed of `fast` / speed of the contender.
     """
     absent, parity = dict(case.absent), {}
     for who, contender in case.contenders.items():
@@ -138,7 +138,7 @@ def contest(case: Case, clock: Clock, ways: Sequence[str]) -> dict[str, Any]:
 
 
 def add_shares(row: dict[str, Any], ceilings: Ceilings, bandwidth: str) -> None:
-    """Add to every time of a row the rates TFLOPS and GB/s, and each rate divided by its ceiling.
+    """Add to every time of a row two rates, TFLOPS and GB/s, and the fraction rate / ceiling of each.
 
     Args:
         row: result of `contest`; it is changed in place.
@@ -155,7 +155,7 @@ def add_shares(row: dict[str, Any], ceilings: Ceilings, bandwidth: str) -> None:
 def draw_table(title: str, columns: Sequence[str], rows: Sequence[Mapping], ways: Sequence[str], bandwidth: str):
     """Return a table with one section for each row and one line for each contender.
 
-    The columns with rates belong to the first way of timing.
+    The rates in the table are computed from the times of the first way.
 
     Args:
         title: title of the table.
@@ -207,7 +207,7 @@ def draw_table(title: str, columns: Sequence[str], rows: Sequence[Mapping], ways
 
 
 def failures(rows: Sequence[Mapping]) -> list[str]:
-    """Return one line for each comparison that `fast` failed, and for each row on which `fast` raised an error."""
+    """Return one line for each comparison that `fast` failed, and one for each row on which `fast` raised an error."""
     lines = []
     for row in rows:
         name = " ".join(f"{dim} {size}" for dim, size in row["dims"].items())
@@ -248,8 +248,8 @@ def run_benchmark(
     Args:
         name: name of the benchmark's module.
         description: one line for the help and the title of the table.
-        all_rows: default rows. A row is a frozen dataclass, whose fields are the first columns of the table.
-        make_case: function that makes the case of a row from the row, the peers and the name of a backend.
+        all_rows: default rows. A row is a frozen dataclass; its fields are the first columns of the table.
+        make_case: function that gets a row, the peers and the name of a backend, and returns the case of the row.
         argv: options of the command line; None takes the options of this process.
         ways: ways of timing, as in `contest`.
         bandwidth: ceiling of the GB/s, as in `add_shares`.
@@ -291,7 +291,7 @@ def make_parser(
 
 
 def parse_rows(all_rows: Sequence[Any], texts: Sequence[str] | None) -> list[Any]:
-    """Return the rows that `--rows` names; a row need not be one of the default rows.
+    """Return the rows that `--rows` describes; rows that are not default rows are allowed.
 
     Raises:
         CannotRun: a text does not describe a row.

@@ -7,12 +7,12 @@ The benchmark starts one process ("rank") for each GPU; the processes communicat
 gather the queries, decode over the keys that the rank keeps, merge the attention states of all ranks. A CUDA graph
 replays the step.
 
-For comparison, each GPU also runs the whole decode alone, with all heads and all keys. All GPUs do this at the same
-time, so that they are equally warm.
+For comparison, each GPU also runs the whole decode alone, with all heads and all keys. All GPUs run this decode at the
+same time, so that they are equally warm.
 
-For each replay the time of the slowest rank counts, and the table shows the median over the replays. The table also
-shows the bytes that a rank received, and in parentheses the bytes that `dcp_wire_bytes` predicts. All decodes use a
-schedule of `plan_decode`; the times do not contain the planning.
+The time of a replay is the time of the slowest rank. The table shows the median over all replays. It also shows the
+bytes that a rank received, and in parentheses the bytes that `dcp_wire_bytes` predicts. All decodes use a schedule of
+`plan_decode`; the times do not contain the planning.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def make_plan(row: Row, ranks: ContextParallel | None, heads: int) -> tuple[Tens
 
 
 def captured_us(step: Callable[[], object]) -> list[float]:
-    """Replay a CUDA graph of REPLAYS steps ROUNDS times, and return for each replay the microseconds of one step.
+    """Replay a CUDA graph of REPLAYS steps ROUNDS times; return the time of one step in microseconds for each replay.
 
     A barrier before each replay makes all ranks begin at the same time.
     """
@@ -193,12 +193,12 @@ def measure_row(row: Row, groups: ContextParallel) -> dict[str, Any]:
 
 
 def head(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return hardware, versions and command of the results; only the process of a rank may call this function."""
+    """Return hardware, versions and command for the results file; call this function only in the process of a rank."""
     return provenance("context_parallel", arguments, device="cuda", nccl=".".join(map(str, torch.cuda.nccl.version())))
 
 
 def rank_task(rows: list[Row], arguments: Sequence[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the result of `head` and the measurements; the process of every rank runs this function."""
+    """Return the result of `head` and the measurements of this rank; the process of every rank runs this function."""
     return head(arguments), measure(rows)
 
 

@@ -9,11 +9,11 @@ values of every head. `choose_path` predicts the times of both paths and chooses
 Each point of the grid is a batch of equal requests. A time contains attention and the up-projections: on the absorbed
 path `query_to_latent`, `mla_decode` with a schedule and `latent_to_value`, on the expanded path `forward_prefill`.
 
-1. The grid is measured twice, and the constants of `PathCosts` are fitted to the mean times. The fit minimises the time
-   that is lost when `choose_path` chooses the slower path.
-2. The grid is measured once more. The table shows both times and the loss of the chosen path at every point.
+1. The grid is measured twice, and the constants of `PathCosts` are fitted to the mean times. The loss of a chosen path
+   is its time / the time of the faster path, minus 1. The fit minimises this loss.
+2. The grid is measured once more. The table shows the times of both paths and the loss at every point.
 
-The constants are a model for all lengths between the points of the grid, and for other numbers of heads.
+`choose_path` uses the constants also for lengths between the points of the grid, and for other numbers of heads.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ QUERY_LENS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 512)
 CONTEXT_LENS = (0, 128, 512, 2048, 8192, 32768)
 REQUESTS = 2  # requests of a batch; the contexts of two requests fit into the workspace
 BLOCK_SIZE, WORKSPACE = 64, 65536
-MOST_LOST = 0.10  # loss of the chosen path above which the benchmark prints a warning
-SLOWER = 8.0  # once the absorbed path takes 8 x the time of the expanded path, it is not timed at longer query lengths
+MOST_LOST = 0.10  # the benchmark prints a warning if the loss of a chosen path is larger
+SLOWER = 8.0  # if the absorbed path takes 8 x the time of the expanded path, longer queries of this path are not timed
 CONSTANTS = tuple(asdict(PathCosts()))
 
 
@@ -137,7 +137,7 @@ def measure(config: MLAConfig, clock: Clock) -> list[Point]:
             times = [found.get(who, float("inf")) for who in ("absorbed", "expanded")]
             points.append(Point(config.num_heads, query_len, context_len, *times))
             if times[0] > SLOWER * times[1]:
-                too_slow.add("absorbed")  # the ratio grows with every further query token
+                too_slow.add("absorbed")  # absorbed_us / expanded_us grows with every further query token
             del paths, calls
             torch.cuda.empty_cache()
     return points
@@ -152,9 +152,9 @@ def mean(once: Sequence[Point], again: Sequence[Point]) -> list[Point]:
 
 
 def features(points: Sequence[Point], config: MLAConfig) -> tuple[Tensor, Tensor]:
-    """Return for each path the amounts of work by which the seven constants are multiplied, [points, 7].
+    """Return the work of the absorbed path and of the expanded path, each [points, 7].
 
-    `choose_path` documents the formula.
+    `model` multiplies each of the seven amounts of work by one constant. `choose_path` documents the formula.
     """
     rows: tuple[list[list[float]], list[list[float]]] = ([], [])
     for point in points:
@@ -170,7 +170,7 @@ def features(points: Sequence[Point], config: MLAConfig) -> tuple[Tensor, Tensor
 
 
 def model(constants: Tensor, work: Tensor) -> Tensor:
-    """Return the time in microseconds that the constants predict for each point, [points]."""
+    """Return the time of one path in microseconds that the constants predict for each point, [points]."""
     fixed = work[:, :3] @ constants[:3]
     return fixed + torch.maximum(work[:, 3:6] @ constants[3:6], work[:, 6] * constants[6])
 
@@ -178,9 +178,8 @@ def model(constants: Tensor, work: Tensor) -> Tensor:
 def fit(points: Sequence[Point], config: MLAConfig, steps: int = 3000, trials: int = 20_000) -> PathCosts:
     """Return the constants with which `choose_path` loses the least time.
 
-    1. Gradient descent on squared errors of logarithms. One error is that of the ratio (time of the absorbed path) /
-       (time of the expanded path), with a higher weight where the ratio is near 1. The other errors are those of the
-       two times.
+    1. Gradient descent on squared errors of three logarithms: the time of the absorbed path, the time of the expanded
+       path, and the ratio of the two times. The error of the ratio has a higher weight where the ratio is near 1.
     2. Random search with small changes of the constants. A change is kept if it lowers the largest loss. A change is
        also kept if the largest loss stays the same and the sum of the losses gets lower.
 
@@ -250,7 +249,7 @@ def _run(argv: Sequence[str], arguments: argparse.Namespace) -> int:
         config = MLAConfig.from_preset("deepseek-v3", num_heads=heads)
         points = mean(measure(config, clock), measure(config, clock))
         costs = fit(points, config)
-        # new measurement, because the losses must not come from the times to which the constants were fitted
+        # measure again: the losses must be computed from other times than the fit used
         points = measure(config, clock)
         losses = {
             "measured": [lost(p, config, costs) for p in points],

@@ -5,9 +5,9 @@
 
 The peers are kernels of other projects: FlashMLA, FlashAttention-3 ("FA3") and vLLM's Triton kernel.
 
-A decode divides the keys of a request into splits. Different programs attend the splits, and a second kernel combines
-the partial outputs of the splits. A time contains both kernels. For a request with S keys, Sq new tokens and N heads,
-the FLOPs are 2 Sq N S (576 + 512). The bytes are those of the cache entries, the queries and the output.
+A decode divides the keys of a request into splits. Several programs of the decode kernel attend the splits, and a
+second kernel combines the partial outputs. A time contains both kernels. For a request with S keys, Sq new tokens and
+N heads, the FLOPs are 2 Sq N S (576 + 512). The bytes are the bytes of cache entries, queries and output.
 
 The variants of `fast` differ in how they split requests:
 
@@ -15,14 +15,14 @@ The variants of `fast` differ in how they split requests:
 - "fast, planned": the splits follow a schedule of `plan_decode`.
 - "fast, invariant": batch-invariant; the splits of a request depend on its own length alone.
 - "fast, invariant, planned": batch-invariant, with a schedule of `plan_decode`.
-- "fast, by default": "fast" or "fast, planned"; `build_mla_metadata` chooses the variant by the lengths. In a stepped
-  time this variant has the plan of `build_for_cudagraph_capture`, which decides before the lengths are known.
+- "fast, by default": "fast" or "fast, planned"; `build_mla_metadata` looks at the lengths and chooses. For a stepped
+  time `build_for_cudagraph_capture` makes the plan, without knowledge of the lengths.
 
-A stepped time is the time of one layer in a CUDA graph of a step of 61 layers. The step makes a schedule once for all
-layers. Only "FA3" makes its schedule in every layer.
+A stepped time is the time of one layer in a CUDA graph that runs a step of 61 layers. The step makes a schedule once
+for all layers, but "FA3" makes its schedule in every layer.
 
-In the other ways of timing, a time of a planned variant of `fast` contains the planning. The times of FlashMLA and of
-"FA3, schedule ahead" do not contain the computation of their schedules. "FA3" makes its schedule in every call.
+In the other ways of timing, a time of a planned variant of `fast` contains the planning, and a time of "FA3" contains
+its schedule. The times of FlashMLA and of "FA3, schedule ahead" do not contain the computation of their schedules.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Row:
         S: keys of the longest request, new tokens included.
         Sq: new tokens of each request.
         N: number of heads.
-        lens: numbers of keys of the requests. "equal": every request has S keys. "mixed": from S / 16 to S, evenly
+        lens: distribution of the numbers of keys. "equal": every request has S keys. "mixed": from S / 16 to S, evenly
             spaced on a logarithmic scale, in a fixed random order. "ragged": random, log-uniform from S / 128 to S.
             "80%" (or another percentage): evenly spaced from 80 % of S to S, in a fixed random order.
     """
@@ -109,7 +109,7 @@ class Row:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of both matrix products, including those of masked keys."""
+        """Floating-point operations of both matrix products; masked keys count too."""
         return 2 * self.Sq * self.N * sum(self.seq_lens) * (WIDTH + LATENT)
 
     @property
@@ -139,7 +139,7 @@ class Inputs:
         ql_nope: absorbed queries [B Sq, N, 512].
         q_pe: rope parts of the queries [B Sq, N, 64].
         cache: paged cache [blocks, block_size, 576]; each plan uses its own blocks.
-        metadata: plans, each with one of the block tables.
+        metadata: plans; each plan has another block table.
     """
 
     ql_nope: Tensor
@@ -175,7 +175,7 @@ def check(row: Row, inputs: Inputs, value: AttentionState | Tensor) -> list[Pari
 
     Args:
         row: the shape.
-        inputs: inputs of the call, which used the first plan of `inputs.metadata`.
+        inputs: inputs of the call; the call used the first plan of `inputs.metadata`.
         value: output of the call: an attention state, or only its `out` [B Sq, N, 512].
     """
     out = value.out if isinstance(value, AttentionState) else value
@@ -201,10 +201,10 @@ def check(row: Row, inputs: Inputs, value: AttentionState | Tensor) -> list[Pari
 
 
 def vllm_with_scales(peers: ModuleType, device: torch.device) -> Callable:
-    """Return a call of vLLM's Triton kernel with its key scale and value scale in GPU memory, as in vLLM.
+    """Return a function that calls vLLM's Triton kernel with key and value scales in GPU memory, as vLLM does.
 
-    Without this function, the module of peers would copy the scales from the host in every call. Such a copy delays the
-    timed stream, and a CUDA graph cannot capture the copy.
+    The function of `peers` would copy the scales from the host in every call. Such a copy delays the timed stream, and
+    a CUDA graph cannot capture the copy.
     """
     unit, plain = torch.ones((), device=device), peers._vllm_triton()
 
@@ -221,13 +221,13 @@ def vllm_with_scales(peers: ModuleType, device: torch.device) -> Callable:
 def peer_contenders(row: Row, inputs: Inputs, peers: ModuleType) -> tuple[dict[str, Contender], dict[str, str]]:
     """Return FlashMLA, FlashAttention-3 and vLLM's Triton kernel as contenders, and the absent peers with the reasons.
 
-    FlashMLA and "FA3, schedule ahead" keep their schedule over several calls. For a stepped time they make a new
-    schedule in each step.
+    FlashMLA and "FA3, schedule ahead" use one schedule for several calls. For a stepped time, each of these two makes a
+    new schedule in each step.
     """
     q = torch.cat((inputs.ql_nope, inputs.q_pe), dim=-1).view(row.B, row.Sq, row.N, WIDTH)
     there = peers.available()
     vllm_triton = vllm_with_scales(peers, q.device) if there["vllm_triton"] else None
-    kernels = {  # peer: library, and a function that returns the kernel; the returned kernel has no schedule yet
+    kernels = {  # peer: library, and a function that returns a kernel whose schedule is not made yet
         "FlashMLA": ("flashmla", peers.FlashMLADecode),
         "FA3": ("fa3", lambda: peers.fa3_mla_decode),
         AHEAD: ("fa3", getattr(peers, "FA3MLADecodeAhead", None)),
@@ -254,7 +254,7 @@ def peer_contenders(row: Row, inputs: Inputs, peers: ModuleType) -> tuple[dict[s
 
 
 def batch_of(row: Row, inputs: Inputs) -> CommonAttentionMetadata:
-    """Return a batch on the first block table; all slots are -1, so that a step writes no cache entries."""
+    """Return a batch with the first block table; all slots are -1, so that a step writes no cache entries."""
     metadata, tokens = inputs.metadata[0], row.B * row.Sq
     starts = row.Sq * torch.arange(row.B + 1, dtype=torch.int32)
     no_slots = torch.full((tokens,), -1, dtype=torch.int64, device=metadata.block_table.device)
@@ -264,7 +264,7 @@ def batch_of(row: Row, inputs: Inputs) -> CommonAttentionMetadata:
 
 def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: str = "cuda") -> Case:
     """Return the inputs of one row and its contenders (the implementations to time)."""
-    # the named backend computes the ops that it has; `fast` chooses a backend for the other ops, such as planning
+    # the named backend serves its own ops; for other ops, such as planning, `fast` chooses another backend
     backend = fast.backends.bind(backend)
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if device == "cuda" else 1
     inputs = make_inputs(row, input_sets(row.bytes, l2_bytes), device)

@@ -1,13 +1,13 @@
-"""Time one decoded token in one attention layer with DeepSeek-V2-Lite's dims: transformers, reference and fast.
+"""Time the decode of one token in a model with one attention layer of DeepSeek-V2-Lite: transformers, reference, fast.
 
     python -m tests.benchmarks.decode_vs_transformers
     python -m tests.benchmarks.decode_vs_transformers --contexts 4096 --json decode_vs_transformers.json
 
 The model is a DeepseekV2 model of one layer: a token embedding, this attention, and an MLP with one unit. It decodes
 one token at a time, with batch size 1, in float32, on the CPU. The caches of the three implementations are filled with
-the same random latents. The implementations take turns step by step, so that a drift of the machine's speed affects all
-three. A time is the time of a whole step. Before the timing, each output is compared with the output of transformers in
-float64. The error must be within a budget that is computed from the error of `reference`.
+the same random latents. After each token the next implementation has its turn, so that a drift of the machine's speed
+affects all three. A time is the time of a whole step. Before the timing, each output is compared with the output of
+transformers in float64. The error must be within a budget that is computed from the error of `reference`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BLOCK_SIZE = 64
 
 
 def one_layer_model() -> DeepseekV2Model:
-    """Return a DeepseekV2 model with random weights that spends nearly all its time in one attention layer."""
+    """Return a DeepseekV2 model with random weights; nearly all its time is the time of its one attention layer."""
     dims = fast.PRESETS["deepseek-v2-lite"]
     torch.manual_seed(0)
     config = DeepseekV2Config(
@@ -114,7 +114,7 @@ def measure(context: int, steps: int, reference_steps: int) -> list[dict]:
             cache = filled_paged_cache(served, ops, entries)
         steppers[name] = stepper(served, cache)
         first_outputs[name] = steppers[name]()
-    low = first_outputs["reference"]  # float32, with the same formula as `fast`; its error determines the budget
+    low = first_outputs["reference"]  # float32, same formula as `fast`; the budget is computed from the error of `low`
     parities = {name: compare(name, value, low, gold) for name, value in first_outputs.items()}
     for parity in parities.values():
         if not parity.passed:

@@ -1,18 +1,19 @@
-"""Time the host's work of each eager call, op by op, with dims of DeepSeek-V3: fast and its peers.
+"""Time the work of the host (the CPU) in an eager call of each op, with dims of DeepSeek-V3: fast and its peers.
 
     python -m tests.benchmarks.host
     python -m tests.benchmarks.host --peers .peers --json host.json
     python -m tests.benchmarks.host --profile mla_decode
 
-The host is the CPU, and the peers are kernels of other projects. A time is the wall time of one Python call. The GPU is
-idle when the call starts, and the call does not wait for the GPU. So the time is the time that the CPU needs to check
-the arguments, to allocate the outputs and to launch the kernels. The calls of one op follow each other directly, so
-that the CPU's caches are as warm as in a step of many layers.
+The peers are kernels of other projects. A time is the wall time of one Python call. The GPU is idle when the call
+starts, and the call does not wait for the GPU. So a time contains only the CPU's work: check the arguments, allocate
+the outputs, launch the kernels. The calls of one op follow each other directly, so that the CPU's caches are as warm
+as in a step of many layers.
 
-`--profile` prints in which functions the calls of one op spend their time. The profiler makes every call slower, so
-compare times of a profile only with each other.
+`--profile` prints in which functions the calls of one op spend their time. The profiler makes every call slower, so do
+not compare times of a profile with times of the table.
 
-On a CPU (`--device cpu`) the calls also compute, with small dimensions. These times only show that the benchmark runs.
+With `--device cpu` the dimensions are small, and a time also contains the computation of the op on the CPU. Such times
+only show that the benchmark runs.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ TARGETS_US = {  # op: longest acceptable median in microseconds on the machine o
     "concat_and_cache_mla": 40.0, "rope_norm_and_cache": 40.0, "forward_prefill": 150.0,
     "forward_prefill, one chunk": 350.0, "MLAAttention, decodes": 350.0,
 }  # fmt: skip
-DIMS = {"cuda": Batch(16, 4096, 2, 64, 512), "cpu": Batch(3, 40, 2, 8, 16)}  # some ops run without the context
+DIMS = {"cuda": Batch(16, 4096, 2, 64, 512), "cpu": Batch(3, 40, 2, 8, 16)}  # some ops leave out the prompts' context
 PROFILED_LINES = 40
 
 
@@ -150,8 +151,8 @@ def decode_ops(config: MLAConfig, dims: Batch, device: str, backend, peers: Modu
 def add_decode_peers(ops: dict[str, Op], arguments: tuple, peers: ModuleType) -> None:
     """Add the peers' decodes to the ops of `fast`.
 
-    A peer that makes its schedule in the call is compared with "mla_decode". A peer whose schedule was made before the
-    call is compared with "mla_decode, planned".
+    A peer that makes its schedule in the call is added to "mla_decode". A peer whose schedule was made before the call
+    is added to "mla_decode, planned".
     """
     q, cache, table, lens, _ = arguments
     there = peers.available()
@@ -184,7 +185,7 @@ def add_decode_peers(ops: dict[str, Op], arguments: tuple, peers: ModuleType) ->
 
 
 def step_ops(config: MLAConfig, dims: Batch, device: str, backend) -> dict[str, Op]:
-    """Return the ops on the new tokens of decodes: slots, rotation, norm, cache writes and absorbed projections."""
+    """Return the ops on the new tokens of decodes: slots, rotation, norm, cache writes, W_UK and W_UV projections."""
     c, dtype, tokens = config, dtype_for(device), dims.decodes
     kind = {"dtype": dtype, "device": device}
     query_lens, lens = [1] * tokens, [dims.keys] * tokens

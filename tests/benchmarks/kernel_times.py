@@ -1,7 +1,7 @@
 """Trace the kernels of a step, and add up their times for each part of the step, such as "attention".
 
-A trace comes from torch.profiler. It has the start and the end of every kernel, memory copy and memory fill on the GPU.
-The profiler gets these times from CUPTI, NVIDIA's profiling library.
+torch.profiler makes the traces. A trace has the start and the end of every kernel, memory copy and memory fill on the
+GPU. The profiler gets these times from CUPTI, NVIDIA's profiling library.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 PARTS = ("plan", "projections", "attention", "movement")
 OTHER = "other"  # part of the kernels whose names contain no text of NAMES
-NAMES = {  # part of a step: texts in the names of its kernels; a kernel belongs to the first part that matches
+NAMES = {  # part of a step: texts; a kernel belongs to the first part that has a text which its name contains
     "plan": ("_plan_", "_visible_lens_kernel", "_advance_step_kernel"),
     "attention": ("_flash_attn_varlen", "_row_blocks_", "_two_phases", "_clear_kernel", "_combine_", "decode_kernel"),
     "projections": ("gemm", "gemv", "cutlass", "nvjet", "cublas", "splitK", "xmma", "layer_norm", "rms_norm", "RMSNorm",
@@ -59,7 +59,7 @@ def busy_time(kernels: Iterable[Kernel]) -> float:
 
 
 def time_of_parts(kernels: Iterable[Kernel]) -> dict[str, float]:
-    """Return for each part of the step the sum of the own times of its kernels, in microseconds."""
+    """Add up the own times of the kernels of each part of a step; return the sums in microseconds."""
     parts = dict.fromkeys((*PARTS, OTHER), 0.0)
     for kernel, time in own_times(kernels):
         parts[part_of(kernel.name)] += time

@@ -59,7 +59,7 @@ def config_for(device: str, heads: int | None = None) -> MLAConfig:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Let PyTorch compute with one thread, because threads that wait for each other make short times vary."""
+    """Let PyTorch compute with one thread: with several threads that wait for each other, short times vary."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -69,7 +69,7 @@ def one_thread() -> Iterator[None]:
 
 
 def host_threads(device: str) -> contextlib.AbstractContextManager[None]:
-    """Let PyTorch use one CPU thread if the device is "cpu"; for a GPU, do not change the number of threads."""
+    """Let PyTorch use one CPU thread if `device` is "cpu"; otherwise do not change the number of threads."""
     return one_thread() if device == "cpu" else contextlib.nullcontext()
 
 

@@ -9,7 +9,7 @@ contain the rope part for each head, and packed values. The times do not contain
 
 There are two ways of timing. A rested call starts after the GPU was idle for 0.1 s. Flushed calls follow each other
 without a rest, so that the GPU reaches its power limit. For B requests with Sq query tokens, Skv keys and N heads, the
-FLOPs are 2 B N Sq Skv (192 + 128), without the (query, key) pairs that a causal mask removes.
+FLOPs are 2 B N Sq Skv (192 + 128), minus the FLOPs of the (query, key) pairs that a causal mask removes.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ def checked_ranges(row: Row) -> list[tuple[int, int, int]]:
 def check(row: Row, inputs: Inputs, value: AttentionState | Tensor) -> list[Parity]:
     """Check that the whole output is finite, and compare ranges of queries of a few heads with `reference`.
 
-    With a causal mask, the n queries from query a on attend the first Skv - Sq + a + n keys. `reference` gets only
-    these keys. Its causal mask is aligned so that the last query attends the last key.
+    A compared range has the n queries a, ..., a + n - 1. With a causal mask, its last query attends the first
+    Skv - Sq + a + n keys. `reference` gets these keys only, and lets the last query attend the last of them.
 
     Args:
         row: the shape.
@@ -190,7 +190,7 @@ def attend_by_torch(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal:
 def peer_contenders(row: Row, inputs: Inputs, peers: ModuleType) -> tuple[dict[str, Contender], dict[str, str]]:
     """Return FlashAttention-3, cuDNN and FlashAttention-2 as contenders, and the absent kernels with the reasons.
 
-    PyTorch calls cuDNN and FlashAttention-2.
+    cuDNN and FlashAttention-2 are kernels that PyTorch contains.
     """
     k = torch.cat((inputs.k_nope, inputs.k_pe[:, None].expand(-1, row.N, -1)), dim=-1).contiguous()
     values = inputs.v.contiguous()

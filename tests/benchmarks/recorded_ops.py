@@ -1,7 +1,7 @@
 """Record the ops of a step with their arguments, so that each op can be timed alone.
 
-The recording contains the ops that PyTorch dispatches: the ops of `fast`, matrix products, copies. Views and
-allocations launch no kernel and are left out.
+An op here is any op that PyTorch dispatches: an op of `fast`, a matrix product, a copy. Views and allocations launch no
+kernel and are left out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RecordedOp:
 
 
 class _Recorder(TorchDispatchMode):
-    """Dispatch mode of PyTorch that runs every op, and keeps each op that launches a kernel on the given device."""
+    """Dispatch mode of PyTorch that runs every op, and records an op if it launches a kernel on the given device."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -71,13 +71,13 @@ def time_ops(clock: Clock | None, plan: Sequence[RecordedOp], layers: Sequence[S
     An op is replayed from a CUDA graph that calls the op with the arguments of each recorded layer in turn.
 
     Args:
-        clock: clock of the GPU. None on a CPU: each op is then called once, and its time is the wall time.
+        clock: clock of the GPU, or None on a CPU. On a CPU each op is called once, and its time is the wall time.
         plan: ops of the plan, which run once in a step.
         layers: recorded ops of some layers; each layer has the same ops.
         num_layers: number of layers in the step.
 
     Returns:
-        The sum in microseconds, and a (name, spread of the time) of every op of the plan and of one layer.
+        The sum in microseconds, and a pair (name, spread of the time) for every op of the plan and of one layer.
 
     Raises:
         AssertionError: the layers differ in their ops, or no op of a layer is an attention op.

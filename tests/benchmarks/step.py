@@ -1,4 +1,4 @@
-"""Time whole steps of DeepSeek-V3's attention, 61 layers, and split the time into the parts of a step.
+"""Time whole steps of DeepSeek-V3's attention, 61 layers, and divide the time into the parts of a step.
 
     python -m tests.benchmarks.step
     python -m tests.benchmarks.step --batches decodes mixed --json step.json
@@ -9,15 +9,15 @@ cache. Layers share weights if the memory does not hold the weights of all layer
 
 - *eager*: the builder plans the step on the host (the CPU), and the host launches every kernel.
 - *graph*: a replayed CUDA graph. A batch of decodes runs in a `DecodeGraph`, which plans inside the graph from lengths
-  on the device. For a batch with prompts, the graph repeats the kernels of one eager step. An engine cannot use such a
-  graph, because the lengths of its next step differ. The graph shows the time of the step without the host's work.
+  on the device. For a batch with prompts, the graph repeats the kernels of one eager step. Such a graph shows the time
+  of the step without the host's work. An engine cannot use it, because the lengths of its next step differ.
 
-The table splits the time of a step into parts. The time of a part is the time in which a kernel of the part runs, from
-a trace of the same step. Further columns of the table:
+The table divides the time of a step into parts, such as "attention". The time of a part is the time in which a kernel
+of the part runs; it is taken from a trace of the same step. Further columns of the table:
 
 - "idle": the rest of the step's wall time, in which no kernel runs because the GPU waits for the host.
-- "busy": in the time from the end of the first layer to the end of the step, the share in which a kernel runs.
-- "ops": the sum of the times of all ops of the step, each op replayed alone.
+- "busy": the time in which a kernel runs / the whole time, both from the end of the first layer to the end of the step.
+- "ops": the sum of the times of all ops of the step; each op is replayed alone.
 
 On a CPU (`--device cpu`) the dimensions are small, the steps have no parts, and the times only show that the benchmark
 runs.
@@ -60,8 +60,8 @@ from .timing import LAYERS, Clock, Spread
 
 RESERVED_BYTES = 20 << 30  # memory for activations, recorded tensors and workspaces of a step
 TRACED_STEPS = 5
-FEW_TOKENS = 512  # a batch of at most 512 tokens has small activations, so that the ops of more layers fit into memory
-RECORDED_LAYERS = {True: 8, False: 3}  # whether the batch has few tokens: number of layers whose ops are recorded
+FEW_TOKENS = 512  # a batch of at most 512 tokens has small activations, so the ops of more layers are recorded
+RECORDED_LAYERS = {True: 8, False: 3}  # number of layers whose ops are recorded; True: the batch has few tokens
 MOST_OVER_OPS = ("decodes", 1.02)  # batch, and largest acceptable ratio: time of its graph / sum over its ops
 LEAST_BUSY = ("mixed", 0.95)  # batch, and smallest acceptable "busy" of its eager step
 
@@ -125,7 +125,7 @@ class Model:
 def fit(free: int, cache_bytes: int, weight_bytes: int, layers: int) -> tuple[int, int]:
     """Return the number of layers and the number of sets of weights that fit into memory.
 
-    Caches get memory before weights, because layers can share weights, but each layer needs its own cache.
+    Caches get memory first: each layer needs its own cache, but layers can share weights.
 
     Args:
         free: bytes that are still free after the first set of weights was allocated.
@@ -134,7 +134,8 @@ def fit(free: int, cache_bytes: int, weight_bytes: int, layers: int) -> tuple[in
         layers: wanted number of layers.
 
     Returns:
-        The number of layers, and the number of sets of weights including the first set, at most one set for each layer.
+        The number of layers, and the number of sets of weights. The second number includes the first set, and is not
+        larger than the number of layers.
 
     Raises:
         CannotRun: the memory does not hold one layer.
@@ -224,8 +225,8 @@ def time_eager(step: Step, runs: int) -> dict[str, Any]:
         A dictionary of spreads in microseconds:
 
         - "wall_us": from the start of the planning to the end of the last kernel
-        - "host_us": from the start of the planning until the host has launched the last kernel. The host also waits if
-          the queue of launched kernels is full
+        - "host_us": from the start of the planning until the host has launched the last kernel. This time includes
+          waiting of the host while the queue of launched kernels is full
         - "rest_us", only on a GPU: from the end of the first layer to the end of the last kernel
     """
     on_gpu = step.model.device == "cuda"
@@ -273,22 +274,22 @@ def time_replays(replay: Callable[[], object], device: str, runs: int) -> dict[s
 
 
 def parts_of(steps: Sequence[Sequence[Kernel]], wall_us: float) -> dict[str, float]:
-    """Return the median microseconds of each part over traced steps, and the rest of the wall time as "idle"."""
+    """Return the median time of each part over the traced steps, in microseconds; "idle" is the rest of `wall_us`."""
     found = [time_of_parts(kernel for kernel in step if LAYER_MARK not in kernel.name) for step in steps]
     parts = {part: statistics.median(each.get(part, 0.0) for each in found) for part in {**found[0], **found[-1]}}
     return {"idle": max(0.0, wall_us - sum(parts.values())), **parts}
 
 
 def busy_shares(steps: Sequence[Sequence[Kernel]], rest_us: float) -> dict[str, float]:
-    """Return the share of the time in which a kernel runs, for the layers after the first layer.
+    """Return for the layers after the first layer: time in which a kernel runs / whole time of these layers.
 
     Args:
         steps: kernels of traced steps, each with a mark at the end of its first layer.
         rest_us: time of the layers after the first layer, in microseconds, measured without a trace.
 
     Returns:
-        "busy": time in which a kernel runs / `rest_us`. "busy_traced": time in which a kernel runs / time of these
-        layers in the trace. Tracing slows the host, so "busy_traced" is a lower bound.
+        "busy": the whole time is `rest_us`. "busy_traced": the whole time is measured in the trace. Tracing slows the
+        host, so "busy_traced" is a lower bound.
     """
     later = [cut_at_marks(step, LAYER_MARK)[-1] for step in steps]
     times = [busy_time(kernels) for kernels in later]
@@ -298,7 +299,7 @@ def busy_shares(steps: Sequence[Sequence[Kernel]], rest_us: float) -> dict[str, 
 
 
 def measure(name: str, step: Step, clock: Clock | None, runs: int) -> dict[str, Any]:
-    """Return the row of one batch: times of its eager steps, of its CUDA graph, and of its ops replayed alone.
+    """Return the row of one batch: times of its eager steps, of its CUDA graph, and of its ops, each replayed alone.
 
     Raises:
         AssertionError: the output of a step is not finite.

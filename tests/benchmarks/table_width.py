@@ -1,15 +1,15 @@
-"""Time the absorbed decode with a wide block table, launched for the longest request and for a full row of the table.
+"""Time the absorbed decode with a wide block table, for two values of `max_seq_len`.
 
     python -m tests.benchmarks.table_width
     python -m tests.benchmarks.table_width --rows 1,1024,1,128,2560 --json table-width.json
 
 An engine keeps one block table that is wide enough for the longest sequence that it serves. The variant "fast" gets the
 length of the longest request of the step as `max_seq_len`. The variant "fast, by the table" gets the number of tokens
-that fit into a row of the table. A CUDA graph captured for the longest sequence has this `max_seq_len`.
+that fit into a row of the table, as in a CUDA graph that is captured for the longest sequence.
 
 The variants "planned" follow a schedule of `plan_decode`. A stepped time is the time of one layer in a CUDA graph of 61
-layers, which makes the schedule once. In the other ways of timing, every call makes its schedule. Blocks have 64
-tokens, the dtype is bfloat16, and the dimensions are those of DeepSeek-V3.
+layers. The graph makes the schedule once. In the other ways of timing, every call makes its schedule. Blocks have 64
+tokens, the dtype is bfloat16, and the dimensions are the dimensions of DeepSeek-V3.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Row:
 
     @classmethod
     def parse(cls, *texts: str) -> Row:
-        """Return the row of five sizes, all given as text.
+        """Return the row of five sizes, each given as text.
 
         Raises:
             ValueError: a text is not a number, or a value is out of range.

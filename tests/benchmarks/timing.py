@@ -1,13 +1,13 @@
 """Time calls on a CUDA device in four ways, and measure the ceilings of the device.
 
 - *Flushed*: one call after the L2 cache was overwritten. The host launches the call while the GPU still overwrites the
-  cache, so the events around the call measure only the time of the GPU. The host time is measured separately.
+  cache, so the time between the CUDA events around the call contains no host time. `Clock.host` measures the host time.
 - *Rested*: a flushed call after the GPU was idle for 0.1 s. Without the rest, a few milliseconds of matrix products
-  bring a GPU to its power limit, and the time of a call depends on the calls before it.
+  bring a GPU to its power limit, so that the time of a call depends on the calls before it.
 - *Replayed*: many calls in a row from a CUDA graph. The graph has calls with several sets of inputs, which together are
   larger than the L2 cache. The times contain no time to launch a call, and the GPU is as warm as in a server.
-- *Stepped*: a whole step from a CUDA graph, as an engine runs it: the plan once, then the calls of LAYERS layers. The
-  time is the time of the step divided by LAYERS.
+- *Stepped*: a whole step from a CUDA graph, as an engine runs a step: the plan once, then the calls of LAYERS layers.
+  The result is the time of the step divided by LAYERS.
 
 A ceiling is the highest rate of a simple operation on this GPU: GB/s of a copy or a read, TFLOPS of a matrix product.
 
@@ -69,8 +69,9 @@ class Ceilings:
     Attributes:
         copy_gb_s: rate of a large contiguous copy, bytes read plus bytes written.
         read_gb_s: rate of the sum of a large tensor, bytes read.
-        matmul_tflops: rate of a bfloat16 product of random square matrices; the best of short bursts and of a long run.
-        sustained_matmul_tflops: rate of the same product in a long run, which the power limit of the GPU may reduce.
+        matmul_tflops: rate of a bfloat16 product of random square matrices, the highest of several short bursts and a
+            long run.
+        sustained_matmul_tflops: rate of the same product in the long run, in which the GPU can reach its power limit.
     """
 
     copy_gb_s: float
@@ -79,7 +80,7 @@ class Ceilings:
     sustained_matmul_tflops: float
 
     def as_json(self) -> dict[str, float]:
-        """Return the ceilings, and the sizes of the operations that measured them, as a dictionary."""
+        """Return a dictionary of the ceilings, and of the sizes of the operations by which they were measured."""
         return {**asdict(self), "copy_bytes": COPY_BYTES, "matmul_size": MATMUL_SIZE}
 
 
@@ -159,7 +160,7 @@ class Clock:
         return self.flushed(contenders, REST_S)
 
     def flushed(self, contenders: Mapping[str, Sequence[Call]], rest_s: float = 0.0) -> dict[str, Spread]:
-        """Time each call after the L2 cache was overwritten; each round uses the next call of a contender."""
+        """Time calls, each after the L2 cache was overwritten; each round times the next call of every contender."""
         host = self.host(contenders)
         leads = {who: 1 + math.ceil(2 * spread.quartiles_us[1] / self.flush_us) for who, spread in host.items()}
 
@@ -178,7 +179,7 @@ class Clock:
         return self._repeat(one_round, dict.fromkeys(contenders, 1))
 
     def replayed(self, contenders: Mapping[str, Sequence[Call]]) -> dict[str, Spread]:
-        """Time the calls in a row from a CUDA graph that makes each call equally often, 8 or more calls in total.
+        """Time calls in a row from a CUDA graph; the graph makes each call equally often, 8 or more calls in total.
 
         A contender that cannot be captured is missing in the result; `not_captured` has the reason.
         """
@@ -225,7 +226,7 @@ class Clock:
         return self.order.sample(list(names), len(names))
 
     def _warm_up(self, contenders: Mapping[str, Sequence[Call]]) -> None:
-        # a library allocates buffers at its first use; so each call runs once before the capture, on a side stream
+        # a library allocates buffers at its first use; so before the capture each call runs once on a side stream
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -270,8 +271,8 @@ def _time_copy_and_read(clock: Clock) -> tuple[Spread, Spread]:
 def measure_ceilings(clock: Clock) -> Ceilings:
     """Measure the rates of a copy, a read and a matrix product on this GPU.
 
-    A rate comes from the median time of flushed calls. For the product, several short bursts and one long run are
-    timed, and the fastest of them counts.
+    A rate is computed from the median time of flushed calls. For the product, several short bursts and one long run are
+    timed, and the highest rate is the ceiling.
     """
     copy, read = _time_copy_and_read(clock)
     a, b = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, dtype=torch.bfloat16, device="cuda") for _ in range(2))

@@ -5,9 +5,9 @@
     python -m tests.benchmarks.warmup
     python -m tests.benchmarks.warmup --threads 1 4 --json warmup.json
 
-Each time comes from a process of its own, because a process keeps the kernels that it compiled. The process "cold"
-starts with an empty cache folder. The process "warm" finds the compiled kernels of "cold" on disk. The times do not
-contain the import of the packages and the start of the GPU.
+Each time is measured in a new process, because a process keeps the kernels that it compiled. The process "cold" starts
+with an empty cache folder. The process "warm" finds the kernels that "cold" compiled on disk. The times do not contain
+the import of the packages and the start of the GPU.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def time_process(argv: Sequence[str], threads: int, cache: str) -> dict[str, Any
     """Call `time_here` in a new process and return its result; Triton keeps compiled kernels in the folder `cache`.
 
     Raises:
-        CannotRun: the process failed; the message is its last line.
+        CannotRun: the process failed; the message ends with the last line of its stderr.
     """
     command = [sys.executable, "-m", "tests.benchmarks.warmup", *argv, IN_PROCESS, "--threads", str(threads)]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Tests of the paged cache: its contents are compared bit by bit with the entries that each request owns.
+"""Tests of the paged cache: every slot must have the bits of the token to which the slot belongs.
 
 "Pitfall 6" is entry 6 of the list in `tests/__init__.py`.
 """
@@ -44,7 +44,7 @@ def check_write(ops, query_lens, seq_lens, dtype, latent: int = 12, rope: int = 
 def test_write(ops, lens, dtype):
     """A write changes only the slots of new tokens (pitfall 6).
 
-    Padding rows (requests of length 0) and tokens after the last request write nothing.
+    Nothing is written for padding rows (requests of length 0) and for tokens after the last request.
     """
     check_write(ops, *lens, dtype)
 
@@ -107,7 +107,7 @@ def test_gather_in_small_pieces(monkeypatch):
 
 
 def test_gather_out(ops):
-    """A gather of `fast` writes all rows of `out`, and no other row of the larger tensor that contains `out`."""
+    """If `out` is a part of a larger tensor, a gather of `fast` writes all rows of `out` and no other row."""
     if ops is reference:
         return check_gather(ops, (9,), (0,), (9,), torch.float32)
     batch = make_batch((0,), (9,), 4)
@@ -181,7 +181,7 @@ def test_offsets_beyond_32_bit(ops):
 
 @pytest.mark.parametrize("layout", ["layers_first", "blocks_first"])
 def test_all_layers_in_one_tensor(ops, layout):
-    """An op works on one layer's view of a tensor of all layers, for any order of axes, and changes no other layer."""
+    """If one tensor has the caches of all layers, an op changes only the given layer, for any order of axes."""
     layers, blocks, block_size, width = 3, 5, 4, 32
     device = torch.get_default_device()
     caches = ops.allocate_kv_cache(blocks, block_size, width, torch.float32, device, num_layers=layers, layout=layout)

@@ -59,7 +59,7 @@ def pieces(dtype, block_size=4):
 @pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gather_converts(ops, dtype, out_dtype):
-    """A gather into another dtype rounds each element once, as `Tensor.to` does, from a contiguous or strided cache."""
+    """A gather into another dtype rounds each element once, as `Tensor.to` does; the cache can be strided."""
     cache, arguments, rows = pieces(dtype)
     wanted = rows.to(out_dtype)
     strided = torch.stack((cache, cache), -1)[..., 0]
@@ -106,7 +106,7 @@ def test_gather_of_a_stored_format(ops, stored, out_dtype):
 def test_a_stored_format_needs_a_dtype_of_its_queries(ops, stored, out_dtype):
     """A gather from the format `stored` raises an error if `out_dtype` is neither float32 nor float64.
 
-    None raises an error too: the dtype of the cache, float16, is no dtype for the result.
+    `out_dtype=None` raises too: it means the dtype of the cache, float16, which the format does not allow for results.
     """
     cache, arguments, _ = pieces(torch.float16)
     message = f"^out_dtype: expected one of torch.float32, torch.float64, got {out_dtype}$"
@@ -157,7 +157,7 @@ def test_prefill_over_a_stored_format(ops, stored):
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_context_of_all_ranks_in_a_stored_format(ops, stored, size):
-    """With ranks that share a sequence, the gathered context and the workspace have the dtype of the queries."""
+    """If ranks share a sequence, the gathered context and the workspace have the dtype of the queries."""
     entries = torch.randn(24, DIRECT.head_size).half()
     chunk = ops.plan_context_chunks(integers(24), 96, 4, size, 1)[0]
     plan = reference.interfaces.PrefillMetadata(integers(0, 1, 2, 3, 4, 5).view(1, 6), offsets([1]), 1, (), 4)
@@ -182,7 +182,7 @@ def test_context_of_all_ranks_in_a_stored_format(ops, stored, size):
 
 
 def test_bytes_of_an_entry():
-    """The bytes of a cache entry follow from the format's storage dtype; without one, from the dtype of the queries."""
+    """A cache entry has the bytes of the format's storage dtype, or of the queries' dtype if the format has none."""
     for dtype, size in ((torch.float64, 8), (torch.float32, 4), (torch.bfloat16, 2), (torch.float16, 2)):
         assert element_bytes(dtype) == size
         assert COMPUTE_FORMAT.entry_bytes(512, 64, dtype) == 576 * size

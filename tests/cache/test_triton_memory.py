@@ -1,4 +1,4 @@
-"""Tests of the Triton kernels for the cache, the merge, rope, and for rope, norm and cache write in one launch.
+"""Tests of the Triton kernels for cache, merge and rope, and of the kernel that fuses rope, norm and cache write.
 
 On a GPU the kernels are compiled. Without a GPU, one test runs this file again in Triton's interpreter. "Pitfall 8" is
 entry 8 of the list in `tests/__init__.py`. The budget of a result is the largest error that docs/correctness.md allows.
@@ -73,7 +73,7 @@ def payloads(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", MOVED)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_write(shape, dtype):
-    """A write copies slices of one projection to their slots, skips slots out of range, and changes no other byte."""
+    """A write copies latents and rope keys to their slots, skips slots out of range, and changes no other byte."""
     block_size, latent, rope_dim = shape
     tokens, num_blocks = 37, -(-48 // block_size)
     capacity = num_blocks * block_size
@@ -96,7 +96,7 @@ def test_write(shape, dtype):
 @pytest.mark.parametrize("dtype", MOVED)
 @pytest.mark.parametrize("block_size, width", [(16, 128), (64, 96), (1, 80), (7, 27)])
 def test_gather(block_size, width, dtype):
-    """A gather returns token ranges of any start and length, and writes only `out`; all tensors may be strided."""
+    """A gather returns token ranges of any start and length, and writes only `out`; all tensors can be strided."""
     starts, lengths = [0, 5, 63, 0, 2], [33, 0, 2, 1, 20]
     columns = -(-70 // block_size)
     table = torch.full((5, columns + 2), GARBAGE, dtype=torch.int32)
@@ -129,7 +129,7 @@ def test_gather(block_size, width, dtype):
 def test_gather_converts(width, dtype, out_dtype):
     """A gather into another dtype rounds each value once, as `Tensor.to` does; rows outside the cache are 0.
 
-    The test fails if the kernel copies the bytes of the cache without regard to the dtype of `out`.
+    The test fails if the kernel copies the bytes of the cache and ignores the dtype of `out`.
     """
     entries = noise(6, 4, width, dtype=dtype)
     table = integers(5, 0, GARBAGE, 3, -1, 2).view(2, 3).to(DEVICE)
@@ -255,7 +255,7 @@ def test_nothing_to_move():
 
 @gpu_only
 def test_offsets_beyond_32_bit():
-    """The kernels give right results if offsets in elements exceed 2^31 in the cache or in the states (pitfall 8)."""
+    """The kernels are right if offsets (in elements) in the cache or in the states exceed 2^31 (pitfall 8)."""
     width, block_size, num_blocks = 576, 64, 2**16
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
@@ -297,7 +297,7 @@ def test_offsets_beyond_32_bit():
 
 
 def make_states(tokens, heads, value_dim, dtype):
-    """Return outputs and LSEs of two states with different strides; one LSE is a transposed tensor."""
+    """Return outputs and LSEs of two states; the strides differ, and one LSE is a transposed tensor."""
     wide = torch.float32
     outs = noise(tokens, heads, value_dim, dtype=dtype), noise(tokens, heads, value_dim + 8, dtype=dtype)
     outs = outs[0], outs[1][..., :value_dim]
@@ -324,7 +324,7 @@ def check_merge(a, a_lse, b, b_lse):
 @pytest.mark.parametrize("dtype", COMPUTED)
 @pytest.mark.parametrize("shape", [(1, 1, 16), (9, 3, 20), (5, 16, 128), (3, 126, 32), (2, 5, 512), (33, 1, 1)])
 def test_merge(shape, dtype):
-    """A merge of two states with different strides is within the budget (pitfall 18)."""
+    """The error of a merge of two states with different strides is within the budget (pitfall 18)."""
     a, a_lse, b, b_lse = make_states(*shape, dtype)
     check_merge(a, a_lse, b, b_lse)
     check_merge(b, b_lse, a, a_lse)
@@ -368,7 +368,7 @@ def test_merge_refuses_to_hide(bad, other):
 @runs
 @pytest.mark.parametrize("dtype", COMPUTED)
 def test_merge_in_place(dtype):
-    """A merge gives the same values if it overwrites one of its states, or rounds into an output of another dtype."""
+    """A merge gives the same values if it overwrites one of its inputs, or writes an output of another dtype."""
     a, a_lse, b, b_lse = (x.contiguous() for x in make_states(19, 5, 24, dtype))
     wanted, wanted_lse = merge.merge_attn_states(a, a_lse, b, b_lse)
     rounded, lse = torch.empty_like(a, dtype=torch.float16), torch.empty_like(a_lse)
@@ -412,7 +412,7 @@ def magnitude_of(config):
 
 
 def check_rope(value, positions, x, frequencies, config):
-    """Assert that rope is within the budget; the gold result is computed in float64 from the same float32 angles."""
+    """Assert that the error of rope is within the budget; gold is computed in float64 from the same float32 angles."""
     positions, x, frequencies, value = (t.cpu() for t in (positions, x, frequencies, value))
     assert value.is_contiguous() and value.shape == x.shape
     low_angles = positions.float()[:, None] * frequencies
@@ -433,7 +433,7 @@ def check_rope(value, positions, x, frequencies, config):
 @pytest.mark.parametrize("config", PAIRINGS.values(), ids=PAIRINGS)
 @pytest.mark.parametrize("heads, rope_dim", [(1, 64), (3, 32), (16, 64), (126, 6), (5, 2)])
 def test_rope(heads, rope_dim, config, dtype):
-    """Rope of the Triton kernel is within the budget for both pairings and for YaRN (pitfalls 14 and 15)."""
+    """The error of the Triton kernel is within the budget for both pairings and for YaRN (pitfalls 14 and 15)."""
     positions, q_pe, _, k_pe, frequencies = rope_inputs(3, heads, 32, rope_dim, dtype, config)
     positions = positions.int() if heads == 1 else positions
     q, k = rope.apply_rope(positions, q_pe, k_pe, frequencies, magnitude_of(config), config.interleaved)
@@ -446,7 +446,7 @@ def test_rope(heads, rope_dim, config, dtype):
 @pytest.mark.parametrize("config", PAIRINGS.values(), ids=PAIRINGS)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_rope_norm_and_cache(shape, config, dtype):
-    """One launch computes rope and norm and writes the cache; the cache gets the bits that the launch returns."""
+    """One launch computes rope and norm and writes the cache; cache and returned tensors have the same bits."""
     block_size, latent, rope_dim = shape
     positions, q_pe, kv_c, k_pe, frequencies = rope_inputs(6, 3, latent, rope_dim, dtype, config)
     weight, eps, capacity = noise(latent, dtype=dtype), 1e-5, -(-70 // block_size) * block_size
@@ -508,7 +508,7 @@ def test_rope_nothing():
 
 @gpu_only
 def test_under_a_graph():
-    """After the values of its input tensors changed, a captured graph gives the bits of an ordinary call."""
+    """Change the values of the input tensors of a captured graph -> a replay gives the bits of an ordinary call."""
     positions, q_pe, kv_c, k_pe, frequencies = rope_inputs(6, 3, 512, 64, torch.bfloat16, YARN)
     weight, slots = noise(512, dtype=torch.bfloat16), long([3, -1, 40, 17, 63, 5])
     entries, mapping = noise(4, 16, 576, dtype=torch.bfloat16), long([[0, 1]])

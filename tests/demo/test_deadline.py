@@ -1,6 +1,6 @@
 """Tests of `deadline`, which ends a process if a step takes too long.
 
-A rank is a process of a group that serves together. If one rank has died, a step of another rank may wait on the GPU
+A rank is a process of a group that serves requests together. If one rank has died, another rank can wait on the GPU
 forever. The deadline then ends the waiting process, even if its output streams or log handlers are broken.
 """
 
@@ -40,7 +40,7 @@ LINE = f"no answer within 0.5 s: {WAITS}; {WAITS}; requests in flight: 3, 5\n"
 def test_deadline(case):
     """Let a step exceed its deadline -> the process ends with status 70 and one message.
 
-    A step within its deadline does not end the process. A step over gloo has no deadline, because gloo itself raises an
+    If a step keeps its deadline, the process continues. With gloo there is no deadline, because gloo itself raises an
     error if a rank is dead.
     """
     root = Path(__file__).parents[2]

@@ -119,7 +119,7 @@ def test_kernel_sets_in_three_lines(run):
     assert said == [
         "cpu: serves 19 of 19 ops",
         "triton: serves none: serves device cuda, got cpu",
-        # the other reasons: dtype, two dimensions, block size
+        # the 4 more reasons are: dtype, two dimensions, block size
         "hopper: serves none: serves device cuda, got cpu and 4 more reasons",
     ]
     verbose = run("--max-new-tokens", "2", "--verbose")
@@ -131,7 +131,7 @@ def test_kernel_sets_in_three_lines(run):
 
 @pytest.fixture
 def no_work(monkeypatch):
-    """Make the main job fail when it starts to load a model or to join other ranks, after its checks of the options."""
+    """Make the main job fail if it loads a model or joins other ranks, which it does after the check of the options."""
 
     def unreachable(*args, **kwargs):
         raise AssertionError("the work began")
@@ -142,7 +142,7 @@ def no_work(monkeypatch):
 
 
 def bad_places(folder: Path) -> dict[str, tuple[list[str], str]]:
-    """Return, for each case, output options that must be refused and the start of the error message."""
+    """Return for each case the output options, which must be refused, and the beginning of the error message."""
     there = folder / "there.json"
     there.write_text("kept")
     (folder / "link.png").symlink_to(there)
@@ -193,7 +193,7 @@ def test_output_places_of_a_rank(tmp_path, capsys, plain_errors, no_work, monkey
     assert main([*SMALL, "--context-parallel", "2", *bad]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: --json: expected a file in a folder that exists") and err.count("\n") == 1, err
-    (tmp_path / "mla-twins.png").mkdir()  # default path of the picture; a run on several ranks draws no picture
+    (tmp_path / "mla-twins.png").mkdir()  # no error: this is the path of the picture, and several ranks draw no picture
     with pytest.raises(AssertionError, match="the work began"):
         main([*SMALL, "--context-parallel", "2", "--json", str(tmp_path / "f.json")])
     assert [path.name for path in tmp_path.iterdir()] == ["mla-twins.png"]
@@ -235,8 +235,8 @@ def test_the_duration_is_the_measured_one():
 def test_cache_bytes_are_those_of_the_config(run):
     """Run the job -> the reported cache bytes follow from the config, with 6 layers and 4 bytes for each element.
 
-    The cache entry of a token has 64 latent and 16 rope elements. Expanded, the token has a key of 32 + 16 elements and
-    a value of 24 elements for each of 8 heads.
+    The cache entry of a token has 64 latent and 16 rope elements. In an expanded cache, a token would have a key of
+    32 + 16 elements and a value of 24 elements for each of 8 heads.
     """
     cache = run("--ops", "fast").figures["cache"]
     assert cache["latent_bytes_per_1000_tokens"] == 1000 * 6 * 4 * (64 + 16)
@@ -386,7 +386,7 @@ def test_a_place_that_takes_no_figures(tmp_path, capsys, plain_errors):
 
 
 def test_the_longest_prompt_with_one_token(run):
-    """Give a prompt that fills all positions of the model but one, and ask for one token -> the job succeeds."""
+    """Give a prompt that leaves one position of the model free, and ask for one token -> the job succeeds."""
     done = run("--prompt", "x" * 4094, "--max-new-tokens", "1", "--ops", "fast", "--token-budget", "4096")
     assert done.status == 0 and [prompt["new_tokens"] for prompt in done.figures["prompts"]] == [1, 1, 1]
 

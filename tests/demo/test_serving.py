@@ -1,7 +1,7 @@
 """Tests of the serving loop, which runs many requests in the same steps over one paged cache.
 
-In every batch, the loop must generate the tokens that transformers generates for each request alone. All unused memory
-of the caches is NaN in these tests, so that a wrong read changes the tokens.
+For each request, the loop must generate the tokens that transformers generates for this request alone. In these tests,
+all unused memory of the caches is NaN, so that a wrong read changes the tokens.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def poison_unowned(loop: ServingLoop) -> None:
 
 
 def check_books(loop: ServingLoop, report) -> None:
-    """Check after a step that each block has one owner, and that the limits of the loop hold."""
+    """Assert after a step that each block belongs to one request or is free, and that the limits of the loop hold."""
     owned = [block for request in loop.requests for block in request.blocks]
     assert sorted(owned + loop.allocator.free_blocks) == list(range(loop.allocator.num_blocks))
     assert report is None or 0 < report.num_tokens <= loop.token_budget
@@ -166,8 +166,8 @@ def test_chunked_prefill_with_tiny_budget_and_workspace(make_loop, ops, prompts,
 def test_pieces_of_prompts_take_the_absorbed_path(make_loop, ops, prompts, wanted):
     """Serve with a budget of 5 tokens a step, so that a prompt needs many steps -> the right tokens.
 
-    A few tokens of a prompt with a longer context take the absorbed path (attention over the cached latents). Only
-    tokens with a short context take the expanded path, which needs chunks of the context.
+    With a long context, the few new tokens of a step take the absorbed path (attention over the cached latents). With a
+    short context, they take the expanded path, which needs chunks of the context.
     """
     order = [5, 3, 0]
     loop = make_loop(ops, block_size=4, token_budget=5, max_num_seqs=3, workspace_tokens=4)
@@ -178,9 +178,9 @@ def test_pieces_of_prompts_take_the_absorbed_path(make_loop, ops, prompts, wante
 
 
 def test_every_decode_leads_the_batch(make_loop, ops, prompts, wanted):
-    """Serve prompts -> a request with one pending token (one not yet in the cache) always runs as a decode.
+    """Serve prompts -> a request with one pending token (a token that is not in the cache yet) runs as a decode.
 
-    With 4 tokens a step, prompts of 33 = 4 x 8 + 1 and 17 = 4 x 4 + 1 tokens have one token left at the end.
+    With 4 tokens in a step, prompts of 33 = 4 x 8 + 1 and 17 = 4 x 4 + 1 tokens have one token left at the end.
     """
     order = [4, 3, 5, 0]
     loop = make_loop(ops, block_size=4, token_budget=4, max_num_seqs=4, workspace_tokens=4)
@@ -242,7 +242,7 @@ def test_resident_cache_is_exactly_the_tokens_rounded_up_to_blocks(make_loop, op
 def test_a_step_that_raises_leaves_nothing_half_applied(make_loop, ops, prompts, wanted, model):
     """Let every third call of the model fail, after all layers have written the cache -> the right tokens.
 
-    The loop can repeat a failed step. A failed step without preemption changes no request and no block of the loop.
+    The loop can repeat a failed step. If no request was preempted, a failed step changes no request and no block.
     """
     prompts, wanted = prompts[:4], wanted[:4]
     loop = make_loop(ops, num_blocks=12, max_num_seqs=4, token_budget=24)
@@ -430,9 +430,9 @@ print(large - small, 512 * HEADS * (NOPE + ROPE + VALUE) * 4, *growth)
 def test_peak_memory_of_a_chunked_prefill_does_not_grow_with_the_context():
     """Prefill with a context of 4096, then of 32768 tokens -> the peak memory grows only a little.
 
-    The limit of the growth is the growth of the cache plus two workspaces of expanded keys and values. As a control, a
-    prefill expands the whole context at once (537 MB of keys and values). The peak memory of the control grows by more
-    than ten times this limit.
+    The peak memory is allowed to grow as much as the cache, plus two workspaces of expanded keys and values. As a
+    control, a prefill expands the whole context at once (537 MB of keys and values). Its peak memory grows by more than
+    10 x this limit.
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", PEAK_MEMORY]

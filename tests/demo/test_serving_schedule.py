@@ -1,4 +1,4 @@
-"""Tests of which requests a serving loop runs, preempts, ends and forgets, and of how many blocks the requests hold.
+"""Tests of a serving loop: which requests it runs, preempts, ends and forgets, and how many blocks they hold.
 
 To preempt a running request means to free its blocks and to compute it again later. To forget a finished request means
 to remove it from the loop.
@@ -22,7 +22,7 @@ from fast.demo.serving import ServingLoop
 from ..support.factories import DIRECT
 
 VOCABULARY = 101
-# The fixture switches off the run-time checks of annotations, which would take most of the time of thousands of steps.
+# The fixture switches off the run-time checks of annotations, because they would make thousands of steps slow.
 WITHOUT_SHAPE_CHECKS = pytest.mark.usefixtures("plain_errors")
 
 
@@ -113,7 +113,7 @@ def test_the_youngest_requests_are_preempted_and_wait(seed):
 def test_a_preempted_request_that_would_fit_in_pieces_still_waits():
     """Preempt a request -> it waits, although the free blocks could hold the first tokens of its prompt.
 
-    The oldest request needs only one of the blocks that the preempted request frees, so 7 blocks stay free.
+    The preempted request frees its blocks. The oldest request needs only one of these blocks, so 7 blocks stay free.
     """
     loop = make_loop(num_blocks=10, max_num_seqs=2, token_budget=8)
     loop.add([1, 2, 3], 12)
@@ -133,7 +133,7 @@ def test_a_preempted_request_that_would_fit_in_pieces_still_waits():
 @WITHOUT_SHAPE_CHECKS
 @pytest.mark.parametrize(("size", "interleave"), [(2, 1), (4, 4), (3, 2)])
 def test_a_block_of_every_rank_holds_the_tokens_of_all(ops, size, interleave):
-    """Serve on D ranks that share each sequence -> a request takes one block per rank for D x block_size tokens."""
+    """Serve on D ranks that share each sequence -> D x block_size tokens of a request take one block on each rank."""
 
     def program(ranks):
         loop = make_loop(ops, context_parallel=ranks, num_blocks=6, workspace_tokens=4 * size)

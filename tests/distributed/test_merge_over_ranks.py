@@ -34,9 +34,9 @@ def test_merge_over_ranks(ops, size, merge):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("merge", MERGES)
 def test_merge_within_budget(merge, dtype):
-    """A merge of `fast` is within the budget: the largest error against float64 that docs/correctness.md allows.
+    """The error of a merge of `fast` against float64 is within its budget, as docs/correctness.md defines it.
 
-    The budget follows from the error of the same merge of `reference` in the same dtype. The merged LSE is float32.
+    The budget is computed from the error of the same merge of `reference` in the same dtype. The merged LSE is float32.
     """
     states = rank_states(4, 33, 8, 20, dtype)
     gold = [AttentionState(s.out.double(), s.lse.double()) for s in states]
@@ -65,7 +65,7 @@ def test_infinite_lse_is_nan(ops, merge, bad):
 
 @pytest.mark.parametrize("merge", MERGES)
 def test_a_rank_without_keys_counts_nothing(ops, merge):
-    """A rank whose LSE of a row is -inf does not change the merged row, even if the rank's output of the row is NaN."""
+    """If the LSE of a row is -inf on a rank, this rank does not change the merged row, even if its output is NaN."""
     states = rank_states(3, 4, 6, 5, torch.float64)
     wanted = over_ranks(ops, states, merge)
     for state in states:
@@ -108,7 +108,7 @@ def test_one_rank_with_keys_comes_back_bitwise(ops, merge):
 def test_bytes_received(ops, size, dtype, merge):
     """In a decode, each rank receives as many bytes as `dcp_wire_bytes` computes.
 
-    The all-to-all messages of `fast` may be longer: `fast` pads the LSEs and the outputs of a message to 16 bytes each.
+    An all-to-all message of `fast` can be longer: its LSEs and its outputs are each padded to a multiple of 16 bytes.
     """
     tokens, latent, rope = 6, 32, 16
     batch = make_batch([1] * tokens, [40] * tokens, 16)

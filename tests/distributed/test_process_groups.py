@@ -41,7 +41,7 @@ on_gpus = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 
 
 def simulated(size, total, interleave, dtype):
-    """Return the results that every rank has if one process simulates all ranks."""
+    """Return the results of every rank when one process simulates all ranks."""
     with torch.device("cpu"):
         packages = {"reference": reference, "fast": fast}
         return fast.simulate(size, interleave, lambda ranks: everything(ranks, packages, dtype, "cpu"), total)
@@ -95,8 +95,8 @@ def test_ranks_that_disagree(facts, message):
 def test_loops_that_disagree(options, message):
     """If ranks start serving loops with different options, every rank raises an error that names the option.
 
-    Some options are invalid on one rank only. The ranks compare their options before each rank checks its own options,
-    so no rank waits for a rank that raised.
+    Some options are invalid on one rank only. All ranks first compare their options, and then each rank checks its own
+    options. So no rank waits for a rank that raised an error.
     """
     for outcome in run_ranks(2, disagree_in_a_loop, 2, options):
         assert outcome.error.startswith(f"ValueError: {message}") and outcome.seconds < 10, outcome
@@ -104,7 +104,7 @@ def test_loops_that_disagree(options, message):
 
 @pytest.mark.parametrize("merge", ["a2a", "ag_rs"])
 def test_decode_graphs(merge):
-    """With a process for each rank, a `DecodeGraph` gives the outputs of the same steps without a graph.
+    """If each rank is a process, a `DecodeGraph` gives the outputs of the same steps without a graph.
 
     On a CPU, a `DecodeGraph` captures nothing: it copies its inputs to its buffers and runs the steps eagerly.
     """
@@ -153,7 +153,7 @@ def test_a_rank_that_is_killed(kill):
     outcomes = run_ranks(total, serve_for_ever, 2, "cpu", torch.float32, timeout_s=GROUP_TIMEOUT_S, meanwhile=shoot)
     assert outcomes[victim].exit_status == -signal.SIGKILL
     for rank, outcome in enumerate(outcomes):
-        if rank != victim:  # a rank that was still constructing its loop has no requests, so it raises GroupError
+        if rank != victim:  # if the victim died before this rank had made its loop, the error is GroupError
             assert outcome.exit_status == 1 and outcome.seconds < GROUP_TIMEOUT_S, f"{outcome}"
             wanted = r"^(StepLost|GroupError): (cp|tp)_group: all_\w+ of rank \d among ranks \[[\d, ]+\] failed: "
             assert re.match(wanted, outcome.error), outcome.error
@@ -161,7 +161,7 @@ def test_a_rank_that_is_killed(kill):
 
 
 def test_a_rank_that_stands_still():
-    """If SIGSTOP stops one of two ranks, the other rank raises after the timeout of the group, 4 s."""
+    """If SIGSTOP stops one of two ranks, the other rank raises after 4 s, the timeout of the group."""
     stopped = []
 
     def stop(processes: list[int]) -> None:
@@ -239,9 +239,9 @@ def test_main_job_refusals(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("total", [2, 4])
 def test_nccl_within_budget(total, dtype):
-    """Over NCCL, the results of `fast` are within the budget: the largest error that docs/correctness.md allows.
+    """Over NCCL, the errors of `fast` are within the budgets that docs/correctness.md defines.
 
-    The error is measured against `reference` on simulated ranks in float64. The budget follows from the error of
+    An error is measured against `reference` on simulated ranks in float64. The budget is computed from the error of
     `reference` over NCCL in the same dtype.
     """
     if total > GPUS:
@@ -260,7 +260,7 @@ def test_nccl_within_budget(total, dtype):
 @pytest.mark.parametrize("query_len", [1, 2])
 @pytest.mark.parametrize("merge", ["a2a", "ag_rs"])
 def test_nccl_graphs(merge, query_len):
-    """Replays of a captured step with exchanges are within the budget for other lengths, blocks and slots.
+    """Replay a captured step with exchanges for other lengths, blocks and slots -> errors within the budget.
 
     The reserved GPU memory does not grow during the replays.
     """
@@ -275,7 +275,7 @@ def test_nccl_graphs(merge, query_len):
 
 @pytest.fixture(scope="module")
 def compiled():
-    """Compile all kernels into Triton's disk cache, so that later no rank waits for a rank that compiles."""
+    """Compile all kernels into Triton's disk cache, so that later no rank waits while another rank compiles."""
     for total in {2, min(GPUS, 4)}:
         served = run_ranks(total, serve_and_die, 2, None, 0, "cuda", torch.bfloat16, backend="nccl", timeout_s=120.0,
                            limit_s=180.0)  # fmt: skip
@@ -308,7 +308,7 @@ def test_nccl_rank_that_dies(kill):
 def test_served_alone():
     """Every request of the serving loop generates more than three different tokens.
 
-    With fewer different tokens, the tests above could find equal texts by chance.
+    With fewer different tokens, two results in the tests above could be equal by chance.
     """
     with torch.device("cpu"):
         requests = make_loop(fast, RANK_CONFIG, None, "cpu", torch.float64).run()

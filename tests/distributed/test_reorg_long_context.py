@@ -1,6 +1,6 @@
 """Tests of `reorg_kvcache`, which puts the gathered tokens of all ranks into the order of each sequence.
 
-The tests have more tokens than the 4096 tokens that the cpu kernel reorders at once.
+The CPU kernel reorders 4096 tokens at a time. The tests have more than twice as many tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LENS = (2500, 0, 3001, 1, 3900, 64)  # tokens 4096 and 8192 of the batch lie in 
 @pytest.mark.parametrize("rows", ["dense", "with gaps"])
 @pytest.mark.parametrize(("size", "interleave"), [(1, 1), (2, 16), (3, 5), (8, 1)])
 def test_reorg_of_several_thousand_tokens(ops, size, interleave, rows):
-    """`reorg_kvcache` puts more than 8192 tokens into order and changes no bit of a token.
+    """`reorg_kvcache` puts more than 8192 tokens into the right order and changes no bit of a token.
 
     The test fails if the kernel reads or writes the second 4096 tokens at a wrong position.
     """

@@ -1,4 +1,4 @@
-"""Tests of the Triton kernels that prepare data for exchanges between ranks, or process received data.
+"""Tests of the Triton kernels that prepare data for exchanges between ranks, or that process received data.
 
 The merges `ag_rs` and `a2a` join the attention states of all ranks: `ag_rs` by an all-gather and a reduce-scatter,
 `a2a` by an all-to-all. Without a GPU, one test runs this file again in Triton's interpreter.
@@ -42,7 +42,7 @@ def gathered_rows(size, interleave, lens, width, dtype):
 @runs
 @pytest.mark.parametrize(("size", "interleave", "width"), [(1, 1, 7), (2, 1, 96), (3, 4, 7), (4, 16, 576), (7, 2, 96)])
 def test_reorg(size, interleave, width):
-    """`reorg_kvcache` gives the bits of `reference` for rows with and without gaps, and does not write to the gaps."""
+    """`reorg_kvcache` gives the bits of `reference`, also for rows with gaps, and does not write to the gaps."""
     for dtype in DTYPES if width == 96 else DTYPES[:1]:
         gathered, chunk = gathered_rows(size, interleave, (5, 0, 33, 1, 70), width, dtype)
         wanted = reference.reorg_kvcache(gathered, chunk)
@@ -71,8 +71,8 @@ def test_reorg_of_offsets_outside(far):
 def rank_states(size, tokens, heads, value, dtype):
     """Return a state for each rank.
 
-    A row is one (token, head) pair. If a row has no keys on a rank, its output on this rank is NaN. No merged state may
-    contain this NaN. The row of head 0 and token 1 has no keys on any rank.
+    A row is one (token, head) pair. If a row has no keys on a rank, its output on this rank is NaN. A merged state must
+    not contain this NaN. The row of head 0 and token 1 has no keys on any rank.
     """
     states = []
     for _ in range(size):
@@ -158,10 +158,9 @@ def test_infinite_lse_is_nan(merge, bad):
 @pytest.mark.parametrize("merge", ["ag_rs", "a2a"])
 @pytest.mark.parametrize(("size", "total"), [(4, 4), (2, 4)])
 def test_layers(size, total, merge, dtype):
-    """The outputs of a layer on simulated ranks of one GPU are within the budget.
+    """The errors of a layer on simulated ranks of one GPU are within the budget of docs/correctness.md.
 
-    The budget is the largest error that docs/correctness.md allows. It follows from the error of `reference` in the
-    same dtype.
+    The budget is computed from the error of `reference` in the same dtype.
     """
     steps = Steps(STEPS, 16, 4 * 16 * size * 4, 2)
 

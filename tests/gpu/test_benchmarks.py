@@ -93,7 +93,7 @@ def test_spread():
 
 
 def test_input_sets():
-    """Ask for sets of inputs -> together 4 times as large as the L2 cache, at least 1 set and at most 32 sets."""
+    """Compute how many sets of inputs a replay needs -> together 4 x the bytes of the L2 cache; 1 to 32 sets."""
     assert timing.input_sets(10, 100) == 40 - 8 and timing.input_sets(150, 100) == 3
     assert timing.input_sets(10**9, 100) == 1 and timing.input_sets(1, 10**9) == 32
 
@@ -144,8 +144,8 @@ def test_check_passes_merge(op, small_merge):
 def test_check_fails(name):
     """Change an output in one of three ways -> the check fails.
 
-    The changes are a wrong value in a part that is compared with `reference`, an LSE in base 2, and a NaN in a part
-    that is not compared.
+    The changes are a wrong value in a part of the output that is compared with `reference`, an LSE in base 2, and a NaN
+    in a part of the output that is not compared.
     """
     row = {"decode": decode.Row(9, 70, 1, 5), "prefill": prefill.Row(3, 40, 60, 5, "causal")}[name]
     case = MODULES[name].make_case(row, None, "cpu", device="cpu")
@@ -177,7 +177,7 @@ def test_sets_are_disjoint():
 
 
 def test_steps(monkeypatch):
-    """Run a step of every contender -> LAYERS decodes, which go through the sets of inputs in turn.
+    """Run a step of every contender -> LAYERS decodes; each decode uses the next set of inputs.
 
     A contender with a schedule ("planned") makes the schedule once, before the decodes.
     """
@@ -204,9 +204,9 @@ def test_steps(monkeypatch):
 
 
 def test_steps_of_peers():
-    """Run two steps of FlashMLA, which keeps its schedule over several calls -> a new schedule in each step.
+    """Run two steps of FlashMLA -> each step makes a new schedule, which FlashMLA uses for all calls of the step.
 
-    A kernel that the folder of peers lacks is absent with a reason.
+    A peer without a kernel in the folder of peers is reported as absent, with a reason.
     """
     made = []
 
@@ -317,7 +317,7 @@ def test_failed_row_is_not_timed():
 
 
 def test_own_breakdown_is_a_failed_row():
-    """Let `fast` raise an exception -> the row fails and is not timed, but the other contenders are still checked."""
+    """Let `fast` raise an exception -> the row fails and is not timed; the other contenders are still compared."""
     case = case_of()
     case.contenders[contest.OURS] = case.contenders["broken"]
     row = {"dims": {"B": 1, "N": 128}, **contest.contest(case, FakeClock(), ("flushed",))}
@@ -363,7 +363,7 @@ def test_table():
 def test_whole_program(name, monkeypatch, tmp_path, capsys):
     """Run a whole benchmark on one small row -> exit status 0, and the expected table and results file.
 
-    The clock and the ceilings are fake. The exit status is 1 for a row whose error exceeds its budget.
+    The clock and the ceilings are fake. If the error of the row exceeds its budget, the exit status is 1.
     """
     module, row = MODULES[name], SMALL[name][0]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -49,7 +49,7 @@ def captured(call):
 def test_steps_in_one_graph(config, dtype, programs):
     """Run 4 steps in one graph -> the same bits as 4 replays of a graph of one step.
 
-    `check_against_the_host` compares the steps with steps whose batches the host makes.
+    `check_against_the_host` compares the outputs with steps whose batches were made on the host.
     """
     loop = make_loop(fast, config, dtype, DEVICE, len(LENS), STEPS, programs)
     held = loop_cache(config, dtype, len(LENS)).to(DEVICE)
@@ -70,7 +70,7 @@ def test_steps_in_one_graph(config, dtype, programs):
 
 @torch.no_grad()
 def test_a_graph_runs_past_the_end():
-    """Let a request reach the end of its block table in a graph -> it stops, and writes only its own cache entries."""
+    """Let a request fill its row of the block table in a graph -> it stops, and no foreign cache entry is written."""
     config, dtype = DIRECT, torch.float32
     loop = make_loop(fast, config, dtype, DEVICE, 3, STEPS)
     held = loop_cache(config, dtype, 3).to(DEVICE)
@@ -107,7 +107,7 @@ def test_no_synchronisation():
 
 @pytest.mark.parametrize("ids", [torch.int32, torch.int64])
 def test_a_captured_mixed_batch(ids):
-    """Replay one captured call three times -> it advances a mixed batch once, and then twice a batch of decodes."""
+    """Replay a captured call three times -> the first replay advances a mixed batch, the others a batch of decodes."""
     with torch.device("cpu"):
         *tensors, common = buffers([1, 1, 5, 7, 0], [9, 0, 9, 7, 3], 6, 2, ids)
     mine, common_gpu = [x.to(DEVICE) for x in tensors], moved(common, DEVICE)
@@ -124,7 +124,7 @@ def test_a_captured_mixed_batch(ids):
 
 
 def test_from_lens_of_the_next_step():
-    """Advance a batch on the GPU -> the slots and lengths that `from_lens` computes on the host."""
+    """Advance a batch on the GPU -> the same slots and lengths as `from_lens`, which computes them on the host."""
     query_lens, seq_lens = [1, 1, 5, 0], [9, 0, 9, 3]
     with torch.device("cpu"):
         *tensors, common = buffers(query_lens, seq_lens, 6)

@@ -119,9 +119,9 @@ def places(*found) -> list[str]:
 
 
 def test_shards_run_again_where_a_race_has_no_place(monkeypatch):
-    """Let the report of a race lack the source line -> the shard runs again, at most twice.
+    """Report a race without a source line -> the shard runs again, at most twice.
 
-    Reports with source lines count in every run.
+    Races that are reported with source lines count in every run.
     """
     head, call = places(*TRITONS)
     nowhere = reported(("work_items.py:9", "work_items.py:7"), (head, call))
@@ -145,7 +145,7 @@ def test_shards_run_again_where_a_race_has_no_place(monkeypatch):
 
 
 def test_where_triton_specializes_warps():
-    """`tritons_own` returns two lines of each kernel with warp groups: its `def` and its `gl.warp_specialize(`."""
+    """Call `tritons_own` -> two lines of each kernel with warp groups: its `def` and its `gl.warp_specialize(`."""
     own = sanitizers.tritons_own()
     assert Counter(place.kernel for place in own) == dict.fromkeys(
         ("_row_blocks_16_32_kernel", "_row_blocks_64_kernel", "_two_phases_kernel", "_hand_over_kernel"), 2
@@ -174,7 +174,7 @@ def test_races():
 def test_what_racecheck_must_say():
     """Report on the shards of racecheck -> "ok" only if two conditions hold.
 
-    - No shard reports a race, except the reports at Triton's own `warp_specialize`.
+    - No shard reports a race, except races of Triton's own code in `warp_specialize`.
     - The three controls have the expected results. Racecheck reports no race in "every thread arrives", and a race in
       "nobody waits". In "every thread arrives" and in "one arrives for all", all values are right.
     """

@@ -1,7 +1,7 @@
 """Tests of the peak memory of a step on a GPU (`torch.cuda.max_memory_allocated`).
 
-Before it serves requests, an engine runs a layer without a plan (`metadata=None`) to measure the memory that a step
-needs. In these tests, this run of the layer is the *profile run*.
+Before an engine serves requests, it runs a layer without a plan (`metadata=None`) to measure the memory that a step
+needs. The tests call this run of the layer the *profile run*.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def test_a_prefill_needs_what_the_profile_run_touched(config, shared):
     """Run prefills with contexts of very different lengths -> equal peaks, at most the peak of the profile run.
 
     A layer expands the context in a workspace of fixed size. The workspace is an argument of the layer ("given") or
-    belongs to the builder ("of the plan"). The workspace keeps its memory after the first step, so every
-    later peak includes this memory.
+    belongs to the builder ("of the plan"). The workspace keeps its memory after the first step, so every later peak
+    includes its memory.
     """
     dtype = torch.bfloat16
     workspace = None
@@ -96,7 +96,7 @@ def test_a_prefill_needs_what_the_profile_run_touched(config, shared):
 
 
 def test_no_allocation_in_the_context_loop(config):
-    """Run prefills with contexts of 1, 4 and 8 chunks, with a workspace and an output tensor -> equal peaks."""
+    """Run prefills with contexts of 1, 4 and 8 chunks, given a workspace and an output tensor -> equal peaks."""
     dtype = torch.bfloat16
     shape = TOKENS, config.num_heads
     q = torch.randn(*shape, config.qk_head_dim).to(dtype)
@@ -117,6 +117,6 @@ def test_no_allocation_in_the_context_loop(config):
                                         workspace=workspace)  # fmt: skip
 
         run()
-        held = torch.cuda.memory_allocated()  # a longer context has a longer block table
+        held = torch.cuda.memory_allocated()  # measured for each plan, because block tables have different lengths
         peaks.append(peak_of(run) - held)
     assert len(set(peaks)) == 1, peaks

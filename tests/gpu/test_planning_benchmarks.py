@@ -36,7 +36,7 @@ def grid(config, noise: float = 0.0):
 
 
 def test_model_is_what_choose_path_compares():
-    """Compute times with the model of the fit -> `choose_path` chooses the path with the smaller time everywhere."""
+    """Compute times with the model that `fit` uses -> at every point `choose_path` chooses the path with less time."""
     points = grid(V3)
     for point in points:
         better = "absorbed" if point.absorbed_us <= point.expanded_us else "expanded"
@@ -45,9 +45,9 @@ def test_model_is_what_choose_path_compares():
 
 
 def test_fit():
-    """Fit constants to times with 3 % of noise -> the path that they choose is at most 7 % slower than the faster path.
+    """Fit constants to times with 3 % of noise -> the chosen path is at most 7 % slower than the faster path.
 
-    Without constants, `choose_path` counts operations, and its path is more than 20 % slower at some point.
+    Without constants, `choose_path` counts operations. At some point, its path is then more than 20 % slower.
     """
     points = grid(V3, 0.03)
     costs = crossover.fit(points, V3, steps=800, trials=2000)
@@ -63,7 +63,7 @@ def test_both_paths_compute_the_same(monkeypatch):
     wide = {name: value.double() for name, value in vars(paths).items() if torch.is_tensor(value)}
     gold = object.__new__(crossover.Paths)
     gold.__dict__ |= vars(paths) | wide
-    # the absorbed path reads the entries of the new tokens from the cache; the expanded path has them as arguments
+    # the absorbed path reads the entries of the new tokens from the cache; the expanded path gets them as arguments
     for which in (paths, gold):
         entries = torch.cat((which.latents, which.k_pe), -1).view(2, 3, -1)
         for request, table in enumerate(which.decode.block_table.tolist()):

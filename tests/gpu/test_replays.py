@@ -1,4 +1,4 @@
-"""Tests on a GPU of replayed calls, which must have the bits of ordinary calls.
+"""Tests of replayed calls on a GPU: their results must have the same bits as the results of ordinary calls.
 
 If an op of `fast` is called again with the same shapes, strides and dtypes, `fast` skips the checks and the dispatch of
 PyTorch. It replays the recorded kernel launches with the new tensors.
@@ -28,7 +28,7 @@ def on_the_gpu(default_device):
 
 
 def launch_functions():
-    """Return, by the names of their ops, all launch functions that remember which calls were checked."""
+    """Return, for each op, its launch functions that remember which calls were checked."""
     return {str(each._dispatched): each._launch for each in checked_calls._ALL_CALLS
             if isinstance(each, checked_calls.CheckedCalls)}  # fmt: skip
 
@@ -43,7 +43,7 @@ def copied(arguments: tuple) -> tuple:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_every_op_is_replayed(dtype):
-    """Make five calls of each op with equal shapes and new values -> the bits of calls that are not replayed."""
+    """Make five calls of each op with equal shapes and new values -> the same bits as without replays."""
     found, replayed = launch_functions(), set()
     for name, many in samples(dtype).items():
         function = found.get(name.replace("::", "."))
@@ -61,7 +61,7 @@ def test_every_op_is_replayed(dtype):
                 pairs = [*zip(expected, given, strict=True), *zip(as_tuple(wanted), as_tuple(result), strict=True)]
                 for old, new in pairs:
                     assert not isinstance(old, torch.Tensor) or torch.equal(old.nan_to_num(7), new.nan_to_num(7)), name
-            # no replay of a Hopper decode that copies its queries, because their rows are not aligned to 16 bytes
+            # a Hopper decode is not replayed if it must copy queries whose rows are not aligned to 16 bytes
             assert launches.replay is not None or launches.no_replay == "aten.clone.default", (name, launches.no_replay)
             replayed |= {name} if launches.replay is not None else set()
     assert len(replayed) == len(found), sorted(replayed)

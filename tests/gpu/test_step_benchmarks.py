@@ -1,6 +1,6 @@
-"""Tests of the benchmarks `host` and `step`, most of them with small dimensions on a CPU.
+"""Tests of the benchmarks `host` and `step`. Most tests run on a CPU with small dimensions.
 
-`host` times the work of the CPU for each op. `step` times whole steps of all layers, and splits the time into parts
+`host` times the work of the CPU for each op. `step` times whole steps of all layers, and divides the time into parts
 such as "attention".
 """
 
@@ -79,9 +79,9 @@ def test_host_refusals(capsys, tmp_path):
 
 
 def test_peers_are_timed_beside(capsys):
-    """Time ops with peers (kernels of other projects) of which some fail -> the failed peers are absent with a reason.
+    """Let some peers (kernels of other projects) fail -> the benchmark continues, and reports them with a reason.
 
-    A library is missing in one case, and a call raises an error in the other case. The benchmark does not end.
+    The library of one peer is missing, and the call of another peer raises an error.
     """
     here = SimpleNamespace(
         available=lambda: {"flashmla": False, "fa3": True, "vllm_triton": False},
@@ -160,9 +160,9 @@ def test_marks():
 
 
 def test_parts_and_busy_shares():
-    """Split traced steps into parts -> "idle" is the rest of the wall time; "busy" counts from the second layer on.
+    """Divide traced steps into parts -> "idle" is the rest of the wall time; "busy" counts from the second layer on.
 
-    After the end of the first layer, kernels run for 9 us, no kernel runs for 1 us, and kernels run for 9 us.
+    After the end of the first layer, kernels run for 9 us, then no kernel runs for 1 us, then kernels run for 9 us.
     """
     steps = [traced_step(0), traced_step(100), traced_step(200)]
     assert step.parts_of(steps, 40.0) == {"idle": 11, "plan": 2, "projections": 18, "attention": 9, "movement": 0}
@@ -175,9 +175,9 @@ def test_parts_and_busy_shares():
 
 
 def test_record():
-    """Record the ops of a function -> ops that launch a kernel on the device; a recorded op can run again.
+    """Record the ops of a function -> the ops that launch a kernel on the device; a recorded op can run again.
 
-    Views, allocations, ops with empty results and ops of another device are left out.
+    Views, allocations, ops with empty results and ops on another device are left out.
     """
     a, b = torch.randn(4, 3), torch.zeros(4, 4)
 
@@ -198,7 +198,7 @@ def test_record():
 def test_sum_over_ops(monkeypatch):
     """Sum the times of all ops of a step of 10 layers -> an op of a layer counts 10 times, an op of the plan once.
 
-    Recorded layers without an attention op, or with different ops, are an error.
+    It is an error if the recorded layers have no attention op, or if their ops differ.
     """
     seconds = iter([5.0, 1.0, 2.0])
     monkeypatch.setattr(recorded_ops, "_spread_of", lambda clock, calls: {"median_us": next(seconds)})
@@ -216,7 +216,7 @@ def test_sum_over_ops(monkeypatch):
 
 
 def test_what_fits():
-    """Divide the memory -> first a cache for each layer, then further sets of weights, at most one for each layer."""
+    """Divide the memory -> first a cache for each layer; the rest is for weights, at most one set for each layer."""
     assert step.fit(1000, 10, 3, 61) == (61, 61)
     assert step.fit(620, 10, 3, 61) == (61, 1 + 10 // 3)
     assert step.fit(100, 10, 3, 61) == (10, 1)
@@ -225,7 +225,7 @@ def test_what_fits():
 
 
 def test_steps_on_a_cpu(tmp_path, capsys):
-    """Run the benchmark `step` -> times of every batch, eager and in a graph, and the ops of each step."""
+    """Run the benchmark `step` -> the time of every batch, eager and in a graph, and the ops of each step."""
     path = tmp_path / "step.json"
     assert step.main(["--device", "cpu", "--layers", "2", "--steps", "2", "--json", str(path)]) == 0
     report = json.loads(path.read_text())
@@ -248,7 +248,7 @@ def test_step_refusals(capsys):
 
 
 def test_step_table(capsys):
-    """Draw the table of steps -> the parts of eager steps and of graphs; `verdicts` says which targets are met."""
+    """Draw the table of steps -> parts of eager steps and of graphs. `verdicts` returns which targets are met."""
     spread = {"median_us": 2000.0, "quartiles_us": [1900.0, 2100.0], "runs": 3}
     parts = {"idle": 500.0, "plan": 5.0, "projections": 700.0, "attention": 700.0, "movement": 95.0}
     eager = {
@@ -274,9 +274,9 @@ def test_step_table(capsys):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_traced_steps_on_a_gpu(monkeypatch, tmp_path):
-    """Run the benchmark `step` on a GPU -> the parts add up to the wall time or more.
+    """Run the benchmark `step` on a GPU -> the sum of all parts is at least the wall time.
 
-    Every kernel belongs to a known part, and the busy shares are in range.
+    Every kernel belongs to a known part, and the values "busy" are in range.
     """
     small = {name: replace(batch, keys=min(batch.keys, 256), context=min(batch.context, 256), new_tokens=min(
         batch.new_tokens, 128)) for name, batch in step.BATCHES["cuda"].items()}  # fmt: skip

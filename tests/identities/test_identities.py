@@ -1,8 +1,8 @@
 """Tier 2 of docs/correctness.md: identities that hold in float64 to about 1e-12, whatever the order of arithmetic.
 
-No test compares `fast` with `reference`. Each check (a function `check_...`) takes a package as its argument `ops`.
-tests/mutations calls the checks with packages that have a planted mistake. "Pitfall 8" is entry 8 of the list of faults
-in tests/__init__.py.
+No test compares `fast` with `reference`. Each check (a function `check_...`) gets a package as its argument `ops`. The
+tests in tests/mutations call the checks with packages that have a planted mistake. "Pitfall 8" is entry 8 of the list
+of faults in tests/__init__.py.
 
 The letters of shapes: T query tokens, S keys of a request, N heads, H hidden size, Lkv latent width, P and R widths of
 the parts of a head without rope and with rope, V value width.
@@ -170,7 +170,7 @@ def test_merge_identity(ops, dtype):
 def test_merge_refuses_to_hide(ops, bad, other):
     """Merge a state that has the LSE +inf or NaN in one row -> exactly this row of the result is NaN (pitfall 3).
 
-    Some libraries give a row without keys the LSE +inf, which is an error here: the LSE of such a row is -inf.
+    Some libraries give a row without keys the LSE +inf. Here the LSE of such a row is -inf, and +inf is an error.
     """
     a, b = random_state(4, 2, 3), random_state(4, 2, 3)
     a.lse[1, 2], b.lse[1, 2] = bad, other
@@ -249,7 +249,7 @@ def whole(config, q, w_uk, w_uv, entries, query_lens, dtype=F64) -> torch.Tensor
 
 
 def check_absorbed_is_expanded(ops, config: MLAConfig, query_lens, seq_lens, block_size=16):
-    """Attend a batch on the absorbed and on the expanded path -> equal states, and the outputs of PyTorch's attention.
+    """Attend a batch on both paths -> equal states, and outputs equal to those of PyTorch's attention.
 
     The absorbed path is `mla_decode` and `latent_to_value`; the expanded path is `forward_prefill`.
     """
@@ -284,8 +284,8 @@ def test_absorbed_is_expanded_for_presets(name):
 def check_chunked_is_whole(ops, config, query_lens, context_lens, workspace, block_size, dtype=F64):
     """Prefill with a context in chunks -> attention over the whole sequence; return the number of chunks.
 
-    In float64 the results agree up to rounding. In a lower dtype the error may be as large as a budget, which is
-    computed from the error of PyTorch's attention in this dtype.
+    In float64 the results agree up to rounding. In a lower dtype the error must be within a budget, which is computed
+    from the error of PyTorch's attention in this dtype.
     """
     seq_lens = [q + c for q, c in zip(query_lens, context_lens, strict=True)]
     batch = make_batch(query_lens, seq_lens, block_size)
@@ -309,7 +309,7 @@ def check_chunked_is_whole(ops, config, query_lens, context_lens, workspace, blo
     st.sampled_from([1, 4, 16]),
 )
 def test_chunked_is_whole(lens, extra, block_size):
-    """Prefill with chunks that the planner makes for workspaces of many sizes -> attention over the whole sequence."""
+    """Prefill with planned chunks, for workspaces of many sizes -> attention over the whole sequence."""
     workspace = len(lens) * block_size + extra
     check_chunked_is_whole(reference, SMALL, [q for q, _ in lens], [c for _, c in lens], workspace, block_size)
 
@@ -393,7 +393,7 @@ def test_batch_composition(ops):
 
 
 def test_schedule_and_hints_change_nothing(ops):
-    """Decode with two values of `max_query_len`, which is an upper bound for the sizes of launches -> the same bits."""
+    """Decode with two values of `max_query_len`, a bound that only launch sizes depend on -> the same bits."""
     batch = make_batch([1, 2], [9, 20])
     entries = make_entries(batch, DIRECT.head_size, F64)
     cache = make_cache(batch, entries, DIRECT.head_size, F64)
@@ -454,7 +454,7 @@ def run_steps(ops, config, weights, hiddens, steps, block_size=16, workspace=64,
 def check_layer(ops, config, steps, **options):
     """Run a layer in steps -> the outputs of plain attention over whole sequences.
 
-    The layer must write only those cache entries that belong to a token.
+    The layer must write only cache entries that belong to a token.
     """
     weights = make_weights(config, F64)
     totals = [sum(step[r] for step in steps) for r in range(len(steps[0]))]
@@ -480,7 +480,7 @@ STEPS = {
 @pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_layer(ops, config, steps):
-    """Run a layer by prefill, token by token, by chunked prefill and in mixed steps -> the outputs of whole sequences.
+    """Run a layer in many kinds of steps, such as prefills and mixed steps -> the outputs of whole sequences.
 
     The test detects pitfalls 14 and 15.
     """

@@ -14,7 +14,7 @@ def name(request):
 
 @pytest.fixture
 def model():
-    """Return a copy of a stock model; a test may change the copy."""
+    """Return a copy of a model without `use_mla`; a test can change the copy."""
     from ..support.transformers_models import STOCK  # needs transformers
 
     return copy.deepcopy(STOCK["v3-yarn"])

@@ -1,4 +1,4 @@
-"""Tests of the transformers adapter with smallest sizes, positional arguments, growing caches and packed batches.
+"""Tests of the transformers adapter: smallest sizes, arguments by position, growing caches, packed batches.
 
 `use_mla(model, ops=...)` makes a DeepSeek model of transformers compute its attention with `reference` or `fast`, over
 a paged cache of latents. A model without `use_mla` is a stock model.
@@ -38,7 +38,7 @@ def test_the_least_sizes_serve(ops):
 
 
 def test_arguments_by_position(ops):
-    """Pass six arguments by position -> the same result as by name; a seventh positional argument is an error."""
+    """Pass six arguments by position -> the same result as by name. Pass a seventh one by position -> an error."""
     base, ids = served("v3-yarn", ops).model, prompt()
     positions, mask = torch.arange(6)[None], torch.ones_like(ids)
     mask[0, :2] = 0
@@ -56,8 +56,8 @@ def test_arguments_by_position(ops):
 def test_positions_of_one_row_are_those_of_all(ops, dtype):
     """Pass positions of shape [1, Sq], of shape [B, Sq], or none -> the same logits.
 
-    Sq is the number of new tokens of each of B rows. Without `position_ids`, the positions continue after the cached
-    tokens. A call whose positions do not rise by one is refused.
+    B is the number of rows, and Sq is the number of new tokens of a row. Without `position_ids`, the positions continue
+    after the cached tokens. Positions that do not rise by one are refused.
     """
     model, ids = served("v3-yarn", ops), prompt(3, 7)
     with torch.no_grad():
@@ -77,10 +77,10 @@ def test_positions_of_one_row_are_those_of_all(ops, dtype):
 
 
 def test_pages_are_reserved_for_what_comes():
-    """Let a block table grow -> its new width is the needed width, but at least twice the old width.
+    """Let a block table grow -> its new width is the larger of two widths: the needed width, and twice the old width.
 
-    For another number of rows, a new block table has exactly the needed width. A `BatchRecord` has the block table and
-    the lengths of the rows of a batch, for all layers.
+    If the number of rows changes, the new block table has exactly the needed width. All layers use one `BatchRecord`,
+    which has the block table and the lengths of the rows of a batch.
     """
     record = BatchRecord(4)
     asked = [(2, 0, 0), (2, 1, 1), (2, 4, 1), (2, 5, 2), (2, 8, 2), (2, 9, 4), (2, 16, 4), (2, 40, 10), (2, 41, 20)]
@@ -97,9 +97,9 @@ def test_pages_are_reserved_for_what_comes():
 
 
 def test_a_record_counts_what_is_kept():
-    """Call `crop` and `select` -> the record has the number of tokens of each row without padding.
+    """Call `crop` and `select` -> the record has the right number of tokens of each row; padding does not count.
 
-    The record drops its padding mask as soon as the mask has no padding.
+    The record drops its padding mask when no padding is left.
     """
     record, mask = BatchRecord(4), torch.ones(3, 6, dtype=torch.bool)
     mask[0, :2], mask[1, 5] = False, False
@@ -119,7 +119,7 @@ def test_a_record_counts_what_is_kept():
 def test_a_layer_keeps_its_entries_where_it_grows(ops):
     """Let the cache of a layer grow -> the larger cache has the entries of each row in the same order.
 
-    A cache with enough blocks is not copied. A batch with another number of rows gets a new cache.
+    If the cache has enough blocks, it is not copied. If the number of rows changes, the layer gets a new cache.
     """
     record = BatchRecord(BLOCK)
     layer = LatentCacheLayer(record, leads=True)
@@ -142,8 +142,7 @@ def test_a_layer_keeps_its_entries_where_it_grows(ops):
 def test_layers_of_a_cache(ops):
     """Make the layers of a cache -> all layers share one `BatchRecord`, and only the first layer updates it.
 
-    A cache with the same number of layers and the same block size is reused. A cache with another number of layers or
-    another block size is refused.
+    A cache whose number of layers and block size are right is reused. Any other cache is refused.
     """
     layers = latent_layers(DynamicCache(), LAYERS, BLOCK)
     assert [layer.leads for layer in layers] == [True, False]

@@ -1,7 +1,7 @@
 """Tests of the shipped checkpoint tiny-mla: size, dimensions, tokenizer, and bits per byte.
 
-The bits per byte measure how well the model predicts text; fewer is better. They are measured with transformers alone
-and with the attention of `reference` and `fast` (`use_mla`).
+Bits per byte measure how well the model predicts text; fewer bits are better. The tests measure them with the attention
+of transformers, of `reference` and of `fast` (`use_mla`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def windows(per_file: int | None = None) -> torch.Tensor:
 
 @torch.inference_mode()
 def nats(model, targets: torch.Tensor) -> torch.Tensor:
-    """Return the negative log likelihood of every byte in nats; each window follows a bos token as one sequence."""
+    """Return the negative log likelihood of every byte in nats; a sequence is a bos token and one window."""
     losses = []
     for batch in targets.split(4):
         logits = model(torch.nn.functional.pad(batch[:, :-1], (1, 0), value=BOS), use_cache=False).logits
@@ -60,7 +60,7 @@ def bits_per_byte(losses: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("ops", [None, reference, fast], ids=["transformers", "reference", "fast"])
 def test_bits_per_byte(ops):
-    """Measure the bits per byte on two windows of each file -> at most 2 bits, and the figure of the model card."""
+    """Measure the bits per byte on two windows of each file -> at most 2, and equal to the number on the model card."""
     card = (CHECKPOINT / "README.md").read_text()
     count, figure = re.search(r"first two windows of each file \| 1024 \| (\d+) \| ([\d.]+) \|", card).groups()
     targets = windows(per_file=2)
@@ -71,9 +71,9 @@ def test_bits_per_byte(ops):
 
 
 def test_log_of_the_shipped_weights():
-    """Read the training log of the shipped weights -> at most 2 bits per byte on files that were not trained on.
+    """Read the training log of the shipped weights -> at most 2 bits per byte on files outside the training data.
 
-    These held-out files are a tenth of all files, rounded up.
+    The files outside the training data are a tenth of all files, rounded up.
     """
     lines = (ASSETS / "train_tiny_mla.log.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]

@@ -49,7 +49,7 @@ def test_logits_with_padding_of_every_kind(name, ops):
 def test_logits_of_a_prompt_fed_in_pieces(name, ops, cuts, decode_threshold):
     """Pass the tokens of the prompts in several calls -> logits within the budget.
 
-    Prefills expand the context in chunks of at most four blocks. In some calls, all tokens of a row are padding.
+    Prefills expand the context in chunks of at most four blocks. In some calls, a row has padding tokens only.
     """
     ids, mask = padded_batch()
     bounds = (0, *cuts, ids.shape[1])
@@ -67,7 +67,7 @@ def test_logits_of_a_prompt_fed_in_pieces(name, ops, cuts, decode_threshold):
 
 @pytest.mark.parametrize("pitfall", [14, 15])
 def test_a_wrong_rope_is_seen(ops, pitfall, monkeypatch):
-    """Plant a mistake -> the logits exceed the budget.
+    """Plant a mistake -> the error of the logits exceeds the budget.
 
     The mistakes are a softmax scale without YaRN's factor mscale^2 (pitfall 14 of the list in tests/__init__.py) and a
     rope that rotates wrong pairs of elements (pitfall 15).
@@ -93,7 +93,7 @@ def test_a_wrong_rope_is_seen(ops, pitfall, monkeypatch):
 
 
 def test_the_latent_norms_own_epsilon_is_read(name, ops):
-    """Set `variance_epsilon` of the norm modules to 0.25 -> layers use it, and not `rms_norm_eps` of the config."""
+    """Set `variance_epsilon` of the norm modules to 0.25 -> layers use 0.25 and ignore `rms_norm_eps` of the config."""
     ids, mask = padded_batch()
 
     def with_epsilon(model):
@@ -127,7 +127,7 @@ def test_two_latent_norms_of_different_epsilons_are_refused(ops):
 
 @pytest.mark.parametrize("fields", [dict(sliding_window=8), dict(attn_logit_softcapping=2.0)])
 def test_use_mla_refuses_other_attention(model, ops, fields):
-    """Call `use_mla` for a model with another kind of attention -> an error with the config field; no model change."""
+    """Call `use_mla` for a model with another kind of attention -> an error names the field; the model is unchanged."""
     for field, asked in fields.items():
         setattr(model.config, field, asked)
     with pytest.raises(UnsupportedConfiguration, match=f"^config.{next(iter(fields))}: "):
@@ -217,7 +217,7 @@ def test_no_square_mask_is_ever_built(ops):
 def test_a_model_on_several_ranks(ops):
     """Serve packed batches on three ranks that share each sequence -> the same tokens as on one rank.
 
-    On three ranks, a padded batch is refused. A model whose dtype changed after `use_mla` is refused as well.
+    On three ranks, a padded batch is refused. If the dtype of the model changed after `use_mla`, a call is refused too.
     """
 
     def program(ranks):

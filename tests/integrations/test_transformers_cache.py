@@ -1,7 +1,7 @@
 """Tests of the latent cache under `use_mla`: cache operations of transformers, padding, growth, a failed forward.
 
 `use_mla` makes a model of transformers compute its attention with `reference` or `fast`. The model's DynamicCache then
-has layers with a paged cache of latents. A stock model or cache is one without `use_mla`.
+has layers with a paged cache of latents. A stock model does not use `use_mla`, and a stock cache is its DynamicCache.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def test_reset_takes_another_batch(ops):
 
 
 def record_allocations(ops, monkeypatch):
-    """Fill each cache that `ops` allocates from now on with NaN; return a list that will contain these caches."""
+    """Fill every cache that `ops` allocates later with NaN, and append it to the returned list."""
     made, allocate = [], ops.allocate_kv_cache
 
     def poisoned(*args, **kwargs):

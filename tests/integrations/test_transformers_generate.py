@@ -29,7 +29,8 @@ MODES = {
 def mode_inputs(mode: str):
     """Return arguments of `generate` for two prompts of 18 tokens; row 0 begins with five padding tokens.
 
-    The mode "prompt lookup" gets one prompt without padding. The last nine tokens of a prompt repeat its first nine.
+    The mode "prompt lookup" gets one prompt without padding. In every prompt, the last nine tokens repeat the first
+    nine.
     """
     torch.manual_seed(11)
     rows = 1 if mode == "prompt lookup" else 2

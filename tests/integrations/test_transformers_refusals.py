@@ -1,4 +1,4 @@
-"""Tests of calls under `use_mla` that are refused because their results would be wrong, and of similar valid calls.
+"""Tests of calls under `use_mla` that must be refused because of wrong results, and of similar calls that are valid.
 
 `use_mla` makes a DeepSeek model of transformers compute its attention with `reference` or `fast`.
 """
@@ -45,7 +45,7 @@ def packed_call(ops, model, caches):
 def test_autocast_is_refused(ops, dtype):
     """Call a model under autocast -> an error, and no cache entry is written.
 
-    Under autocast the projections would have another dtype than the cache.
+    Under autocast, the dtype of the projections would differ from the dtype of the cache.
     """
     model, ids = served("v3-yarn", ops), torch.arange(1, 13).view(2, 6)
     cache = DynamicCache(config=model.config)
@@ -64,7 +64,7 @@ def test_autocast_is_refused(ops, dtype):
 
 
 def test_autocast_to_the_dtype_of_the_model_is_refused(ops):
-    """Call a bfloat16 model under autocast to bfloat16 -> an error as well."""
+    """Call a bfloat16 model under autocast to bfloat16 -> an error."""
     model = use_mla(copy.deepcopy(STOCK["v3-yarn"]).bfloat16(), ops=ops, block_size=BLOCK)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match=AUTOCAST):
         model(torch.arange(1, 7)[None])
@@ -90,7 +90,7 @@ def test_one_cache_for_two_layers_is_refused(ops):
         assert torch.equal(layers[:, layer], kv_cache) and int(kv_cache.any(-1).sum()) == 6
 
 
-# Operations that remove the padding from a cache in which row 0 ends in three padding tokens.
+# Operations that remove all padding from a cache. Row 0 of the cache ends in three padding tokens.
 REMOVALS = {
     "crop": lambda cache, ids: (cache.crop(-3), ids[:, :-3])[1],
     "crop, then crop": lambda cache, ids: (cache.crop(-1), cache.crop(-2), ids[:, :-3])[2],

@@ -1,4 +1,4 @@
-"""Tests of bad input: a function refuses it with one line, before the function writes anything.
+"""Tests of bad input: a function raises an error of one line and writes nothing.
 
 The line is "argument: expected ..., got ...".
 """
@@ -58,8 +58,8 @@ def meta(t: torch.Tensor) -> torch.Tensor:
     return t.to("meta")
 
 
-# Tests of calls with one bad argument. Each case of BAD is (function, argument, function that makes the argument bad,
-# name at the beginning of the message).
+# Tests of calls with one bad argument. A case of BAD has four items: the name of the called function, the name of the
+# bad argument, a function that makes the argument bad, and the name at the beginning of the message.
 
 
 def arguments():
@@ -457,7 +457,7 @@ def test_layer_attention_refuses(ops, which, change, named):
 
 
 def test_decode_refuses_a_bound_below_its_queries(ops, plain_errors):
-    """A decode refuses a `max_query_len` below the longest query: its kernels would not write all query tokens."""
+    """A decode refuses a `max_query_len` below the longest query, because its kernels would leave out query tokens."""
     cache = torch.randn(2, 4, 10)
     seen = integers(4, 2, 3, 4)
     plan = reference.DecodeMetadata(integers(0, 1)[:, None], integers(4, 4), offsets([1, 3]), 1, seen, 4, 4)
@@ -469,7 +469,7 @@ def test_decode_refuses_a_bound_below_its_queries(ops, plain_errors):
 def test_decode_refuses_half_a_schedule(ops, plain_errors):
     """A decode refuses an incomplete schedule.
 
-    A schedule has both `tile_ranges` and `split_offsets`. A batch-invariant schedule may have neither of them.
+    A schedule has both `tile_ranges` and `split_offsets`. A batch-invariant schedule can also have neither.
     """
     plan = DecodeMetadata(integers(0)[:, None], integers(4), offsets([1]), 1, integers(4), 4, 4)
     arguments = torch.randn(1, 2, 8), torch.randn(1, 2, 2), torch.randn(1, 4, 10), plan, 0.3
@@ -487,7 +487,7 @@ def test_decode_refuses_half_a_schedule(ops, plain_errors):
 
 
 def test_decode_takes_fewer_keys_than_queries(ops):
-    """A decode accepts a request with fewer keys than query tokens; `visible_lens` says how many keys each token sees.
+    """A decode accepts a request with fewer keys than query tokens; `visible_lens` has the keys that each token sees.
 
     On a rank that shares sequences with other ranks, a request can have fewer rank-local keys than query tokens.
     """
@@ -499,7 +499,10 @@ def test_decode_takes_fewer_keys_than_queries(ops):
 
 
 def test_out_dtype_decides_the_lse(ops):
-    """The LSE is float64 with a float64 output, else float32, for any input dtype; both states can be merged."""
+    """For any input dtype, the LSE is float64 with a float64 output and float32 with other outputs.
+
+    Both kinds of attention states can be merged.
+    """
     q, k, v, starts = torch.randn(4, 2, 6), torch.randn(4, 2, 6), torch.randn(4, 2, 5), offsets([4])
     for dtype in (torch.float32, torch.float64):
         for out_dtype in (torch.float32, torch.float64):
@@ -518,7 +521,7 @@ def test_overlapping_views_are_no_two_caches(ops):
 
 @pytest.mark.parametrize("device", ["meta"])
 def test_default_device_moves_no_plan(ops, device):
-    """With another default device, plans and cosines stay on the CPU, where the inputs are."""
+    """If the inputs are on the CPU, plans and cosines are on the CPU too, whatever the default device is."""
     batch = make_batch([1, 3], [20, 33])
     torch.set_default_device(device)
     try:

@@ -68,7 +68,7 @@ def test_signatures(builder):
 
 
 def test_build(builder):
-    """After the swaps of `reorder_batch`, a plan has all tokens of the batch, and the three short requests decode."""
+    """After `reorder_batch`, the plan has all tokens of the batch, and the three short requests are decodes."""
     query_lens, contexts = integers(30, 1, 2, 1), integers(0, 100, 31, 5)
     order = list(range(4))
     for here, there in builder.reorder_batch(query_lens, contexts):
@@ -93,7 +93,7 @@ def test_refusals(builder, plain_errors):
 
 
 def test_captured_plans(builder):
-    """`update_captured` writes the plan of another batch of the same shape into the tensors of a captured plan."""
+    """`update_captured` writes the plan of a batch with other lengths into the tensors of a captured plan."""
     assert builder.graph_support is not GraphSupport.NONE
     first, second = (make_batch([2, 2, 2], lens, BLOCK).common for lens in ([40, 7, 200], [3, 90, 18]))
     assert builder.can_run_in_cudagraph(first)

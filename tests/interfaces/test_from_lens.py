@@ -61,7 +61,7 @@ def test_rank_local_slots(size, interleave):
             )
             assert_same_bits(common.slot_mapping, wanted)
         found.append(common.slot_mapping >= 0)
-        # the lengths count the tokens of all ranks, not the rank-local tokens
+        # the lengths count the tokens of all ranks, not only the rank-local tokens
         assert common.max_seq_len == 37 and common.seq_lens.tolist() == seq_lens
     assert torch.stack(found).sum(0).eq(1).all()
 
@@ -134,7 +134,7 @@ def test_from_lens_refuses_tables_and_sizes(plain_errors):
 
 
 def test_shares_reach_further(plain_errors):
-    """If D = 2 ranks share each sequence, a column of the block table covers 2 x 16 tokens, one block on each rank."""
+    """If 2 ranks share each sequence, a column of the block table stands for 2 x 16 tokens: a block on each rank."""
     common = CommonAttentionMetadata.from_lens([1, 1], [20, 65], TABLE, 16, TokenOwnership(2, 0))
     assert common.slot_mapping.tolist() == [-1, 6 * 16 + 0]
 

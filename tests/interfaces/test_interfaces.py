@@ -93,7 +93,7 @@ def test_presets(name):
         MLAConfig.from_preset("llama")
 
 
-# preset: theta, YaRN's factor, beta_fast and mscale (equal to mscale_all_dim) of its config.json, and its softmax scale
+# preset: from its config.json theta, YaRN's factor, beta_fast, mscale (= mscale_all_dim); then its softmax scale
 PUBLISHED_SCALES = {
     "deepseek-v2-lite": (1e4, 40, 32, 0.707, 0.114721),
     "deepseek-v2": (1e4, 40, 32, 0.707, 0.114721),
@@ -138,7 +138,7 @@ def test_a_preset_without_its_rope_is_refused(plain_errors):
 
 
 def test_a_computed_scale_is_computed_anew():
-    """If the softmax scale was not given, a copy of a config with other dims or another rope computes it again."""
+    """Copy a config that computed its softmax scale, with other dims or another rope -> the copy computes it again."""
     config = MLAConfig.from_preset("deepseek-v3")
     for changes in (dict(qk_nope_head_dim=64), dict(rope=RopeConfig()), dict(qk_nope_head_dim=192, v_head_dim=256)):
         changed = dataclasses.replace(config, **changes)
@@ -148,7 +148,7 @@ def test_a_computed_scale_is_computed_anew():
 
 
 def test_a_given_scale_is_kept():
-    """A given softmax scale is kept by `replace`, copies and pickles, until another scale or None is given."""
+    """`replace`, copies and pickles keep a given softmax scale, until `replace` gets another scale or None."""
     config = MLAConfig(64, 4, None, 32, 16, 8, 12, softmax_scale=0.1)
     assert config.softmax_scale == config.given_softmax_scale == 0.1
     smaller = dataclasses.replace(config, num_heads=2, qk_nope_head_dim=8, rope=RopeConfig(yarn=YarnConfig(4.0, 64)))
@@ -331,7 +331,7 @@ SWITCHED_OFF = [
 
 @pytest.mark.parametrize("fields", OTHER_ATTENTION, ids=lambda fields: ", ".join(fields))
 def test_from_hf_refuses_other_attention(fields):
-    """A config that asks for attention that is not implemented is refused, and the reason names the config's field."""
+    """A config with a kind of attention that is not implemented is refused; the reason names the config's field."""
     with pytest.raises(UnsupportedConfiguration) as error:
         MLAConfig.from_hf(hf(**fields))
     (reason,) = error.value.reasons
@@ -386,7 +386,7 @@ def test_from_hf_accepts_what_is_switched_off(fields):
     ids=str,
 )
 def test_from_hf_refuses_a_malformed_field_by_name(fields, reason, plain_errors):
-    """A malformed field gives an error that names the field, and no error such as `'int' object is not iterable`."""
+    """A malformed field gives an error that names the field, and not, for example, `'int' object is not iterable`."""
     with pytest.raises(UnsupportedConfiguration) as error:
         MLAConfig.from_hf(hf(**fields))
     assert [got[: len(reason)] for got in error.value.reasons] == [reason]
@@ -426,7 +426,7 @@ def test_from_hf_takes_stock_configs():
 def test_workspace_size(max_model_len, max_num_seqs, block_size, ranks):
     """The workspace is a multiple of the unit and has at least one unit for each sequence.
 
-    The unit is the block size. On D ranks that share sequences in turns of I tokens, the unit is the smallest common
+    The unit is the block size. On D ranks that share sequences, with interleave I, the unit is the least common
     multiple of the block size and D x I. The workspace is at least as large as in vLLM, unless one more unit would
     exceed vLLM's limit of 65536 tokens.
     """
@@ -451,7 +451,7 @@ def test_cache_shape():
 
 
 def test_layouts():
-    """For both layouts, the stride order lists the axes of the cache from the slowest axis to the fastest axis."""
+    """For both layouts, the stride order lists the axes of the cache, from the largest to the smallest stride."""
     assert reference.kv_cache_shape(5, 4, 24, 3) == (3, 5, 4, 24)
     assert reference.stride_order() == reference.stride_order(layout="blocks_first") == (0, 1, 2)
     assert reference.stride_order(True) == (0, 1, 2, 3) and reference.stride_order(True, "blocks_first") == (1, 0, 2, 3)

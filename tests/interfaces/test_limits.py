@@ -1,6 +1,6 @@
 """Tests of the limits of arguments: a value on a limit is accepted, and the next value beyond the limit is refused.
 
-If a limit moves by one, a case of ACCEPTED or of REFUSED fails. The last tests check the staging memory: pinned host
+If a limit changes by one, a case of ACCEPTED or of REFUSED fails. The last tests check the staging memory: pinned host
 memory from which plans are copied to a GPU.
 """
 
@@ -37,7 +37,7 @@ def _plain(plain_errors):
 
 
 def slots(ops, block_size=4, tokens=3, ranks=None, table=((5, 2**31 - 1),), lens=(6,)):
-    """Return `tokens` slots, of which the first two belong to the last two tokens of one request.
+    """Return the slots of one request's last two tokens; further slots, up to `tokens` in all, belong to no request.
 
     `ranks` is None, or (size, rank, interleave) of a rank that shares the request with other ranks.
     """
@@ -218,10 +218,10 @@ def test_a_workspace_larger_than_needed(ops):
 
 
 def test_the_choice_of_one_is_the_choice_of_many(ops):
-    """The decodes of a batch are the requests before the first request for which the expanded path is cheaper.
+    """The decodes of a batch are all requests before the first request for which the expanded path is cheaper.
 
-    With a kernel that supports one query length only, the decodes are the requests before the first request with
-    several query tokens.
+    If the kernel supports one query length only, the decodes are all requests before the first request with several
+    query tokens.
     """
     absorb_all, expand_all = PathCosts(expanded_request=1e15), PathCosts(absorbed_request=1e15)
     for lens in ([9], [1, 9], [9, 12, 7], [1, 9, 1, 12]):
@@ -239,9 +239,9 @@ def test_the_choice_of_one_is_the_choice_of_many(ops):
 def test_a_tie_is_no_gain(ops):
     """A cascade, which reads a shared prefix once, is not chosen if it saves exactly as many bytes as it costs.
 
-    With 76 requests of one token, 75 requests do not read the prefix: this saves 75 x prefix x 32 elements of 2 bytes.
-    The additional attention states cost 16 bytes x 76 requests x 3 heads x 25 elements. Savings and costs are equal for
-    a prefix of 19 tokens.
+    There are 76 requests with one token each. The prefix is read once instead of 76 times, which saves 75 x prefix x 32
+    elements of 2 bytes. The additional attention states cost 16 bytes x 76 requests x 3 heads x 25 elements. The two
+    numbers of bytes are equal for a prefix of 19 tokens.
     """
     lens = integers(*[1] * 76).cpu(), integers(*[40] * 76).cpu()
     assert 16 * 76 * DIRECT.num_heads * (DIRECT.kv_lora_rank + 1) == 75 * 19 * 32 * 2
@@ -293,12 +293,12 @@ def test_chunks_begin_at_multiples_of_d_i(ops, size, interleave):
                 ops.rank_local_chunk(chunk, ownership)
 
 
-# Tests of the pinned memory from which plans are copied to a GPU. Without a GPU, these tests check that the host does
-# not write memory from which a copy has still to read.
+# Tests of the pinned memory from which plans are copied to a GPU. They need no GPU. They check that the host does not
+# overwrite memory before a copy from this memory has run.
 
 
 class Event:
-    """A fake CUDA event that logs its creation and each record; a test sets `ran` to say that the copy has run."""
+    """A fake CUDA event that logs its creation and each record; a test sets `ran` as if the copy had run."""
 
     def __init__(self, log):
         self.log, self.ran = log, True
@@ -337,8 +337,8 @@ def test_staging_writes_only_what_has_been_copied(without_a_gpu):
     from fast.mla.builder import StagingBuffer
 
     staging, log, made = StagingBuffer(), without_a_gpu.log, []
-    # for each plan: sizes of its tensors, events whose copies have run before, and the event that the plan uses; None
-    # means a new event
+    # for each plan: sizes of its tensors, events whose copies have run before, event that the plan uses (None: a new
+    # event)
     for number, (sizes, ran, taken) in enumerate([
         ((3, 2), (), None), ((1,), (), None), ((4,), (0,), 0), ((2,), (), None), ((11,), (1, 2), 1), ((9,), (), 2)
     ]):  # fmt: skip
@@ -351,7 +351,7 @@ def test_staging_writes_only_what_has_been_copied(without_a_gpu):
         assert len(recorded) == 1 and log[-1][0] == "record", "the event is not recorded after the copy"
         made += recorded if taken is None else []
         assert recorded == [made[-1 if taken is None else taken]]
-    # new memory has twice the needed elements; the plans that needed new memory have 5, 1, 2, 11 and 9 elements
+    # new memory has twice as many elements as a plan; the plans that needed new memory have 5, 1, 2, 11 and 9 elements
     assert [memory.shape[0] for memory in without_a_gpu.pinned] == [10, 2, 4, 22, 18]
 
 

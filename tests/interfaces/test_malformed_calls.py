@@ -1,7 +1,7 @@
-"""Tests of thousands of calls with one malformed argument: each must raise one line that names the argument.
+"""Tests of thousands of calls with one malformed argument: each call must raise one line that names the argument.
 
-The calls run in another process (`tests.malformed_calls`), because this process checks annotations at run time. The
-report of that process has the outcome of each call.
+The calls run in another process (`tests.malformed_calls`), because the process of the tests checks annotations at run
+time. The other process returns a report with the outcome of each call.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from ..support.malformed_values import tensors
 PACKAGES = ("reference", "fast")
 REFUSALS = ("ValueError", "TypeError", "UnsupportedConfiguration")
 
-# The constructors of these dataclasses check nothing. A function with such an argument checks the fields.
+# The constructors of these dataclasses check nothing. Functions that get such a dataclass check its fields.
 UNCHECKED = {"AttentionState", "BatchSplit", "CascadeMetadata", "ContextChunk", "ContextParallelChunk",
              "ContextParallelMetadata", "ChunkRows", "DecodeMetadata", "DecodeSchedule", "GlobalHyperparameters",
              "GraphBuffers", "GraphMemory", "MLAMetadata", "PrefillMetadata", "PrefillPart",
              "ScheduleChoice"}  # fmt: skip
 NOT_CALLED = UNCHECKED | {"PRESETS", "GraphSupport", "QueryLenSupport", "GroupError", "UnsupportedConfiguration"}
 
-# Calls that may succeed with a malformed value: regular expressions for call, argument and value, and the reason.
+# Calls that are allowed to succeed with a malformed value: regular expressions for call, argument, value; the reason.
 LEGITIMATE = {
     (r"run_prefill_.*|gather_context|dcp_gather_context", r"metadata\.(context_chunks|parts).*", r".*"):
         "the functions read only the chunk that is passed",
@@ -97,7 +97,7 @@ def fault(row: list, arguments: list[str]) -> str | None:
     named = re.match(r"(\w+)[\w.\[\]()]*: ", message)
     if kind == "UnsupportedConfiguration" and named and named[1] in ("cpu", "triton", "hopper"):
         return None  # the message lists every backend with its reasons
-    # if a value of the right type, or on another device, contradicts another argument, the error may name either one
+    # if the value has the right type or another device, and contradicts another argument, the error can name this one
     may_be_named = {argument, ALSO_NAMED.get(argument)}
     if type_is_right or value.startswith("a meta tensor"):
         may_be_named |= set(arguments)
@@ -106,7 +106,7 @@ def fault(row: list, arguments: list[str]) -> str | None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_good_calls_succeed(reports, package):
-    """Every call succeeds with valid arguments, so a refusal in the tests below is due to the malformed value."""
+    """Every call succeeds with valid arguments, so in the tests below only the malformed value causes an error."""
     assert reports[package]["failed"] == {}
 
 
@@ -156,7 +156,7 @@ def test_both_packages_say_the_same(reports):
 
 
 def test_no_exception_is_idle(reports):
-    """Every entry of LEGITIMATE is needed: without the entry, some call would count as a fault."""
+    """Every entry of LEGITIMATE is needed: without it, at least one call would count as a fault."""
     rows = [row for package in PACKAGES for row in reports[package]["calls"]]
     for pattern in LEGITIMATE:
         fits = [row for row in rows if all(re.fullmatch(p, part) for p, part in zip(pattern, row, strict=False))]
@@ -178,7 +178,7 @@ def late(config, kv_cache):
 
 
 def test_an_unchecked_function_is_seen(plain_errors):
-    """`fault` reports unchecked arguments, writes before a refusal, and malformed values that were accepted."""
+    """`fault` reports three faults: an unchecked argument, a write before the error, an accepted malformed value."""
     config, seq_lens, kv_cache = DIRECT, integers(3, 4), torch.zeros(2, 2, 2)
     kinds = {"config": "MLAConfig", "seq_lens": "Tensor", "kv_cache": "Tensor"}
     rows = report_of(

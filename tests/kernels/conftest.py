@@ -1,4 +1,4 @@
-"""A fixture for tests that change how a launcher chooses its sizes: a call must not reuse sizes of an earlier call."""
+"""A fixture for tests that change how a launcher chooses sizes: a call must then not reuse sizes of earlier calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LAUNCHERS = {"fast.kernels.hopper.mla_decode.launch", "fast.kernels.triton.atten
 
 @pytest.fixture(autouse=True)
 def nothing_kept(monkeypatch):
-    """Turn off all reuse between calls: of checks, of compiled kernels, and of launch sizes."""
+    """Make every call check its arguments, search its compiled kernel and choose its launch sizes anew."""
     monkeypatch.setattr(checked_calls, "must_be_dispatched", lambda: True)
     if importlib.util.find_spec("triton") is not None:
         for name in LAUNCHERS & sys.modules.keys():

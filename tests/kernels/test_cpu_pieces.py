@@ -35,7 +35,7 @@ def cpu_module(name):
 
 
 class Shapes(TorchDispatchMode):
-    """Dispatch mode that collects the shapes of the results of the given ops, or of all ops if none is given."""
+    """Dispatch mode that collects the shapes of the results of the given ops; without given ops, of all ops."""
 
     def __init__(self, *ops: str):
         super().__init__()
@@ -59,7 +59,7 @@ PAGE = BLOCK * WIDTH * 8  # bytes in float64
 def test_decode_reads_as_many_pages_as_fit(monkeypatch, room_bytes, pages, spread):
     """A decode reads as many blocks (pages) at a time as fit into `CHUNK_BYTES`.
 
-    A chunk has at least one block, and at most as many blocks as the longest request. The last chunk of a request may
+    A chunk has at least one block, and at most as many blocks as the longest request. The last chunk of a request can
     be shorter.
     """
     decode, reads = cpu_module("decode"), []
@@ -96,9 +96,9 @@ def test_decode_reads_as_many_pages_as_fit(monkeypatch, room_bytes, pages, sprea
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("rows", "keys"), [(3, 5), (4, 4), (1, 7), (64, 64)])
 def test_attention_multiplies_what_is_seen(monkeypatch, rows, keys, causal):
-    """The attention kernel multiplies a block of queries with the keys that the last of these queries sees.
+    """The attention kernel multiplies a block of queries with the keys that the last query of the block sees.
 
-    The kernel masks the product only if the first of these queries sees fewer of these keys than the last.
+    The kernel masks the product only if the first query of the block sees fewer keys than the last query.
     """
     attention = cpu_module("attention")
     monkeypatch.setattr(attention, "QUERY_BLOCK", rows)
@@ -107,7 +107,7 @@ def test_attention_multiplies_what_is_seen(monkeypatch, rows, keys, causal):
     q, k, v = (torch.randn(sum(n), heads, width, dtype=torch.float64) for n, width in
                ((query_lens, 6), (key_lens, 6), (key_lens, 5)))  # fmt: skip
     rest = v, offsets(query_lens), offsets(key_lens), 9, 14, 0.3, causal
-    # this calls the kernel itself, because a dispatch mode does not see the ops inside a registered op
+    # call the kernel directly, because a dispatch mode does not see the ops inside a registered op
     with Shapes("baddbmm_", "triu_") as shapes:
         found = reference.AttentionState(*attention.flash_attn_varlen(q, k, None, *rest, torch.float64))
     assert_states64(found, reference.flash_attn_varlen(q, k, *rest))
@@ -148,7 +148,7 @@ def test_reorg_in_pieces(monkeypatch, piece, apart):
 
 
 def test_ranks_without_keys_have_weight_zero():
-    """The weights of a row add up to 1 if a rank has keys for the row; without such a rank all weights are 0."""
+    """The weights of a row add up to 1 if at least one rank has keys for the row. Otherwise all weights are 0."""
     lses = torch.randn(3, 2, 4, dtype=torch.float64)
     lses[1, 0], lses[:, 1, 2] = -torch.inf, -torch.inf
     weights, total = cpu_module("context_parallel").merge_weights(lses)

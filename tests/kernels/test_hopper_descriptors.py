@@ -45,7 +45,7 @@ def test_a_descriptor_keeps_no_memory():
 
 @pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 def test_another_cache_at_the_same_address():
-    """A decode reads the cache that it gets, even if the cache lies at the address of an earlier, freed cache."""
+    """A decode reads the given cache, even if this cache has the address of an earlier cache that was freed."""
     with torch.device("cuda"):
         table = torch.arange(8, dtype=torch.int32)[None]
         common = CommonAttentionMetadata.from_lens([1], [500], table, 64)

@@ -1,6 +1,6 @@
 """Tests of decodes in CUDA graphs on a Hopper GPU: outputs of a bfloat16 layer are compared with the reference.
 
-An output is "within the budget" if its error against the reference is at most what docs/correctness.md allows.
+An output is "within the budget" if its error against the reference is at most the budget of docs/correctness.md.
 """
 
 from __future__ import annotations

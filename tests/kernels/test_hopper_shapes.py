@@ -1,7 +1,7 @@
-"""Tests of the Hopper decode kernels for many numbers of heads and query tokens, block sizes and cache entry widths.
+"""Tests of the Hopper decode kernels with many shapes: heads, query tokens, block sizes, widths of cache entries.
 
-A result is "within the budget" if its error against the reference is small enough. `tests/__init__.py` lists the
-pitfalls by number.
+A result is "within the budget" if its error against the reference is at most the budget of docs/correctness.md.
+`tests/__init__.py` lists the pitfalls by number.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def check_parity(*args, **options):
 def test_heads(heads):
     """A decode is within the budget for any number of heads.
 
-    A row block is 16, 32 or 64 rows of a request, one row per query token and head. With few heads, several tokens
-    share a row block; with many heads, one token fills several row blocks.
+    A row is one (query token, head) pair, and a row block is 16, 32 or 64 rows of a request. With few heads, a row
+    block has rows of several tokens; with many heads, one token fills several row blocks.
     """
     check_parity([1, 2, 0, 5], [66, 333, 5, 129], heads, BF16)
 
@@ -68,7 +68,7 @@ def test_blocks_and_widths(block_size, widths):
 def test_cuts_of_widths(block_size, widths, dtype, heads, cut, monkeypatch):
     """A decode is within the budget for each entry width and each way to divide a request among programs.
 
-    With 16 heads, a row block of 32 rows holds two tokens.
+    With 16 heads, a row block of 32 rows has the rows of two tokens.
     """
     monkeypatch.setattr(select, "best_num_splits", lambda *_: 1)
     monkeypatch.setattr(select, "best_num_programs", lambda *_: 2)

@@ -1,8 +1,8 @@
 """Tests that the sizes of a Triton decode follow from `max_seq_len` and not from the width of the block table.
 
-The sizes are the number of splits of a request and the lengths of the buffers. The tests run decodes without a schedule
-(`evenly`), with a schedule, and batch-invariant decodes (a request has the same bits in every batch) with and without a
-schedule (`planned`). Without a GPU, one test runs this file again in Triton's interpreter.
+The sizes are the number of splits of a request and the lengths of the buffers. There are four kinds of decodes: without
+a schedule (`evenly`), with a schedule, and batch-invariant (a request has the same bits in every batch) with and
+without work items in the schedule (`planned`). Without a GPU, one test runs this file again in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def test_a_wide_table_costs_nothing(cut):
 
 @runs
 def test_one_short_request_is_cut_into_few_splits():
-    """With 128 heads and 132 multiprocessors, a request of 1024 keys has 16 splits, and one of 40960 keys has 66."""
+    """With 128 heads and 132 multiprocessors, a request of 1024 keys gets 16 splits, one of 40960 keys 66 splits."""
     found = [decode._num_splits(programs=2, rows=128, keys=keys, processors=132) for keys in (1024, 40960)]
     assert found == [16, 66]
 
@@ -70,7 +70,7 @@ def test_one_short_request_is_cut_into_few_splits():
 def test_longer_lengths_are_read_as_the_bound(cut, dtype):
     """If a length in `seq_lens` exceeds `max_seq_len`, the kernel reads `max_seq_len` keys.
 
-    This holds for any width of the block table.
+    The width of the block table does not matter.
     """
     ql, q_pe, cache, plan = make_inputs([1, 2, 1], [200, 150, 130], 3, dtype)
     bound = 140

@@ -61,7 +61,7 @@ def test_heads(heads, dtype):
 @pytest.mark.parametrize("query_len", [1, 2, 4])
 @pytest.mark.parametrize("heads", [8, 16, 40])
 def test_several_queries_share_a_tile(heads, query_len):
-    """In a request with several query tokens each row sees only keys up to its own position (pitfall 12)."""
+    """In a request with several query tokens, each row sees only keys up to the position of its token (pitfall 12)."""
     check_parity([query_len] * 3, [65, 130, query_len], heads, DTYPES[-1])
 
 
@@ -98,8 +98,8 @@ def test_splits(splits, monkeypatch):
 @pytest.mark.parametrize("cut", ["whole", "split", "scheduled"])
 def test_rising_scores(cut, dtype, monkeypatch):
     """A decode is within the budget if the largest score of some rows rises at a later tile, and sums are rescaled."""
-    # Scores are in the hundreds, so the rounding of nearly equal scores dominates the error of a float32 result. The
-    # budget follows from the error of `reference`, which can be small by chance with few rows: 64 heads give many rows.
+    # The scores are larger than 100, so the rounding of scores dominates the error of a float32 result. The budget is
+    # computed from the error of `reference`. With few rows this error can be small by chance; 64 heads give many rows.
     heads = 64 if dtype == torch.float32 else 4
     inputs = rising_inputs(heads, dtype, WIDTH)
     monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if cut == "split" else 1)
@@ -110,7 +110,7 @@ def test_rising_scores(cut, dtype, monkeypatch):
 @runs
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_wide_output(scheduled):
-    """A float32 output, rounded to the dtype of the queries, has the bits of an output in this dtype."""
+    """A float32 output that is rounded to the dtype of the queries has the same bits as an output in this dtype."""
     inputs = make_inputs([1, 2], [300, 131], 4, DTYPES[-1])
     schedule = schedule_of(inputs[3], 4, 3) if scheduled else None
     wide = launch(*inputs, schedule=schedule, out_dtype=torch.float32)
@@ -120,9 +120,9 @@ def test_wide_output(scheduled):
 
 @runs
 def test_choice_of_splits():
-    """A long request has many splits if it is alone, and one split if the batch has enough programs to fill the GPU.
+    """A long request gets many splits if it is alone, and one split if the other requests fill the GPU.
 
-    A request with few keys has one split.
+    A request with few keys gets one split.
     """
     assert decode._num_splits(programs=1, rows=16, keys=131072, processors=132) > 100
     assert decode._num_splits(programs=128, rows=2048, keys=4096, processors=132) == 1
@@ -174,7 +174,7 @@ def test_values_outside_the_tensors(heads, block_size):
 
 @runs
 def test_nan_stays_with_its_owner():
-    """NaN in one row of the queries changes only this row; NaN in a cache entry changes only its own request."""
+    """NaN in the query of a row changes only this row; NaN in a cache entry changes only the request of this entry."""
     ql, q_pe, cache, plan = make_inputs([2, 1, 1], [70, 130, 17], 3, DTYPES[-1])
     clean = launch(ql, q_pe, cache, plan)
     spoilt = ql.clone()
@@ -234,7 +234,7 @@ def test_float64_is_refused_by_name():
 @runs
 @pytest.mark.parametrize("starts", [(2**31 - 1, 8), (-(2**31), 8), (0, 2**31 - 1), (5, 2), (9, 9)], ids=str)
 def test_query_offsets_out_of_range(starts):
-    """The kernel clamps the offsets in `query_start_loc`, so it accesses no memory outside queries and outputs."""
+    """The kernel clamps the values of `query_start_loc`, so it accesses no memory outside queries and outputs."""
     ql, q_pe, cache, plan = make_inputs([8], [40], 40)
     assert launch(ql, q_pe, cache, replace(plan, query_start_loc=integers(*starts))).out.shape == ql.shape
 
@@ -253,7 +253,7 @@ def test_query_strides_beyond_32_bit():
 @pytest.mark.parametrize("heads", [16, 64])
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_offsets_beyond_32_bit(heads, block_size):
-    """A decode is within the budget if the blocks of the requests lie past element 2^31 of the cache (pitfall 8)."""
+    """A decode is within the budget if the blocks of its requests lie behind element 2^31 of the cache (pitfall 8)."""
     ql, q_pe, cache, plan = make_inputs([1, 1], [130, 67], heads, torch.bfloat16, block_size=block_size)
     away = 2**31 // cache[0].numel() + 5
     if torch.cuda.mem_get_info()[0] < 2 * (away + 100) * cache[0].numel() * 2:

@@ -2,8 +2,8 @@
 
 A schedule divides the keys of each request into splits and assigns them to programs. Each split gives a partial output
 and its LSE. The combine kernel adds the partial outputs of a request with softmax weights. In a batch-invariant decode,
-the other requests of the batch change no bit of a request. Planned means: with a schedule that lists the work of each
-program (`tile_ranges`).
+the other requests of the batch change no bit of a request. A decode is *planned* if its schedule has the work items of
+each program (`tile_ranges`).
 
 On a GPU the kernels are compiled and have the widths of real models. Without a GPU, one test runs this file again in
 Triton's interpreter, with small widths. "Pitfall 19" is entry 19 of the list in `tests/__init__.py`. `verdict` asserts
@@ -65,7 +65,7 @@ def combined_in_float64(largest, totals, values):
     [(1, 4, 3), (1, 4, 20), (1, 4, 140), (2, 4, 20), (2, 4, 140), (1, 128, 3), (1, 128, 20), (1, 128, 70)],
 )
 def test_many_parts(requests, heads, splits):
-    """The combine kernel agrees with float64 for few and many rows, and for more splits than it loads at a time."""
+    """The combine kernel agrees with float64 for few and many rows, even if it cannot load all splits at once."""
     latent, rows = 40, requests * heads
     values = torch.randn(splits, rows, latent)
     largest, totals = 5 * torch.randn(splits, rows), torch.rand(splits, rows) + 0.5
@@ -78,7 +78,7 @@ def test_many_parts(requests, heads, splits):
     assert ((lse.T.flatten().cpu() - wanted_lse).abs() <= lse_bound).all()
 
 
-MANY = [1] * 1100  # the combine kernel reads the split counts of the requests in chunks; these are several chunks
+MANY = [1] * 1100  # splits of each request; the combine kernel reads these counts in several chunks
 MANY[3], MANY[255], MANY[256], MANY[700], MANY[1099] = 2, 3, 0, 2, 4  # requests with several splits, or with none
 PLANNED_SPLITS = {  # heads, splits of each request
     "none is split": (3, [1] * 5), "one is split": (64, [1, 1, 3, 1]), "all are split": (3, [2, 5, 3, 2, 4, 2, 2]),
@@ -148,10 +148,10 @@ def test_what_a_schedule_splits_is_combined(heads, splits, processors, monkeypat
     (2, 2, 98, "FOR_MANY_SPLITS", 8),
 ])  # fmt: skip
 def test_launch_after_a_schedule(requests, heads, programs, tile, launched, monkeypatch):
-    """After a planned decode, the combine kernel has one program for each tile, up to the number that run at a time.
+    """After a planned decode, the combine kernel has one program for each tile, but at most as many as run at a time.
 
-    A tile is the rows and columns of the output that one program computes at once. The test expects the tile shape that
-    `tile` names, and `launched` programs, on 132 multiprocessors.
+    A tile here is the rows and columns of the output that a program computes at once. On 132 multiprocessors, the test
+    expects tiles of the shape `tile`, and `launched` programs.
     """
     launches = []
     monkeypatch.setattr(combine_launch, "launch", lambda _, grid, *__, **constants: launches.append((grid, constants)))
@@ -177,8 +177,8 @@ def test_launch_after_a_schedule(requests, heads, programs, tile, launched, monk
 def test_folds_are_the_same_bits_however_many_at_a_time(monkeypatch):
     """The number of splits that the combine kernel loads at a time changes no bit of a batch-invariant decode.
 
-    Where the largest score of a row rises, the kernel rescales its sums. Some rows have no keys in the first, the last
-    or an inner split, and some values are 0.0 or -0.0.
+    In some rows the largest score rises, and the kernel must rescale its sums. Some rows have no keys in the first, the
+    last or an inner split, and some values are 0.0 or -0.0.
     """
     latent, heads, splits = 40, 8, 21
     values = torch.randn(splits, heads, latent)
@@ -206,7 +206,7 @@ def test_folds_are_the_same_bits_however_many_at_a_time(monkeypatch):
     (1, 4, 3, 1), (1, 4, 12, 5), (1, 4, 70, 7), (1, 4, 5, 5), (2, 4, 20, 3), (2, 4, 20, 19), (3, 3, 5, 5),
 ])  # fmt: skip
 def test_folded_parts(requests, heads, splits, folded, planned):
-    """The combine kernel of a batch-invariant decode continues the combination that the decode kernel began.
+    """In a batch-invariant decode, the combine kernel continues the addition that the decode kernel began.
 
     The decode kernel has combined the first `folded` splits of a request into the partial output at index 0. The
     combine kernel adds the remaining splits. If no split remains, it must not write the output. Partial outputs that no
@@ -215,7 +215,7 @@ def test_folded_parts(requests, heads, splits, folded, planned):
     latent, slots = 160, splits + 2
     values = torch.randn(splits, requests, heads, latent)
     largest, totals = 60 * torch.randn(splits, requests, heads), torch.rand(splits, requests, heads) + 0.5
-    largest[splits // 2 :] += 200  # the largest score rises inside and at the end of a group of splits loaded at a time
+    largest[splits // 2 :] += 200  # the largest score rises within and at the end of the splits that are loaded at once
     largest[-1] += 200
     values[-2], largest[-2], totals[-2] = 0, -torch.inf, 0  # a split without keys
 
@@ -253,7 +253,7 @@ def test_folded_parts(requests, heads, splits, folded, planned):
 @runs
 @pytest.mark.parametrize("programs, num_runs", [(1, 0), (3, 0), (0, 1), (0, 3)])
 def test_rising_folds(programs, num_runs, monkeypatch):
-    """A batch-invariant decode is within the budget if the largest score rises between splits, so sums are rescaled."""
+    """A batch-invariant decode is within the budget if the largest score rises from one split to the next."""
     inputs = rising_inputs(4, DTYPES[-1], WIDTH)  # with 4 heads the longest request has three splits
     monkeypatch.setattr(decode, "_num_splits", lambda *_: num_runs)
     verdict(launch(*inputs, schedule=schedule_of(inputs[3], 4, programs, True)), *inputs)

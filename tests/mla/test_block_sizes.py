@@ -32,12 +32,12 @@ def ops(request):
 
 
 def other_blocks(cache):
-    """Return a view of the cache with twice as many blocks, each of half as many tokens."""
+    """Return a view of the cache with twice as many blocks and half as many tokens in a block."""
     return cache.view(2 * cache.shape[0], cache.shape[1] // 2, cache.shape[2])
 
 
 def refuses(call, argument, cache):
-    """Assert that a call raises an error of one line with the argument and both sizes, and does not write the cache."""
+    """Assert that a call raises an error and does not write the cache; the error names the argument and both sizes."""
     before = cache.clone()
     with pytest.raises(ValueError) as error:
         call()

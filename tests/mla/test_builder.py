@@ -1,4 +1,4 @@
-"""Tests of the plan of a step, compared with brute force over tokens and bit by bit between both packages.
+"""Tests of the plan of a step, which must equal a slow computation token by token, and be equal in both packages.
 
 A plan has all integers that the attention of a step needs. The first requests of a batch are decodes (absorbed path),
 the other requests are prefills (expanded path). "Pitfall 12" is entry 12 of the list in `tests/__init__.py`.
@@ -37,7 +37,7 @@ SINGLE, UNIFORM, VARLEN = QueryLenSupport.SINGLE_ONLY, QueryLenSupport.UNIFORM, 
 
 
 def check_plan(ops, query_lens, seq_lens, block_size, workspace, threshold):
-    """Assert that the plan of a batch equals brute force, and return the plan.
+    """Assert that the plan of a batch equals a slow computation token by token, and return the plan.
 
     Each query token of a decode sees the keys up to its own position and no key past the end of its sequence
     (pitfall 12).
@@ -67,13 +67,13 @@ def check_plan(ops, query_lens, seq_lens, block_size, workspace, threshold):
 
 @given(batches(), st.sampled_from([2, 16]), st.integers(0, 60), st.sampled_from([1, 2, 3]))
 def test_plan(lens, block_size, extra, threshold):
-    """The plans of both packages equal brute force, and both plans are equal in every field."""
+    """The plans of both packages are right (`check_plan`), and equal in every field."""
     query_lens, seq_lens = lens
     workspace = max(1, len(query_lens)) * block_size + extra
     common = make_batch(query_lens, seq_lens, block_size).common
     decodes = reference.split_decodes_and_prefills(common, threshold).num_decodes
     if any(new > 0 and length == 0 for new, length in zip(query_lens[decodes:], seq_lens[decodes:], strict=True)):
-        for ops in (reference, fast):  # a padding row that is planned as a prefill would not get output 0
+        for ops in (reference, fast):  # a padding row must be planned as a decode, because a prefill would not give 0
             with pytest.raises(ValueError, match="^seq_lens: expected padding rows among the decodes only"):
                 ops.build_mla_metadata(common, block_size, workspace, threshold)
         return
@@ -136,8 +136,8 @@ def test_planning_does_not_write_its_input(package):
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-# Tests of which requests are decodes. This depends on `decode_threshold` (query lengths that always decode), on the
-# query lengths that the decode kernel supports, and on the cheaper path of each request (`choose_path`).
+# Tests of which requests are decodes. Three things decide: `decode_threshold` (up to this query length a request always
+# decodes), the query lengths that the decode kernel supports, and the cheaper path of each request (`choose_path`).
 
 
 def decodes_of(ops, query_lens, seq_lens, **options):
@@ -146,7 +146,7 @@ def decodes_of(ops, query_lens, seq_lens, **options):
 
 @given(batches(), st.sampled_from([1, 2, 5]), st.sampled_from([UNIFORM, VARLEN]), st.booleans(), st.booleans())
 def test_choices_agree(lens, threshold, support, asked, ordered):
-    """Both packages give the same plan or the same error, for every option that decides which requests are decodes."""
+    """Both packages give the same plan or the same error, for all options that decide which requests are decodes."""
     query_lens, seq_lens = lens
     common, found = make_batch(query_lens, seq_lens).common, []
     costs = PathCosts(expanded_request=2e6)  # gives short queries the absorbed path even without context
@@ -162,7 +162,7 @@ def test_choices_agree(lens, threshold, support, asked, ordered):
 
 
 def test_path_choice_makes_decodes(ops):
-    """The requests before the first request with the expanded path are decodes, whatever their query lengths are."""
+    """All requests before the first request with the expanded path are decodes, with any query lengths."""
     lens = [8, 1, 20, 600, 1], [5000, 30, 4000, 900, 77]
     assert decodes_of(ops, *lens) == 0
     assert decodes_of(ops, *lens, config=V3) == 3
@@ -179,7 +179,7 @@ def test_path_choice_makes_decodes(ops):
     ("query_lens", "seq_lens"), [([2, 0], [9000, 4]), ([0, 3, 1, 0], [4, 9000, 30, 7]), ([2, 0, 600], [9000, 4, 900])]
 )
 def test_as_many_tokens_as_decodes_are_not_one_each(ops, query_lens, seq_lens):
-    """The plan is right if there are as many tokens as decodes, although the decodes do not have one token each."""
+    """The plan is right if the numbers of decodes and of their tokens are equal, but not each decode has one token."""
     plan = ops.build_mla_metadata(make_batch(query_lens, seq_lens).common, 16, 8192, config=V3)
     decodes = sum(query_len < 600 for query_len in query_lens)
     assert plan.num_decodes == plan.num_decode_tokens == decodes
@@ -264,8 +264,8 @@ def uniform_length(query_lens, threshold):
 def schedule_pays(lens, programs, overhead):
     """Return whether a schedule saves more tiles than it costs.
 
-    It saves, for each request, the tiles (of 64 keys) by which the request is shorter than the longest request. It
-    costs `overhead` tiles for each request and each program.
+    A tile is 64 keys. For each request, a schedule saves the difference between the longest request and this request,
+    in tiles. A schedule costs `overhead` tiles for each request and each program.
     """
     tiles = [-(-length // 64) for length in lens if length > 0]
     return sum(max(tiles) - count for count in tiles) > overhead * (len(tiles) + programs) if tiles else False
@@ -317,9 +317,9 @@ def test_builders_agree(lens, name, drafted, fast_build, programs):
 def test_builder_for_graphs(ops, plain_errors):
     """A batch can be captured in a CUDA graph if no query is longer than the threshold, here 2.
 
-    With graph support ONE_QUERY_LEN, all queries must also have one length, except requests without tokens at the end
-    of the batch. With ANY, the lengths may be mixed. `kinds` has the graph support that each batch needs, for both
-    builders: `none` if the batch is refused, None if the batch has too few slots for padding tokens.
+    With graph support ANY, the query lengths can differ. With ONE_QUERY_LEN all query lengths must be equal, but
+    requests without tokens are allowed at the end of the batch. For each batch and both builders, `kinds` has the graph
+    support of the plan, `none` if the batch is refused, or None if the batch has too few slots for padding tokens.
     """
     one_length = make_builder(ops, num_speculative_tokens=1, num_programs=3, graph_support=GraphSupport.ONE_QUERY_LEN)
     never = make_builder(ops, num_speculative_tokens=1, num_programs=3, graph_support=GraphSupport.NONE)
@@ -339,7 +339,7 @@ def test_builder_for_graphs(ops, plain_errors):
                 text = "one query length up to 2" if made is one_length else "up to 2"
                 with pytest.raises(ValueError, match=f"^common: expected decodes of {text} tokens, got"):
                     made.build_for_cudagraph_capture(common)
-            elif kind is None:  # for one query length, a request without tokens needs slots for padding tokens
+            elif kind is None:  # in a graph for one query length, a request without tokens needs padding tokens
                 with pytest.raises(ValueError, match="^common.slot_mapping: expected at least [246] slots, got"):
                     made.build_for_cudagraph_capture(common)
             else:
@@ -368,7 +368,7 @@ def test_programs_by_query_length(ops):
 def test_captured_plans_are_updated_in_place(ops, plain_errors):
     """`update_captured` writes another batch into the tensors of the captured plan (pitfalls 16 and 17).
 
-    The schedule of a plan from `build` has memory of its own.
+    A plan from `build` and the captured plan have different memory for the schedule.
     """
     builder = make_builder(ops, num_speculative_tokens=1, num_programs=3, max_model_len=2000)
     captured = builder.build_for_cudagraph_capture(make_batch([2] * 3, [0, 2000, 0]).common)
@@ -388,13 +388,13 @@ def test_captured_plans_are_updated_in_place(ops, plain_errors):
             builder.update_captured(captured, make_batch(query_lens, [9] * len(query_lens)).common)
     unplanned = make_builder(ops, num_speculative_tokens=1, num_programs=0, batch_invariant=True, max_model_len=2000)
     captured = unplanned.build_for_cudagraph_capture(make_batch([2] * 3, [0, 2000, 0]).common)
-    unplanned.update_captured(captured, common)  # a captured plan without tile ranges is updated too
+    unplanned.update_captured(captured, common)  # a captured plan without tile ranges can also be updated
     assert vars(captured.schedule) == vars(DecodeSchedule(batch_invariant=True))
     same(captured.decode.visible_lens, fresh.decode.visible_lens)
 
 
 def test_captured_plans_of_another_builder_are_refused(ops, plain_errors):
-    """`update_captured` refuses, without writing, the captured plan of a builder with other schedule options."""
+    """`update_captured` refuses the captured plan of a builder with other schedule options, and writes nothing."""
     common = make_batch([1] * 3, [20, 70, 5]).common
     kinds = {
         "planned": {"num_programs": 3},
@@ -426,7 +426,7 @@ def test_requests_without_new_tokens_take_no_path(ops):
 
 
 def test_uniform_batches_keep_their_drafts_together(ops, plain_errors):
-    """With a kernel for one query length, requests with 3 draft tokens decode; a request without drafts prefills."""
+    """If the decode kernel supports one query length only, requests with 3 draft tokens decode, and others prefill."""
     builder = make_builder(ops, num_speculative_tokens=3, query_len_support=UNIFORM)
     swaps = builder.reorder_batch(integers(1, 4, 4, 4).cpu(), integers(49, 56, 0, 76).cpu())
     assert swaps == ((0, 3),)
@@ -438,7 +438,7 @@ def test_uniform_batches_keep_their_drafts_together(ops, plain_errors):
 
 
 def test_the_most_frequent_length_decodes(ops):
-    """With a kernel for one query length, `reorder_batch` puts the requests of the most frequent length first."""
+    """If the decode kernel supports one query length only, `reorder_batch` puts the most frequent length first."""
     builder = make_builder(ops, num_speculative_tokens=5, query_len_support=UNIFORM)
     for most in range(1, 7):
         query_lens = [6, 1, most, most, most, 5]
@@ -449,7 +449,7 @@ def test_the_most_frequent_length_decodes(ops):
 
 
 def test_a_loose_bound_changes_nothing(ops):
-    """A `max_query_len` above the longest query of the batch changes no plan."""
+    """A `max_query_len` that exceeds the longest query of the batch does not change the plan."""
     for lens in (([1, 1], [9, 30]), ([1, 0, 9], [9, 4, 30]), ([2, 2], [9, 0])):
         exact = make_batch(*lens).common
         loose = replace(exact, max_query_len=exact.max_query_len + 30)

@@ -107,9 +107,9 @@ def test_cascade_is_the_whole(pairs, shared):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_parity(dtype):
-    """A cascade is within the budget that docs/correctness.md gives to one decode.
+    """The error of a cascade is within the budget of one decode (docs/correctness.md).
 
-    The attention states must therefore stay in float32 until they are merged.
+    For this the attention states must stay in float32 until they are merged.
     """
     num_blocks, common = shared_batch([1, 2, 1], [33, 40, 21], 5)
     plan = reference.build_mla_metadata(common, 4, 64, 2).decode
@@ -123,9 +123,10 @@ def test_parity(dtype):
 
 
 def counted(prefix, query_lens, seq_lens, config, stored=2, state=4):
-    """Return whether a cascade is faster than one decode, from bytes and FLOPs counted request by request.
+    """Count bytes and FLOPs request by request, and return whether a cascade is faster than one decode.
 
-    `stored` is the bytes of one element of the cache, `state` the bytes of one element of an attention state.
+    `stored` is the number of bytes of a cache element, and `state` the number of bytes of an element of an attention
+    state.
     """
     read = shared_read = flops = tokens = 0
     for q, s in zip(query_lens, seq_lens, strict=True):
@@ -155,9 +156,9 @@ def test_decision(pairs, prefix, config, sizes):
 
 
 def test_bytes_come_from_the_format(ops, monkeypatch):
-    """The decision for a cascade counts the bytes of the cache format: 1 byte for each element in this test.
+    """The decision for a cascade counts the bytes of the cache format, which has 1 byte for each element in this test.
 
-    The test fails if the decision counts 2 bytes for each element of any cache.
+    The test fails if the decision always counts 2 bytes for an element.
     """
     stored = CacheFormat("stored", torch.float8_e4m3fn, (torch.bfloat16,))
     monkeypatch.setattr(sys.modules["reference.interfaces.cache_format"], "CACHE_FORMATS", {"stored": stored})
@@ -173,8 +174,8 @@ def test_bytes_come_from_the_format(ops, monkeypatch):
 def test_when_it_pays(ops):
     """A cascade is chosen for a model with few heads and a long prefix that many requests share.
 
-    A cascade is not chosen for one request, or for a short prefix. A cascade is also not chosen for the 128 heads of
-    DeepSeek-V3: matrix products limit the speed of this decode, and a cascade saves only bytes.
+    A cascade is not chosen for one request, for a short prefix, or for the 128 heads of DeepSeek-V3. With 128 heads,
+    matrix products limit the speed of a decode, and a cascade saves only bytes.
     """
     many, one = (integers(*[1] * n).cpu() for n in (64, 1))
     lens = integers(*[8192] * 64).cpu()
@@ -188,7 +189,7 @@ def test_when_it_pays(ops):
 def test_layer_takes_the_cascade(ops):
     """A layer gives the same output for a plan with a cascade as for a plan without a cascade.
 
-    A builder with `batch_invariant`, and a build with `fast_build`, make a plan without a cascade.
+    With the option `batch_invariant` or `fast_build`, the plan has no cascade.
     """
     from ..support.factories import make_layer, make_weights
 

@@ -1,4 +1,4 @@
-"""Tests of the choice between the absorbed and the expanded path, compared with a count of all matrix products.
+"""Tests of the choice between the absorbed and the expanded path. A test counts all matrix products for comparison.
 
 The absorbed path attends over the cached latents themselves. The expanded path first turns the latents into keys and
 values of every head. In comments, FLOPs are floating-point operations; the other letters are those of docs/glossary.md.
@@ -28,7 +28,7 @@ MEASURED = PathCosts(2.0, 3.5, 1.5, 2.1e-9, 1.7e-9, 1.6e-9, 2.4e-7)
 def counted(config, query_len, context_len, costs, element=2, stored=2):
     """Compute the cost of each path from the shapes of its matrix products, token by token.
 
-    `element` and `stored` are the bytes of one element of the queries and of the cache.
+    `element` is the number of bytes of a query element, and `stored` the number of bytes of a cache element.
     """
     c, keys = config, query_len + context_len
     latent, rope, nope, value = c.kv_lora_rank, c.qk_rope_head_dim, c.qk_nope_head_dim, c.v_head_dim
@@ -95,7 +95,7 @@ def test_packages_agree(lens, config, costs, threshold, support, dtype):
 
 
 def test_crossover_of_flops(ops):
-    """With a long context, both paths need equal FLOPs at Lkv (P + V) / (2 Lkv - P - V) query tokens.
+    """With a long context and Lkv (P + V) / (2 Lkv - P - V) query tokens, both paths need equally many FLOPs.
 
     For DeepSeek-V3 (Lkv = 512, P = V = 128) the choice changes at 171 query tokens.
     """
@@ -114,10 +114,10 @@ STORED = CacheFormat("stored", torch.float8_e4m3fn, (torch.bfloat16, torch.float
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_bytes_come_from_the_format(ops, dtype, monkeypatch, plain_errors):
-    """The choice counts 1 byte for each cache element, as the cache format says, and not the 2 or 4 bytes of queries.
+    """The choice counts the bytes of the cache format: 1 byte for a cache element, although a query element has 2 or 4.
 
-    The test makes the FLOPs of the absorbed path cost slightly less or slightly more than the bytes of the expanded
-    path. The choice is then right only if the bytes of the cache are right.
+    In this test the absorbed path costs FLOPs only, the expanded path costs bytes only, and both costs are nearly
+    equal. So the choice is wrong if it counts other bytes for the cache.
     """
     monkeypatch.setattr(sys.modules["reference.interfaces.cache_format"], "CACHE_FORMATS", {"stored": STORED})
     config, element = V3, ELEMENTS[dtype]
@@ -144,7 +144,7 @@ def test_ends(ops):
 
 
 def test_measured_path_costs(monkeypatch, tmp_path):
-    """`measured_path_costs` finds the file of the GPU with the nearest number of heads, on a logarithmic scale."""
+    """`measured_path_costs` chooses, among the files of a GPU, the nearest number of heads on a logarithmic scale."""
     from fast.mla import choose_path as path
 
     assert path.costs_file("NVIDIA H200", 16) == "h200-16.json"
@@ -187,11 +187,11 @@ def test_costs(tmp_path, plain_errors):
 
 
 def test_a_query_token_sees_itself(ops):
-    """A request of q query tokens without context has q (q + 1) / 2 pairs of query and key: each token sees itself."""
+    """Without context, q query tokens have q (q + 1) / 2 pairs (query, key), because each token sees itself."""
     config = V3
     pair = 2 * config.num_heads * (2 * config.kv_lora_rank + config.qk_rope_head_dim)
     for tokens, pairs in ((1, 1.0), (3, 6.0), (8, 36.0)):
         for factor, wanted in ((0.99, "expanded"), (1.01, "absorbed")):
-            # absorbed attention costs 1 per FLOP, the expanded path has a constant cost, and all other costs are 0
+            # a FLOP of absorbed attention costs 1, the expanded path has a constant cost, and all other costs are 0
             costs = PathCosts(0.0, factor * pairs * pair, 0.0, 1.0, 0.0, 0.0, 0.0)
             assert ops.choose_path(tokens, 0, config, costs) == wanted, (tokens, factor)

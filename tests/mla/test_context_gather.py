@@ -1,7 +1,7 @@
-"""Tests that context gathered from several ranks has the bits and the order that a single rank would read.
+"""Tests that context gathered from several ranks has the same bits, in the same order, as on a single rank.
 
-D ranks share each sequence: each rank in turn holds I consecutive tokens (`interleave`). The last test replaces the
-gather by wrong versions and asserts that `test_reorg` fails for each of them.
+D ranks share each sequence: each rank in turn holds I consecutive tokens (`interleave`). The last test plants mistakes
+in the gather and asserts that `test_reorg` fails for each mistake.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from ..support.ranks import owners
 @pytest.mark.parametrize("interleave", [1, 3, 16])
 @pytest.mark.parametrize("size", [1, 2, 4, 7])
 def test_reorg(ops, size, interleave, dtype):
-    """`reorg_kvcache` gives the bits of the cache entries in the order of each sequence.
+    """`reorg_kvcache` returns the bits of the cache entries in the order of the tokens.
 
-    The rows behind the tokens of a rank are NaN and must not reach the result.
+    The rows after the tokens of a rank are NaN and must not reach the result.
     """
     turn = size * interleave
     lens, starts = (5, 0, 1, turn, 3 * turn + 2, 200), (0, 0, 0, 0, turn, 2 * turn)
@@ -84,7 +84,7 @@ def test_gather_equals_one_rank(ops, size, interleave, cut):
 
 
 def test_gather_in_a_workspace():
-    """On D = 4 ranks, a gather needs a workspace of D + 1 times the rows of one rank, and one row less is refused.
+    """On D = 4 ranks, a gather needs a workspace of (D + 1) x the rows of one rank; one row less is refused.
 
     The workspace holds the rows of this rank and the gathered rows of all ranks.
     """

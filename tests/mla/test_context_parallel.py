@@ -1,8 +1,8 @@
 """Tests of layers and serving loops on ranks that share sequences, compared with one rank that holds all tokens.
 
 D ranks share each sequence: each rank in turn holds I consecutive tokens. The ranks of these tests are simulated;
-`test_process_groups` runs the same tasks in real processes. The last test replaces functions by wrong versions and
-asserts that the comparison fails for each of them.
+`test_process_groups` runs the same tasks in real processes. The last test plants mistakes and asserts that the
+comparison fails for each mistake.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ def alone(config: str) -> tuple[torch.Tensor, ...]:
 def check_ranks_are_one(ops, config, size, interleave, merge="a2a", units=40, total=None):
     """Assert that a layer on each of `size` ranks gives the outputs of a single rank that holds all tokens.
 
-    The workspace is `units` times as large as the smallest possible workspace. With `units` = 1, a context has several
-    chunks.
+    The workspace is `units` x the smallest possible workspace. With `units` = 1, a context has several chunks.
     """
     unit = reference.interfaces.context_unit(64, size, interleave)
     steps = Steps(GROWING, 64, units * unit, 3)
@@ -74,10 +73,9 @@ def test_other_layers(ops, config, merge):
 
 @pytest.mark.parametrize(("size", "total"), [(2, 4), (1, 3), (4, 8)])
 def test_fewer_ranks_share_sequences_than_heads(ops, size, total):
-    """Every rank gives the output of a single rank, although the heads are divided among more ranks than a sequence.
+    """Every rank gives the output of a single rank, if `total` ranks divide the heads and fewer ranks a sequence.
 
-    The heads are divided among all `total` ranks. The tokens of every sequence are divided among the `size` ranks of
-    each group.
+    The tokens of every sequence are divided among the `size` ranks of each group.
     """
     check_ranks_are_one(ops, "low-rank", size, 16, total=total)
 
@@ -93,9 +91,9 @@ def test_64_ranks(ops):
 
 @pytest.mark.parametrize("merge", MERGES)
 def test_low_precision(merge):
-    """A bfloat16 decode of `fast` on four ranks is within the budget.
+    """The error of a bfloat16 decode of `fast` on four ranks is within its budget.
 
-    The budget follows from the error of a bfloat16 decode of `reference` on four ranks (docs/correctness.md).
+    The budget is computed from the error of a bfloat16 decode of `reference` on four ranks (docs/correctness.md).
     """
     config = CONFIGS["low-rank"]
     batch = make_batch([1, 2, 1, 0], [70, 130, 3, 0], 16)
@@ -187,7 +185,7 @@ def test_serving(ops):
 
 
 def test_no_step_follows_a_lost_one(ops):
-    """A serving loop refuses further steps after a failed step, because other ranks may still be in the failed step."""
+    """After a failed step, a serving loop refuses all further steps: other ranks could still be in the failed step."""
 
     def program(ranks):
         loop = make_loop(ops, CONFIGS["direct"], ranks, "cpu", torch.float64)
@@ -203,8 +201,8 @@ def test_no_step_follows_a_lost_one(ops):
     assert ops.simulate(2, 1, program) == [40, 40]
 
 
-# Functions that plant a mistake: each replaces a function of `reference` by a wrong one, so that `check_ranks_are_one`
-# must fail.
+# Functions that plant a mistake. Each replaces one function of `reference` by a wrong function, and
+# `check_ranks_are_one` must then fail.
 
 
 def ranks_in_the_wrong_order(patch):

@@ -1,6 +1,6 @@
 """Tests of the plans of ranks that share sequences.
 
-The expected numbers come from a list that names, for each token, the rank that holds it.
+The expected numbers are counted in a list that has, for each token, the rank that holds the token.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests of bad input with context parallelism: one line names the argument, before ranks exchange anything."""
+"""Tests of bad input with context parallelism: an error of one line names the argument, and no rank sends data."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class TestBadInput:
                                    context_parallel=ops.simulate(2, 3, lambda ranks: ranks)[0])  # fmt: skip
 
     def test_gather(self, ops):
-        """`dcp_gather_context` refuses a chunk for another rank or a chunk without ranks, and exchanges no bytes."""
+        """`dcp_gather_context` refuses a chunk that was planned for another rank or for one rank; no bytes are sent."""
         plain = ContextChunk(integers(0), offsets([5]), 5, 5)
         plan = reference.interfaces.PrefillMetadata(integers(0)[None], offsets([1]), 1, (), 16)
         chunk = ops.rank_local_chunk(plain, TokenOwnership(2, 0))
@@ -166,7 +166,7 @@ class TestBadInput:
         assert cache.eq(0).all()
 
     def test_shares_of_projections(self, ops):
-        """`shard_linear`, which slices the weight of a projection, refuses a hook, a replaced forward or a bias."""
+        """`shard_linear` slices a weight, so it refuses a projection with a hook, a replaced forward or a bias."""
         ranks = ops.simulate(2, 1, lambda ranks: ranks)[1]
         plain = torch.nn.Linear(8, 12, bias=False)
         assert ranks.shard_linear("q_proj", plain, 0, 4).weight.equal(plain.weight[6:])

@@ -1,7 +1,7 @@
 """Tests of the workspace: the memory in which a prefill gathers and expands one chunk of its context.
 
 The memory-profile run is a call of a layer without a plan. An engine measures the memory of this run, so no later step
-may need more.
+must need more memory.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def make_builder(ops, config, **options):
 @pytest.mark.parametrize("config", [DIRECT, LOW_RANK, replace(DIRECT, num_heads=1)])
 @pytest.mark.parametrize("size", [None, 1, 2, 8])
 def test_size(config, size):
-    """The workspace for 1000 tokens has room for the cache entries of these tokens, and for one of two other things.
+    """A workspace for 1000 tokens has room for their cache entries, and for either keys and values or exchanged rows.
 
-    The first thing is the keys and values of the tokens. The second thing is the rows that `size` ranks exchange. The
-    workspace has room for the larger of the two.
+    The keys and values belong to the 1000 tokens. The exchanged rows are the cache entries that `size` ranks send to
+    each other. The workspace has room for the larger of the two.
     """
     elements, width = context_workspace_size(config, 1000, size), config.head_size
     expanded = 1000 * config.num_heads * (config.qk_nope_head_dim + config.v_head_dim)
@@ -120,7 +120,7 @@ def test_given_memory_that_does_not_fit(ops, plain_errors):
 
 
 def test_a_workspace_of_its_own_follows_the_layers():
-    """A workspace without given memory allocates again only for more elements, another dtype or another device."""
+    """A workspace without given memory allocates again only if more elements, another dtype or device are needed."""
     workspace, cpu = fast.ContextWorkspace(), torch.device("cpu")
     memory = workspace.reserve(100, torch.float32, cpu)
     assert memory.shape == (100,) and workspace.reserve(60, torch.float32, cpu) is memory
@@ -190,8 +190,8 @@ def test_ranks_in_one_workspace(ops, size):
         assert_same_bits(found, entries)
 
 
-# Tests of the memory of a step. `HeldMemory` counts the tensors of the host code. It does not count what a cpu kernel
-# allocates inside an op.
+# Tests of the memory of a step. `HeldMemory` counts tensors that Python code allocates, and does not count memory that
+# a CPU kernel allocates inside an op.
 
 
 def peaks(config, dtype, tokens, workspace, steps):
@@ -256,7 +256,7 @@ def test_no_step_needs_more_than_the_profile_run(config):
 
 
 def test_growth_is_seen(monkeypatch):
-    """If layers use no workspace, `peaks` reports more memory for a longer context, so the tests above would fail."""
+    """If layers use no workspace, `peaks` returns more memory for a longer context: the tests above detect this."""
     reserve = memory_profile.reserve_for_step
     monkeypatch.setattr(mla_layer, "reserve_for_step", lambda layer, metadata, q: (None, None) if metadata else
                         reserve(layer, metadata, q))  # fmt: skip

@@ -1,8 +1,8 @@
 """Tests of plans for engines that know the lengths of requests on the GPU, but not on the host.
 
-Such a batch has upper bounds of the lengths on the host (`seq_lens_cpu_upper_bound`). A batch of decodes needs no
-bounds either. `without_lens` removes the lengths on the host from a batch: `slack` is how far a bound exceeds its
-length, and `offsets_too` removes the offsets of the queries as well.
+Such a batch has upper bounds of the lengths on the host (`seq_lens_cpu_upper_bound`). A batch of decodes does not even
+need these bounds. `without_lens` removes the lengths on the host from a batch: `slack` is (bound - length), and
+`offsets_too` also removes the query offsets and the bounds.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def test_decodes(ops, lens, offsets_too):
 
 @given(batches(), st.sampled_from([0, 1, 40]), st.sampled_from([1, 3]), st.sampled_from([None, (2, 0, 4), (3, 2, 1)]))
 def test_twins(lens, slack, threshold, ranks):
-    """Both packages give the same plan; with bounds equal to the lengths, it equals the plan with lengths."""
+    """Both packages give the same plan. If the bounds equal the lengths, this plan equals the plan with lengths."""
     query_lens, seq_lens = lens
     common = make_batch(query_lens, seq_lens, BLOCK).common
     ownership = None if ranks is None else TokenOwnership(*ranks)
@@ -143,7 +143,7 @@ def test_layers_on_ranks(ops, merge):
 
 
 def test_schedules(ops):
-    """Without lengths on the host, a decode gets a schedule if a schedule saves time for some lengths in the bounds."""
+    """Without lengths on the host, a decode gets a schedule if some possible lengths make a schedule worthwhile."""
     builder = make_builder(ops, num_programs=8)
     long, short = make_batch([1] * 4, [4000, 9, 9, 9], BLOCK).common, make_batch([1] * 4, [60, 9, 9, 9], BLOCK).common
     assert builder.build(0, without_lens(long, 0, True)).schedule_choice.planned

@@ -1,7 +1,7 @@
 """Tests of `zero_padding_tokens`, which writes zeros for padding tokens.
 
-Padding tokens are the query tokens behind the last request: a captured CUDA graph has a fixed number of tokens, and a
-replay may have fewer. Without a GPU, one test runs this file again in Triton's interpreter.
+Padding tokens are the query tokens behind the last request. They exist because a captured CUDA graph has a fixed number
+of tokens, and a batch can have fewer. Without a GPU, one test runs this file again in Triton's interpreter.
 """
 
 from __future__ import annotations

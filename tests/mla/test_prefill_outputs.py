@@ -55,7 +55,7 @@ def prefill_inputs(config, query_lens, context_lens, dtype, workspace=32):
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.sampled_from([0, 0, 1, 16, 40])), min_size=1, max_size=8))
 def test_parts(lens):
-    """The parts contain each token and each context key once; both packages give the same parts."""
+    """Together, the parts contain each token and each context key once. Both packages give the same parts."""
     query_lens, context_lens = [q for q, _ in lens], [c for _, c in lens]
     batch = make_batch(query_lens, [q + c for q, c in lens])
     plans = [expanding_plan(ops, batch, 32, parts=True) for ops in (reference, fast)]
@@ -86,7 +86,7 @@ def test_parts(lens):
 
 
 def test_planned_parts(ops):
-    """The plan of a step has parts if its prefills differ in having context; decodes belong to no part."""
+    """The plan of a step has parts if some prefills have context and others do not. Decodes belong to no part."""
     batch = make_batch([1, 1, 5, 2, 4], [20, 1, 5, 42, 4])
     plan = ops.build_mla_metadata(batch.common, 16, 32)
     assert plan.num_decodes == 2
@@ -101,8 +101,8 @@ def test_planned_parts(ops):
 def test_parts_change_nothing(ops, lens, dtype):
     """A prefill gives the same result with parts and without parts, with the LSE and without the LSE.
 
-    `reference` gives the same bits. `fast` gives the same values up to rounding, because a matrix product on a CPU may
-    add in another order if its inputs lie at other addresses.
+    `reference` gives the same bits. `fast` gives the same values up to rounding: on a CPU, the order of the additions
+    in a matrix product can depend on the addresses of its inputs.
     """
 
     def check_same(actual, expected):
@@ -268,7 +268,7 @@ def test_out_of_latent_to_value():
 
 
 def test_out_of_a_merge():
-    """A merge may write into one of its states, or write an output of another dtype."""
+    """A merge can write into one of its two input states, or into an output of another dtype."""
     states = [AttentionState(torch.randn(9, 3, 8), torch.randn(3, 9)) for _ in range(2)]
     wanted = fast.merge_attn_states(*states)
     rounded = AttentionState(torch.empty(9, 3, 8, dtype=torch.bfloat16), torch.empty(3, 9))

@@ -1,7 +1,7 @@
 """Tests of the weights of a layer: W_UK and W_UV of `kv_b_proj`, and the weight of any linear module.
 
-W_UK turns a latent into the keys of all heads, and W_UV turns a latent into their values. A module may keep its weight
-in another form, for example in int8. The layer then recovers the weight from the module's products (`dense_weight`).
+W_UK turns a latent into the keys of all heads, and W_UV turns a latent into the values of all heads. If a module keeps
+its weight in another form, such as int8, the layer recovers the weight from the module's products (`dense_weight`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..support.factories import (
 
 
 class Int8Linear(nn.Module):
-    """A linear module with an int8 weight, such as a third-party library may have."""
+    """A linear module with an int8 weight, like modules of quantisation libraries."""
 
     def __init__(self, weight, bias=None):
         super().__init__()
@@ -63,9 +63,9 @@ def test_split_is_what_the_projection_does(ops, config):
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_absorption_moves_the_product(ops, config):
-    """Absorbed weights give the same results: for a latent c, (W_UK c) . q = c . (W_UK^T q).
+    """Absorbed weights give the same results: for a latent c and a query q, (W_UK c) . q = c . (W_UK^T q).
 
-    W_UV can be applied after the weighted sum over the latents.
+    In the same way, W_UV can be applied after the weighted sum over the latents.
     """
     w_uk, w_uv = make_up_projections(config, torch.float64)
     w_uk_t, w_uv_absorbed = ops.absorb(w_uk, w_uv)
@@ -158,7 +158,7 @@ def modules_of(weights, kind):
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_layer_of_linears_that_return_pairs(ops, config):
-    """Every projection of a layer may return (product, None)."""
+    """A layer accepts projections that return (product, None)."""
     weights = make_weights(config, torch.float64)
     plain, pairs = (ops.MLAAttention(config, **modules_of(weights, kind)) for kind in (linear, PairLinear))
     table = torch.tensor([[0, 1], [3, 2]], dtype=torch.int32)
@@ -173,7 +173,7 @@ def test_layer_of_linears_that_return_pairs(ops, config):
 
 @pytest.mark.parametrize("name", ["q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"])
 def test_layer_refuses_a_bias_beside_the_product(ops, name, plain_errors):
-    """A layer refuses a bias that a module returns beside the product (`skip_bias_add`); it must not drop this bias."""
+    """If a module returns a bias beside the product (`skip_bias_add`), the layer refuses the module."""
     config = CONFIGS["direct" if name == "q_proj" else "low-rank"]
     weights = make_weights(config, torch.float32)
     modules = modules_of(weights, PairLinear)
@@ -191,9 +191,9 @@ def test_linear_output_refuses(output, plain_errors):
 
 
 def test_refresh_in_place(ops):
-    """`refresh_weights` writes a recovered weight into the same memory, which captured graphs read.
+    """`refresh_weights` writes a recovered weight into the same memory as before, because captured graphs read it.
 
-    A layer whose `kv_b_proj` is a plain linear module recovers no weight: it reads the parameter itself.
+    If `kv_b_proj` is a plain linear module, the layer reads the parameter itself and recovers nothing.
     """
     config = CONFIGS["direct"]
     weights = make_weights(config, torch.float32)
@@ -252,7 +252,7 @@ def replaced(w):
 
 @pytest.mark.parametrize("wrap", [doubled, hooked, replaced])
 def test_a_linear_that_is_more_than_its_parameter_is_recovered(ops, wrap, plain_errors):
-    """If a linear module multiplies by something else than `.weight`, the weight is recovered from its products.
+    """If a linear module does not simply multiply by `.weight`, the layer recovers the weight from the products.
 
     The cases are a weight of a tensor subclass, a forward hook, and a replaced `forward`.
     """

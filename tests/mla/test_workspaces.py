@@ -79,9 +79,9 @@ def test_the_profile_run_touches_the_workspace(ops, monkeypatch):
 @pytest.mark.parametrize("block_size", [16, 48, 96, 100, 65536])
 @pytest.mark.parametrize("size", [1, 3])
 def test_defaults_fit_together(ops, block_size, size):
-    """By default, a builder's workspace is the largest multiple of its unit that fits into a layer's workspace.
+    """By default, a builder's workspace is the largest multiple of a unit that fits into a layer's workspace.
 
-    The unit is the smallest workspace for the block size and the number of ranks. If the unit exceeds a layer's
+    The unit is the smallest workspace for the block size and the number of ranks. If the unit is larger than a layer's
     workspace, a builder's workspace is one unit.
     """
     ranks = None if size == 1 else ops.simulate(size, 1, lambda ranks: ranks, tensor_parallel_size=3)[0]
@@ -95,7 +95,7 @@ def test_defaults_fit_together(ops, block_size, size):
 
 
 def test_a_loop_expands_no_more_than_the_layers_of_its_model(ops, plain_errors):
-    """A serving loop refuses a workspace above that of the model's layers, because a long prompt would fail later."""
+    """A serving loop refuses a workspace larger than that of the layers, because a long prompt would fail later."""
     pytest.importorskip("transformers")
     from transformers import AutoModelForCausalLM
 

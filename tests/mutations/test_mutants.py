@@ -19,7 +19,7 @@ from ..mutants import KILLED, ROOT, SURVIVED, TABLE, TIMED_OUT, Mutant, Session,
 
 
 def test_table():
-    """Read the table of source files and their tests -> it has every file of the mutated folders; all files exist."""
+    """Read the table of source files and their tests -> it lists every file of the mutated folders; all files exist."""
     subjects = [*ROOT.glob("fast/kernels/cpu/*.py"), *ROOT.glob("fast/integrations/transformers/*.py")]
     subjects += [path for package in ("reference", "fast") for folder in ("planning", "distributed")
                  for path in (ROOT / package / folder).glob("[!_]*.py")]  # fmt: skip
@@ -76,7 +76,7 @@ def test_session_continues(tmp_path):
 
 @pytest.mark.parametrize("key", sorted(HEAD))
 def test_session_of_another_draw(tmp_path, key):
-    """Open a session file of other sources or of another sample -> an error, so that two samples never mix."""
+    """Open a session file of other sources or of another sample -> an error, so that one file has one sample."""
     path = tmp_path / "session.jsonl"
     Session(path, HEAD)
     with pytest.raises(ValueError, match=f"^session: expected a file of this sample, got one with another {key}; use"):
@@ -134,7 +134,7 @@ class Share:
 
 
 def test_signatures_are_left_alone():
-    """Make all mutants of SOURCE -> they change only bodies of functions, and constants.
+    """Make all mutants of SOURCE -> only bodies of functions and assignments of constants are changed.
 
     No mutant changes a default, an annotation, a decorator, an import, an annotated field of a class or `__all__`.
     """
@@ -196,7 +196,7 @@ mutants.main()
 
 
 def test_judges_and_continues(tmp_path):
-    """Run the tool in a small project -> killed, timed-out and surviving mutants, with the tests that failed.
+    """Run the tool in a small project -> killed, timed-out and surviving mutants; each killed one with its failed test.
 
     A second run judges only the mutants whose verdicts are missing in the session file.
     """
@@ -227,7 +227,7 @@ def test_judges_and_continues(tmp_path):
     assert f"{6 - survived} of 6 noticed" in first and first.count("\nsurvived: ") == survived
 
     lines = session.read_text().splitlines(keepends=True)
-    session.write_text("".join(lines[:-2]) + lines[-2][:20])  # the tool was ended while writing the last line but one
+    session.write_text("".join(lines[:-2]) + lines[-2][:20])  # as if a run had ended while it wrote this line
     second = run("--sample", "6", "--seed", "6")
     assert "unchanged:" in first and "unchanged:" not in second and "   2/2" in second
     assert {_place(line) for line in session.read_text().splitlines()[2:]} == {_place(line) for line in lines[2:]}

@@ -1,7 +1,8 @@
-"""Tier 5 of docs/correctness.md: plant a mistake of a real system in a package -> a check of another module must fail.
+"""Tier 5 of docs/correctness.md: plant a mistake of a real system in a package -> a check must fail.
 
-A check is a function of a package (`ops`), such as `check_attention`. It must pass on the package without the mistake.
-A mutant is a function that gets a package and pytest's `monkeypatch`, and returns the package with a mistake.
+A check is a function of another test module, such as `check_attention`; its argument `ops` is a package. A check must
+pass on the package without the mistake. A mutant is a function that gets a package and pytest's `monkeypatch`, and
+returns the package with a mistake.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def mask_shifted(by):
 
 
 def per_request(ops, change):
-    """Return a package whose causal attention runs on `change(q, k, v)` of each request.
+    """Return a package whose causal attention attends `change(q, k, v)` instead of q, k and v of each request.
 
     If `change` adds query rows, their outputs are dropped.
     """
@@ -205,7 +206,7 @@ def chunk_twice(ops, patch):
 
 
 def stale_table(block_table, lengths, block_size):
-    """Return a block table in which the entry of each request's last block is the entry of the block before."""
+    """Return a block table in which the last block of each request is replaced by the block before it."""
     stale = block_table.clone()
     for request, length in enumerate(lengths):
         last = (length - 1) // block_size
@@ -344,7 +345,7 @@ def zero_times_everything(function):
 def rows_share_an_amax(function):
     """Divide the outputs by the largest element of the batch, and multiply them again.
 
-    A computation in fp8 with one scale for the whole batch does this. A NaN in the output of one request then reaches
+    An fp8 computation with one scale for the whole batch does the same. A NaN in the output of one request then reaches
     all requests.
     """
 
@@ -511,5 +512,5 @@ def test_planted_mistake_is_found(ops, monkeypatch, name, mutant, check):
 
 
 def test_batches_are_long_enough_for_stale_blocks():
-    """Look at the batch of the check `decode` -> a request has several blocks, which the "stale" mutants need."""
+    """Look at the batch of the check `decode` -> a request has several blocks, as the "stale" mutants require."""
     assert max(len(own) for own in make_batch([1, 2, 1], [17, 40, 0]).slots) > 16

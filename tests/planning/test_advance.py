@@ -3,8 +3,8 @@
 The sampled token of each request becomes its one query token. `advance_step` writes ids, positions, slots, lengths and
 offsets into the tensors of the batch. The tests compare these integers with a loop over all tokens.
 
-A padding row is a request of length 0. "Without lengths on the host" means: the lengths are on the GPU only, and the
-host has upper bounds of the lengths, or nothing. `without_lens` makes such a batch.
+A padding row is a request of length 0. In a batch "without lengths on the host", only the GPU has the lengths; the host
+has upper bounds of the lengths, or nothing. `without_lens` makes such a batch.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def brute_force(sampled, common, tokens, block_size, ownership):
        blocks=st.integers(1, 3), padding=st.integers(0, 2), ops=PACKAGES,
        ids=st.sampled_from([torch.int32, torch.int64]), steps=st.integers(1, 3))  # fmt: skip
 def test_integers(batch, size, interleave, blocks, padding, ops, ids, steps):
-    """Every step gives the integers of the brute-force loop on every rank, and exactly one rank owns a new token."""
+    """Every step gives the integers of `brute_force` on every rank, and exactly one rank owns a new token."""
     query_lens, seq_lens = batch
     block_size, tokens = interleave * blocks, sum(batch[0]) + padding
     width = -(-(max(seq_lens, default=0) + steps) // block_size)
@@ -97,7 +97,7 @@ def test_integers(batch, size, interleave, blocks, padding, ops, ids, steps):
 def test_prefills_become_decodes(ops):
     """In the batch after a step with prefills, each request that had query tokens has one query token.
 
-    Padding rows do not grow, and the rest of the buffers becomes padding: id 0, position 0, slot -1.
+    Padding rows do not grow. The rest of the buffers gets the values of padding: id 0, position 0, slot -1.
     """
     table = integers(7, 3, 9, 1, 0, 5, 2, 8, 6, 4).view(5, 2)
     common = CommonAttentionMetadata.from_lens([1, 1, 3, 0, 2], [4, 0, 6, 5, 2], table, BLOCK)
@@ -114,7 +114,7 @@ def test_prefills_become_decodes(ops):
 
 
 def test_nothing_to_advance(ops):
-    """For a batch without requests or without tokens, the buffers become padding: id 0, position 0, slot -1."""
+    """Without requests or without tokens, the buffers get the values of padding: id 0, position 0, slot -1."""
     for query_lens, seq_lens, tokens in (([], [], 0), ([], [], 3), ([0, 0], [3, 0], 2)):
         given = buffers(query_lens, seq_lens, 1, tokens)
         following = ops.advance_step(*given, BLOCK)
@@ -139,12 +139,12 @@ def test_twins_agree_on_views():
 
 
 def upper_bounds(common, longest):
-    """Return the batch with an upper bound in place of the lengths on the CPU, as the batch of a captured graph has."""
+    """Return the batch with upper bounds in place of the lengths on the CPU, like the batch of a captured graph."""
     return replace(common, seq_lens_cpu=torch.full_like(common.seq_lens_cpu, longest), max_seq_len=longest)
 
 
 def test_upper_bounds_stay_in_bounds(ops):
-    """If the lengths on the CPU are upper bounds, they never exceed the block table or `max_seq_len`."""
+    """Upper bounds of the lengths on the CPU never exceed the number of tokens in the block table, or `max_seq_len`."""
     for max_seq_len, bound in ((None, 8), (7, 7)):
         given = buffers([1, 1], [3, 4], 2)
         common = upper_bounds(given[3], bound)
@@ -158,7 +158,7 @@ def test_upper_bounds_stay_in_bounds(ops):
 
 
 def knows_its_requests(query_lens):
-    """Return whether the number of requests with tokens follows from the largest query and the number of tokens."""
+    """Return whether the longest query length and the number of tokens determine the number of requests with tokens."""
     longest, tokens = max(query_lens, default=0), sum(query_lens)
     return longest <= 1 or -(-tokens // longest) == min(len(query_lens), tokens)
 
@@ -166,10 +166,10 @@ def knows_its_requests(query_lens):
 @given(batch=batches(), ops=PACKAGES, offsets_too=st.sampled_from([False, True]), slack=st.sampled_from([0, 3]),
        bounds=st.sampled_from([False, True]))  # fmt: skip
 def test_without_lengths(batch, ops, offsets_too, slack, bounds):
-    """Without lengths on the host, three steps give the tensors of the batch with lengths.
+    """Without lengths on the host, three steps give the same tensors as with lengths.
 
-    The upper bounds of requests with tokens rise by 1 in each step. Without offsets on the host, a batch is refused if
-    the number of its requests with tokens is unknown.
+    The upper bounds of requests with tokens rise by 1 in each step. Without query offsets on the host, a batch is
+    refused if the number of its requests with tokens is unknown.
     """
     width = -(-(max(batch[1], default=0) + 3 + slack) // BLOCK)
     with torch.device("cpu"):
@@ -200,7 +200,7 @@ def test_without_lengths(batch, ops, offsets_too, slack, bounds):
 
 
 def test_bounds_over_steps(ops):
-    """Over 5 steps, bounds of growing requests rise with the lengths up to the limit; bounds of padding rows stay 0."""
+    """Over 5 steps, the upper bounds of growing requests rise by 1 up to a limit; those of padding rows stay 0."""
     query_lens, seq_lens = [1, 1, 4, 0, 1], [4, 0, 6, 5, 20]
     for slack, max_seq_len in ((0, None), (2, None), (100, None), (100, 26)):
         *given, common = buffers(query_lens, seq_lens, 7, 2)
@@ -228,7 +228,7 @@ def test_bounds_over_steps(ops):
 
 
 def test_bounds_beside_lengths(ops):
-    """If a batch has lengths on the host and upper bounds too, the bounds rise without a check: no plan reads them."""
+    """If the host has both lengths and upper bounds, the bounds rise without a check, because no plan reads them."""
     given = buffers([1, 1, 0], [4, 0, 6], 3)
     common = replace(given[3], seq_lens_cpu_upper_bound=integers(9, 0, 3).cpu())
     following = ops.advance_step(*given[:3], common, BLOCK)
@@ -236,7 +236,7 @@ def test_bounds_beside_lengths(ops):
 
 
 def test_drafted_tokens(ops):
-    """A batch without offsets on the host can be advanced if all its requests have equally many query tokens."""
+    """Without query offsets on the host, a batch can be advanced if all requests have equally many query tokens."""
     given = buffers([3, 3], [9, 5], 3)
     common = without_lens(given[3], offsets_too=True)
     following = ops.advance_step(*given[:3], common, BLOCK)
@@ -286,7 +286,7 @@ def test_plans_without_lengths(ops, config, offsets_too):
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_steps_of_a_layer(config):
-    """5 steps with `advance_step`, the first with prefills, have the bits of 5 steps whose batches the host makes."""
+    """5 steps with `advance_step` have the bits of 5 steps whose batches the host makes; step 1 has prefills."""
     dtype, steps, width = torch.float32, 5, 10
     layer = make_layer(fast, config, make_weights(config, dtype), dtype)
     table = torch.randperm(5 * width).view(5, width).int()
@@ -298,7 +298,7 @@ def test_steps_of_a_layer(config):
     def run(cache, ids, positions, common):
         plan = fast.build_mla_metadata(common, BLOCK, 64)
         hidden = layer(embedding[ids], positions, cache, plan)
-        last = (common.query_start_loc[1:] - 1).long()  # a request without tokens gets a token, which nothing reads
+        last = (common.query_start_loc[1:] - 1).long()  # a request without tokens also gets a token; nothing reads it
         return hidden, (hidden[last] @ embedding.T).argmax(-1)
 
     def first_step():
@@ -331,7 +331,8 @@ def test_steps_of_a_layer(config):
 def test_steps_over_buffers(ops, programs, on_host):
     """Steps that update the buffers of a CUDA graph on the device have the bits of steps whose batches the host makes.
 
-    On the host, the batch has upper bounds in place of the lengths (`on_host`), or neither lengths nor offsets.
+    With `on_host`, the batch has upper bounds of the lengths on the host. Otherwise the host has neither lengths nor
+    query offsets.
     """
     dtype, steps, lens, ids = torch.float32, 4, [14, 0, 1, 33], [3, 0, 9, 41]
     loop = make_loop(ops, DIRECT, dtype, torch.device("cpu"), len(lens), steps, programs)
@@ -474,9 +475,9 @@ def test_wrong_types(ops, plain_errors):
 
 
 def test_backends(plain_errors):
-    """A backend that cannot be captured serves an ordinary call, and not a call with `graph=`.
+    """A backend that cannot be captured serves an ordinary call, but no call with `graph=`.
 
-    The backend that `backend=` names serves the call, or the call raises.
+    If `backend=` names a backend, this backend serves the call, or the call raises.
     """
     served = []
 
@@ -504,7 +505,7 @@ def test_backends(plain_errors):
 
 
 def test_inside_a_compiled_function():
-    """A function that calls the op writes the same integers under `torch.compile` as without it."""
+    """A function that calls `advance_step` writes the same integers with and without `torch.compile`."""
     with torch.device("cpu"):
         given = buffers([1, 1, 3], [4, 0, 6], 2)
     eager, compiled = copies(given), copies(given)

@@ -1,6 +1,7 @@
-"""Tests of functions on a batch, against brute force: decodes and prefills, reordering, slots, local attention.
+"""Tests of functions on a batch: decodes and prefills, reordering, slots, local attention.
 
-A query token is also called a new token. "Pitfall 8" is entry 8 of the list in `tests/__init__.py`.
+Expected results are found by trying every possibility. A query token is also called a new token. "Pitfall 8" is entry 8
+of the list in `tests/__init__.py`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def test_slot_mapping_is_64_bit(ops):
 
 
 def brute_split(query_lens, threshold, uniform):
-    """Return the split whose decodes are the longest legal prefix of the requests, found by trying every prefix."""
+    """Split into decodes and prefills: try every number of first requests, and take the most that can be decodes."""
 
     def fits(prefix):
         lengths = {n for n in prefix if n > 0}
@@ -92,7 +93,7 @@ def fewest_swaps(flags):
 
 @pytest.mark.parametrize("requests", range(8))
 def test_reorder_with_the_fewest_swaps(requests, ops):
-    """For every batch of up to 7 requests, decodes come first after as few swaps as an exhaustive search needs."""
+    """For every batch of up to 7 requests, decodes come first after the smallest possible number of swaps."""
     for flags in itertools.product((True, False), repeat=requests):
         swaps = ops.reorder_batch_to_split_decodes_and_prefills(torch.tensor(flags, dtype=torch.bool, device="cpu"))
         assert apply(swaps, flags) == sorted(flags, reverse=True)
@@ -110,7 +111,7 @@ def test_reorder_keeps_every_request(flags):
 
 
 # Tests of chunked local attention, in which a token at position i attends the positions from (i // chunk) * chunk to i.
-# A virtual batch has one virtual request for each chunk of a request, so that ordinary attention gives this result.
+# A virtual batch has one request for each chunk of a real request. Ordinary attention over it is local attention.
 
 
 def local_attention(ops, batch, chunk, q, entries):

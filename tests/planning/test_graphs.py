@@ -51,13 +51,13 @@ def make_graph(ops, config, weights, dtype, device, query_len, **options):
 
 
 def make_builder(ops, config=DIRECT, query_len=1, **options):
-    """Return a builder for 6 requests, each as long as the block table of a graph allows."""
+    """Return a builder for 6 requests; each request can fill its row of a graph's block table."""
     sizes = {"max_model_len": BLOCK * WIDTH, "max_num_seqs": 6, "num_speculative_tokens": query_len - 1} | options
     return ops.MLAMetadataBuilder(config, BLOCK, **sizes)
 
 
 def judged_steps(config, weights, dtype, query_len):
-    """Yield the tuples of `steps`, each with the reference layer's output in float64 (gold) and in `dtype` (low)."""
+    """Yield each tuple of `steps`, and two outputs of the reference layer: in float64 (gold) and in `dtype` (low)."""
     with torch.device("cpu"):
         gold_layer = make_layer(reference, config, {n: w.double() for n, w in weights.items()}, torch.float64)
         low_layer = make_layer(reference, config, weights, dtype)
@@ -73,7 +73,7 @@ def judged_steps(config, weights, dtype, query_len):
 @pytest.mark.parametrize("query_len", [1, 2])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_replays(config, query_len, programs, invariant):
-    """Each replayed step is within the budget, and writes the same cache slots as `DecodeGraph` of `reference`."""
+    """The error of each replayed step is within the budget; `fast` and `reference` write the same cache slots."""
     dtype = torch.float32
     weights = {name: weight.cpu() for name, weight in make_weights(config, dtype).items()}
     options = {"num_programs": programs, "batch_invariant": invariant}
@@ -97,7 +97,7 @@ def test_replays(config, query_len, programs, invariant):
 
 
 def test_a_run_leaves_nothing_behind():
-    """If a small batch follows a large batch, the padding rows of the small batch hold no value of the large batch."""
+    """If a small batch follows a large batch, the padding rows of the small batch have no values of the large batch."""
     config, dtype = DIRECT, torch.float32
     seen = []
 
@@ -216,7 +216,7 @@ def test_refusals(ops, plain_errors):
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 def test_captured_memory_stands_still():
-    """Hundreds of replays repeat their outputs bit by bit and allocate no memory (entry 17 in `tests/__init__.py`)."""
+    """Hundreds of replays give the same bits again and allocate no memory (entry 17 in `tests/__init__.py`)."""
     config, dtype = DIRECT, torch.bfloat16
     weights = {name: weight.cpu() for name, weight in make_weights(config, dtype).items()}
     _, held, graph = make_graph(fast, config, weights, dtype, DEVICE, 1, num_programs=4)

@@ -1,4 +1,4 @@
-"""Tests of `DecodeGraph` with batches that mix query lengths, and with batches that end in requests without tokens.
+"""Tests of `DecodeGraph` with batches of different query lengths, and with requests without tokens at the end.
 
 On a CPU, `DecodeGraph` captures nothing and runs the step eagerly over its buffers. With `--device cuda`, the tests
 capture and replay CUDA graphs. Padding tokens fill a batch up to the tokens of a captured size. The budget of a result
@@ -51,7 +51,7 @@ def mixed_steps(config, dtype, steps=STEPS):
 @pytest.mark.parametrize("programs, invariant", [(0, False), (3, False), (0, True), (5, True)])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_replays(config, programs, invariant):
-    """Each step is within the budget and writes the same slots as `reference`; padding tokens get output 0."""
+    """The error of each step is within the budget, and the slots are those of `reference`; padding tokens get 0."""
     dtype, options = torch.float32, {"num_programs": programs, "batch_invariant": invariant}
     weights = {name: weight.cpu() for name, weight in make_weights(config, dtype).items()}
     with torch.device("cpu"):
@@ -74,7 +74,7 @@ def test_replays(config, programs, invariant):
         assert graph.replay(size).shape[0] == 3 * size
         assert graph.replay(size)[batch.num_tokens :].eq(0).all(), "padding tokens are not 0"
         assert held.cpu().isnan().equal(ref_held.isnan()), "fast and reference write different slots"
-    found = {name: torch.cat(outputs) for name, outputs in results.items()}  # one step has too few values for a budget
+    found = {name: torch.cat(outputs) for name, outputs in results.items()}  # a budget needs values of several steps
     for name in ("eager", "graph"):
         parity = compare(name, found[name], found["low"], found["gold"])
         assert parity.passed, parity
@@ -96,7 +96,7 @@ def test_graph_is_the_plan_of_the_step(ops):
 
 
 def test_padding_of_one_query_length(ops):
-    """A graph for one query length accepts requests without tokens at the end of a batch, and refuses them inside."""
+    """A graph for one query length accepts requests without tokens only at the end of a batch."""
     config, options = DIRECT, {"num_programs": 2, "graph_support": GraphSupport.ONE_QUERY_LEN}
     with torch.device("cpu"):
         weights = make_weights(config, torch.float64)
@@ -116,7 +116,7 @@ def test_padding_of_one_query_length(ops):
 
 
 def test_buffers_of_a_run(ops):
-    """If a small batch follows a large batch, the padding of the small batch holds no value of the large batch."""
+    """If a small batch follows a large batch, the padding of the small batch has no values of the large batch."""
     seen = []
 
     def step(hidden_states, positions, plan):
@@ -174,7 +174,7 @@ def test_batch_invariance():
 def test_context_parallelism(ops, merge):
     """On ranks that share sequences, `DecodeGraph.run` gives the output of the layer with the plan of the step.
 
-    `update_captured` writes the visible lengths of this rank: how many keys each query token sees.
+    `update_captured` writes the visible lengths of this rank: how many keys of this rank each query token sees.
     """
     config = CONFIGS["low-rank"]
     query_lens, seq_lens = [3, 1, 2], [70, 9, 33]
@@ -223,7 +223,7 @@ def host(ops, query_lens, seq_lens):
 def test_update_captured(ops, plain_errors):
     """`update_captured` writes visible lengths and schedules of mixed batches into the tensors of a captured plan.
 
-    A plan in which the caller replaced a tensor is refused. A refused call does not change the captured plan.
+    If the caller replaced a tensor of the plan, the call is refused. A refused call does not change the captured plan.
     """
     with torch.device("cpu"):
         builder = make_builder(ops, query_len=3, num_programs=3)
@@ -344,9 +344,9 @@ def leaves_padding(*given):
 
 
 def test_undefined_rows_become_zeros():
-    """A layer returns 0 for padding tokens whose outputs the decode kernel left undefined.
+    """The decode kernel leaves the outputs of padding tokens undefined -> the layer returns 0 for these tokens.
 
-    This holds for a call of the layer and for a call of `forward_attention`.
+    The same holds for a call of `forward_attention`.
     """
     config = DIRECT
     with registered(Backend("gpu_like", 50, "cpu", {"mla_decode": OpSupport(leaves_padding)})), torch.device("cpu"):
@@ -370,9 +370,9 @@ def test_undefined_rows_become_zeros():
 
 @pytest.mark.parametrize("op", ["mla_decode", "rope_norm_and_cache", "compute_visible_lens", "zero_padding_tokens"])
 def test_backends_for_one_query_length(op):
-    """A backend with graph support for one query length serves a capture for one query length, but no mixed capture.
+    """A backend whose graphs need one query length serves such a capture, but no capture of mixed query lengths.
 
-    If the caller names this backend, a mixed capture raises.
+    If the caller names this backend, a capture of mixed query lengths raises.
     """
     launched = set()
 
@@ -416,7 +416,7 @@ def test_a_builder_that_captures_nothing(ops, plain_errors):
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 def test_mixed_replays_stand_still():
-    """Hundreds of mixed replays repeat their outputs bit by bit and leave no new memory allocated."""
+    """Hundreds of replays of mixed batches give the same bits again, and no more memory is allocated afterwards."""
     config, dtype = DIRECT, torch.bfloat16
     weights = {name: weight.cpu() for name, weight in make_weights(config, dtype).items()}
     _, held, graph = make_graph(fast, config, weights, dtype, DEVICE, 3, num_programs=4)
@@ -434,7 +434,7 @@ def test_mixed_replays_stand_still():
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 def test_more_sizes_share_one_pool():
-    """Four captured batch sizes need at most twice the memory pool of the largest size alone."""
+    """Four captured batch sizes need at most 2 x the memory pool that the largest size alone needs."""
     weights = {name: weight.cpu() for name, weight in make_weights(DIRECT, torch.bfloat16).items()}
     layer = make_layer(fast, DIRECT, weights, torch.bfloat16).to(DEVICE)
     held = torch.zeros(BLOCKS, BLOCK, DIRECT.head_size, dtype=torch.bfloat16, device=DEVICE)
@@ -450,10 +450,9 @@ def test_more_sizes_share_one_pool():
 
 
 def test_requests_without_tokens_between_others(ops, plain_errors):
-    """Requests without tokens between other requests are refused by a graph of query length 1.
+    """A graph of query length 1 refuses requests without tokens between other requests.
 
-    A captured plan for mixed query lengths accepts such requests. Both statements hold with and without lengths on the
-    host.
+    A captured plan for mixed query lengths accepts them. The test runs with and without lengths on the host.
     """
     with torch.device("cpu"):
         batch = make_batch([1, 0, 1], [20, 0, 9], BLOCK)

@@ -38,7 +38,7 @@ def test_local_lengths(ops, size, interleave):
 
 
 def dealt_slots(batch, table, block_size, size, rank, interleave):
-    """Return the slots of a rank, found by assigning every token to a rank and counting the rank's tokens."""
+    """Return the slots of a rank: assign every token to a rank, and count the tokens of this rank."""
     slots = []
     for request, (query_len, length) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
         held = 0

@@ -1,8 +1,8 @@
-"""Tests of context chunks and decode schedules, against brute force and bit by bit between both packages.
+"""Tests of context chunks and decode schedules, which must be right, and equal in both packages.
 
 A decode schedule assigns the keys of all requests, in tiles of 64 keys, to the programs of the decode kernel. The
-planner places the requests one after another on a *time line*, whose unit is the time of one tile. The start of a
-request takes `overhead` further units. The line is divided into one *segment* of equal length for each program.
+planner places the requests one after another on a *time line*. One unit of the line is the time of one tile. The start
+of a request takes `overhead` further units. The line is divided into *segments* of equal length, one for each program.
 
 - *Balanced*: a program gets the tiles that start in its segment.
 - *Whole parts*: a program gets the parts that start in its segment. A part is a whole request, or one of the equal
@@ -81,7 +81,7 @@ def test_context_chunks(context_lens, block_size, extra, ops):
     st.integers(0, 90), PACKAGES,
 )  # fmt: skip
 def test_context_chunks_of_ranks(context_lens, block_size, ranks, interleave, extra, ops):
-    """For any block size, D ranks and I tokens in turn, chunks start at multiples of D x I tokens.
+    """For any block size, any number of ranks D and any interleave I, chunks start at multiples of D x I tokens.
 
     This is pitfall 10 of the list in `tests/__init__.py`.
     """
@@ -110,7 +110,8 @@ def test_one_request_takes_the_whole_workspace(ops):
 def test_one_long_context_among_short_ones(ops):
     """A long context among short contexts fits into one chunk if the workspace is large enough (pitfall 11).
 
-    `even_chunks` gives each request equally much workspace, so it needs 30 chunks of 2048 tokens for the long context.
+    `even_chunks` gives all requests the same part of the workspace, so it needs 30 chunks of 2048 tokens for the long
+    context.
     """
     contexts = [60_000] + 31 * [16]
     assert len(even_chunks(contexts, 65536, 16)) == 30
@@ -167,8 +168,9 @@ def check_schedule(ops, lens, programs, overhead, per_tile=8):
     """Assert the properties of a schedule.
 
     - Each tile occurs once and in order.
-    - No program takes longer than the bound of a balanced schedule: the sum of one segment, the start of one request,
-      and the time to combine the splits of the request with the most splits (`per_tile` splits take one unit).
+    - No program takes longer than the bound of a balanced schedule. The bound is the sum of three times: one segment,
+      the start of one request, and the combination of the largest number of splits that a request has. `per_tile`
+      splits are combined in one unit.
     - The programs of a request have the split numbers 0, 1, 2 and so on.
     - There are fewer splits than (number of programs + number of requests), because decode launchers allocate partial
       outputs for at most so many splits.
@@ -203,8 +205,8 @@ def line_of_units(tiles, programs, overhead, per_tile=8):
     """Return the tiles [(request, tile), ...] of each program, and whether the schedule consists of whole parts.
 
     The time lines are lists with one entry for each unit. In `balanced`, an entry is one tile, or None for the start of
-    a request. In `whole`, the first entry of a part has all tiles of the part, and its other entries are None. A
-    program takes the entries of its segment.
+    a request. In `whole`, the first entry of a part has all tiles of the part, and the other entries of the part are
+    None. A program takes the entries of its segment.
     """
     total = sum(tiles)
     balanced, whole, part_lengths, most_parts = [], [], [], 0
@@ -259,7 +261,7 @@ def test_planners_agree_on_long_requests(heads):
 
 
 def test_costs_decide_where_programs_begin():
-    """Without costs, `plan_decode` uses the defaults of `ScheduleCosts`; another `request_cost` moves the segments."""
+    """By default, `plan_decode` uses `ScheduleCosts()`; with another `request_cost`, programs begin at other tiles."""
     lens = integers(700, 64, 3000, 129)
     for ops in (reference, fast):
         neutral, given_them, none = (
@@ -286,8 +288,8 @@ def test_measured_schedule_costs_by_heads():
 def test_splits_cost_a_part_of_a_request(heads, each, sizes, ops):
     """In a batch-invariant schedule, the measured costs decide at which split each program begins.
 
-    Every split of a request takes `each` units and one unit for each tile. The first split takes 5 - `each` more units.
-    `sizes` are the tiles of a split for the three requests.
+    A split takes `each` units and one unit for each tile. The first split of a request takes 5 - `each` more units.
+    For each of the three requests, `sizes` has the number of tiles of a split.
     """
     tiles, starts, place = (300, 40, 100), [], 0
     for request, (count, size) in enumerate(zip(tiles, sizes, strict=True)):
@@ -360,7 +362,7 @@ def test_batch_invariant_schedule(lens, programs, overhead, heads, ops):
             (request, tile), (last, last_tile) = own[0], own[-1]
             assert tile % sizes[request] == 0 and split == tile // sizes[request]
             assert (last_tile + 1) % sizes[last] == 0 or last_tile + 1 == tiles[last]
-            # a program's splits start in its segment; the last split may end behind the segment
+            # a program's splits start in its segment; the last split can end behind the segment
             last_split = last_tile - last_tile // sizes[last] * sizes[last] + 1
             splits = {(request, tile // sizes[request]) for request, tile in own}
             begun = {request for request, tile in own[1:] if tile == 0}
@@ -384,10 +386,10 @@ def test_schedule_by_hand(lens, ops):
     """Schedules for two programs and 2 units for each start equal schedules that were computed by hand.
 
     1. 10 and 10 tiles: each request is a whole part of 12 units, and each program gets one request.
-    2. 25 tiles: the request has two parts of at most 13 tiles, 15 units each. A program takes 15 units. The upper bound
-       of a balanced schedule is 14 + 2 units.
-    3. 3, 3 and 30 tiles: the whole parts have 5, 5 and 32 units, so a program could take 21 - 1 + 32 units. The
-       schedule is balanced: a program takes 21 units, and at most 2 units for one more start.
+    2. 25 tiles: the request has two parts of at most 13 tiles. A program takes at most 15 units. In a balanced schedule
+       it could take 14 + 2 units, so the schedule has whole parts.
+    3. 3, 3 and 30 tiles: the whole parts have 5, 5 and 32 units. With whole parts, a program could take 21 - 1 + 32
+       units. In a balanced schedule it takes at most 21 + 2 units, so the schedule is balanced.
     """
     expected = {
         (640, 640): [[0, 0, 0, 10, 0], [1, 1, 0, 10, 0]],
@@ -414,7 +416,7 @@ def test_whole_requests_by_hand(tiles, requests, overhead, segment, counts, ops)
         for first, end in itertools.pairwise(starts)
     ]
     assert schedule.tile_ranges.tolist() == expected
-    assert {end - first for first, end in itertools.pairwise(starts[:-1])} == counts  # the last program may get fewer
+    assert {end - first for first, end in itertools.pairwise(starts[:-1])} == counts  # the last program can get fewer
     assert schedule.split_offsets.tolist() == list(range(requests + 1))
 
 
@@ -423,7 +425,7 @@ def test_whole_requests_by_hand(tiles, requests, overhead, segment, counts, ops)
     [(64, 16, 66, 8, 16), (128, 1, 66, 8, 4), (64, 16, 132, 5, 8), (64, 1, 66, 5, 4), (1, 1, 9, 5, 1)],
 )
 def test_equal_parts_by_hand(tiles, requests, programs, overhead, size, ops):
-    """If there are fewer equal requests than programs, each program gets one of the equal parts, or no part.
+    """If there are fewer equal requests than programs, they have equal parts, and a program gets one part or none.
 
     A part of a request of 128 tiles has at least sqrt(128 / 8) = 4 tiles. A part of a request of 64 tiles has at least
     sqrt(64 / 8) tiles, rounded up to an even number: 4 tiles.
@@ -455,7 +457,7 @@ def test_combination_decides(tiles, splits, ops):
     """The time to combine the splits decides between a balanced schedule and whole parts.
 
     There are 66 programs, a start takes 8 units, and the combine kernel adds 10 splits in one unit. The planner
-    compares upper bounds of both schedules. In tenths of a unit, a bound is 10 for each unit and 1 for each split.
+    compares upper bounds of the times of both schedules, in tenths of a unit: 10 for each unit, and 1 for each split.
 
     - 16 tiles: 8 whole parts of 2 tiles take 10 units and 8 splits, 108 tenths. A balanced schedule takes 1 + 8 units
       and 16 splits, 106 tenths, so the schedule is balanced.

@@ -59,8 +59,8 @@ def batch_of(seq_lens, query_len=1, ownership=None):
 def test_lengths_that_differ_are_planned(lens, programs, heads, invariant):
     """A decode is planned if a schedule saves more tiles than it costs.
 
-    It saves, for each request, the tiles by which the request is shorter than the longest request. It costs START tiles
-    for each request and each program, and four times as many in a batch-invariant decode.
+    For each request, a schedule saves the difference between the longest request and this request, in tiles. A schedule
+    costs START tiles for each request and each program, and 4 x START tiles in a batch-invariant decode.
     """
     choice = choose_schedule(integers(*lens).cpu(), programs, measured_schedule_costs(heads), invariant)
     tiles = [len(range(0, length, DECODE_TILE)) for length in lens if length > 0]
@@ -79,10 +79,10 @@ TIMES = json.loads((Path(__file__).parents[2] / "docs/results/h200-schedule-choi
 
 @pytest.mark.parametrize("invariant, most", [(False, 1.042), (True, 1.056)])
 def test_the_choice_is_nearly_the_faster_way(invariant, most):
-    """For each of 25 shapes timed on an H200, the choice takes at most `most` times as long as the faster way.
+    """For each of 25 shapes, the time of the chosen way is at most `most` x the time of the faster way.
 
-    The two ways are a decode with a schedule and a decode without. The times are those of replays of a CUDA graph.
-    `docs/log.md` states the same two limits.
+    The two ways are a decode with a schedule and a decode without a schedule. The times were measured on an H200, in
+    replays of a CUDA graph. `docs/log.md` has the same two limits `most`.
     """
     lost = {}
     for row in TIMES:
@@ -97,7 +97,7 @@ def test_the_choice_is_nearly_the_faster_way(invariant, most):
 
 
 def test_ragged_steps_are_planned_by_default(eight_programs, plain_errors):
-    """Without any option, a step with requests of unequal lengths is planned, and a step with equal lengths is not."""
+    """By default, a step with requests of unequal lengths is planned, and a step with equal lengths is not planned."""
     for make in (
         lambda common: fast.build_mla_metadata(common, 64, 4096, config=CONFIG),
         lambda common: fast.MLAMetadataBuilder(CONFIG, 64, 40_000, 8).build(0, common),
@@ -159,7 +159,7 @@ def test_both_make_the_same_choice(lens, programs, size):
 def test_invariant_cuts_are_chosen_alike(ops):
     """A batch-invariant builder gives every decode a batch-invariant schedule.
 
-    The schedule of a planned decode has `tile_ranges`, the work of each program. Other schedules have no `tile_ranges`.
+    If the decode is planned, the schedule has `tile_ranges`, the work of each program. Otherwise `tile_ranges` is None.
     """
     builder = ops.MLAMetadataBuilder(CONFIG, 64, 40_000, 8, num_programs=5, batch_invariant=True)
     ragged, equal = (builder.build(0, batch_of(lens)) for lens in (RAGGED, EQUAL))
@@ -176,7 +176,7 @@ def test_captured_plans_do_not_look_at_lengths(ops, plain_errors):
     builder = ops.MLAMetadataBuilder(CONFIG, 64, 1500, 8, num_programs=5, schedule_costs=ScheduleCosts())
     captured = builder.build_for_cudagraph_capture(batch_of([3] * 6))
     assert captured.schedule_choice.planned and captured.schedule.tile_ranges.shape == (5, 5)
-    assert captured.decode.max_seq_len == 64  # the table that was captured has one column
+    assert captured.decode.max_seq_len == 64  # the captured block table has one column of 64 tokens
     wide = replace(batch_of([3] * 6), block_table=torch.zeros(6, 40, dtype=torch.int32))
     captured = builder.build_for_cudagraph_capture(wide)
     assert captured.decode.max_seq_len == 1500
@@ -189,10 +189,10 @@ def test_captured_plans_do_not_look_at_lengths(ops, plain_errors):
 
 
 def test_bounds_of_a_plan(ops, plain_errors):
-    """`max_seq_len` of a decode plan is the longest decode, or the larger `max_seq_len` that the engine gave.
+    """`max_seq_len` of a decode plan is the length of the longest decode, or a larger value that the engine gave.
 
     On ranks that share sequences, `max_seq_len` is the largest number of tokens that any rank holds of a decode. A
-    `max_seq_len` of the batch below its longest request is refused.
+    batch whose `max_seq_len` is smaller than its longest request is refused.
     """
     common = make_batch([1, 1, 30], [20, 33, 400]).common
     plan = ops.build_mla_metadata(common, 16, 512)
@@ -225,7 +225,7 @@ def test_the_longest_lengths_do_not_overflow(plain_errors):
 
 
 def test_a_loose_bound_is_no_longer_request(ops, plain_errors):
-    """`update_captured` checks the lengths of the requests, because `max_seq_len` may be a constant of the engine."""
+    """`update_captured` checks the lengths of the requests and not `max_seq_len`, which an engine can set too large."""
     builder = ops.MLAMetadataBuilder(CONFIG, 64, 1500, 8, num_programs=5, schedule_costs=ScheduleCosts())
     captured = builder.build_for_cudagraph_capture(batch_of([3] * 6))
     builder.update_captured(captured, replace(batch_of([64, 1, 3, 4, 5, 6]), max_seq_len=1000))

@@ -1,4 +1,4 @@
-"""Tests that the Triton kernel of `advance_step` gives the integers of `reference`, also for values out of range.
+"""Tests that the Triton kernel of `advance_step` writes the integers of `reference`, and nothing out of range.
 
 `advance_step` turns the batch of a step into the batch of the next step, in which each request has one query token.
 Without a GPU, one test runs this file again in Triton's interpreter.
@@ -45,8 +45,8 @@ def launch(sampled, input_ids, positions, common, block_size, ownership=ONE_RANK
         common: the batch.
         block_size: tokens per block.
         ownership: tokens that this rank owns.
-        limit: largest length of a request; None means the tokens of the block table.
-        move: function that copies a tensor to the device; None means a contiguous copy.
+        limit: largest length of a request; None: as many tokens as fit into a row of the block table.
+        move: function that copies a tensor to the device; None: make a contiguous copy.
     """
     move = move or (lambda x: x.clone().to(DEVICE))
     written = [move(x) for x in (input_ids, positions, common.seq_lens, common.query_start_loc, common.slot_mapping)]
@@ -108,7 +108,7 @@ def test_ranks(lens, size, interleave):
 @runs
 @pytest.mark.parametrize("requests", [511, 512, 513, 1300])
 def test_many_requests(requests):
-    """The kernel is right for requests that exactly fill one loop iteration, and for requests of several iterations."""
+    """The kernel is right if the requests exactly fill one iteration of its loop, or need several iterations."""
     draw = random.Random(requests)
     query_lens = [draw.choice([0, 1, 1, 1, 2]) for _ in range(requests)]
     seq_lens = [draw.choice([0, query_len, query_len + 15, 63]) for query_len in query_lens]
@@ -119,7 +119,7 @@ def test_many_requests(requests):
 @runs
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_request_stops_at_its_limit(size):
-    """A request that cannot grow keeps its last position and gets slot -1; other requests are advanced as before."""
+    """A request that cannot grow keeps its last position and gets slot -1; the other requests are advanced."""
     full = 2 * 4 * size  # tokens of two columns of the block table
     with torch.device("cpu"):
         sampled, input_ids, positions, common = buffers([1, 1, 1], [full - 1, full, 3], 2, size=size)

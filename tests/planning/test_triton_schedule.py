@@ -1,8 +1,9 @@
 """Tests that the Triton kernel of `plan_decode` gives the integers of `reference`.
 
 A schedule assigns the keys of all requests, in tiles of 64 keys, to programs. A *part* is a whole request, or one of
-the equal parts of a long request. The cases take every branch of the kernel. Without a GPU, one test runs this file
-again in Triton's interpreter. On a GPU, `pytest --device cuda tests/planning/test_schedule.py` runs random cases.
+the equal parts of a long request. The cases of these tests take every branch of the kernel. Without a GPU, one test
+runs this file again in Triton's interpreter. On a GPU, `pytest --device cuda tests/planning/test_schedule.py` runs
+random cases.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def test_schedules(lens, batch_invariant):
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("requests", [256, 257, 1025])
 def test_many_requests(requests, batch_invariant):
-    """The kernel is right for requests that exactly fill one loop iteration, and for requests of several iterations."""
+    """The kernel is right if the requests exactly fill one iteration of its loop, or need several iterations."""
     draw = random.Random(requests)
     check([draw.choice([0, 1, 70, 700, 3000]) for _ in range(requests)], 13, 128, 5, batch_invariant)
 
@@ -89,7 +90,7 @@ def test_whole_parts(tiles, requests, programs, overhead):
 
 @runs
 def test_consecutive_parts_are_one_split():
-    """The kernel is right if a program gets several parts of a request: two of two parts, or two of three parts."""
+    """The kernel is right if a program gets two parts of a request, of two parts or of three parts in all."""
     for first_tiles, others in ((5, 17), (7, 15)):
         check([64 * first_tiles] + others * [64], 10, 128, 20, False)
 

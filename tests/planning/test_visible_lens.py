@@ -1,7 +1,7 @@
-"""Tests of `compute_visible_lens`, which computes for each query token of a decode how many keys it sees.
+"""Tests of `compute_visible_lens`: for each query token of a decode it computes how many keys the token sees.
 
-On ranks that share sequences, the number counts the keys that this rank owns. Padding tokens are the query tokens
-behind the last request. Without a GPU, one test runs this file again in Triton's interpreter.
+On ranks that share sequences, it counts only keys that this rank owns. Padding tokens are the query tokens behind the
+last request. Without a GPU, one test runs this file again in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def brute_force(query_lens, seq_lens, padding, ownership):
 @pytest.mark.parametrize("ownership", ON_RANKS, ids=str)
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 def test_masks(ops, batch, ownership):
-    """The visible length of every token equals brute force, and padding tokens see no key."""
+    """The visible length of every token is that of `brute_force`, and padding tokens see no key."""
     query_lens, seq_lens, padding = batch
     found = ops.compute_visible_lens(offsets(query_lens), integers(*seq_lens), sum(query_lens) + padding, ownership)
     assert found.dtype == torch.int32 and found.tolist() == brute_force(*batch, ownership)
@@ -69,7 +69,7 @@ def test_twins(lens, padding):
 
 
 def test_refusals(ops, plain_errors):
-    """On a CPU, invalid values are refused; on a GPU, no values are checked, because the host does not read them."""
+    """On a CPU, invalid values in tensors are refused. On a GPU, the host does not read and does not check them."""
     if torch.get_default_device().type != "cpu":
         pytest.skip("values are checked on a CPU")
     with pytest.raises(ValueError, match="^num_tokens: expected at least 3, got 2$"):
@@ -85,7 +85,7 @@ def test_refusals(ops, plain_errors):
 
 
 def test_refusals_of_fast(plain_errors):
-    """`fast.compute_visible_lens` refuses a named backend that cannot serve the captured call."""
+    """`fast.compute_visible_lens` refuses a captured call that the named backend cannot serve."""
     if torch.get_default_device().type != "cpu":
         pytest.skip("registers a backend for the CPU")
     with pytest.raises(TypeError, match="^graph: expected a GraphSupport, got str$"):
@@ -110,7 +110,7 @@ def test_in_the_interpreter():
 @pytest.mark.parametrize("ownership", ON_RANKS, ids=str)
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 def test_kernel(batch, ownership):
-    """The Triton kernel gives the integers of brute force, for contiguous and strided tensors."""
+    """The Triton kernel gives the integers of `brute_force`, for contiguous and strided tensors."""
     query_lens, seq_lens, padding = batch
     starts, lens, tokens = offsets(query_lens).to(DEVICE), integers(*seq_lens).to(DEVICE), sum(query_lens) + padding
     owned = (1, 0, 1) if ownership is None else (ownership.size, ownership.rank, ownership.interleave)
@@ -122,9 +122,9 @@ def test_kernel(batch, ownership):
 
 @runs
 def test_kernel_with_any_values():
-    """For any lengths and offsets, the kernel gives numbers from 0 to the length of the token's request.
+    """For any lengths and any `query_start_loc`, the kernel gives numbers from 0 to the length of the token's request.
 
-    The request of a token is the one that `bisect_right` finds, even if the offsets decrease.
+    The request of a token is the request that `bisect_right` finds, even if the values of `query_start_loc` decrease.
     """
     lens = torch.tensor([-5, 2**31 - 1, -(2**31), 64], dtype=torch.int32, device=DEVICE)
     most = [*lens.clamp(min=0).tolist(), 0]  # a token behind the last request sees no key

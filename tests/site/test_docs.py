@@ -1,8 +1,8 @@
 """Tests of the README and of the pages: examples run, links lead to files, API pages are complete, numbers are right.
 
-Every `python` block of every page runs by itself, except a block whose first line names a file, such as `# step.py`.
-Such a block is written to the file, and a shell command of the same page runs the file. Every line of a shell block is
-run by a test of this file or by the script `.ci/run`.
+Every `python` block of every page runs by itself. If the first line of a block names a file, such as `# step.py`, the
+block is instead written to this file, and a shell command of the same page runs the file. Every line of a shell block
+is run by a test of this module or by the script `.ci/run`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NO_ENTRY = ("fast.kernels", "fast.assets")  # folders without API entries
 
 
 def modules_of(package: str) -> set[str]:
-    """Return the names of the public modules of a package that need an API entry, without the package's name.
+    """Return the names of a package's public modules that need an API entry; `mla.rope` stands for `fast.mla.rope`.
 
     A folder of ONE_ENTRY counts as one module, and the folders of NO_ENTRY do not count.
     """
@@ -78,7 +78,7 @@ def python_blocks():
 
 
 def files_of(path: Path) -> dict[str, str]:
-    """Return, by file name, the blocks of a page whose first line names a file."""
+    """Return the blocks of a page whose first line names a file: a mapping from file name to block."""
     sources = [source for _, language, source in fenced_blocks(path) if language == "python" and FILE.match(source)]
     return {FILE.match(source)[1]: source for source in sources}
 
@@ -111,7 +111,7 @@ def test_languages(path):
 
 
 def test_commands():
-    """Read the README's shell lines -> exactly the two commands that `.ci/run` reads; the extras in them exist."""
+    """Read the README's shell lines -> exactly the two commands that `.ci/run` reads; pyproject.toml has the extras."""
     commands = [line for _, language, source in fenced_blocks(ROOT / "README.md") if language == "sh"
                 for line in source.splitlines()]  # fmt: skip
     assert commands == [
@@ -123,12 +123,12 @@ def test_commands():
     assert (ROOT / "fast" / "__main__.py").exists()
 
 
-# Line of a shell block in the README: the command in `.ci/run` that reads this line in order to run it.
+# Line of a shell block in the README: the command of `.ci/run` that finds this line in the README.
 RUN_BY_CI = {
     'pip install -c constraints.txt -e ".[hf]" && python -m fast': 'main_line=$(readme_line "python -m fast")',
     'pip install -c constraints.txt -e ".[test]" && pytest': "test_line=$(readme_line pytest)",
 }
-# Line of a shell block that a test of this file runs: pattern that its output must match, and least number of matches.
+# Line of a shell block that a test of this file runs: pattern that its output must contain, least number of matches.
 RUN_HERE = {
     "python -m fast --help": (r"--context-parallel", 1),
     'python -m fast --prompt "import os" --max-new-tokens 8 --no-picture': (r"parity", 1),
@@ -150,7 +150,7 @@ def shell_lines() -> dict[str, list[Path]]:
 
 
 def test_every_shell_line_is_run():
-    """Read the shell lines of all pages -> RUN_BY_CI and RUN_HERE have these lines, and some line runs each file."""
+    """Read the shell lines of all pages -> all are in RUN_BY_CI or RUN_HERE; for each file, some line runs the file."""
     assert shell_lines().keys() == RUN_BY_CI.keys() | RUN_HERE.keys()
     ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     for line, found in RUN_BY_CI.items():
@@ -224,7 +224,7 @@ def directives(text: str) -> list[str]:
 
 
 def definitions() -> dict[str, tuple[str, str]]:
-    """Return each public name's full names in `reference` and `fast`, equal for names of `reference.interfaces`."""
+    """Return for each public name two full names, in `reference` and in `fast`; both are equal for the contract."""
     found = {}
     for name in reference.__all__:
         # PRESETS is a dictionary, and has no `__module__`
@@ -266,7 +266,7 @@ def test_api_names(package):
 
 @pytest.mark.parametrize("module", TWIN_MODULES)
 def test_api_twins(module):
-    """Read the page of a module -> for each name the entry of `reference`, then the entry of `fast`, linked together.
+    """Read the page of a module -> for each name the entry of `reference`, then the entry of `fast`, with links.
 
     The page also has every public name that only `fast` defines in the module.
     """
@@ -290,7 +290,7 @@ def test_api_twins(module):
 
 
 def names_of_tests(path: Path) -> set[str]:
-    """Return the names of the tests of a file; the test of a class is written `Class::test`."""
+    """Return the names of the tests of a file; a test inside a class has the name `Class::test`."""
     found = set()
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         inner = node.body if isinstance(node, ast.ClassDef) else [node]
@@ -321,7 +321,7 @@ def test_guards_exist():
 
 
 def test_every_fault_is_guarded():
-    """Read the 21 faults of the page Correctness -> each names a source in parentheses and a test after "Guards:"."""
+    """Read the 21 faults of the page Correctness -> each has a source in parentheses, and a test after "Guards:"."""
     text = (ROOT / "docs" / "correctness.md").read_text(encoding="utf-8")
     faults = re.split(r"^(\d+)\. \*\*", text[text.index("## Faults") :], flags=re.MULTILINE)[1:]
     numbers = [int(number) for number in faults[::2]]
@@ -350,7 +350,7 @@ def test_backends():
 
 
 def test_glossary():
-    """Read the glossary -> all letters with DeepSeek-V3's sizes; its names of this project exist in the sources."""
+    """Read the glossary -> every letter with its size in DeepSeek-V3; names of this project exist in the sources."""
     text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
     letters = re.findall(r"^\| (\w+) \| ", text[: text.index("## Terms")], re.MULTILINE)
     assert " ".join(letters) == "letter T B S Sq C W H N Lq Lkv P R V Dv D I"
@@ -404,7 +404,7 @@ def test_glossary_links(path):
 
 
 def test_log_entries():
-    """Read the log -> each entry begins with a paragraph; each of its lists has the four labels in the right order."""
+    """Read the log -> each entry begins with a paragraph; each list of an entry has the four labels in order."""
     text = (ROOT / "docs" / "log.md").read_text(encoding="utf-8")
     entries = re.split(r"^## (?=\d)", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), flags=re.MULTILINE)[1:]
     assert len(entries) >= 57
@@ -456,7 +456,7 @@ SHORTEST = {"ragged": 128, "mixed": 16}  # longest length of a batch / shortest 
 
 
 def in_words(dims: dict) -> str:
-    """Return the dimensions of a decode row in words; the README shows the planned decode for unequal lengths."""
+    """Return the dimensions of a decode row in words, as the README writes them."""
     requests, tokens, lens = dims["B"], dims["S"], dims["lens"]
     span = tokens if lens == "equal" else f"{tokens // SHORTEST[lens]} to {tokens}"
     new = f", {dims['Sq']} new each" if dims["Sq"] > 1 else ""
@@ -465,7 +465,7 @@ def in_words(dims: dict) -> str:
 
 
 def hopper_ratios() -> dict[str, tuple[float, list[float]]]:
-    """Return for every row the time of `fast` in microseconds, and (time of each peer) / (time of `fast`)."""
+    """Return for every row the time of `fast` in microseconds, and for each peer (its time) / (time of `fast`)."""
     found = {}
     for row in results_of("h200-decode")["rows"]:
         assert row["passed"]
@@ -476,7 +476,7 @@ def hopper_ratios() -> dict[str, tuple[float, list[float]]]:
 
 
 def hopper_rows() -> dict[str, str]:
-    """Return, by the words of the shape, the expected line of the README's table for every measured shape."""
+    """Return for every measured shape, named in words, the expected line of the README's first table."""
     return {
         label: f"| {label} | {ours:.1f} us | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |"
         for label, (ours, ratios) in hopper_ratios().items()
@@ -523,7 +523,7 @@ def readme_tables() -> list[list[str]]:
 
 
 def test_hopper_table():
-    """Read the README's first table -> six or more rows of the results, among them the lowest ratio to each peer."""
+    """Read the README's first table -> at least six measured shapes; each peer's lowest ratio is among them."""
     rows, shown = hopper_rows(), readme_tables()[0]
     assert len(shown) >= 6 and set(shown) <= set(rows.values())
     for peer, name in enumerate(HOPPER_PEERS):
@@ -532,7 +532,7 @@ def test_hopper_table():
 
 
 def test_costs_in_words():
-    """Read the README's text -> the costs of schedules, of batch invariance and of a hot GPU as in the results."""
+    """Read the README's text -> the costs of schedules, batch invariance and a hot GPU agree with the results files."""
     plans, cuts, invariants = [], [], []
     for row in results_of("h200-decode")["rows"]:
         for way, times in row["times"].items():
@@ -558,7 +558,7 @@ def test_costs_in_words():
 
 
 def test_picture():
-    """Read the digest in the README's picture, which docs/hooks/picture.py draws -> the digest of docs/results."""
+    """Read the digest in the README's picture -> the digest of the results that docs/hooks/picture.py draws."""
     sys.path.insert(0, str(ROOT / "docs" / "hooks"))
     try:
         from picture import PICTURE, results_digest

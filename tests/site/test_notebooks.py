@@ -53,7 +53,7 @@ def code_cells(notebook) -> list:
 def form(cell) -> list[tuple]:
     """Return the kinds of a cell's outputs, and the words of its printed text with every number replaced by 0.
 
-    The numbers are replaced because some, such as times, differ between machines.
+    Some numbers, such as times, differ between machines.
     """
     found = []
     for output in cell.outputs:
@@ -96,13 +96,13 @@ def test_stored(name):
         )
         assert not OF_ONE_MACHINE.search(text), text
         assert len(text.splitlines()) <= 60
-        assert "image/png" not in output.get("data", {})  # unlike SVG, PNG cannot follow the colour scheme
+        assert "image/png" not in output.get("data", {})  # a PNG image cannot follow the colour scheme, but SVG can
     assert all(not cell.outputs for cell in code_cells(notebook) if interactive(cell))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_fits_a_page(name):
-    """Read code and printed text -> lines of at most 80 columns, which is the width of a page of the site."""
+    """Read code and printed text -> lines of at most 80 columns, because a page of the site has 80 columns."""
     for cell in code_cells(load(name)):
         printed = [output.get("text", "") or output.get("data", {}).get("text/plain", "") for output in cell.outputs]
         for line in "\n".join([cell.source, *printed]).splitlines():
@@ -111,9 +111,9 @@ def test_fits_a_page(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_cells_that_fold(name):
-    """Read the tags of the cells -> the tags with which the site hides set-up and answers until a click.
+    """Read the tags of the cells -> tags that hide the set-up and the answers on the site until a click.
 
-    The first code cell is the set-up. Two code cells answer the two problems. These cells follow the heading "The
+    The first code cell is the set-up. Two code cells answer the two problems. The two cells follow the heading "The
     answers in code", and Jupyter hides them as well.
     """
     cells = load(name).cells
@@ -153,9 +153,9 @@ def test_teaches(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_runs(name, tmp_path, monkeypatch):
-    """Run a notebook from an empty directory, without a network -> its stored outputs, apart from numbers.
+    """Run a notebook from an empty directory, without a network -> the same outputs as stored, apart from numbers.
 
-    The notebook runs in a new process of the Python interpreter that runs this test.
+    The notebook runs in a new process, with the Python interpreter of this test.
     """
     kernel = tmp_path / "jupyter" / "kernels" / "twins"
     kernel.mkdir(parents=True)

@@ -1,8 +1,8 @@
 """Tests of the installed packages: type checks of a user's program, versions, messages of import errors.
 
-The type checks use a new virtual environment, which has copies of both packages in its site-packages, where a wheel
-would put them. All other packages come from the environment that runs the tests. The script `.ci/run` does the same
-with a real wheel.
+The type checks use a new virtual environment. Copies of both packages are in its site-packages, where a wheel would put
+them. All other packages come from the environment that runs the tests. The script `.ci/run` makes the same checks with
+a real wheel.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def typed(installed, tmp_path):
 
 
 def test_mypy_strict_on_a_users_program(typed):
-    """Check a user's program with `mypy --strict` -> no error, although the program has no `type: ignore`."""
+    """Check a user's program, which has no `type: ignore`, with `mypy --strict` -> no error."""
     pytest.importorskip("transformers")
     source = PROGRAM.read_text(encoding="utf-8")
     assert "ignore" not in source
@@ -79,7 +79,7 @@ def test_mypy_strict_on_a_users_program(typed):
 
 
 def test_types_are_told(typed):
-    """Check a wrong program with `mypy --strict` -> mypy reports each wrong argument and reveals the right types."""
+    """Check a wrong program with `mypy --strict` -> mypy reports each wrong argument, and knows the right types."""
     source = """
 import fast
 import reference
@@ -137,7 +137,7 @@ SHADOWS = {"file": "reference.py", "folder": "reference/__init__.py"}
     "imports", ["import fast", "import reference, fast", "from fast.demo.serving import ServingLoop"]
 )
 def test_a_shadow_of_reference_is_named(tmp_path, shape, imports):
-    """Put a module `reference` next to the user's script, so that it hides our package -> an import error names it."""
+    """Let a module `reference` next to the user's script hide our package -> an import error names the module."""
     shadow = tmp_path / SHADOWS[shape]
     shadow.parent.mkdir(exist_ok=True)
     shadow.write_text("answer = 42\n")
@@ -152,7 +152,7 @@ def test_a_shadow_of_reference_is_named(tmp_path, shape, imports):
 
 
 def test_a_script_called_reference(tmp_path):
-    """Call the user's script reference.py -> an import error with its path; the script does not run twice."""
+    """Run a user's script reference.py -> an import error with the script's path; the script does not run twice."""
     script = tmp_path / "reference.py"
     script.write_text("print('once')\nimport fast\nprint(fast.mla_decode)\n")
     done = run([sys.executable, script.name], tmp_path)
@@ -198,7 +198,7 @@ def test_use_mla_names_the_pip_command(tmp_path, source, found):
 
 
 def test_a_package_that_transformers_lacks_is_its_own_error(monkeypatch):
-    """Import a transformers that lacks one of its own requirements -> the original error, not an error of `fast`."""
+    """Import transformers while a package that it requires is missing -> the original error, not an error of `fast`."""
 
     def broken(name):
         raise ModuleNotFoundError("No module named 'tokenizers'", name="tokenizers")

@@ -2,7 +2,7 @@
 
 Chromium visits every page twice: 375 pixels wide in the dark colour scheme, and 1440 pixels wide in the light scheme.
 Each visit is recorded, and the tests check the records. If Chromium is missing, the tests install Debian's package of
-Chromium, for which they must run as root. If the installation fails, the tests that need Chromium are skipped.
+Chromium; only root can do this. If the installation fails, the tests that need Chromium are skipped.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ SCRIPT = """() => {
   };
 }"""
 
-# Script that runs before the accessibility checker axe, to save time: it removes elements that resemble other elements.
+# Script that runs before the accessibility checker axe. It saves time: it removes elements that look like others.
 THINNING = """() => {
   const seen = new Set();
   for (const token of document.querySelectorAll(".highlight code span")) {
@@ -189,7 +189,7 @@ def browser(chromium):
 
 @dataclass
 class Visit:
-    """Record of one page in one browser window: console messages, failed requests, and what SCRIPT and axe found.
+    """Record of one visit: console messages, failed requests, and the results of SCRIPT and of axe.
 
     `foreign` has the addresses outside the site that the page requested.
     """
@@ -263,14 +263,14 @@ def faulty(walks, look) -> dict:
 
 
 def test_pages_are_there(pages):
-    """List the pages -> nine pages of notebooks, and pages of every section of the navigation."""
+    """List the pages -> nine pages of notebooks, and at least one page of every section of the navigation."""
     assert len([name for name in pages if re.match(r"learn/0[1-9]-[\w-]+/$", name)]) == 9
     assert {"", "performance/", "correctness/", "glossary/", "architecture/", "log/", "changelog/"} <= pages.keys()
     assert {"use/install/", "use/transformers/", "use/engine/", "api/reference/", "api/fast/"} <= pages.keys()
 
 
 def test_links(site, pages):
-    """Follow every local link -> a file and an element of the site; no page loads a file from another host."""
+    """Follow every local link -> its file and its element exist; no page loads a file from another host."""
     count = 0
     for name, page in pages.items():
         for target in [*page.links, *page.loads]:
@@ -416,7 +416,7 @@ def test_notebook_pages(site, notebook):
     """Read the page of a notebook -> code, printed output and takeaway; the site also has the notebook's file.
 
     Set-up cells, answers and the code of answers are in boxes that open on a click. No figure contains a fixed black or
-    white, so figures follow the colour scheme.
+    white, because the colours must follow the colour scheme.
     """
     source = (site / "learn" / notebook.stem / "index.html").read_text(encoding="utf-8")
     words = text_of(site / "learn" / notebook.stem / "index.html")
@@ -447,7 +447,7 @@ def hook(name: str):
 
 
 def test_picture_of_mla():
-    """Draw the picture of MLA -> the committed file; it has DeepSeek-V3's numbers and appears on four pages."""
+    """Draw the picture of MLA -> the same SVG as the committed file, with DeepSeek-V3's numbers, used on four pages."""
     from reference.interfaces import PRESETS
 
     diagram = hook("mla_diagram")
@@ -458,7 +458,7 @@ def test_picture_of_mla():
 
 
 def test_chart_of_the_home_page():
-    """Read the charts of the home page -> they show docs/results, and the texts beside them name the same ranges."""
+    """Read the charts of the home page -> they show docs/results; the texts beside them name equal ranges of ratios."""
     picture = hook("picture")
     for path in picture.DRAWINGS:
         assert picture.results_digest() in path.read_text(encoding="utf-8"), f"python docs/hooks/picture.py: {path}"
@@ -478,7 +478,7 @@ def drawn(docs: Path) -> str:
 
 @pytest.fixture
 def copied_docs(tmp_path) -> Path:
-    """The docs folder of a copy of the results, the log and the sources of `fast`; a test may change the copy."""
+    """Folder `docs` of a copy of the results, the log and the sources of `fast`; tests can change this copy."""
     shutil.copytree(ROOT / "docs" / "results", tmp_path / "docs" / "results")
     shutil.copy(ROOT / "docs" / "log.md", tmp_path / "docs")
     shutil.copytree(ROOT / "fast", tmp_path / "fast", ignore=shutil.ignore_patterns("__pycache__"))
@@ -486,7 +486,7 @@ def copied_docs(tmp_path) -> Path:
 
 
 def test_performance_page_holds_the_results(copied_docs):
-    """Draw the page Performance -> the median times, highest rates, dates, versions and commands of the results."""
+    """Draw the page Performance -> it has the times, highest rates, dates, versions, commands of the results files."""
     page = drawn(copied_docs)
     assert "<!-- results:" not in page
     results = {path.name: json.loads(path.read_text()) for path in copied_docs.glob("results/*.json")}
@@ -505,7 +505,7 @@ def test_performance_page_holds_the_results(copied_docs):
 
 
 def test_performance_page_follows_the_results(copied_docs):
-    """Change a results file and draw the page -> the new times, rows, rates, dates and marks of charts."""
+    """Change a results file and draw the page -> it has the new times, rows, rates, dates and marks of charts."""
     before = drawn(copied_docs)
     path = copied_docs / "results" / "h200-decode.json"
     report = json.loads(path.read_text())
@@ -520,7 +520,7 @@ def test_performance_page_follows_the_results(copied_docs):
     after = drawn(copied_docs)
     for text in ("4321", "Another peer", f"**{fastest:.1f}**", "2031-02-03", "5432 GB/s", "999 TFLOPS"):
         assert text in after and text not in before, text
-    # a mark is drawn in the wide drawing and in the narrow drawing, and a new kernel also has a mark in the legend
+    # each mark is drawn twice, in the wide and in the narrow drawing; a new kernel also has a mark in the legend
     assert after.count('class="mark ours fast"') == before.count('class="mark ours fast"') + 2
     assert after.count('class="mark peer Another-peer"') == 2 + 1
 
@@ -564,7 +564,7 @@ def test_performance_page_has_no_typed_figures():
 
 
 def test_sources_are_compared(copied_docs):
-    """Draw the page -> for each results file, whether the sources of `fast` have changed since the measurement."""
+    """Draw the page -> for each results file, it says if the sources of `fast` have changed since the measurement."""
     from ..benchmarks.report import digest
 
     path = copied_docs / "results" / "cpu-2-cores.json"
@@ -580,7 +580,7 @@ def test_sources_are_compared(copied_docs):
 
 
 def test_negative_results_are_those_of_the_log(copied_docs):
-    """Draw the page -> every experiment that the log marks as not kept, and no experiment that was kept."""
+    """Draw the page -> it lists every experiment that the log marks as not kept, and no experiment that was kept."""
     log = (copied_docs / "log.md").read_text(encoding="utf-8").split("```")[2]
     page = drawn(copied_docs).split("## What did not help")[1]
     rejected = r"^- \*\*Kept\.\*\* No\b"

@@ -1,4 +1,4 @@
-"""Tests of the bar chart and the tables of whole steps and of host times (CPU), drawn by docs/hooks/steps.py.
+"""Tests of docs/hooks/steps.py, which draws the bar chart and the table of steps, and the table of host (CPU) times.
 
 In a page, a comment such as `<!-- results: steps h200-step.json -->` is replaced by the chart and the table of a
 results file.
@@ -60,7 +60,10 @@ def write(docs: Path, name: str, report: dict) -> None:
 
 
 def test_not_measured_yet(performance, docs):
-    """Draw a section whose results file may be missing -> a note with the command; other missing files are errors."""
+    """Draw a section whose results file is missing -> a note if NOT_MEASURED names the file, and otherwise an error.
+
+    The note contains the command that writes the file.
+    """
     page = performance.filled("<!-- results: steps h200-step.json -->", docs)
     assert page.startswith("*Not measured yet.") and "--json docs/results/h200-step.json" in page
     assert not re.search(r"<svg|\| ", page)
@@ -70,7 +73,7 @@ def test_not_measured_yet(performance, docs):
 
 
 def test_rows_that_lack_a_way(performance, docs):
-    """Ask an old results file for "stepped" times, which it lacks -> a note; an unknown kind of time is an error."""
+    """Ask for "stepped" times in an old results file without such times -> a note; an unknown way is an error."""
     write(docs, "h200-decode.json", {**HEAD, "rows": [{"dims": {}, "times": {"replayed": {}}}]})
     page = performance.filled("<!-- results: times h200-decode.json . stepped -->", docs)
     assert page.startswith("*Not measured yet.") and HEAD["command"] in page
@@ -79,9 +82,9 @@ def test_rows_that_lack_a_way(performance, docs):
 
 
 def test_step_section(performance, docs):
-    """Draw a section of steps -> a bar for the eager step and for the CUDA graph, and a table with every number.
+    """Draw a section of steps -> a bar for the eager step, a bar for the CUDA graph, and a table with every number.
 
-    A bar has a segment for each part of the step that takes time.
+    A bar has one segment for each part with a time above 0.
     """
     parts = {"idle": 9000.0, "plan": 0.0, "projections": 12000.0, "attention": 7000.0, "movement": 2000.0}
     write(docs, "h200-step.json", step_report(parts))
@@ -97,14 +100,14 @@ def test_step_section(performance, docs):
 
 
 def test_step_section_without_parts(performance, docs):
-    """Draw a section from a file without parts -> the table without a chart."""
+    """Draw a section from a results file without parts -> the table without a chart."""
     write(docs, "h200-step.json", step_report(None))
     page = performance.filled("<!-- results: steps h200-step.json -->", docs)
     assert "<svg" not in page and "30.00" in page
 
 
 def test_parts_have_names_and_colours(performance):
-    """Look up every part of the benchmark -> a name for the legend, and colours for the light and the dark scheme."""
+    """Look up every part of a step -> a name for the legend, and two colours: for the light and the dark scheme."""
     import steps
 
     assert set(steps.PARTS) == {"idle", *PARTS, OTHER}

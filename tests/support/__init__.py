@@ -1,1 +1,1 @@
-"""Helpers that several test modules use: random inputs, slow computations of expected results, ranks, processes."""
+"""Helpers of several test modules: random inputs, slow computations of expected results, ranks, processes."""

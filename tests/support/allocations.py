@@ -1,6 +1,6 @@
-"""Dispatch modes of PyTorch that record the memory of a computation, and the ops that write a tensor.
+"""Dispatch modes of PyTorch that record how much memory a computation holds, and which ops write to a tensor.
 
-A custom op counts as one op, so the modes do not see the memory that the op allocates inside.
+A custom op counts as one op. So the modes do not see memory that a custom op allocates and frees again.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Calls(TorchDispatchMode):
         return [args for made, args, _ in self.made if made == name]
 
     def writes(self, tensor: torch.Tensor) -> list[tuple[str, int]]:
-        """Return the ops that wrote a part of a tensor, and the number of elements that each op wrote."""
+        """Return (name, number of written elements) for each op that wrote to a tensor or to a part of it."""
         first = tensor.untyped_storage().data_ptr()
         return [(name, each.numel()) for name, _, written in self.made for each in written
                 if each.untyped_storage().data_ptr() == first and each.numel() > 0]  # fmt: skip

@@ -15,8 +15,8 @@ def with_backends(monkeypatch, *wanted: Backend) -> None:
     registry = sys.modules["fast.backends.registry"]
     monkeypatch.setattr(registry, "_REGISTERED", {backend.name: backend for backend in wanted})
     monkeypatch.setattr(registry, "_ENTRY_POINTS_READ", [True])
-    forget_calls()  # `fast` remembers checked calls with their backends
-    plans = sys.modules["fast.mla.device_choices"]  # functions of this module cache results that depend on the backends
+    forget_calls()  # `fast` remembers the backend of each checked call
+    plans = sys.modules["fast.mla.device_choices"]  # its functions cache results that depend on the backends
     for kept in ("_of_device", "_programs_of_device", "_costs_of_device"):
         function = getattr(plans, kept)
         # replace the cached function by the function without a cache, unless an earlier call has done this

@@ -1,7 +1,7 @@
 """Record a kernel launch instead of running the kernel, and compile the kernel without a GPU.
 
-A variant of a kernel is the kernel compiled for one combination of argument types and constants. The kind of an
-argument says everything about the argument on which the variant depends.
+A variant of a kernel is the kernel compiled for one combination of argument types and constants. The *kind* of an
+argument contains all properties of the argument on which the variant depends.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Recorded:
     - a constant: its value
     - a field of a named tuple: the same properties as a parameter
 
-    `do_not_specialize` of the kernel removes such properties of a parameter, but never the properties of a field.
+    If the kernel lists a parameter in `do_not_specialize`, a variant does not depend on the value of this parameter. A
+    named tuple cannot be listed.
     """
 
     def __init__(self, kernel, launches: dict):
@@ -73,7 +74,7 @@ class Recorded:
 
 
 class RecordedGluon(Recorded):
-    """Substitute for a Gluon kernel; the type of a tensor descriptor then contains the layout of its blocks."""
+    """Substitute for a Gluon kernel; in Gluon, the type of a tensor descriptor contains the layout of its blocks."""
 
     @staticmethod
     def descriptor(value) -> str:
@@ -88,7 +89,7 @@ class Source:
     Attributes:
         signature: mapping from parameter name to Triton's type; a named tuple has a named tuple of types.
         constants: mapping from path to the value of a constant.
-        attributes: mapping from path to Triton's attributes of an argument, such as its divisibility.
+        attributes: mapping from path to Triton's attributes of an argument, such as "divisible by 16".
         options: options of the launch.
     """
 
@@ -105,7 +106,7 @@ class Source:
         }
 
     def _type_of(self, path: tuple, kind):
-        """Return Triton's type of a kind; store the constant or the divisibility of the kind under `path`."""
+        """Return Triton's type of a kind; store a constant, or whether 16 divides the argument, under `path`."""
         if not isinstance(kind, Kind):
             return type(kind)(*(self._type_of((*path, number), field) for number, field in enumerate(kind)))
         name, known = kind

@@ -36,8 +36,8 @@ def of_rank(common, block_size, ownership):
 def gathered_chunk(entries, starts, size, interleave, padded):
     """Return the cache entries of a chunk of the context as all ranks gather them, [D, padded, width].
 
-    For each request, a rank has the entries of the tokens from `start` on that the rank keeps. The remaining rows of a
-    rank are NaN.
+    A rank keeps some tokens of each request. The rows of the rank are the entries of these tokens, from the first token
+    of the chunk on. The remaining rows of the rank are NaN.
 
     Args:
         entries: entries of each request, [tokens, width].
@@ -79,7 +79,7 @@ def rank_states(size, tokens, heads, value, dtype):
 
 
 def over_ranks(ops, states, merge, interleave=1):
-    """Merge the states of all ranks; return one state, in which each head comes from the rank that owns the head."""
+    """Merge the states of all ranks; return one state, which has each head's result from the owner rank of the head."""
     function = {"a2a": ops.cp_lse_a2a, "ag_rs": ops.cp_lse_ag_out_rs}[merge]
     merged = ops.simulate(len(states), interleave, lambda ranks: function(states[ranks.rank], ranks.cp_group))
     return AttentionState(torch.cat([own.out for own in merged], 1), torch.cat([own.lse for own in merged]))

@@ -71,16 +71,16 @@ def make_stored_inputs(
 def rising_inputs(heads, dtype, widths=(512, 64), block_size=64):
     """Return inputs for which a kernel must rescale its sums: later tiles of keys have much larger scores.
 
-    A tile is 64 keys. In even heads, the largest score (base 2) rises by more than 8 from some tiles to the next. With
-    random inputs, later scores rarely exceed the scores of the first tile, so a kernel that never rescales its sums
-    would pass the tests.
+    A tile is 64 keys. In even heads, the largest score so far (base 2) rises by more than 8 in some tiles. With random
+    inputs, later scores are rarely larger than the scores of the first tile. A kernel that never rescales its sums
+    would then pass the tests.
     """
     inputs = make_inputs([1, 2, 1], [700, 330, 190], heads, dtype, widths, block_size)
     ql, q_pe, cache, plan = inputs
     ql[:, 1::2] /= 4096
     q_pe[:, 1::2] /= 4096
-    # One factor for each tile. The factors are powers of two, so that no key is rounded. They are so large that
-    # exp2(later score - score of the first tile) overflows.
+    # One factor for each tile. The factors are powers of two, so that no key is rounded. The largest factors make
+    # exp2(score - score of the first tile) overflow.
     factors = (1, 1, 4, 4, 2, 16, 16, 1, 128, 16, 4)
     for request, length in enumerate(plan.seq_lens.tolist()):
         for column in range(-(-length // block_size)):
@@ -100,7 +100,7 @@ def on_device(plan: DecodeMetadata) -> DecodeMetadata:
 
 
 def cut_of(schedule) -> tuple:
-    """Return the arguments that a decode kernel gets from a schedule, with tensors on DEVICE."""
+    """Return the contents of a schedule as arguments of a decode kernel, with tensors on DEVICE."""
     if schedule is None:
         return None, None, False, NEUTRAL_SPLIT_RULE
     tensors = (t if t is None else t.to(DEVICE) for t in (schedule.tile_ranges, schedule.split_offsets))
@@ -169,7 +169,7 @@ def verdict(value, ql, q_pe, cache, plan, cache_format=COMPUTE_FORMAT, kv_scale=
 def schedule_of(plan, heads, programs, batch_invariant=False, request_cost=5):
     """Return the schedule of `reference.plan_decode` with the costs of the GPU kernels.
 
-    With 0 programs, the schedule assigns no tiles and only says whether the decode is batch-invariant.
+    With 0 programs, the schedule has no work items, and only its field `batch_invariant` matters.
     """
     costs = replace(measured_schedule_costs(heads), request_cost=request_cost)
     if programs == 0:

@@ -22,8 +22,8 @@ BLOCK, WIDTH, VOCABULARY = 16, 4, 50
 def buffers(query_lens, seq_lens, width, padding=0, dtype=torch.int64, block_size=4, size=1):
     """Return sampled ids, input ids, positions and a batch.
 
-    Input ids, positions and slots have constant values, so that a test notices elements that `advance_step` does not
-    write.
+    The tensors of input ids, positions and slots are filled with one constant each, so that a test notices elements
+    that `advance_step` does not write.
 
     Args:
         query_lens: new tokens of each request.
@@ -46,8 +46,8 @@ def buffers(query_lens, seq_lens, width, padding=0, dtype=torch.int64, block_siz
 class DecodeLoop:
     """A model of one layer, and the buffers of a batch with one query token for each of B requests.
 
-    The model embeds the input ids, runs the layer, and multiplies by the transposed embedding to get logits. H is the
-    hidden size.
+    The model embeds the input ids, runs the layer, and multiplies the output by the transposed embedding to get logits.
+    H is the hidden size.
 
     Attributes:
         ops: package of the layer.
@@ -87,12 +87,12 @@ class DecodeLoop:
         self.kv_cache.copy_(kv_cache)
 
     def host_batch(self, seq_lens: list[int]) -> CommonAttentionMetadata:
-        """Return the batch of a step that `from_lens` makes on the host from the lengths."""
+        """Return the batch of a step; `from_lens` makes it on the host from the lengths."""
         table = self.batch.block_table
         return CommonAttentionMetadata.from_lens([1] * len(seq_lens), seq_lens, table, BLOCK)
 
     def run(self, steps: int) -> None:
-        """Run steps over the buffers, and write their outputs; a CUDA graph may capture this call."""
+        """Run steps over the buffers, and write their outputs to `outputs`; a CUDA graph can capture this call."""
         common = self.batch
         options = {"graph": GraphSupport.ANY} if self.ops.__name__ == "fast" else {}
         for step in range(steps):
@@ -124,7 +124,7 @@ def make_loop(
         layer = make_layer(ops, config, make_weights(config, dtype), dtype)
     longest = [BLOCK * WIDTH] * requests
     common = CommonAttentionMetadata.from_lens([1] * requests, longest, table.to(device), BLOCK)
-    # on a CPU, `from_lens` uses one tensor for a device field and its CPU field; the CPU field must stay an upper bound
+    # on a CPU, `from_lens` makes one tensor for a device field and its CPU field; here the CPU field must not change
     common = replace(common, seq_lens=common.seq_lens.clone(), query_start_loc=common.query_start_loc.clone())
     return DecodeLoop(
         ops,
@@ -146,7 +146,7 @@ def loop_cache(config: MLAConfig, dtype: torch.dtype, requests: int) -> Tensor:
 
 
 def check_against_the_host(loop, lens, ids, held, outputs):
-    """Compare the outputs of a loop with a `DecodeGraph`, whose batches the host makes -> equal bits in every step."""
+    """Assert that the outputs of a loop have the bits of a `DecodeGraph` whose batches are made on the host."""
     loop.load(lens, ids, held)
     device, hidden_size = loop.embedding.device, loop.embedding.shape[1]
     graph = loop.ops.DecodeGraph(

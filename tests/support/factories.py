@@ -1,4 +1,4 @@
-"""Make random inputs, and compute expected results with oracles: slow, simple functions without code of the packages.
+"""Make random inputs, and compute expected results with oracles: slow functions that call no code of the packages.
 
 In the caches, every slot that belongs to no token is NaN. In the block tables, every entry after a request's last block
 is GARBAGE.
@@ -21,8 +21,8 @@ GARBAGE = 2147480000  # block number far out of range
 HEADS = (1, 3, 16, 64, 126, 128)
 YARN = YarnConfig(factor=40.0, original_max_position_embeddings=64, mscale=0.707, mscale_all_dim=1.0)
 
-# Small configs. DIRECT and LOW_RANK together cover: direct and low-rank query, default rope and YaRN, half-split and
-# interleaved rope pairs.
+# Small configs. DIRECT: direct query, default rope, half-split pairs. LOW_RANK: low-rank query, YaRN, interleaved
+# pairs.
 DIRECT = MLAConfig(48, 3, None, 24, 12, 8, 10, 1e-5, RopeConfig(interleaved=False))
 LOW_RANK = MLAConfig(40, 16, 20, 32, 16, 16, 24, 1e-6, RopeConfig(theta=5000.0, interleaved=True, yarn=YARN))
 NO_ROPE = replace(DIRECT, qk_rope_head_dim=0)
@@ -45,8 +45,8 @@ class Batch:
 
     Attributes:
         query_lens: new tokens of each request.
-        seq_lens: tokens of each request, new tokens included. A request of length 0 with new tokens is a padding
-            request, which belongs to no real request.
+        seq_lens: tokens of each request, new tokens included. A request of length 0 that has new tokens is a padding
+            request.
         block_size: number of tokens in a block.
         num_blocks: number of blocks of the cache; some blocks belong to no request.
         slots: for each request, the slot of each of its tokens as (block, offset).
@@ -211,12 +211,12 @@ def make_layer(ops, config: MLAConfig, weights: dict[str, Tensor], dtype: torch.
 
 
 def preset(name: str) -> MLAConfig:
-    """Return the config of a preset; MiniCPM3 gets plain half-split rope, because its LongRoPE is not implemented."""
+    """Return the config of a preset; MiniCPM3 gets plain half-split rope, because its own rope is not implemented."""
     return MLAConfig.from_preset(name, **({"rope": RopeConfig(interleaved=False)} if name == "minicpm3" else {}))
 
 
 def softmax_scale(config: MLAConfig) -> float:
-    """Return the given softmax scale of a config; without one, compute the scale independently of the packages."""
+    """Return the softmax scale of a config; if the config gives none, compute it without code of the packages."""
     if config.given_softmax_scale is not None:
         return config.given_softmax_scale
     scale = 1 / math.sqrt(config.qk_nope_head_dim + config.qk_rope_head_dim)
@@ -271,7 +271,7 @@ def oracle_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
     out = torch.zeros(queries, heads, v.shape[2], dtype=torch.float64)
     lse = torch.full((heads, queries), -torch.inf, dtype=torch.float64)
     for i in range(queries):
-        # causal: if n queries follow this query, it attends all keys but the last n
+        # causal: if n queries come after this query, it attends all keys but the last n keys
         seen = [j for j in range(keys) if not causal or keys - j > queries - 1 - i]
         for head in range(heads):
             scores = [

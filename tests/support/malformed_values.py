@@ -29,7 +29,7 @@ ANYTHING = Anything()
 
 
 def scalars() -> dict[str, Any]:
-    """Return values that a caller may pass by mistake for any argument; the keys are the names of the values."""
+    """Return values that a caller could pass by mistake for any argument; the keys are the names of the values."""
     return {
         "None": None,
         "a float": 3.5,
@@ -54,8 +54,8 @@ def scalars() -> dict[str, Any]:
 def tensors(like: Tensor) -> dict[str, Tensor]:
     """Return tensors, by name, that differ from a good tensor in dtype, number of dimensions, layout or device.
 
-    "a tensor of the other kind" has integers if the good tensor has floating-point numbers, and the reverse. PyTorch
-    has no sparse and no nested tensors of 8-bit floats, so these are float32.
+    "a tensor of the other kind" has integers if the good tensor has floating-point numbers, and floating-point numbers
+    if the good tensor has integers. PyTorch has no sparse and no nested tensors of 8-bit floats, so these are float32.
     """
     floating, stored = like.is_floating_point(), like.dtype
     like = like.float() if stored == torch.float8_e4m3fn else like
@@ -87,7 +87,7 @@ def tensors(like: Tensor) -> dict[str, Tensor]:
 def admits(annotation: str, value: Any) -> bool:
     """Return whether a value has the type of an annotation.
 
-    A call may accept a value of the right type or raise an error. It must raise an error for any other value.
+    A call is allowed to accept a value of the right type. For any other value it must raise an error.
     """
     annotation = annotation.replace("BackendChoice", "str | Mapping[str, str] | None")
     for part in re.split(r"\s*\|\s*(?![^\[]*\])", annotation):
@@ -109,9 +109,9 @@ def admits(annotation: str, value: Any) -> bool:
 
 
 def malformed(annotation: str, good: Any) -> Iterator[tuple[str, str, Any, bool]]:
-    """Yield malformed variants of a good argument: the argument is replaced, or one of its fields or items.
+    """Yield malformed variants of a good argument: the whole argument is replaced, or one of its fields or items.
 
-    A variant is left out if the constructor of the dataclass with the replaced field raises an error.
+    If a field of a dataclass is replaced and the constructor raises an error, the variant is left out.
 
     Yields:
         Four values: the path of the replaced field, such as ".decode.seq_lens" ("" for the argument itself), the name

@@ -1,4 +1,4 @@
-"""Tables for `python -m tests.mutants`: the tests that judge the mutants of a file, and the subject of a file.
+"""Tables for `python -m tests.mutants`: for each file, the tests that judge its mutants, and its subject.
 
 A mutant is a source file with one planted fault. The judge of a mutant is a set of tests. At least one of these tests
 should fail on the mutant.
@@ -142,7 +142,7 @@ TABLE = {
     "fast/integrations/transformers/cache.py": ADAPTER,
     "fast/integrations/transformers/padding.py": ADAPTER,
 }  # fmt: skip
-SUBJECTS = {  # text in the path of a file: subject of the file; the first text that occurs counts
+SUBJECTS = {  # text: subject of the files whose paths contain the text; the first text that a path contains counts
     "fast/kernels/cpu/advance": "planning",
     "fast/kernels/cpu/schedule": "planning",
     "fast/kernels/cpu/": "cpu kernels",

@@ -19,7 +19,7 @@ QUERY_LENS = st.lists(st.sampled_from([0, 1, 1, 2, 3, 5, 17]), max_size=7)
 
 @st.composite
 def batches(draw):
-    """Draw query and sequence lengths; requests of length 0, without queries, or of 16 or 17 tokens are frequent."""
+    """Draw query lengths and sequence lengths; query length 0, and sequence lengths 0, 16 and 17 are frequent."""
     query_lens = draw(QUERY_LENS)
     seq_lens = [
         draw(st.one_of(st.just(0), st.integers(q, q + 40), st.just(max(q, 16)), st.just(max(q, 17))))
@@ -35,7 +35,7 @@ def expanding_plan(ops, batch: Batch, workspace: int, parts: bool = False) -> Pr
         ops: package that plans.
         batch: the requests.
         workspace: largest number of context tokens in a chunk.
-        parts: True to fill `PrefillMetadata.parts`: the requests without context, and the requests with context.
+        parts: True to fill `PrefillMetadata.parts`, which divides the requests into those without and with context.
     """
     common, contexts = batch.common, integers(*batch.context_lens).cpu()
     chunks = ops.plan_context_chunks(contexts, workspace, batch.block_size)
@@ -51,14 +51,14 @@ def expanding_plan(ops, batch: Batch, workspace: int, parts: bool = False) -> Pr
 def without_lens(common, slack=0, offsets_too=False, bounds=True):
     """Return the batch without lengths on the CPU, but with upper bounds of the lengths on the CPU.
 
-    The bound of a request is its length + `slack`. If this bound is below the number of query tokens, as for padding
-    requests, the bound is 0.
+    The upper bound of a request's length is its length + `slack`; or 0 if this sum is below the number of query tokens,
+    as for padding requests.
 
     Args:
         common: the batch.
-        slack: bound - length, in tokens.
-        offsets_too: True to remove the query offsets and the bounds from the CPU as well.
-        bounds: False to remove only the bounds.
+        slack: upper bound - length, in tokens.
+        offsets_too: True to remove the query offsets and the upper bounds from the CPU as well.
+        bounds: False to remove the upper bounds from the CPU as well.
     """
     loose = common.seq_lens_cpu + slack
     bound = None if offsets_too or not bounds else loose.where(loose >= common.query_start_loc_cpu.diff(), 0)

@@ -1,8 +1,8 @@
 """Start ranks as processes of one machine, run a task on each rank, and end every process.
 
 torchrun is not used: when a rank dies, torchrun kills the surviving ranks, but the tests check the errors of the
-surviving ranks. The processes are forked from a server process that has already imported all modules, which saves
-seconds for each rank.
+surviving ranks. The processes are forked from a server process that has already imported all modules, because the
+imports would take seconds in each rank.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Outcome:
         error: type and message of the exception that the task raised; None if the task raised no exception.
         exit_status: exit status of the process; -n if signal n ended the process; None if the process was still alive
             when the run ended.
-        seconds: time from the start of the task to its return or exception; None if the task had neither.
+        seconds: time from the start of the task to its return or exception; None if the task did not end.
         stderr: text that the rank wrote to stderr.
         ended: value of `time.monotonic()` when the end of the process was noticed.
     """
@@ -145,7 +145,7 @@ def _rank(rank, size, port, backend, timeout_s, limit_s, folder, task, arguments
     written.write_bytes(pickle.dumps(outcome))
     written.rename(Path(folder, f"{rank}.result"))
     sys.stderr.flush()
-    os._exit(status)  # an ordinary exit would wait for the other ranks, which may have died
+    os._exit(status)  # an ordinary exit would wait for the other ranks, even if they have died
 
 
 def values_of(outcomes: list[Outcome]) -> list[Any]:

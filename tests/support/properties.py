@@ -1,4 +1,4 @@
-"""`given`, `st` and `assume` of hypothesis; without hypothesis, substitutes that skip each property test."""
+"""Provide `given`, `st` and `assume` of hypothesis, or substitutes that skip property tests without hypothesis."""
 
 from __future__ import annotations
 

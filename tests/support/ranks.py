@@ -1,7 +1,7 @@
 """Tasks for ranks that divide heads and sequences among themselves (decode context parallelism).
 
-Simulated ranks and real processes run the same tasks. A task draws all inputs and weights from a seed. D is the number
-of ranks that share a sequence. Each rank in turn keeps I consecutive tokens of the sequence.
+Simulated ranks and real processes run the same tasks. A task draws all inputs and weights from a fixed seed. D is the
+number of ranks that share a sequence. Each rank in turn keeps I consecutive tokens of the sequence.
 """
 
 from __future__ import annotations
@@ -134,14 +134,14 @@ def serve(
 
 
 def make_groups(size: int, interleave: int = 1, merge: str = "a2a") -> ContextParallel:
-    """Return the groups of this process: `size` consecutive processes divide sequences, all processes divide heads."""
+    """Return the groups of this process: `size` consecutive processes share sequences, all processes share heads."""
     world, rank = dist.get_world_size(), dist.get_rank()
     groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
     return ContextParallel(groups[rank // size], dist.group.WORLD, interleave, merge)
 
 
 class SmallModel(nn.Module):
-    """Model of an embedding and two attention layers; its `forward` has the arguments that the serving loop passes.
+    """Model with an embedding and two attention layers; `forward` takes the arguments that a serving loop passes.
 
     Args:
         ops: package of the layers, `reference` or `fast`.
@@ -321,8 +321,9 @@ def disagree(facts: dict[str, list]) -> None:
     """Call `verify_group` with groups or arguments that differ between ranks.
 
     Args:
-        facts: name to a list with one value for each of four ranks. "size", "interleave" and "merge" are properties of
-            the groups. All other values are arguments of `verify_group`.
+        facts: mapping from a name to four values, one for each of four ranks. "size" is the number of ranks that share
+            a sequence. "interleave" and "merge" are arguments of `ContextParallel`, and all other names are arguments
+            of `verify_group`.
     """
     import fast
 
@@ -349,7 +350,7 @@ def disagree_in_a_loop(size: int, options: dict[str, list]) -> list:
 
     Args:
         size: number of ranks that share a sequence.
-        options: name of an option to a list with one value for each rank.
+        options: mapping from the name of an option to a list with one value for each rank.
     """
     import fast
 

@@ -10,7 +10,7 @@ import torch
 
 @contextlib.contextmanager
 def no_synchronisation() -> Iterator[None]:
-    """Raise an error at every call in the `with` block that waits for the GPU."""
+    """Make every call in the `with` block raise an error if the call waits for the GPU."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield

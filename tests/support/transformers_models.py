@@ -76,7 +76,7 @@ def eager_model(name: str):
 
 @functools.cache
 def moved_model(name: str, draw: int):
-    """Return the eager-attention model, with each weight moved by at most one unit in the last place of float32."""
+    """Return the model with eager attention; each weight is changed by at most one unit in the last place (float32)."""
     model = copy.deepcopy(eager_model(name))
     generator = torch.Generator().manual_seed(draw)
     with torch.no_grad():
@@ -110,8 +110,8 @@ def assert_same(scenario, name: str, ops, **options) -> None:
 
     The error is measured against the stock model in float64 (gold). The budget is computed from the errors of six stock
     models in float32: two with different attention implementations of transformers, and four whose weights were changed
-    by one unit in the last place. For each element, the model that is furthest from gold counts. One model is not
-    enough, because its error can be small by chance.
+    by one unit in the last place. For each element the largest of the six errors counts, because the error of one model
+    can be small by chance.
 
     Args:
         scenario: function of a model that returns logits.

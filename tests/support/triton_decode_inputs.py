@@ -1,4 +1,4 @@
-"""Helpers for the tests of the decode of the `triton` backend: dtypes, widths, inputs and launch.
+"""Helpers for tests of `mla_decode` with the `triton` backend: dtypes, widths, inputs and launch.
 
 On a GPU the kernels are compiled and have the widths of real models. Without a GPU the kernels run in Triton's
 interpreter and have small widths.
@@ -28,5 +28,5 @@ if ON_GPU or INTERPRETED:
 
 
 def make_inputs(query_lens, seq_lens, heads=3, dtype=torch.float32, widths=WIDTH, block_size=64):
-    """Return the inputs of `decode_inputs.make_inputs`, by default at the first width of WIDTHS."""
+    """Return the inputs of `decode_inputs.make_inputs`, by default with the first entry of WIDTHS."""
     return decode_inputs.make_inputs(query_lens, seq_lens, heads, dtype, widths, block_size)

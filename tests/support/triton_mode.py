@@ -1,7 +1,7 @@
 """Find out how the Triton kernels run in these tests: compiled if there is a GPU, else in Triton's interpreter.
 
-Without a GPU, one test of each file of kernel tests runs the file again in a new process with TRITON_INTERPRET=1. This
-variable must be set before Triton is imported.
+Without a GPU, each file of kernel tests has one test that runs: it runs the file again in a new process with
+TRITON_INTERPRET=1. This variable must be set before Triton is imported.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def test_out_dtype(dtype):
 def check_merge_parity(ops, dtype):
     """Merge two attention states -> results within the budget (pitfalls 2 and 4).
 
-    A row that has no keys in one state, or in both states, must be exact. The LSEs are float64 if `out` is float64, and
+    A row that has no keys in one or both of the states must be exact. The LSEs are float64 if `out` is float64, and
     otherwise float32.
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -170,7 +170,7 @@ def decode_inputs(config: MLAConfig, query_lens, seq_lens, dtype, block_size=16)
     shape = (batch.num_tokens, config.num_heads)
     ql = torch.randn(*shape, config.kv_lora_rank, dtype=torch.float64).to(dtype)
     q_pe = torch.randn(*shape, config.qk_rope_head_dim, dtype=torch.float64).to(dtype)
-    # absorbed queries get the variance of a real layer, so that the scores are spread as in a real layer
+    # scale the absorbed queries to the variance of a real layer; the scores then have the variance of a real layer
     return batch, entries, cache, plan, ql * (config.qk_nope_head_dim / config.kv_lora_rank) ** 0.5, q_pe
 
 
@@ -276,7 +276,7 @@ def test_prefill_in_many_chunks():
 
 
 def test_prefill_through_a_gather_of_ones_own(ops):
-    """Give a prefill a function `gather`, as context parallelism does -> only `gather` reads the context."""
+    """Give a prefill its own function `gather`, as context parallelism does -> only `gather` reads the context."""
     seen = []
 
     def gather(kv_cache, metadata, chunk, cache_format, out_dtype):
@@ -373,7 +373,7 @@ def test_unowned_bytes_reach_nothing(ops, dtype):
 
 
 def check_nan_query(ops):
-    """Put a NaN into the query of one row (query token, head) of a decode -> NaN in this row, and in no other row."""
+    """Put a NaN into the query of one row (query token, head) of a decode -> only this row of the result is NaN."""
     _, _, cache, plan, ql, q_pe = decode_inputs(DIRECT, [3, 1, 1], [20, 17, 0], torch.float32)
     clean = ops.mla_decode(ql, q_pe, cache, plan, 0.3)
     for bad in (ql, q_pe):
@@ -426,7 +426,7 @@ def test_bad_keys_stay_with_their_request(ops, bad, pieces):
 
 
 def test_bad_keys_in_context_stay_with_their_request(ops):
-    """Put a NaN into the context of one request -> requests with context in the same chunk keep their outputs."""
+    """Put a NaN into the context of one request -> other requests in the same chunk keep their outputs."""
     config = DIRECT
     batch = make_batch([3, 2, 4], [35, 18, 36])
     weights, inputs = make_weights(config, torch.float32), layer_inputs(config, batch, torch.float32, 0)
@@ -440,7 +440,7 @@ def test_bad_keys_in_context_stay_with_their_request(ops):
 
 
 def test_padding_rows_are_zero_whatever_they_hold(ops):
-    """Put NaN into padding rows and padding tokens -> they get output 0 and write no cache entry (pitfall 6)."""
+    """Put NaN into padding rows and padding tokens -> their output is 0, and no cache entry is written (pitfall 6)."""
     config = LOW_RANK
     batch = make_batch([1, 1, 5], [17, 0, 5], padding=2)
     weights = make_weights(config, torch.float32)

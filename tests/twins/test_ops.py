@@ -46,7 +46,7 @@ def decode_samples(
     seq_lens: Sequence[int] = (20, 33, 0),
     out_dtype: torch.dtype | None = None,
 ) -> list[tuple]:
-    """Return the arguments of four decodes: with and without a schedule, each batch-invariant and not."""
+    """Return the arguments of four decodes: with or without a schedule, and batch-invariant or not."""
     batch = make_batch([1, 2, 0], seq_lens, block_size)
     cache = new_cache(batch, latent + rope, dtype).nan_to_num(0)
     plan = fast.build_mla_metadata(batch.common, block_size, 4096, 2).decode
@@ -159,7 +159,7 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
         "mla_twins::mla_decode_out": [
             (*given[:-1], torch.zeros(given[0].shape, dtype=given[10]), given[-1]) for given in decodes
         ],
-        # messages of 8 tokens and 2 heads need no padding bytes, which would stay unwritten
+        # 8 tokens and 2 heads, so that messages have no padding bytes; padding bytes would stay unwritten
         "mla_twins::pack_attn_state": [(rand(8, 4, 5), torch.randn(4, 8, dtype=lse), 2, backend)],
         "mla_twins::merge_packed_attn_states": [
             (fast.distributed.merge._pack_attn_state(rand(3, 4, 5), torch.randn(4, 3, dtype=lse), 2, backend), 3, 2, 5,
@@ -192,7 +192,7 @@ def check_op(name: str, arguments: tuple) -> None:
 
 @pytest.mark.parametrize("name", OPS)
 def test_opcheck(name):
-    """Run opcheck on an op -> no error in schema (mutation and aliasing), fake implementation and tracing.
+    """Run opcheck on an op -> no error in its schema, its fake implementation and its tracing.
 
     opcheck compares tensors with operations that PyTorch lacks for 8-bit floats, so it gets no cache in e4m3.
     """

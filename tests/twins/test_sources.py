@@ -1,4 +1,4 @@
-"""Checks of the packages' sources: no repeated lines, and element sizes in bytes only in listed modules."""
+"""Checks of the packages' sources: no repeated code, and only listed modules use the bytes of an element."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ WINDOW = 20  # number of consecutive lines that must not occur twice
 def code_lines(path: Path) -> list[tuple[int, str]]:
     """Return number and text of each line that is compared.
 
-    Docstrings, comments, imports, signatures and lines of at most three characters are left out. Signatures are left
-    out because the functions that launch the kernels of an op have the same signature in every backend.
+    Docstrings, comments, imports, signatures and lines of at most three characters are left out. Signatures may be
+    repeated, because the launchers of an op have the same signature in every backend.
     """
     source = path.read_text(encoding="utf-8")
     left_out: set[int] = set()
@@ -37,7 +37,8 @@ def repeated(paths: list[Path]) -> dict[tuple[str, str], list[tuple[int, int]]]:
     """Return the sequences of WINDOW lines that occur twice.
 
     Returns:
-        Pair of file names to a list: for each repeated sequence, the numbers of its first line in both files.
+        A mapping from a pair of files to a list. The list has one pair for each repeated sequence: the numbers of its
+        first line in the two files.
     """
     seen: dict[tuple[str, ...], tuple[Path, int]] = {}
     found: dict[tuple[str, str], list[tuple[int, int]]] = {}
@@ -52,12 +53,12 @@ def repeated(paths: list[Path]) -> dict[tuple[str, str], list[tuple[int, int]]]:
 
 
 def test_no_lines_stand_twice():
-    """Search `fast` for repeated lines -> no WINDOW consecutive lines occur twice."""
+    """Search `fast` for repeated code -> no sequence of WINDOW lines occurs twice."""
     assert repeated(sorted((ROOT / "fast").rglob("*.py"))) == {}
 
 
 def test_repeated_lines_are_seen(tmp_path):
-    """Repeat 20 lines with other comments and indents -> they are found, unless another line is between them."""
+    """Repeat 20 lines with other comments and indents -> they are found, unless a new line interrupts the sequence."""
     lines = [f"value_{number} = {number}" for number in range(30)]
     (tmp_path / "a.py").write_text("\n".join(lines))
     (tmp_path / "b.py").write_text('"""Another."""\nif True:\n' + "\n".join(f"    {x}  # why" for x in lines[:20]))
@@ -66,7 +67,7 @@ def test_repeated_lines_are_seen(tmp_path):
     assert repeated(sorted(tmp_path.glob("*.py"))) == {}
 
 
-# modules that may use the number of bytes of an element: what they use it for
+# module that is allowed to use the number of bytes of an element: its purpose
 COUNTS_BYTES = {
     "reference/interfaces/cache_format.py": "the formats",
     "reference/interfaces/cache_arguments.py": "alignment of a cache to the words of its format",
@@ -114,13 +115,13 @@ def is_number(node: ast.AST | None) -> bool:
 
 
 def literal_byte_counts(source: str) -> list[int]:
-    """Return the numbers of the lines in which a literal number is the number of bytes of an element.
+    """Return the line numbers of a source where a literal stands for the number of bytes of an element.
 
     Two kinds of lines are found:
 
-    - a statement with a literal factor, and with a name that contains "byte", the name `head_size` (width of a cache
-      entry) or the name `expect` (bytes that an mbarrier waits for)
-    - a name for bytes or for the size of an element that gets the value 1, 2, 4 or 8
+    - a statement with a literal factor and one of three names: a name that contains "byte", `head_size` (width of a
+      cache entry), or `expect` (bytes that an mbarrier waits for)
+    - an assignment of 1, 2, 4 or 8 to a name of bytes or of an element size (`is_size`)
     """
     found = []
     for statement in ast.walk(ast.parse(source)):
@@ -185,7 +186,7 @@ def test_no_literal_stands_for_the_bytes_of_an_element():
     ],
 )
 def test_literal_byte_counts_are_seen(line, expected):
-    """Read a line -> `literal_byte_counts` reports it exactly if it has a literal size of an element."""
+    """Read a line -> `literal_byte_counts` reports the line only if it contains a literal size of an element."""
     assert len(literal_byte_counts(line)) == expected
 
 

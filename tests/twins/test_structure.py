@@ -21,7 +21,7 @@ import fast
 import reference
 
 ROOT = Path(reference.__file__).parents[1]
-# modules of the contract and of the communication between ranks; `fast` imports them and has no modules of these names
+# modules of the contract and of the communication between ranks; `fast` imports them and has no twins of them
 REFERENCE_ALONE = ("interfaces", "distributed/groups", "distributed/simulation", "distributed/arguments")
 MODULES = sorted(
     name for path in (ROOT / "reference").rglob("[!_]*.py")
@@ -77,7 +77,7 @@ def imported_modules(path: Path) -> set[str]:
 
 
 def test_modules():
-    """List the modules -> `fast` has a module of the same path for every module, except those of REFERENCE_ALONE."""
+    """List the modules of `reference` -> `fast` has the same modules, except those of REFERENCE_ALONE."""
     assert len(MODULES) > 20
     missing = [module for module in MODULES if not (ROOT / "fast" / f"{module}.py").is_file()]
     assert not missing
@@ -90,7 +90,7 @@ INTERNAL = {"attend_one_request"}  # helper functions of `reference` that have n
 def test_signatures(module):
     """Compare the signatures of twins -> the same parameters, with the same order, defaults and annotations.
 
-    `fast` may add keyword-only parameters with defaults.
+    A twin in `fast` can have more keyword-only parameters, with defaults.
     """
     ours, theirs = public_functions("reference", module), public_functions("fast", module)
     for name in ours.keys() - INTERNAL:
@@ -107,7 +107,7 @@ def test_signatures(module):
 
 
 def test_all():
-    """Compare `__all__` of both packages -> the same names; names of the contract are the same objects in both."""
+    """Compare `__all__` of both packages -> the same names; both packages have the same objects of the contract."""
     assert reference.__all__ == fast.__all__
     assert len(set(reference.__all__)) == len(reference.__all__)
     for name in reference.__all__:
@@ -122,7 +122,7 @@ def test_all():
 
 
 def test_annotations_resolve():
-    """Resolve the annotations of all public functions -> no error; beartype would ignore unresolved annotations."""
+    """Resolve the annotations of all public functions -> no error. (beartype ignores unresolved annotations.)"""
     for package in (reference, fast):
         for name in package.__all__:
             if inspect.isfunction(getattr(package, name)):
@@ -188,7 +188,7 @@ def floor_of(path: Path) -> int | None:
 
 
 def edges() -> dict[Path, set[Path]]:
-    """Return the files that each file imports; `from a import b` imports the module a.b if it exists, else a."""
+    """Return the files that each file imports; `from a import b` imports the module a.b, or a if a.b does not exist."""
     files = files_of_modules()
     found: dict[Path, set[Path]] = {}
     for path in files.values():
@@ -205,7 +205,7 @@ def edges() -> dict[Path, set[Path]]:
 
 
 def test_no_import_goes_up():
-    """Look up the imports of every file -> they lead only to its own floor of FLOORS and to lower floors."""
+    """Look up the imports of every file -> all imported files are on its own floor of FLOORS or on a lower floor."""
     for path, targets in edges().items():
         if "assets" in path.parts or path.name == "_shadow.py":
             continue
@@ -238,7 +238,7 @@ FLOOR_OF_FAMILIES = next(floor for floor, prefixes in enumerate(FLOORS) if "fast
 
 
 def family_faults(graph: dict[str, set[str]], families: tuple[str, ...] = FAMILIES) -> list[str]:
-    """Return forbidden imports of families: only a file of the same family or of a higher floor may import a family.
+    """Return forbidden imports of a family's files: only the same family and files of higher floors may import them.
 
     Args:
         graph: for each file the files that it imports, as paths from the root such as "fast/mla/layer.py".
@@ -341,7 +341,7 @@ def test_docstrings(package):
 
 @pytest.mark.parametrize("package", ["reference", "fast"])
 def test_no_ambient_state(package):
-    """Search the modules -> no `global` statement; a global name of a literal is in upper case or begins with `__`."""
+    """Search the modules -> no `global` statement; global names of literals are in upper case or begin with `__`."""
     for path in (ROOT / package).rglob("*.py"):
         tree = parse(path)
         assert not [n for n in ast.walk(tree) if isinstance(n, ast.Global)], f"{path}: a global statement"

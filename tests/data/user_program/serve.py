@@ -1,8 +1,8 @@
 """Example of a user's program: decode, run a layer, and generate tokens with both packages, `fast` and `reference`.
 
 CI runs this program with an installed wheel, and checks it with `mypy --strict`. Run it in a folder that does not
-contain the packages, so that Python imports the installed packages. The program takes no options. It ends with an error
-if the wheel lacks a file that the program needs.
+contain the packages, so that Python imports the installed packages. The program takes no options. If a file is missing
+in the wheel, the program ends with an error.
 """
 
 from __future__ import annotations
