@@ -340,9 +340,7 @@ def _launches(
             step([long_query], [long_query + context])
     launches.extend(functools.partial(advance, ids) for ids in (torch.int32, torch.int64))
     step([long_query] * 3, [long_query, long_query + 3, long_query])  # requests with and without context
-    launches.append(copy)
-    if cache_format.scaled:
-        launches.append(convert)
+    launches.extend((copy, convert))
     return launches
 
 

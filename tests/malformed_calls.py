@@ -243,6 +243,8 @@ def valid_calls(ops: ModuleType) -> list[Call]:
         call("dcp_slot_mapping", **slots, context_parallel_size=2, rank=1, interleave=2),
         call("dcp_wire_bytes", num_tokens=4, num_heads=16, kv_lora_rank=24, qk_rope_head_dim=8,
              context_parallel_size=2, merge="a2a", element_size=2, lse_size=4),
+        call("dcp_gather_bytes", padded_tokens=4, kv_lora_rank=24, qk_rope_head_dim=8, context_parallel_size=2,
+             cache_format=COMPUTE_FORMAT, dtype=torch.float32),
         call("reorg_kvcache", gathered=torch.randn(2, shared.padded_tokens, 32), chunk=shared,
              **out(shared.num_tokens, 32), **backend),
         call("dcp_gather_context", kv_cache=prefill_cache, metadata=prefill, chunk=alone, context_parallel=ranks,

@@ -25,11 +25,12 @@ import fast
 from fast import compilation
 from fast.kernels import cpu
 from fast.kernels.schedule_costs import measured_schedule_costs
-from reference.interfaces import DecodeSchedule, MLAConfig
+from reference.interfaces import COMPUTE_FORMAT, DecodeSchedule, MLAConfig
 
 from .support.backends import cpu_backend, with_backends
 from .support.compiled import Recorded, compiled
-from .support.factories import CONFIGS, DIRECT, LOW_RANK, make_batch, make_layer, make_weights, new_cache
+from .support.factories import CONFIGS, DIRECT, LOW_RANK, make_batch, make_layer, make_weights
+from .support.format_caches import FORMATS, poisoned_cache
 
 gpu_only = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -115,7 +116,13 @@ STEPS = (
 )  # fmt: skip
 
 
-def serve(config, dtype, threshold, batch_invariant=False):
+def layer_of(config, dtype, cache_format):
+    """Return a layer of `fast` with random weights; a cache with one scale has the scale 0.5."""
+    scale = 0.5 if cache_format.layer_scale else None
+    return make_layer(fast, config, make_weights(config, dtype), dtype, cache_format=cache_format, kv_scale=scale)
+
+
+def serve(config, dtype, threshold, batch_invariant=False, cache_format=COMPUTE_FORMAT):
     """Run a layer in all steps of `STEPS`, with several plans for a step.
 
     - The plan of `build_mla_metadata`.
@@ -123,14 +130,16 @@ def serve(config, dtype, threshold, batch_invariant=False):
     - A plan with a schedule of `plan_decode`, which is batch-invariant if `batch_invariant` is true.
     - With `batch_invariant`: a plan with a batch-invariant schedule without work items.
     """
-    layer = make_layer(fast, config, make_weights(config, dtype), dtype)
+    layer = layer_of(config, dtype, cache_format)
     costs = measured_schedule_costs(config.num_heads)
     for query_lens, seq_lens in STEPS:
         batch = make_batch(query_lens, seq_lens, padding=len(query_lens) % 2)
-        cache = new_cache(batch, config.head_size, dtype)
+        cache = poisoned_cache(batch.num_blocks, 16, config, cache_format, dtype)
         asked = None if sum(query_lens) % 2 else config
         programs = 0 if batch_invariant else None  # 0: no schedule; batch-invariant steps get their schedule below
-        plan = fast.build_mla_metadata(batch.common, 16, 16 * len(query_lens), threshold, asked, num_programs=programs)
+        plan = fast.build_mla_metadata(
+            batch.common, 16, 16 * len(query_lens), threshold, asked, num_programs=programs, cache_format=cache_format
+        )
         tokens = batch.common.slot_mapping.shape[0]
         inputs = torch.randn(tokens, config.hidden_size).to(dtype), torch.arange(tokens), cache
         layer(*inputs, plan)
@@ -139,7 +148,9 @@ def serve(config, dtype, threshold, batch_invariant=False):
             layer(*inputs, replace(plan, cascade=fast.split_shared_prefix(plan.decode, shared, 16)))
         if max(query_lens) <= threshold:
             tokens = sum(query_lens)
-            captured = fast.plan_captured_decodes(batch.common, 16, 0, costs, batch_invariant)
+            captured = fast.plan_captured_decodes(
+                batch.common, 16, 0, costs, batch_invariant, cache_format=cache_format
+            )
             visible = plan.decode.visible_lens  # the kernel that computes the captured plan's mask was only recorded
             captured = replace(captured, decode=replace(captured.decode, visible_lens=visible))
             layer(inputs[0][:tokens], inputs[1][:tokens], cache, captured)
@@ -152,10 +163,12 @@ def serve(config, dtype, threshold, batch_invariant=False):
 GRAPH_SIZES = (1, 2, 3, 4, 8, 16, 17, 64, 130, 513)
 
 
-def serve_captured(config, dtype, threshold, batch_invariant=False, sizes=GRAPH_SIZES, longest=4096):
+def serve_captured(
+    config, dtype, threshold, batch_invariant=False, sizes=GRAPH_SIZES, longest=4096, cache_format=COMPUTE_FORMAT
+):
     """Run `DecodeGraph`s of every query length and of many batch sizes, for requests of at most `longest` tokens."""
-    layer = make_layer(fast, config, make_weights(config, dtype), dtype)
-    cache = torch.zeros(4, 16, config.head_size, dtype=dtype)
+    layer = layer_of(config, dtype, cache_format)
+    cache = poisoned_cache(4, 16, config, cache_format, dtype)
     columns = longest // 16
     builder = fast.MLAMetadataBuilder(
         config,
@@ -165,6 +178,7 @@ def serve_captured(config, dtype, threshold, batch_invariant=False, sizes=GRAPH_
         num_speculative_tokens=threshold - 1,
         batch_invariant=batch_invariant,
         dtype=dtype,
+        cache_format=cache_format,
     )
 
     def step(hidden_states, positions, plan):
@@ -218,6 +232,19 @@ def test_warmup_specialises_for_every_step(launches, config, dtype):
     serve(config, dtype, 3)
     assert set(launches) == ahead
     serve_captured(config, dtype, 3)
+    assert set(launches) == ahead
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_warmup_specialises_for_formats(launches, name):
+    """Warm up for an fp8 format -> steps over such a cache launch only kernel variants that warm-up launched."""
+    cache_format, config, _ = FORMATS[name]
+    fast.warmup(
+        config, device="cpu", dtype=torch.bfloat16, block_size=16, decode_threshold=2, cache_format=cache_format
+    )
+    ahead = set(launches)
+    serve(config, torch.bfloat16, 2, cache_format=cache_format)
+    serve_captured(config, torch.bfloat16, 2, cache_format=cache_format)
     assert set(launches) == ahead
 
 

@@ -47,7 +47,10 @@ def _ops_of(package: str, names: tuple[str, ...], **declared) -> dict[str, OpSup
 
 
 def _ops_of_all(package: str, dtypes: tuple[torch.dtype, ...]) -> dict[str, OpSupport]:
-    """Declare `OPS`; `ENTRY_OPS` and `DECODES` serve every cache format, `reorg_kvcache` every stored dtype."""
+    """Declare the support for `OPS`.
+
+    `ENTRY_OPS` and `DECODES` serve every cache format, and a reorder serves every stored dtype.
+    """
     return (
         _ops_of(package, OPS, dtypes=dtypes)
         | _ops_of(package, (*ENTRY_OPS, *DECODES), dtypes=dtypes, cache_formats=FORMATS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from reference.interfaces import (
     TokenOwnership,
 )
 
+from ..support.commands import run
 from ..support.factories import (
     DIRECT,
     GARBAGE,
@@ -405,18 +407,58 @@ def test_repeated_calls_reuse_their_checks(format_config):
         assert_same_bits(one, other)
 
 
-def test_compiled_layer(format_config):
-    """`torch.compile` traces a layer with a chosen scale in one graph, and gives the output of the layer."""
-    cache_format, config, scale = format_config
-    weights, batch = make_weights(config, torch.float32), make_batch(LENS, LENS)
-    layer = make_layer(fast, config, weights, torch.float32, cache_format=cache_format, kv_scale=scale)
-    plan = fast.build_mla_metadata(batch.common, 16, 64, cache_format=cache_format)
-    hidden = torch.randn(42, config.hidden_size)
-    caches = [poisoned_cache(batch.num_blocks, 16, config, cache_format, torch.float32) for _ in range(2)]
-    found = torch.compile(layer, fullgraph=True, backend="aot_eager")(hidden, batch.positions, caches[0], plan)
-    wanted = layer(hidden, batch.positions, caches[1], plan)
-    assert_same_bits(found, wanted)
-    assert_same_bits(*caches)
+COMPILE = """
+import sys
+import torch
+import fast
+from tests.support.factories import make_batch, make_layer, make_weights
+from tests.support.format_caches import FORMATS, poisoned_cache, step_of
+
+torch.manual_seed(0)
+torch.set_default_device(sys.argv[2])
+cache_format, config, scale = FORMATS[sys.argv[1]]
+weights, batch = make_weights(config, torch.float32), make_batch((12, 5), (12, 5))
+layer = make_layer(fast, config, weights, torch.float32, cache_format=cache_format)
+hidden = torch.randn(17, config.hidden_size)
+caches = [poisoned_cache(batch.num_blocks, 16, config, cache_format, torch.float32) for _ in range(2)]
+compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+prefill = fast.build_mla_metadata(batch.common, 16, 64, cache_format=cache_format)
+if cache_format.layer_scale:
+    try:
+        compiled(hidden, batch.positions, caches[0], prefill)
+    except Exception as error:
+        assert "a scale before torch.compile traces the layer" in str(error), error
+    else:
+        raise AssertionError("a layer without a scale was traced")
+    assert layer.kv_scale.source is None and caches[0].view(torch.uint8).eq(255).all()
+layer(hidden, batch.positions, caches[0], prefill)  # chooses the scale
+for lens in (((12, 12), (5, 5)), ((1, 12), (1, 5)), ((3, 12), (2, 5))):
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    plan = fast.build_mla_metadata(step_of(batch, lens), 16, 64, cache_format=cache_format)
+    tokens, positions = sum(new for new, _ in lens), torch.cat([torch.arange(s - n, s) for n, s in lens])
+    with torch.no_grad():
+        wanted = layer(hidden[:tokens], positions, caches[0], plan)
+        found = compiled(hidden[:tokens], positions, caches[1], plan)
+    assert torch.equal(found, wanted) and found.isfinite().all()
+    assert torch.equal(caches[0].view(torch.uint8), caches[1].view(torch.uint8))
+if cache_format.layer_scale:  # a scale that was given, before its first write
+    torch._dynamo.reset()
+    other = make_layer(fast, config, weights, torch.float32, cache_format=cache_format, kv_scale=scale)
+    torch.compile(other, fullgraph=True, backend="aot_eager")(hidden, batch.positions, caches[0], prefill)
+    assert other.kv_scale.written
+"""
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_compiled_layer(name):
+    """`torch.compile` traces a layer with a chosen scale in one graph, and gives the bits of the layer.
+
+    It cannot choose a scale: a layer without a scale raises before it writes. The test runs in a process without the
+    run-time shape checks of the tests, which `torch.compile` cannot trace.
+    """
+    code, said = run([sys.executable, "-c", COMPILE, name, str(torch.get_default_device())], 300)
+    assert code == 0, said
 
 
 def test_explain_names_the_format():

@@ -9,9 +9,9 @@ its scale, because the product would have to be rounded to the dtype of the quer
 | of the layer | multiplies the score in float32 | multiplies the sum of weighted latents in float32 |
 | of a column block of a key | multiplies the block's part of the score in float32 | multiplies the probability |
 
-A column block is the columns of a latent that have one scale in the cache entry. The product of probability and scale
-is computed in float32 and then rounded to the dtype of the queries, as a probability is without a scale. A row therefore
-has one sum of weighted latents for each column block. With a scale of the layer, the whole latent is one column block.
+A column block is the columns of a latent that have one scale in the cache entry; with a scale of the layer, it is the
+whole latent. The product of probability and scale is computed in float32 and then rounded to the dtype of the queries,
+as a probability without a scale is. A row therefore has one sum of weighted latents for each column block.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _attend_tile(state, queries, row_keys, tile, cache, scale_log2, layer_scale,
     """Return the `BlockState` after one more tile; PARTIAL is False if every row sees every key of the tile."""
     BLOCKS: tl.constexpr = len(queries.latent)
     DTYPE: tl.constexpr = queries.latent[0].dtype
-    IN_UNITS: tl.constexpr = c.SCALE_TILE > 0 and DTYPE == tl.float16
+    IN_UNITS: tl.constexpr = c.SCALE_TILE > 0 and queries.latent[0].dtype == tl.float16
     keys, block, held = keys_of_tile(row_keys, tile, cache, c)
     stored = _load_tile(keys, block, held, cache, DTYPE, c)
     # 1. scores

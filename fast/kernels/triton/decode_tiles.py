@@ -256,35 +256,34 @@ def load_queries(queries, token, head, real, c):
     For a cache with e4m3 numbers, `latent` of the result is a tuple: for every column block (the columns of a latent
     that have one scale), the queries [ROWS, columns of the block].
     """
-    offsets = token.to(tl.int64) * queries.latent_token_stride + head.to(tl.int64) * queries.latent_head_stride
+    latent_strides = queries.latent_token_stride, queries.latent_head_stride, queries.latent_element_stride
     if c.E4M3:
         BLOCKS: tl.constexpr = 1 if c.SCALE_TILE == 0 else c.LATENT // c.SCALE_TILE
         latent = ()
         for number in tl.static_range(BLOCKS):
             columns = tl.arange(0, c.LATENT_PAD // BLOCKS) + number * (c.LATENT_PAD // BLOCKS)
-            latent = latent + (_load_latents(queries, offsets, columns, real, c.LATENT),)  # noqa: RUF005
+            block = _load_columns(queries.ql_nope, columns, token, head, real, latent_strides, c.LATENT)
+            latent = latent + (block,)  # noqa: RUF005
         rope = latent[0]
     else:
-        latent = _load_latents(queries, offsets, tl.arange(0, c.LATENT_PAD), real, c.LATENT)
+        columns = tl.arange(0, c.LATENT_PAD)
+        latent = _load_columns(queries.ql_nope, columns, token, head, real, latent_strides, c.LATENT)
         rope = latent
     if c.ROPE > 0:
         columns = tl.arange(0, c.ROPE_PAD)
-        offsets = token.to(tl.int64) * queries.rope_token_stride + head.to(tl.int64) * queries.rope_head_stride
-        rope = tl.load(
-            queries.q_pe + offsets[:, None] + (columns.to(tl.int64) * queries.rope_element_stride)[None, :],
-            mask=real[:, None] & (columns < c.ROPE)[None, :],
-            other=0.0,
-        )
+        rope_strides = queries.rope_token_stride, queries.rope_head_stride, queries.rope_element_stride
+        rope = _load_columns(queries.q_pe, columns, token, head, real, rope_strides, c.ROPE)
     return RowQueries(latent, rope)
 
 
 @triton.jit
 @no_type_check
-def _load_latents(queries, offsets, columns, real, LATENT: tl.constexpr):
-    """Load some columns of the latent queries of ROWS rows."""
+def _load_columns(base, columns, token, head, real, strides, WIDTH: tl.constexpr):
+    """Load some columns of ROWS rows from [T, N, WIDTH]; padding rows and columns from WIDTH on get zeros."""
+    offsets = token.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
     return tl.load(
-        queries.ql_nope + offsets[:, None] + (columns.to(tl.int64) * queries.latent_element_stride)[None, :],
-        mask=real[:, None] & (columns < LATENT)[None, :],
+        base + offsets[:, None] + (columns.to(tl.int64) * strides[2])[None, :],
+        mask=real[:, None] & (columns < WIDTH)[None, :],
         other=0.0,
     )
 
