@@ -24,6 +24,7 @@ import torch
 from rich.table import Table
 
 from fast.parity import Parity
+from reference.interfaces import CACHE_FORMATS, COMPUTE_FORMAT
 
 from .command_line import CannotRun, check_device, check_peers, one_line, run, wide_console, write_report
 from .report import provenance
@@ -242,24 +243,31 @@ def run_benchmark(
     ways: Sequence[str],
     bandwidth: str,
     epilog: str = "",
+    cache_formats: bool = False,
 ) -> int:
     """Run one benchmark from its options to its exit status.
 
     Args:
         name: name of the benchmark's module.
         description: one line for the help and the title of the table.
-        all_rows: default rows. A row is a frozen dataclass; its fields are the first columns of the table.
-        make_case: function that gets a row, the peers and the name of a backend, and returns the case of the row.
+        all_rows: default rows. A row is a frozen dataclass, whose fields are the first columns of the table.
+        make_case: function that makes the case of a row from the row, the peers and the name of a backend; with
+            `cache_formats` it gets the cache format as keyword argument `cache_format`.
         argv: options of the command line; None takes the options of this process.
         ways: ways of timing, as in `contest`.
         bandwidth: ceiling of the GB/s, as in `add_shares`.
         epilog: sentence before the exit status at the end of the help.
+        cache_formats: whether the benchmark has the option `--cache-format`.
 
     Returns:
         The exit status: 0 on success, 1 if a row failed its parity, 2 if the benchmark cannot run here.
     """
     run_main = partial(_run, name, description, all_rows, make_case, bandwidth)
-    return run(run_main, argv, make_parser(name, description, all_rows, ways, epilog))
+    parser = make_parser(name, description, all_rows, ways, epilog)
+    if cache_formats:
+        parser.add_argument("--cache-format", choices=tuple(CACHE_FORMATS), default=COMPUTE_FORMAT.name,
+                            help="format of the cache (default: %(default)s)")  # fmt: skip
+    return run(run_main, argv, parser)
 
 
 def row_name(row: Any) -> str:
@@ -320,10 +328,13 @@ def _run(name, description, all_rows, make_case, bandwidth, argv, arguments) -> 
     peers = None if arguments.peers is None else load_peers(arguments.peers)
     clock = Clock(arguments.time)
     ceilings = measure_ceilings(clock)
-    results = []
+    results, options = [], {}
+    if getattr(arguments, "cache_format", COMPUTE_FORMAT.name) != COMPUTE_FORMAT.name:
+        options = {"cache_format": CACHE_FORMATS[arguments.cache_format]}
+        description = f"{description} Cache format: {arguments.cache_format}."
     for number, row in enumerate(rows):
         torch.manual_seed(number)
-        result = {"dims": asdict(row), **contest(make_case(row, peers, arguments.backend), clock, ways)}
+        result = {"dims": asdict(row), **contest(make_case(row, peers, arguments.backend, **options), clock, ways)}
         add_shares(result, ceilings, bandwidth)
         results.append(result)
         torch.cuda.empty_cache()
@@ -342,6 +353,8 @@ def _run(name, description, all_rows, make_case, bandwidth, argv, arguments) -> 
         console.print(f"FAILED {line}", markup=False, soft_wrap=True)
     if arguments.json is not None:
         head = provenance(name, argv, device="cuda")
+        if options:
+            head["cache_format"] = arguments.cache_format
         report = {**head, "ceilings": ceilings.as_json(), "bandwidth": bandwidth, "rows": results}
         write_report(arguments.json, report, console)
     return 1 if failed else 0
