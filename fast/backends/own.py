@@ -8,6 +8,8 @@ import re
 
 import torch
 
+from reference.interfaces import E4M3, FLOAT_DTYPES
+
 from .registry import Backend, OpSupport, register
 
 DECODES = ("mla_decode", "decode_programs", "schedule_costs")  # one backend serves all three ops of a decode
@@ -15,9 +17,10 @@ MESSAGES = ("pack_attn_state", "merge_packed_attn_states")  # one backend writes
 OPS = (  # every op that a backend can serve
     "advance_step", "apply_rope", "compute_visible_lens", "concat_and_cache_mla", "copy_blocks", "decode_programs",
     "flash_attn_varlen", "gather_and_maybe_dequant_cache", "merge_attn_states", "merge_packed_attn_states",
-    "mla_decode", "pack_attn_state", "plan_decode", "reorg_kvcache", "rope_norm_and_cache", "schedule_costs",
-    "swap_blocks", "weight_attn_out", "zero_padding_tokens",
+    "mla_decode", "multiply_heads", "pack_attn_state", "plan_decode", "reorg_kvcache", "rope_norm_and_cache",
+    "schedule_costs", "swap_blocks", "weight_attn_out", "zero_padding_tokens",
 )  # fmt: skip
+QUANTIZING_OPS = ("multiply_heads",)  # ops whose output may be in e4m3
 READS = {"pack_attn_state": "merge_packed_attn_states"}  # op that writes a message: op that reads the message
 
 
@@ -38,13 +41,20 @@ def _ops_of(package: str, names: tuple[str, ...], **declared) -> dict[str, OpSup
     return {op: OpSupport(f"fast.kernels.{package}:{op}", reads=READS.get(op), **declared) for op in names}
 
 
-CPU = Backend(name="cpu", priority=0, device_type="cpu", ops=_ops_of("cpu", OPS))
+def _ops_of_all(package: str, dtypes: tuple[torch.dtype, ...]) -> dict[str, OpSupport]:
+    """Declare the support for `OPS`; the output of `QUANTIZING_OPS` may also be in e4m3."""
+    return _ops_of(package, OPS, dtypes=dtypes) | _ops_of(
+        package, QUANTIZING_OPS, dtypes=dtypes, out_dtypes=(*dtypes, E4M3)
+    )
+
+
+CPU = Backend(name="cpu", priority=0, device_type="cpu", ops=_ops_of_all("cpu", FLOAT_DTYPES))
 TRITON = Backend(
     name="triton",
     priority=10,
     device_type="cuda",
     capability=(8, 0),
-    ops=_ops_of("triton", OPS, dtypes=(torch.float32, torch.bfloat16, torch.float16)),
+    ops=_ops_of_all("triton", (torch.float32, torch.bfloat16, torch.float16)),
     missing_package=missing("triton"),
 )
 HOPPER = Backend(

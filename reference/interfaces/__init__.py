@@ -177,6 +177,16 @@ from .ownership import (
     visible_lens_of_tokens,
 )
 from .presets import PRESETS
+from .quantization import (
+    LEAST_WEIGHT,
+    QuantizedWeight,
+    check_output_scale,
+    check_scale,
+    check_scale_values,
+    check_weight,
+    check_weight_to_quantize,
+    to_e4m3,
+)
 from .rope_config import RopeConfig, YarnConfig, yarn_mscale
 from .sizes import (
     MOST_WORKSPACE_TOKENS,
@@ -213,6 +223,7 @@ __all__ = [
     "FLOPS_PER_BYTE",
     "FP8_DS_MLA",
     "FP8_E4M3",
+    "LEAST_WEIGHT",
     "MERGES",
     "MOST_PARTS",
     "MOST_WORKSPACE_TOKENS",
@@ -246,6 +257,7 @@ __all__ = [
     "PathCosts",
     "PrefillMetadata",
     "PrefillPart",
+    "QuantizedWeight",
     "QueryLenSupport",
     "RopeConfig",
     "ScaleSource",
@@ -321,6 +333,7 @@ __all__ = [
     "check_number",
     "check_offsets",
     "check_out",
+    "check_output_scale",
     "check_ownership",
     "check_prefill",
     "check_prefix_split",
@@ -332,7 +345,9 @@ __all__ = [
     "check_reorg",
     "check_rms_norm",
     "check_rows",
+    "check_scale",
     "check_scale_value",
+    "check_scale_values",
     "check_schedule",
     "check_schedule_costs",
     "check_slots",
@@ -347,6 +362,8 @@ __all__ = [
     "check_threshold",
     "check_type",
     "check_update",
+    "check_weight",
+    "check_weight_to_quantize",
     "checkpoint_scale",
     "choose_schedule",
     "chunked_prefill_workspace_size",
@@ -384,6 +401,7 @@ __all__ = [
     "slots_of_tokens",
     "split_for_keys",
     "stride_order",
+    "to_e4m3",
     "visible_lens_of_tokens",
     "wide_dtype",
     "write_captured",

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import fast
 from fast.backends import decode_request, select
 from fast.kernels.schedule_costs import measured_schedule_costs
-from reference.interfaces import QueryLenSupport
+from reference.interfaces import E4M3, QueryLenSupport
 
 from ..support.factories import DIRECT, integers, make_batch, make_cache, make_entries, new_cache, offsets
 
@@ -87,6 +87,11 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
     ]  # fmt: skip
     offsets_and_settings = (offsets([4, 2]), offsets([5, 2]), 4, 5, 0.3, True)
     attention = (*offsets_and_settings, dtype, backend)
+    products = [
+        (rand(6, 3, 8), weight, weight_scale, output_scale, backend)
+        for weight, weight_scale in ((rand(3, 8, 5), None), (rand(3, 8, 5).to(E4M3), torch.rand(3) + 1))
+        for output_scale in (None, torch.tensor(0.5))
+    ]
     states = (rand(6, 3, 5), torch.randn(3, 6, dtype=lse), rand(6, 3, 5), torch.randn(3, 6, dtype=lse))
     return {
         "mla_twins::advance_step": advanced,
@@ -128,6 +133,11 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
             for out_dtype in (dtype, torch.float32)
         ],
         "mla_twins::bmm_out": [(rand(3, 4, 5), rand(3, 5, 2), rand(3, 4, 2))],
+        "mla_twins::multiply_heads": products,
+        "mla_twins::multiply_heads_out": [
+            (*given[:-1], torch.zeros(6, 3, 5).to(given[0].dtype if given[3] is None else E4M3), backend)
+            for given in products
+        ],
         "mla_twins::mla_decode": decodes,
         "mla_twins::mla_decode_out": [
             (*given[:-1], torch.zeros(given[0].shape, dtype=given[10]), given[-1]) for given in decodes
