@@ -21,11 +21,12 @@ from .own import DECODES
 from .registry import KernelRequest, registered
 from .selection import BackendChoice, all_ops, bind, decode_request, name_for, select
 
-CACHE_OPS = (
+CACHE_OPS = (  # ops that read or write cache entries in a cache
     "concat_and_cache_mla",
     "gather_and_maybe_dequant_cache",
     "rope_norm_and_cache",
-)  # ops that read or write cache entries
+)
+CONVERSIONS = ("dequantize_entries", "quantize_entries")  # ops on cache entries outside a cache
 COPY_OPS = ("copy_blocks", "swap_blocks")  # ops that copy cache entries unchanged
 INTEGER_OPS = ("advance_step", "compute_visible_lens", "plan_decode")  # ops that compute with integers only
 
@@ -57,6 +58,7 @@ def layer_requests(
         "flash_attn_varlen": (("qk_head_dim", config.qk_head_dim), ("v_head_dim", config.v_head_dim)),
         "merge_attn_states": (("head_dim", config.v_head_dim),),
         "pack_attn_state": (("head_dim", latent),),
+        "quantize_entries": entry,
         "rope_norm_and_cache": entry,
         "weight_attn_out": (("head_dim", latent),),
         "zero_padding_tokens": (("head_dim", config.v_head_dim),),
@@ -75,6 +77,8 @@ def layer_requests(
             more = {"dtype": dtype}
             if op in CACHE_OPS:
                 more |= {"block_size": block_size, "cache_format": cache_format}
+            elif op in CONVERSIONS:
+                more |= {"cache_format": cache_format}
             elif op in COPY_OPS:
                 more = {"block_size": block_size}
             elif op == "flash_attn_varlen":

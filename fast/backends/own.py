@@ -8,7 +8,7 @@ import re
 
 import torch
 
-from reference.interfaces import E4M3, FLOAT_DTYPES
+from reference.interfaces import COMPUTE_FORMAT, E4M3, FLOAT_DTYPES, FP8_DS_MLA, FP8_E4M3
 
 from .registry import Backend, OpSupport, register
 
@@ -16,10 +16,16 @@ DECODES = ("mla_decode", "decode_programs", "schedule_costs")  # one backend ser
 MESSAGES = ("pack_attn_state", "merge_packed_attn_states")  # one backend writes and reads a message
 OPS = (  # every op that a backend can serve
     "advance_step", "apply_rope", "compute_visible_lens", "concat_and_cache_mla", "copy_blocks", "decode_programs",
-    "flash_attn_varlen", "gather_and_maybe_dequant_cache", "merge_attn_states", "merge_packed_attn_states",
-    "mla_decode", "multiply_heads", "pack_attn_state", "plan_decode", "reorg_kvcache", "rope_norm_and_cache",
-    "schedule_costs", "swap_blocks", "weight_attn_out", "zero_padding_tokens",
+    "dequantize_entries", "flash_attn_varlen", "gather_and_maybe_dequant_cache", "merge_attn_states",
+    "merge_packed_attn_states", "mla_decode", "multiply_heads", "pack_attn_state", "plan_decode", "quantize_entries",
+    "reorg_kvcache", "rope_norm_and_cache", "schedule_costs", "swap_blocks", "weight_attn_out", "zero_padding_tokens",
 )  # fmt: skip
+ENTRY_OPS = (  # ops that write or read cache entries; they serve every cache format
+    "concat_and_cache_mla", "dequantize_entries", "gather_and_maybe_dequant_cache", "quantize_entries",
+    "rope_norm_and_cache",
+)  # fmt: skip
+FORMATS = (COMPUTE_FORMAT.name, FP8_E4M3.name, FP8_DS_MLA.name)
+STORED_DTYPES = (FP8_E4M3.storage_dtype, FP8_DS_MLA.storage_dtype)  # dtypes of caches that no query has
 QUANTIZING_OPS = ("multiply_heads",)  # ops whose output may be in e4m3
 READS = {"pack_attn_state": "merge_packed_attn_states"}  # op that writes a message: op that reads the message
 
@@ -42,9 +48,16 @@ def _ops_of(package: str, names: tuple[str, ...], **declared) -> dict[str, OpSup
 
 
 def _ops_of_all(package: str, dtypes: tuple[torch.dtype, ...]) -> dict[str, OpSupport]:
-    """Declare the support for `OPS`; the output of `QUANTIZING_OPS` may also be in e4m3."""
-    return _ops_of(package, OPS, dtypes=dtypes) | _ops_of(
-        package, QUANTIZING_OPS, dtypes=dtypes, out_dtypes=(*dtypes, E4M3)
+    """Declare the support for `OPS`.
+
+    `ENTRY_OPS` serve every cache format, a reorder serves every stored dtype, and the output of `QUANTIZING_OPS` may
+    also be in e4m3.
+    """
+    return (
+        _ops_of(package, OPS, dtypes=dtypes)
+        | _ops_of(package, ENTRY_OPS, dtypes=dtypes, cache_formats=FORMATS)
+        | _ops_of(package, ("reorg_kvcache",), dtypes=(*dtypes, *STORED_DTYPES))
+        | _ops_of(package, QUANTIZING_OPS, dtypes=dtypes, out_dtypes=(*dtypes, E4M3))
     )
 
 

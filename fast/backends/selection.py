@@ -221,16 +221,18 @@ def cache_request(
     )  # fmt: skip
 
 
-def copy_request(op: str, kv_cache: torch.Tensor) -> KernelRequest:
-    """Return the request for a call of an op that copies whole cache entries, of any dtype and format.
+def copy_request(op: str, kv_cache: torch.Tensor, cache_format: CacheFormat | None = None) -> KernelRequest:
+    """Return the request for a call of an op that copies whole cache entries, of any dtype.
 
     Args:
         op: name of the op.
         kv_cache: [num_blocks, block_size, columns].
+        cache_format: format of the cache; None for an op that copies entries of any format.
     """
     return KernelRequest(
-        op, kv_cache.device, head_dims=(("head_dim", kv_cache.shape[2]),), block_size=kv_cache.shape[1]
-    )
+        op, kv_cache.device, head_dims=(("head_dim", kv_cache.shape[2]),), block_size=kv_cache.shape[1],
+        cache_format=cache_format,
+    )  # fmt: skip
 
 
 def cache_in_words(kv_cache: torch.Tensor) -> bool:

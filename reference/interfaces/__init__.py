@@ -68,6 +68,7 @@ from .cache_format import (
     check_scale_value,
     check_storage_dtype,
     element_bytes,
+    format_named,
 )
 from .checks import (
     FLOAT_DTYPES,
@@ -372,6 +373,7 @@ __all__ = [
     "dcp_wire_bytes",
     "element_bytes",
     "expanded_elements",
+    "format_named",
     "get_dcp_local_seq_lens",
     "graph_kind",
     "graph_support_of",

@@ -190,6 +190,11 @@ FP8_DS_MLA = CacheFormat(  # the format of DeepSeek-V3.2 and of FlashMLA's spars
 CACHE_FORMATS: Mapping[str, CacheFormat] = {each.name: each for each in (COMPUTE_FORMAT, FP8_E4M3, FP8_DS_MLA)}
 
 
+def format_named(name: str) -> CacheFormat:
+    """Return the format of `CACHE_FORMATS` with this name. An op of torch.library takes a format as its name."""
+    return CACHE_FORMATS[name]
+
+
 def storage_dtypes() -> tuple[torch.dtype, ...]:
     """Return every dtype that a cache tensor may have in at least one format."""
     stored = [each.storage_dtype for each in CACHE_FORMATS.values() if each.storage_dtype is not None]

@@ -14,8 +14,11 @@ from __future__ import annotations
 
 from typing import no_type_check
 
+import torch
 import triton
 import triton.language as tl
+
+from ..device import device_facts
 
 NATIVE_CAPABILITY = (8, 9)  # lowest compute capability with instructions for e4m3
 E4M3_MAX = tl.constexpr(448.0)
@@ -26,6 +29,15 @@ ROUNDING_STEP = tl.constexpr(2.0**14)
 EXPONENT_SHIFT = tl.constexpr(
     120 << 3
 )  # difference of the exponent biases of float32 and e4m3, before the 3 mantissa bits
+
+
+def converts_natively(device: torch.device) -> bool:
+    """Return whether kernels on a device may convert with the GPU's instructions for e4m3 (NATIVE).
+
+    Triton's interpreter rounds differently in its own conversions, so it gets the integer path.
+    """
+    facts = device_facts(device)
+    return facts.capability >= NATIVE_CAPABILITY and not facts.interpreted
 
 
 @triton.jit
