@@ -43,6 +43,7 @@ from reference.interfaces import (
 from . import backends
 from .backends import BackendChoice
 from .cache.blocks import copy_blocks, swap_blocks
+from .cache.formats import dequantize_entries, quantize_entries
 from .mla.device_choices import DecodeLayer
 from .mla.layer import MLAAttention
 from .mla.metadata import build_mla_metadata
@@ -84,7 +85,8 @@ def warmup(
 
     The function runs a layer whose projections return zeros: decodes with and without splits and schedules, cascades,
     and prefills with and without context. It also runs the ops outside a layer, such as `copy_blocks`. A CUDA graph
-    needs no further kernels. Triton also stores compiled kernels on disk.
+    needs no further kernels. Triton also stores compiled kernels on disk. The function chooses no scale of a layer
+    of the caller (`KVScale`): its own layer has the scale 1.0.
 
     Args:
         config: configuration of the layer.
@@ -222,7 +224,10 @@ def _launches(
     if ranks is not None:
         ownership, heads, local = ranks.ownership, ranks.gathered_heads(heads), ranks.local_config(config)
     projections = _projections_of_zeros(local, dtype, device)
-    layer = MLAAttention(config, **projections, context_parallel=ranks, cache_format=cache_format, backend=backend)
+    kv_scale = 1.0 if cache_format.layer_scale else None
+    layer = MLAAttention(
+        config, **projections, context_parallel=ranks, cache_format=cache_format, kv_scale=kv_scale, backend=backend
+    )
     size = 1 if ownership is None else ownership.size
     decoded = DecodeLayer(dataclasses.replace(config, num_heads=heads), device, dtype, block_size, cache_format)
     costs = decoded.programs_and_costs(1, 0, None, backend, batch_invariant=True).costs
@@ -234,7 +239,9 @@ def _launches(
     ) -> None:
         common = _batch(query_lens, seq_lens, -(-max(seq_lens) // block_size), num_blocks, device)
         workspace = 4 * block_size * size * len(query_lens)
-        plan = build_mla_metadata(common, block_size, workspace, threshold, ownership=ownership)
+        plan = build_mla_metadata(
+            common, block_size, workspace, threshold, ownership=ownership, cache_format=cache_format, dtype=dtype
+        )
         tokens = sum(query_lens)
 
         def inputs() -> tuple[Tensor, Tensor]:
@@ -269,7 +276,9 @@ def _launches(
     def cascade(requests: int, prefix: int, query_len: int) -> None:
         lens = [prefix + query_len + 1] * requests
         common = _batch([query_len] * requests, lens, -(-lens[0] // block_size), num_blocks, device)
-        plan = build_mla_metadata(common, block_size, block_size, decode_threshold, num_programs=0)
+        plan = build_mla_metadata(
+            common, block_size, block_size, decode_threshold, num_programs=0, cache_format=cache_format, dtype=dtype
+        )
         plan = dataclasses.replace(plan, cascade=split_shared_prefix(plan.decode, prefix, block_size))
         tokens = requests * query_len
         hidden_states = torch.zeros(tokens, config.hidden_size, dtype=dtype, device=device)
@@ -290,6 +299,13 @@ def _launches(
         positions = torch.zeros(1, dtype=torch.int64, device=device)
         common = _batch([1], [1], 2, num_blocks, device)
         advance_step(token, token.clone(), positions, common, block_size, ownership, backend=backend)
+
+    def convert() -> None:  # stored entries and numbers, without a cache
+        latents, k_pe = (torch.zeros(1, width, dtype=dtype, device=device)
+                         for width in (config.kv_lora_rank, config.qk_rope_head_dim))  # fmt: skip
+        scale = None if layer.kv_scale is None else layer.kv_scale.value
+        entries = quantize_entries(latents, k_pe, cache_format, scale, backend=backend)
+        dequantize_entries(entries, cache_format, dtype, scale, backend=backend)
 
     def copy() -> None:
         pairs = torch.tensor([[0, 1]], dtype=torch.int64, device=device)
@@ -325,6 +341,8 @@ def _launches(
     launches.extend(functools.partial(advance, ids) for ids in (torch.int32, torch.int64))
     step([long_query] * 3, [long_query, long_query + 3, long_query])  # requests with and without context
     launches.append(copy)
+    if cache_format.scaled:
+        launches.append(convert)
     return launches
 
 

@@ -51,7 +51,8 @@ def layer_requests(
     """
     latent, rope = config.kv_lora_rank, config.qk_rope_head_dim
     entry = (("kv_lora_rank", latent), ("qk_rope_head_dim", rope))
-    widths = {  # op: widths of its tensors; an op that is missing here has one width, the columns of a cache entry
+    columns = (("head_dim", cache_format.columns(latent, rope)),)
+    widths = {  # op: widths of its tensors; an op that is missing here has one width, the columns of a stored entry
         "apply_rope": (("qk_rope_head_dim", rope),),
         "merge_packed_attn_states": (("head_dim", latent),),
         "concat_and_cache_mla": entry,
@@ -81,11 +82,11 @@ def layer_requests(
                 more |= {"cache_format": cache_format}
             elif op in COPY_OPS:
                 more = {"block_size": block_size}
+            elif op == "reorg_kvcache":  # ranks exchange stored entries
+                more = {"dtype": cache_format.dtype_for(dtype)}
             elif op == "flash_attn_varlen":
                 more |= {"query_lens": QueryLenSupport.VARLEN, "mask": "causal", "lse": True}
-            requests.append(
-                KernelRequest(op, device, head_dims=widths.get(op, (("head_dim", config.head_size),)), **more)
-            )
+            requests.append(KernelRequest(op, device, head_dims=widths.get(op, columns), **more))
     return requests
 
 

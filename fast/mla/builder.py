@@ -93,6 +93,7 @@ class MLAMetadataBuilder:
             of whole sequences and the slots of this rank, and no plan has a cascade.
         schedule_costs: costs from which schedules are computed; None takes the costs of the device (`schedule_costs`).
         cache_format: format of the cache. It influences `choose_path`, the choice of a cascade, and the schedule.
+            Layers with another format refuse the plans.
         dtype: dtype of queries and keys. It influences the same choices as `cache_format`. A plan is valid for any
             dtype.
         graph_support: batches for which a captured CUDA graph can be replayed (`GraphSupport`). None takes
@@ -255,8 +256,9 @@ class MLAMetadataBuilder:
         """Return the plan of a captured batch; no request of a replay is longer than `common.max_seq_len`."""
         programs, costs = self._programs_and_costs(common.max_query_len, common.block_table.device)
         return plan_captured_decodes(
-            common, self.block_size, programs, costs, self.batch_invariant, self.ownership, graph, backend=self.backend
-        )
+            common, self.block_size, programs, costs, self.batch_invariant, self.ownership, graph, self.cache_format,
+            backend=self.backend,
+        )  # fmt: skip
 
     def update_captured(self, captured: MLAMetadata, common: CommonAttentionMetadata) -> None:
         """Write the plan of the next replay's batch into the tensors of the captured plan, which the graph reads.

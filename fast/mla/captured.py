@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 
 from reference.interfaces import (
+    COMPUTE_FORMAT,
+    CacheFormat,
     CommonAttentionMetadata,
     ContextParallelMetadata,
     DecodeMetadata,
@@ -20,6 +22,7 @@ from reference.interfaces import (
     TokenOwnership,
     check_captured_lens,
     check_flag,
+    check_format,
     check_int,
     check_ownership,
     check_schedule_costs,
@@ -39,6 +42,7 @@ def plan_captured_decodes(
     batch_invariant: bool = False,
     ownership: TokenOwnership | None = None,
     graph: GraphSupport = GraphSupport.ANY,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
     *,
     backend: BackendChoice = None,
 ) -> MLAMetadata:
@@ -58,6 +62,7 @@ def plan_captured_decodes(
         ownership: the tokens that this context-parallel rank owns; None if one rank owns all tokens. With `ownership`,
             `common` has the lengths of the whole sequences and the slots of this rank.
         graph: kind of the graph: ANY for mixed query lengths, ONE_QUERY_LEN for one query length.
+        cache_format: format of the caches of the layers that use the plan.
         backend: backend of `plan_decode` and `compute_visible_lens`: a name, a mapping from op to backend name, or None
             for an automatic choice (`fast.backends`).
 
@@ -76,6 +81,7 @@ def plan_captured_decodes(
     costs = check_schedule_costs(costs)
     check_flag("batch_invariant", batch_invariant)
     check_ownership(ownership)
+    check_format(cache_format)
     seq_lens, longest, kind, which = common.seq_lens, common.max_seq_len, MLAMetadata, {}
     visible_lens = compute_visible_lens(
         common.query_start_loc, seq_lens, tokens, ownership, graph=graph, backend=backend
@@ -116,5 +122,6 @@ def plan_captured_decodes(
         ),
         workspace_tokens=0,  # no context is expanded
         schedule=schedule,
+        cache_format=cache_format,
         schedule_choice=ScheduleChoice(num_programs, requests, 0, 0, planned=num_programs > 0),
     )

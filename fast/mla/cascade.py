@@ -88,6 +88,7 @@ def cascade_attention(
     metadata: CascadeMetadata,
     softmax_scale: float,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    kv_scale: Float[Tensor, ""] | None = None,
     *,
     backend: BackendChoice = None,
 ) -> AttentionState:
@@ -100,6 +101,7 @@ def cascade_attention(
         metadata: plans of prefix and suffix (`split_shared_prefix`).
         softmax_scale: (P + R)^-1/2, times YaRN's factor.
         cache_format: format of the cache.
+        kv_scale: float32 scale of the layer's cache; None if the format has no such scale (`CacheFormat.layer_scale`).
         backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
@@ -110,7 +112,7 @@ def cascade_attention(
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     check_type("metadata", metadata, CascadeMetadata)
-    check_decode(ql_nope, q_pe, kv_cache, metadata.prefix, cache_format)
+    check_decode(ql_nope, q_pe, kv_cache, metadata.prefix, cache_format, kv_scale=kv_scale)
     backend = backends.bind(backend, ("mla_decode", "merge_attn_states"))
     wide = wide_dtype(ql_nope.dtype)
     prefix = mla_decode(
@@ -121,6 +123,7 @@ def cascade_attention(
         softmax_scale,
         out_dtype=wide,
         cache_format=cache_format,
+        kv_scale=kv_scale,
         backend=backend,
     )
     suffix = mla_decode(
@@ -131,6 +134,7 @@ def cascade_attention(
         softmax_scale,
         out_dtype=wide,
         cache_format=cache_format,
+        kv_scale=kv_scale,
         backend=backend,
     )
     state = merge_attn_states(prefix, suffix, backend=backend)

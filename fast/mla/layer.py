@@ -5,7 +5,6 @@ docs/glossary.md explains the terms and the letters of shapes. `torch.compile(fu
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +23,7 @@ from reference.interfaces import (
     GraphSupport,
     MLAConfig,
     MLAMetadata,
-    UnsupportedConfiguration,
+    ScaleSource,
     check_attention_output,
     check_context_workspace,
     check_flag,
@@ -38,9 +37,11 @@ from reference.interfaces import (
     check_rms_norm,
     check_step,
     check_step_values,
+    choose_kv_scale,
     is_plain_linear,
-    latent_norm_eps,
     linear_output,
+    make_kv_scale,
+    parts_of_hf_attention,
     wide_dtype,
 )
 
@@ -63,8 +64,8 @@ _check_inputs = backends.CheckedOnce(check_layer_inputs)
 _check_rms_norm = backends.CheckedOnce(check_rms_norm)
 _check_step = backends.CheckedOnce(check_step)
 LAYER_OPS = (
-    "apply_rope", "concat_and_cache_mla", "reorg_kvcache", "rope_norm_and_cache", "zero_padding_tokens",
-    *DCP_DECODE_OPS, *PREFILL_OPS,
+    "apply_rope", "concat_and_cache_mla", "dequantize_entries", "reorg_kvcache", "rope_norm_and_cache",
+    "zero_padding_tokens", *DCP_DECODE_OPS, *PREFILL_OPS,
 )  # fmt: skip
 
 
@@ -108,13 +109,20 @@ class MLAAttention(nn.Module):
         cache_format: format of the layer's cache.
         workspace: memory in which a prefill gathers and expands one chunk; all layers of a model can share it. None
             takes the workspace of the plan. A memory-profile run has no plan: it allocates a workspace and frees it.
+        kv_scale: scale of the layer's cache, only for a format with `CacheFormat.layer_scale`. None leaves the choice
+            to the first step with a prefill (`reference.interfaces.kv_scales`).
         check_every_call: if True, every op checks all its arguments in every call. If False, an op may skip a check
             that an earlier call with the same shapes, strides and dtypes has passed (`fast.backends.checked_calls`).
         backend: name of a backend, mapping from op to backend name, or None. A name applies to the ops that the backend
             declares. For every other op, the backend is chosen automatically in each call (`fast.backends`).
 
+    Attributes:
+        kv_scale: the scale as a `KVScale`, a buffer of the layer; None if the format has no such scale.
+        observed: largest absolute value of each step, while `calibrate_kv_scales` records them; otherwise None.
+
     Raises:
-        ValueError: the projections do not match the config, or `backend` has an unknown name or an unknown op.
+        ValueError: the projections do not match the config, `kv_scale` does not fit `cache_format`, or `backend` has an
+            unknown name or an unknown op.
         UnsupportedConfiguration: the named backend declares no op of a layer.
     """
 
@@ -134,6 +142,7 @@ class MLAAttention(nn.Module):
         cache_format: CacheFormat = COMPUTE_FORMAT,
         *,
         workspace: ContextWorkspace | None = None,
+        kv_scale: float | Tensor | None = None,
         check_every_call: bool = False,
         backend: BackendChoice = None,
     ):
@@ -158,6 +167,8 @@ class MLAAttention(nn.Module):
         self.kv_a_proj_with_mqa, self.kv_b_proj, self.o_proj = kv_a_proj_with_mqa, kv_b_proj, o_proj
         self.q_a_layernorm, self.kv_a_layernorm = q_a_layernorm, kv_a_layernorm
         self.workspace_tokens, self.cache_format, self.workspace = workspace_tokens, cache_format, workspace
+        self.kv_scale = make_kv_scale(cache_format, kv_scale, kv_a_layernorm.weight.device)
+        self.observed: list[Tensor] | None = None
         self.backend = backends.bind(backend, LAYER_OPS)
         self.register_buffer("recovered_kv_b_weight", None, persistent=False)
         self._frequencies = rotary_frequencies(config.rope, config.qk_rope_head_dim)
@@ -173,38 +184,18 @@ class MLAAttention(nn.Module):
                 the module. With `context_parallel`, the layer uses views of the weights that belong to the heads of
                 this rank.
             options: keyword arguments of the constructor (`workspace_tokens`, `context_parallel`, `cache_format`,
-                `workspace`, `check_every_call`, `backend`).
+                `workspace`, `kv_scale`, `check_every_call`, `backend`). If `kv_scale` is not given, the layer takes the
+                scale that the checkpoint stores for the cache.
 
         Raises:
             UnsupportedConfiguration: `MLAConfig.from_hf` raises it; the two norms have different epsilons; the weight
                 of a projection cannot be divided by heads.
         """
-        if not hasattr(module, "config") or not hasattr(module, "kv_a_layernorm"):
-            wanted = "module: expected a DeepseekV2Attention or DeepseekV3Attention"
-            raise UnsupportedConfiguration([f"{wanted}, got {type(module).__name__}"])
-        if getattr(module, "is_causal", True) is False:
-            raise UnsupportedConfiguration(["module.is_causal: only causal attention is implemented, got False"])
-        config = MLAConfig.from_hf(module.config)
-        low_rank = config.q_lora_rank is not None
-        eps = latent_norm_eps(module.kv_a_layernorm, module.q_a_layernorm if low_rank else None)
-        config = dataclasses.replace(config, latent_norm_eps=eps)
-        # for each projection: the dimension of its weight along which the heads lie
-        with_heads = {"kv_b_proj": 0, "o_proj": 1, "q_b_proj" if low_rank else "q_proj": 0}
-        projections = {name: getattr(module, name) for name in with_heads}
-        if (context_parallel := options.get("context_parallel")) is not None:
-            projections = {
-                name: context_parallel.shard_linear(name, projections[name], dim, config.num_heads)
-                for name, dim in with_heads.items()
-            }
-        return cls(
-            config,
-            kv_a_proj_with_mqa=module.kv_a_proj_with_mqa,
-            kv_a_layernorm=module.kv_a_layernorm,
-            q_a_proj=module.q_a_proj if low_rank else None,
-            q_a_layernorm=module.q_a_layernorm if low_rank else None,
-            **projections,
-            **options,
-        )
+        parts = parts_of_hf_attention(module, options)
+        layer = cls(parts.config, **parts.modules, **options)
+        if parts.kv_scale is not None:
+            layer.kv_scale.choose(parts.kv_scale, ScaleSource.CHECKPOINT)
+        return layer
 
     def refresh_weights(self) -> None:
         """Read the weight of `kv_b_proj` again, after the caller changed this weight.
@@ -265,7 +256,8 @@ class MLAAttention(nn.Module):
         weights = self._weight_views.of(self)
         with weights.calls_inside(hidden_states, positions, kv_cache, metadata):
             output = self._attend(hidden_states, positions, kv_cache, metadata, weights)
-        return self._project_out(output)
+        hidden = linear_output("o_proj", self.o_proj(output.flatten(1)))
+        return hidden if self.context_parallel is None else self.context_parallel.tp_group.all_reduce(hidden)
 
     def _attend(self, hidden_states, positions, kv_cache, metadata, weights: AttentionWeights) -> Tensor:
         """Compute the output [T, N, V] of the heads, before `o_proj`."""
@@ -275,7 +267,7 @@ class MLAAttention(nn.Module):
             c, (q, kv_c, k_pe) = self.local_config, self._down_project(hidden_states)
         backends.confirm(q, kv_c, k_pe)
         output = q.new_empty(q.shape[0], c.num_heads, c.v_head_dim)
-        _check_forward_attention(c, w_uk, q, kv_c, k_pe, kv_cache, self.cache_format)
+        _check_forward_attention(c, w_uk, q, kv_c, k_pe, kv_cache, self.cache_format, weights.kv_scale)
         if metadata is None:
             slots, graph = positions.new_empty(0, dtype=torch.int64), GraphSupport.NONE  # write nothing
         else:
@@ -283,11 +275,11 @@ class MLAAttention(nn.Module):
             slots, graph = rows_of(metadata.slot_mapping, 0, metadata.num_actual_tokens), metadata.decode.graph
         workspace, largest = reserve_for_step(self, metadata, q)
         q_nope, q_pe = q.split_with_sizes([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
-        q_pe, kv_c_normed, k_pe = rope_norm_and_cache(
-            positions, q_pe, kv_c, k_pe, kv_cache, slots, self.kv_a_layernorm.weight, c.latent_norm_eps, c.rope,
-            cache_format=self.cache_format, frequencies=self._frequencies_for(q), graph=graph, backend=self.backend,
-        )  # fmt: skip
-        del kv_c  # the last tensor that keeps the memory of the down-projection
+        written = positions, q_pe, kv_c, k_pe, kv_cache
+        if metadata is not None and (self.kv_scale is not None or self.observed is not None):
+            choose_kv_scale(self, metadata, functools.partial(self._entries, written, weights))
+        q_pe, kv_c_normed, k_pe = self._write(written, slots, graph, weights)
+        del kv_c, written  # the last tensors that keep the memory of the down-projection
         split, end = (0, q.shape[0]) if metadata is None else (metadata.num_decode_tokens, metadata.num_actual_tokens)
         if split > 0:
             self._decode(q_nope, q_pe, kv_cache, metadata, output, weights)
@@ -298,17 +290,22 @@ class MLAAttention(nn.Module):
             touch_largest(q, kv_c_normed, w_uk, w_uv, c, *largest, self.context_parallel)
             output.zero_()
         elif end > split:
-            self._prefill(q, kv_c_normed, k_pe, kv_cache, metadata, output, w_uk, w_uv, workspace)
+            self._prefill(q, kv_c_normed, k_pe, kv_cache, metadata, output, weights, workspace)
         if end < output.shape[0]:
             output[end:] = 0
         return output
 
-    def _project_out(self, output: Tensor) -> Tensor:
-        """Apply `o_proj` to the heads of this rank, and sum the products of all tensor-parallel ranks."""
-        hidden_states = linear_output("o_proj", self.o_proj(output.flatten(1)))
-        if self.context_parallel is None:
-            return hidden_states
-        return self.context_parallel.tp_group.all_reduce(hidden_states)
+    def _write(self, new: tuple[Tensor, ...], slots: Tensor, graph: GraphSupport, weights: AttentionWeights):
+        """Call `rope_norm_and_cache` for new tokens, whose first five arguments are `new`."""
+        return rope_norm_and_cache(
+            *new, slots, weights.norm_weight, self.config.latent_norm_eps, self.config.rope, self.cache_format,
+            weights.kv_scale, frequencies=self._frequencies_for(new[1]), graph=graph, backend=self.backend,
+        )  # fmt: skip
+
+    def _entries(self, new: tuple[Tensor, ...], weights: AttentionWeights) -> tuple[Tensor, Tensor]:
+        """Return the normed latents and rotated rope parts of new tokens, without a write to the cache."""
+        with backends.CallsOfOthers():  # most calls of the layer do not need the entries before the write
+            return self._write(new, new[0].new_empty(0, dtype=torch.int64), GraphSupport.NONE, weights)[1:]
 
     @backends.with_wanted_checks
     def project(
@@ -380,7 +377,7 @@ class MLAAttention(nn.Module):
     def _write_and_attend(self, q, kv_c_normed, k_pe, kv_cache, metadata, output, weights) -> None:
         """Compute `forward_attention` with the given views of the weights."""
         c, w_uk, w_uv = self.local_config, weights.w_uk, weights.w_uv
-        _check_forward_attention(c, w_uk, q, kv_c_normed, k_pe, kv_cache, self.cache_format)
+        _check_forward_attention(c, w_uk, q, kv_c_normed, k_pe, kv_cache, self.cache_format, weights.kv_scale)
         check_attention_output(c, output, w_uk, q, kv_c_normed, k_pe, kv_cache)
         if metadata is None:
             _, largest = reserve_for_step(self, None, q)
@@ -390,25 +387,27 @@ class MLAAttention(nn.Module):
         self._check_step(metadata, q, kv_cache)
         workspace, _ = reserve_for_step(self, metadata, q)
         split, end = metadata.num_decode_tokens, metadata.num_actual_tokens
+        if self.kv_scale is not None or self.observed is not None:
+            choose_kv_scale(self, metadata, lambda: (kv_c_normed, k_pe))
         concat_and_cache_mla(
             rows_of(kv_c_normed, 0, end), rows_of(k_pe, 0, end), kv_cache, metadata.slot_mapping, self.cache_format,
-            graph=metadata.decode.graph, backend=self.backend,
+            weights.kv_scale, graph=metadata.decode.graph, backend=self.backend,
         )  # fmt: skip
         if split > 0:
             queries = q.split_with_sizes([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
             self._decode(*queries, kv_cache, metadata, output, weights)
         if end > split:
-            self._prefill(q[split:end], kv_c_normed, k_pe, kv_cache, metadata, output, w_uk, w_uv, workspace)
+            self._prefill(q[split:end], kv_c_normed, k_pe, kv_cache, metadata, output, weights, workspace)
         if end < output.shape[0]:
             output[end:] = 0
 
     def _check_step(self, metadata: MLAMetadata, q: Tensor, kv_cache: Tensor) -> None:
         """Raise if the plan of a step does not fit the layer, the queries or the cache."""
-        _check_step(metadata, q.shape[0], kv_cache, self.workspace_tokens)
+        _check_step(metadata, q.shape[0], kv_cache, self.workspace_tokens, self.cache_format)
         check_step_values(metadata, kv_cache)
         check_step_ownership(metadata, self.context_parallel)
 
-    def _prefill(self, q, kv_c_normed, k_pe, kv_cache, metadata, output, w_uk, w_uv, workspace) -> None:
+    def _prefill(self, q, kv_c_normed, k_pe, kv_cache, metadata, output, weights, workspace) -> None:
         """Compute the expanded path for the query tokens of the prefills, and write their rows of `output`.
 
         `q` has only the query tokens of the prefills; `kv_c_normed`, `k_pe` and `output` have all tokens of the step.
@@ -419,8 +418,8 @@ class MLAAttention(nn.Module):
         tokens = metadata.num_decode_tokens, metadata.num_actual_tokens
         kv_c_normed, k_pe, output = (rows_of(x, *tokens) for x in (kv_c_normed, k_pe, output))
         forward_prefill(
-            q, kv_c_normed, k_pe, kv_cache, metadata.prefill, w_uk, w_uv, self.config.softmax_scale, gather,
-            self.cache_format, return_lse=False, out=output, workspace=workspace, backend=self.backend,
+            q, kv_c_normed, k_pe, kv_cache, metadata.prefill, weights.w_uk, weights.w_uv, self.config.softmax_scale,
+            gather, self.cache_format, False, weights.kv_scale, out=output, workspace=workspace, backend=self.backend,
         )  # fmt: skip
 
     def _decode(self, q_nope, q_pe, kv_cache, metadata, output, weights) -> None:
@@ -430,17 +429,18 @@ class MLAAttention(nn.Module):
         ql_nope = multiply_heads(q_nope, weights.w_uk_t)
         if metadata.cascade is not None:
             state = cascade_attention(
-                ql_nope, q_pe, kv_cache, metadata.cascade, c.softmax_scale, self.cache_format, backend=self.backend
-            )
+                ql_nope, q_pe, kv_cache, metadata.cascade, c.softmax_scale, self.cache_format, weights.kv_scale,
+                backend=self.backend,
+            )  # fmt: skip
         elif self.context_parallel is not None:
             state = dcp_decode(
                 ql_nope, q_pe, kv_cache, metadata.decode, c.softmax_scale, self.context_parallel, metadata.schedule,
-                cache_format=self.cache_format, backend=self.backend,
+                cache_format=self.cache_format, kv_scale=weights.kv_scale, backend=self.backend,
             )  # fmt: skip
         else:
             state = mla_decode(
                 ql_nope, q_pe, kv_cache, metadata.decode, c.softmax_scale, metadata.schedule,
-                cache_format=self.cache_format, backend=self.backend,
+                cache_format=self.cache_format, kv_scale=weights.kv_scale, backend=self.backend,
             )  # fmt: skip
         write_values(state.out, weights.w_uv_by_head, output)
         if metadata.decode.graph is GraphSupport.ANY:  # the decode leaves the rows of padding tokens undefined

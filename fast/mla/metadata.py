@@ -116,7 +116,8 @@ def build_mla_metadata(
             if `choose_schedule` expects that the schedule saves time.
         schedule_costs: costs from which the schedule is computed; None takes the costs of the device
             (`schedule_costs`).
-        cache_format: format of the cache. It influences `choose_path` and the schedule.
+        cache_format: format of the cache. It influences `choose_path` and the schedule. Layers with another format
+            refuse the plan.
         dtype: dtype of queries and keys. It influences `choose_path` and the schedule. A plan is valid for any dtype.
         staging: pinned memory through which plans are copied to a GPU; None takes pinned memory from PyTorch's
             allocator in each call.
@@ -250,6 +251,7 @@ def build_mla_metadata(
             parts=parts,
         ),
         workspace_tokens=workspace_tokens,
+        cache_format=cache_format,
     )
     if not host_lens:
         metadata = _with_device_lens(metadata, given, ownership, one_each, backend)

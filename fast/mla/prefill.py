@@ -148,6 +148,7 @@ def gather_context(
     chunk: ContextChunk,
     cache_format: CacheFormat = COMPUTE_FORMAT,
     out_dtype: torch.dtype | None = None,
+    kv_scale: Float[Tensor, ""] | None = None,
     *,
     workspace: Float[Tensor, "rows head_size"] | None = None,
     backend: BackendChoice = None,
@@ -160,6 +161,7 @@ def gather_context(
         chunk: the chunk to gather.
         cache_format: format of the cache.
         out_dtype: dtype of the result; None takes the dtype of the cache.
+        kv_scale: float32 scale of the layer's cache; None if the format has no such scale (`CacheFormat.layer_scale`).
         workspace: contiguous tensor [at least S, Lkv + R] in `out_dtype`, whose first S rows receive the result; None
             allocates a tensor.
         backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
@@ -173,12 +175,13 @@ def gather_context(
             too few rows.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
-    width, dtype = _check_context(kv_cache, metadata, chunk, cache_format, out_dtype)
+    width, dtype = _check_context(kv_cache, metadata, chunk, cache_format, out_dtype, kv_scale)
     if workspace is not None:
         _check_rows(workspace, width, chunk.num_tokens, dtype, kv_cache.device)
     return gather_and_maybe_dequant_cache(
         kv_cache, metadata.block_table, chunk.cu_seq_lens, chunk.starts, chunk.num_tokens, cache_format, out_dtype,
-        out=None if workspace is None else workspace[: chunk.num_tokens], bounded=chunk.bounded, backend=backend,
+        kv_scale, out=None if workspace is None else workspace[: chunk.num_tokens], bounded=chunk.bounded,
+        backend=backend,
     )  # fmt: skip
 
 
@@ -194,6 +197,7 @@ def forward_prefill(
     gather: Callable[..., Tensor] = gather_context,
     cache_format: CacheFormat = COMPUTE_FORMAT,
     return_lse: bool = True,
+    kv_scale: Float[Tensor, ""] | None = None,
     *,
     out: Float[Tensor, "T N V"] | None = None,
     workspace: ContextWorkspace | None = None,
@@ -214,10 +218,11 @@ def forward_prefill(
         w_uv: [Lkv, N, V].
         softmax_scale: (P + R)^-1/2, times YaRN's factor.
         gather: function `(kv_cache, metadata, chunk, cache_format=, out_dtype=) -> [S, Lkv + R]` that returns the cache
-            entries of a chunk. `out_dtype` is the dtype of `q`. If `workspace` is given, the function also gets
-            `workspace=`. Under context parallelism, pass `dcp_gather_context`.
+            entries of a chunk. `out_dtype` is the dtype of `q`. If `workspace` or `kv_scale` is given, the function
+            also gets it by name. Under context parallelism, pass `dcp_gather_context`.
         cache_format: format of the cache.
         return_lse: whether the caller needs the LSE of the result.
+        kv_scale: float32 scale of the layer's cache; None if the format has no such scale (`CacheFormat.layer_scale`).
         out: tensor [T, N, V] in the dtype of `q` that receives the output, with any strides; it must share no memory
             with the other tensors. None allocates a tensor.
         workspace: memory in which each chunk is gathered and expanded; None allocates new memory for each chunk.
@@ -237,24 +242,36 @@ def forward_prefill(
     if gather is not gather_context:  # its calls of ops are unknown: each op checks its arguments
         check_function("gather", gather)
         return _forward_prefill(
-            q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, softmax_scale, gather, cache_format, return_lse, out,
-            workspace, backend,
+            q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, softmax_scale, gather, cache_format, return_lse,
+            kv_scale, out, workspace, backend,
         )  # fmt: skip
     with _CALLS_INSIDE.given(
-        q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, softmax_scale, cache_format, return_lse, out, backend
+        q,
+        kv_c_normed,
+        k_pe,
+        kv_cache,
+        metadata,
+        w_uk,
+        w_uv,
+        softmax_scale,
+        cache_format,
+        return_lse,
+        kv_scale,
+        out,
+        backend,
     ):
         return _forward_prefill(
-            q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, softmax_scale, None, cache_format, return_lse, out,
-            workspace, backend,
+            q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, softmax_scale, None, cache_format, return_lse,
+            kv_scale, out, workspace, backend,
         )  # fmt: skip
 
 
 def _forward_prefill(
-    q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, softmax_scale, gather, cache_format, return_lse, out,
-    workspace, backend,
+    q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, softmax_scale, gather, cache_format, return_lse, kv_scale,
+    out, workspace, backend,
 ):  # fmt: skip
     """Compute `forward_prefill`; if `gather` is None, `gather_context` gathers the entries of a chunk."""
-    _check_prefill(q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, cache_format)
+    _check_prefill(q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, cache_format, kv_scale)
     check_flag("return_lse", return_lse)
     check_context_workspace("workspace", workspace)
     shape = (*q.shape[:2], w_uv.shape[2])
@@ -266,6 +283,8 @@ def _forward_prefill(
     latent, chunks = kv_c_normed.shape[1], metadata.context_chunks
     if gather is None:
         gather = functools.partial(gather_context, backend=backend)
+    if kv_scale is not None:
+        gather = functools.partial(gather, kv_scale=kv_scale)
     expanded = None
     if workspace is not None and chunks:
         rows, expanded = reserve_for_chunks(workspace, chunks, kv_c_normed, k_pe, w_uk, w_uv)

@@ -28,7 +28,8 @@ class LayerSignature:
         config: config with all heads.
         cache_format: format of the cache.
         workspace_tokens: largest number of context tokens of a chunk.
-        parts: signatures (shapes, strides, dtypes, devices) of the weights, and the names of the backends.
+        parts: signatures (shapes, strides, dtypes, devices) of the weights and of the cache's scale, and the names of
+            the backends.
     """
 
     config: MLAConfig
@@ -50,6 +51,7 @@ class AttentionWeights(NamedTuple):
         w_uv: [Lkv, N, V].
         w_uk_t: [N, P, Lkv], which turns queries into absorbed queries.
         w_uv_by_head: [N, Lkv, V].
+        kv_scale: float32 scale of the layer's cache, []; None if the format has no such scale.
         signature: signature of the layer; None if the ops of the layer must check their arguments in every call.
     """
 
@@ -60,6 +62,7 @@ class AttentionWeights(NamedTuple):
     w_uv: Tensor
     w_uk_t: Tensor
     w_uv_by_head: Tensor
+    kv_scale: Tensor | None
     signature: LayerSignature | None
 
     def calls_inside(self, *arguments: Any) -> contextlib.AbstractContextManager[None]:
@@ -82,9 +85,11 @@ class WeightViews:
         weight = layer.recovered_kv_b_weight
         if weight is None:
             weight = layer.kv_b_proj.weight
-        norm_weight = layer.kv_a_layernorm.weight
+        norm_weight, kv_scale = layer.kv_a_layernorm.weight, layer.kv_scale
+        if kv_scale is not None:
+            kv_scale = kv_scale.value
         if backends.must_be_dispatched():  # for example in `torch.compile`, where tensors may have no address
-            return _make(layer, weight, norm_weight, None)
+            return _make(layer, weight, norm_weight, kv_scale, None)
         kept = self._kept
         made_from = (
             _layout(weight), _layout(norm_weight), layer.config, layer.cache_format, layer.workspace_tokens,
@@ -94,9 +99,10 @@ class WeightViews:
             kept is None
             or kept.weight is not weight
             or kept.norm_weight is not norm_weight
+            or kept.kv_scale is not kv_scale
             or kept.made_from != made_from
         ):
-            kept = self._kept = _make(layer, weight, norm_weight, made_from)
+            kept = self._kept = _make(layer, weight, norm_weight, kv_scale, made_from)
         return kept
 
     def __getstate__(self) -> dict[str, None]:
@@ -109,14 +115,16 @@ def _layout(weight: Tensor) -> tuple:
     return weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
 
 
-def _make(layer: nn.Module, weight: Tensor, norm_weight: Tensor, made_from: tuple | None) -> AttentionWeights:
+def _make(
+    layer: nn.Module, weight: Tensor, norm_weight: Tensor, kv_scale: Tensor | None, made_from: tuple | None
+) -> AttentionWeights:
     """Return the views of the layer's weights; without `made_from`, they get no signature."""
     w_uk, w_uv = layer.up_projections()
     signature = None
     if made_from is not None and layer.context_parallel is None:  # checks on every rank, because ranks exchange data
         with contextlib.suppress(backends.NoSignature):
-            parts = backends.signature_of((w_uk, norm_weight, layer.backend))
+            parts = backends.signature_of((w_uk, norm_weight, layer.backend, kv_scale))
             signature = LayerSignature(layer.config, layer.cache_format, layer.workspace_tokens, parts)
     return AttentionWeights(
-        weight, norm_weight, made_from, w_uk, w_uv, w_uk.permute(1, 2, 0), w_uv.transpose(0, 1), signature
+        weight, norm_weight, made_from, w_uk, w_uv, w_uk.permute(1, 2, 0), w_uv.transpose(0, 1), kv_scale, signature
     )

@@ -128,6 +128,7 @@ from .graph_arguments import (
     requests_with_tokens,
 )
 from .graphs import GraphBuffers, GraphMemory, captured_tensors, check_not_replaced, write_captured
+from .hf_attention import HFAttention, parts_of_hf_attention
 from .kv_cache import allocate_kv_cache
 from .kv_scales import (
     KVScale,
@@ -135,6 +136,7 @@ from .kv_scales import (
     calibrate_kv_scales,
     check_equal_scales,
     checkpoint_scale,
+    choose_kv_scale,
     largest_entry,
     load_kv_scales,
     make_kv_scale,
@@ -173,6 +175,7 @@ from .ownership import (
     TokenOwnership,
     check_interleave,
     check_rank,
+    dcp_gather_bytes,
     dcp_wire_bytes,
     get_dcp_local_seq_lens,
     visible_lens_of_tokens,
@@ -251,6 +254,7 @@ __all__ = [
     "GraphMemory",
     "GraphSupport",
     "GroupError",
+    "HFAttention",
     "InvariantSplitRule",
     "KVScale",
     "MLAConfig",
@@ -366,10 +370,12 @@ __all__ = [
     "check_weight",
     "check_weight_to_quantize",
     "checkpoint_scale",
+    "choose_kv_scale",
     "choose_schedule",
     "chunked_prefill_workspace_size",
     "context_unit",
     "context_workspace_size",
+    "dcp_gather_bytes",
     "dcp_wire_bytes",
     "element_bytes",
     "expanded_elements",
@@ -394,6 +400,7 @@ __all__ = [
     "make_kv_scale",
     "most_captured_tokens",
     "most_invariant_splits",
+    "parts_of_hf_attention",
     "reorder_batch_threshold",
     "requests_with_tokens",
     "reserve_for_chunks",

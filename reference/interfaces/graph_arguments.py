@@ -18,6 +18,7 @@ from .attention_arguments import check_schedule
 from .batch_arguments import check_batch_block_size, check_batch_size, check_common, check_table_width
 from .bounds import has_host_lens, longest_decode_lens
 from .builder import AttentionMetadataBuilder, captured_batch, most_captured_tokens
+from .cache_format import CacheFormat
 from .checks import check, check_int, check_tensor, check_type, is_positive_int
 from .decode_schedule import DecodeSchedule
 from .graphs import GraphBuffers, captured_tensors, check_not_replaced
@@ -235,6 +236,9 @@ def _check_num_tokens(common: CommonAttentionMetadata, exactly: bool) -> None:
 
 def check_captured(captured: MLAMetadata, plan: MLAMetadata) -> None:
     """Check that the tensors of `plan` can be copied into the tensors of a captured plan; read no values."""
+    check_type("captured.cache_format", captured.cache_format, CacheFormat)
+    check(captured.cache_format == plan.cache_format, "captured.cache_format",
+          f"{plan.cache_format.name}, the builder's format", captured.cache_format.name)  # fmt: skip
     pairs = [("decode.seq_lens", captured.decode.seq_lens, plan.decode.seq_lens),
              ("decode.visible_lens", captured.decode.visible_lens, plan.decode.visible_lens)]  # fmt: skip
     check(captured.schedule is not None or plan.schedule is None, "captured.schedule",

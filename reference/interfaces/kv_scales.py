@@ -9,6 +9,7 @@ Only formats with `CacheFormat.layer_scale` have this scale. A layer takes it fr
 5. 1.0, with a warning, if a decode or a graph capture comes before any prefill.
 
 After the first write to the cache the scale is fixed, because the stored numbers mean something only with this scale.
+Padding tokens are not written, so they do not count. A memory-profile run writes nothing and chooses no scale.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 
 from .cache_format import CACHE_FORMATS, E4M3_MAX, FP8_E4M3, CacheFormat, check_format
 from .checks import check, check_tensor, check_type
+from .metadata import MLAMetadata
 
 
 class ScaleSource(Enum):
@@ -93,7 +95,8 @@ class KVScale(nn.Module):
         Args:
             has_prefill: whether the step has tokens of a prefill.
             largest: function that returns the largest absolute value that the step writes, a tensor [] on the device of
-                the scale. It is called only if this value becomes the scale.
+                the scale. It is called only if the step may choose the scale; the host then waits for the device. If
+                the value is 0, the step writes zeros or nothing, and the choice is left to a later step.
 
         Returns:
             float32 tensor [].
@@ -106,7 +109,9 @@ class KVScale(nn.Module):
             check(not torch.compiler.is_compiling(), "kv_scale", wanted, "no scale")
             if has_prefill and not _is_capturing(self.value.device):
                 found = largest().to(torch.float32)
-                self.value.copy_(torch.where(found > 0, found / E4M3_MAX, 1.0))
+                if not bool(found > 0):  # any scale describes zeros
+                    return self.value
+                self.value.copy_((found / E4M3_MAX).clamp(min=torch.finfo(torch.float32).tiny))
                 self.source = ScaleSource.FIRST_PREFILL
             else:
                 warnings.warn(
@@ -142,6 +147,37 @@ def largest_entry(kv_c_normed: Tensor, k_pe: Tensor) -> Tensor:
     """Return the largest absolute value of latents [T, Lkv] and rope parts [T, R], float32 []; without NaN and inf."""
     sizes = [torch.nan_to_num(x.float().abs(), nan=0.0, posinf=0.0).amax() for x in (kv_c_normed, k_pe) if x.numel()]
     return torch.stack(sizes).amax()
+
+
+def choose_kv_scale(layer: nn.Module, metadata: MLAMetadata, entries: Callable[[], tuple[Tensor, Tensor]]) -> None:
+    """Choose the scale of a layer's cache if a step is the first write, and record the step for a calibration.
+
+    Call this function after all checks of the step and before the write. Under context parallelism, all ranks get the
+    same largest value, so that their scales agree.
+
+    Args:
+        layer: the `MLAAttention`, with the attributes `kv_scale`, `observed` and `context_parallel`.
+        metadata: plan of the step.
+        entries: function that returns the normed latents [T, Lkv] and the rotated rope parts [T, R] of the step. It is
+            called only if the values are needed.
+
+    Raises:
+        ValueError: `torch.compile` traces the layer, and the scale has no source yet.
+    """
+    scale, observed, tokens = layer.kv_scale, layer.observed, metadata.num_actual_tokens
+    if tokens == 0 or (observed is None and (scale is None or scale.written)):
+        return
+
+    def largest() -> Tensor:
+        written = metadata.slot_mapping[:tokens, None] >= 0  # under context parallelism: the tokens that this rank owns
+        found = largest_entry(*(x[:tokens].masked_fill(~written, 0) for x in entries()))
+        return found if layer.context_parallel is None else layer.context_parallel.largest(found)
+
+    if observed is not None:
+        observed.append(found := largest())
+        largest = found.clone  # a step is measured only once
+    if scale is not None:
+        scale.before_write(tokens > metadata.num_decode_tokens, largest)
 
 
 def _is_capturing(device: torch.device) -> bool:

@@ -12,7 +12,8 @@ import torch
 from jaxtyping import Int32
 from torch import Tensor
 
-from .checks import check, check_int, check_tensor
+from .cache_format import COMPUTE_FORMAT, CacheFormat, check_format
+from .checks import check, check_dtype, check_int, check_tensor
 
 MERGES = ("ag_rs", "a2a")  # names of the merges `cp_lse_ag_out_rs` and `cp_lse_a2a`
 
@@ -200,3 +201,35 @@ def dcp_wire_bytes(
     if merge == "ag_rs":
         return {"all_gather": queries + others * num_tokens * num_heads * lse_size, "reduce_scatter": outputs}
     return {"all_gather": queries, "all_to_all": outputs + others * local_rows * lse_size}
+
+
+def dcp_gather_bytes(
+    padded_tokens: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    context_parallel_size: int,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
+    dtype: torch.dtype = torch.bfloat16,
+) -> int:
+    """Return the bytes that each rank receives when it gathers one chunk of context (`dcp_gather_context`).
+
+    A rank receives the stored cache entries of each of the other D - 1 ranks. Every rank sends the same number of
+    entries: a rank with fewer tokens appends padding.
+
+    Args:
+        padded_tokens: entries that each rank sends, `ContextParallelChunk.padded_tokens`.
+        kv_lora_rank: Lkv.
+        qk_rope_head_dim: R.
+        context_parallel_size: D.
+        cache_format: format of the cache.
+        dtype: dtype of the queries; it is the dtype of the entries if the format has no dtype of its own.
+
+    Raises:
+        TypeError: `cache_format` is not a `CacheFormat`.
+        ValueError: a number is out of range; the format does not support the dtype or (Lkv, R).
+    """
+    check_rank(context_parallel_size, None, 1)
+    check_int("padded_tokens", padded_tokens, 0)
+    check_format(cache_format)
+    check_dtype("dtype", dtype)
+    return (context_parallel_size - 1) * padded_tokens * cache_format.entry_bytes(kv_lora_rank, qk_rope_head_dim, dtype)

@@ -91,7 +91,8 @@ class MLAMetadataBuilder:
             rank. With groups, a batch has the lengths of whole sequences and the slots of this rank. No step has a
             cascade.
         schedule_costs: costs from which schedules are computed; None means the defaults of `ScheduleCosts`.
-        cache_format: format of the cache, for the choice of a path and of a cascade.
+        cache_format: format of the cache, for the choice of a path and of a cascade. Layers with another format refuse
+            the plans.
         dtype: dtype of queries and keys, for the choice of a path and of a cascade. A plan is valid for any dtype.
         graph_support: query lengths that the batches of one CUDA graph may have (`GraphSupport`). None means
             ONE_QUERY_LEN if `query_len_support` is UNIFORM, and ANY otherwise. A batch with one token of each request
@@ -247,7 +248,14 @@ class MLAMetadataBuilder:
         """Return the plan of a batch whose `max_seq_len` is an upper bound of the lengths in every replay."""
         programs = self._programs_for(common.max_query_len)
         return plan_captured_decodes(
-            common, self.block_size, programs, self.schedule_costs, self.batch_invariant, self.ownership, graph
+            common,
+            self.block_size,
+            programs,
+            self.schedule_costs,
+            self.batch_invariant,
+            self.ownership,
+            graph,
+            self.cache_format,
         )
 
     def update_captured(self, captured: MLAMetadata, common: CommonAttentionMetadata) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 
 from ..interfaces import (
+    COMPUTE_FORMAT,
+    CacheFormat,
     CommonAttentionMetadata,
     ContextParallelMetadata,
     DecodeMetadata,
@@ -21,6 +23,7 @@ from ..interfaces import (
     TokenOwnership,
     check_captured_lens,
     check_flag,
+    check_format,
     check_int,
     check_ownership,
     check_schedule_costs,
@@ -37,6 +40,7 @@ def plan_captured_decodes(
     batch_invariant: bool = False,
     ownership: TokenOwnership | None = None,
     graph: GraphSupport = GraphSupport.ANY,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
 ) -> MLAMetadata:
     """Plan decodes from the lengths in the device tensors `common.seq_lens` and `common.query_start_loc`.
 
@@ -69,6 +73,7 @@ def plan_captured_decodes(
         ownership: the tokens that this context-parallel rank owns; None if one rank owns all tokens. `common` has the
             lengths of whole sequences and the slots of this rank.
         graph: ANY or ONE_QUERY_LEN, see the table.
+        cache_format: format of the caches of the layers that use the plan.
 
     Returns:
         The plan; a `ContextParallelMetadata` if `ownership` is given. The plan shares these tensors with `common`: the
@@ -85,6 +90,7 @@ def plan_captured_decodes(
     costs = check_schedule_costs(costs)
     check_flag("batch_invariant", batch_invariant)
     check_ownership(ownership)
+    check_format(cache_format)
     visible_lens = compute_visible_lens(common.query_start_loc, common.seq_lens, tokens, ownership)
     query_start_loc, seq_lens = common.query_start_loc, common.seq_lens
     if graph is GraphSupport.ONE_QUERY_LEN:
@@ -122,6 +128,7 @@ def plan_captured_decodes(
         ),
         workspace_tokens=0,  # no context is expanded
         schedule=schedule,
+        cache_format=cache_format,
         schedule_choice=ScheduleChoice(num_programs, requests, 0, 0, planned=num_programs > 0),
     )
 

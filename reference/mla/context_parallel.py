@@ -98,7 +98,7 @@ def dcp_gather_context(
     sent[local_tokens:] = 0  # all ranks send the same shape
     gathered = group.all_gather(sent, out=received.view(group.size, padded, sent.shape[1]))
     context = reorg_kvcache(gathered.view(stored), chunk)
-    if cache_format.storage_dtype is not None:
+    if not cache_format.returns_stored(dtype) and cache_format.storage_dtype is not None:
         context = dequantize_entries(context, cache_format, dtype, kv_scale)
     return workspace[: chunk.num_tokens].copy_(context) if has_room else context
 

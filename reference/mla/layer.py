@@ -6,7 +6,6 @@ Prefills (requests with more new tokens) take the expanded path: attention over 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -27,7 +26,6 @@ from ..interfaces import (
     MLAConfig,
     MLAMetadata,
     ScaleSource,
-    UnsupportedConfiguration,
     check_attention_output,
     check_context_workspace,
     check_format,
@@ -41,12 +39,11 @@ from ..interfaces import (
     check_step,
     check_step_values,
     check_tensor,
-    checkpoint_scale,
+    choose_kv_scale,
     is_plain_linear,
-    largest_entry,
-    latent_norm_eps,
     linear_output,
     make_kv_scale,
+    parts_of_hf_attention,
     reserve_largest,
     wide_dtype,
 )
@@ -179,38 +176,10 @@ class MLAAttention(nn.Module):
                 epsilons; `context_parallel` is given, and a projection is not a plain linear, so its heads cannot be
                 separated.
         """
-        if not hasattr(module, "config") or not hasattr(module, "kv_a_layernorm"):
-            wanted = "module: expected a DeepseekV2Attention or DeepseekV3Attention"
-            raise UnsupportedConfiguration([f"{wanted}, got {type(module).__name__}"])
-        if getattr(module, "is_causal", True) is False:
-            raise UnsupportedConfiguration(["module.is_causal: only causal attention is implemented, got False"])
-        config = MLAConfig.from_hf(module.config)
-        low_rank = config.q_lora_rank is not None
-        eps = latent_norm_eps(module.kv_a_layernorm, module.q_a_layernorm if low_rank else None)
-        config = dataclasses.replace(config, latent_norm_eps=eps)
-        # name of each projection with heads, and the dimension of its weight that contains the heads
-        with_heads = {"kv_b_proj": 0, "o_proj": 1, "q_b_proj" if low_rank else "q_proj": 0}
-        projections = {name: getattr(module, name) for name in with_heads}
-        if (context_parallel := options.get("context_parallel")) is not None:
-            projections = {
-                name: context_parallel.shard_linear(name, projections[name], dim, config.num_heads)
-                for name, dim in with_heads.items()
-            }
-        cache_format = options.get("cache_format", COMPUTE_FORMAT)
-        from_checkpoint = None
-        if isinstance(cache_format, CacheFormat) and cache_format.layer_scale and options.get("kv_scale") is None:
-            from_checkpoint = checkpoint_scale(module)
-        layer = cls(
-            config,
-            kv_a_proj_with_mqa=module.kv_a_proj_with_mqa,
-            kv_a_layernorm=module.kv_a_layernorm,
-            q_a_proj=module.q_a_proj if low_rank else None,
-            q_a_layernorm=module.q_a_layernorm if low_rank else None,
-            **projections,
-            **options,
-        )
-        if from_checkpoint is not None:
-            layer.kv_scale.choose(from_checkpoint, ScaleSource.CHECKPOINT)
+        parts = parts_of_hf_attention(module, options)
+        layer = cls(parts.config, **parts.modules, **options)
+        if parts.kv_scale is not None:
+            layer.kv_scale.choose(parts.kv_scale, ScaleSource.CHECKPOINT)
         return layer
 
     def refresh_weights(self) -> None:
@@ -344,7 +313,7 @@ class MLAAttention(nn.Module):
             self._reserve(workspace, max(longest, min(metadata.workspace_tokens, self.workspace_tokens)), q)
 
         end, split = metadata.num_actual_tokens, metadata.num_decode_tokens
-        self._choose_scale(kv_c_normed[:end], k_pe[:end], metadata)
+        choose_kv_scale(self, metadata, lambda: (kv_c_normed, k_pe))
         concat_and_cache_mla(kv_c_normed[:end], k_pe[:end], kv_cache, metadata.slot_mapping, self.cache_format, scale)
         if split > 0:
             w_uk_t, w_uv_absorbed = absorb(w_uk, w_uv)
@@ -374,20 +343,6 @@ class MLAAttention(nn.Module):
                 self.cache_format, return_lse=False, kv_scale=scale, workspace=workspace,
             )  # fmt: skip
         output[end:] = 0
-
-    def _choose_scale(
-        self, kv_c_normed: Float[Tensor, "T Lkv"], k_pe: Float[Tensor, "T R"], metadata: MLAMetadata
-    ) -> None:
-        """Choose the scale of the cache if this is the first write, and record the step for a calibration."""
-
-        def largest() -> Tensor:
-            found = largest_entry(kv_c_normed, k_pe)
-            return found if self.context_parallel is None else self.context_parallel.largest(found)
-
-        if self.observed is not None and kv_c_normed.shape[0] > 0:
-            self.observed.append(largest())
-        if self.kv_scale is not None and kv_c_normed.shape[0] > 0:
-            self.kv_scale.before_write(metadata.num_actual_tokens > metadata.num_decode_tokens, largest)
 
     def _reserve(
         self, workspace: ContextWorkspace, tokens: int, q: Tensor

@@ -119,7 +119,7 @@ def build_mla_metadata(
             (in this package: 1) if `config` is given. `choose_schedule` decides from the lengths whether the decodes
             get a schedule, and the plan has this decision as `schedule_choice`.
         schedule_costs: costs from which the schedule is computed; None means the defaults of `ScheduleCosts`.
-        cache_format: format of the cache, for `choose_path`.
+        cache_format: format of the cache, for `choose_path`. Layers with another format refuse the plan.
         dtype: dtype of queries and keys, for `choose_path`. The plan itself works for any dtype.
 
     Returns:
