@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ...backends import launch
-from ..device import DeviceFacts, device_facts, device_of
+from ..device import device_facts, device_of
 from ..integers import cdiv, next_power_of_2
-from .fp8 import NATIVE_CAPABILITY, e4m3_to_float32, float32_to_e4m3
+from .fp8 import converts_natively, e4m3_to_float32, float32_to_e4m3
 
 LEAST = 16  # smallest size of a tile in `tl.dot`
 MOST_ROWS, MOST_COLUMNS, MOST_DEPTH = 64, 128, 64
@@ -92,8 +92,7 @@ def multiply_heads(
     width = weight.shape[2]
     if out.numel() == 0:
         return
-    facts = device_facts(x.device)
-    tile = product_tile(tokens, heads, inner, width, x.dtype, facts.processors)
+    tile = product_tile(tokens, heads, inner, width, x.dtype, device_facts(x.device).processors)
     row_blocks, column_blocks = cdiv(tokens, tile.ROWS), cdiv(width, tile.COLUMNS)
     if weight_scale is not None:
         weight = weight.view(torch.uint8)
@@ -104,18 +103,13 @@ def multiply_heads(
             _multiply_heads_kernel, (heads * column_blocks * row_blocks,),
             x, weight, weight_scale, output_scale, out, tokens, row_blocks, column_blocks,
             *x.stride(), *weight.stride(), *out.stride(), _head_stride(weight_scale), _head_stride(output_scale),
-            INNER=inner, WIDTH=width, NATIVE=_is_native(facts), **tile._asdict(),
+            INNER=inner, WIDTH=width, NATIVE=converts_natively(x.device), **tile._asdict(),
         )  # fmt: skip
 
 
 def _head_stride(scale: Tensor | None) -> int:
     """Return the stride of a scale [N]; 0 for a scale [], which all heads share."""
     return 0 if scale is None or scale.dim() == 0 else scale.stride(0)
-
-
-def _is_native(facts: DeviceFacts) -> bool:
-    """Return whether the device has instructions that convert e4m3; Triton's interpreter converts wrongly."""
-    return facts.capability >= NATIVE_CAPABILITY and not facts.interpreted
 
 
 @triton.jit(
