@@ -69,6 +69,19 @@ def dense_weight(linear: nn.Module, in_features: int, dtype: torch.dtype) -> Flo
         return products[1:].to(dtype).T.contiguous()
 
 
+def recover_weight(linear: nn.Module, in_features: int, dtype: torch.dtype, held: Tensor | None) -> Tensor | None:
+    """Return the dense weight of a module that is not a plain linear of `dtype`; None for a plain linear.
+
+    If `held`, an earlier result, has the device and dtype of the weight, it is overwritten in place and returned.
+    """
+    if is_plain_linear(linear, dtype):
+        return None
+    weight = dense_weight(linear, in_features, dtype)
+    if held is None or held.device != weight.device or held.dtype != weight.dtype:
+        return weight
+    return held.copy_(weight)
+
+
 def _tensors_of(linear: nn.Module) -> list[Tensor]:
     """Return all tensors of a module: parameters, buffers and plain attributes."""
     plain = (value for value in vars(linear).values() if isinstance(value, Tensor))

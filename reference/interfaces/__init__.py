@@ -183,6 +183,7 @@ from .ownership import (
 from .presets import PRESETS
 from .quantization import (
     LEAST_WEIGHT,
+    AbsorbedWeights,
     QuantizedWeight,
     check_output_scale,
     check_scale,
@@ -235,6 +236,7 @@ __all__ = [
     "NEUTRAL_SPLIT_RULE",
     "ONE_RANK",
     "PRESETS",
+    "AbsorbedWeights",
     "AttentionMetadataBuilder",
     "AttentionState",
     "BatchSplit",

@@ -6,11 +6,12 @@ times the scale. A quotient beyond the largest e4m3 number becomes +448 or -448,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Shaped
-from torch import Tensor
+from torch import Tensor, nn
 
 from .cache_format import E4M3, E4M3_MAX
 from .checks import check, check_flag, check_tensor, check_type
@@ -35,6 +36,42 @@ class QuantizedWeight:
     def shape(self) -> torch.Size:
         """The shape [N, K, M] of the weight."""
         return self.values.shape
+
+
+class AbsorbedWeights(nn.Module):
+    """The two absorbed weights of a layer in e4m3, as buffers of the layer. Move it to other devices with the layer.
+
+    Attributes:
+        w_uk_t: [N, P, Lkv], for `query_to_latent`.
+        w_uv: [N, Lkv, V], for `latent_to_value`.
+    """
+
+    w_uk_t: QuantizedWeight
+    w_uv: QuantizedWeight
+
+    def store(self, w_uk_t: QuantizedWeight, w_uv: QuantizedWeight) -> None:
+        """Take new weights: in place if shapes and device have not changed, because captured graphs read the memory."""
+        with torch.no_grad(), torch.inference_mode(False):  # an inference tensor could not be overwritten later
+            for name, weight in (("w_uk_t", w_uk_t), ("w_uv", w_uv)):
+                for part, new in (("values", weight.values), ("scale", weight.scale)):
+                    held = getattr(self, f"{name}_{part}", None)
+                    if held is not None and held.shape == new.shape and held.device == new.device:
+                        held.copy_(new)
+                    else:
+                        self.register_buffer(f"{name}_{part}", new.clone(), persistent=False)
+        self._read_buffers()
+
+    def _read_buffers(self) -> None:
+        self.w_uk_t = QuantizedWeight(self.w_uk_t_values, self.w_uk_t_scale)
+        self.w_uv = QuantizedWeight(self.w_uv_values, self.w_uv_scale)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AbsorbedWeights:
+        """Move the weights to another device, but keep their dtypes if the layer is cast to another dtype."""
+        for name, buffer in self._buffers.items():
+            device = fn(buffer.new_empty(0)).device
+            self._buffers[name] = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+        self._read_buffers()
+        return self
 
 
 def to_e4m3(x: Float[Tensor, "*any"], scale: Float[Tensor, "*#any"]) -> Shaped[Tensor, "*any"]:
