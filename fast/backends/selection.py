@@ -180,16 +180,19 @@ def decode_request(
     )
 
 
-def state_request(op: str, out: torch.Tensor, graph: GraphSupport = GraphSupport.NONE) -> KernelRequest:
+def state_request(
+    op: str, out: torch.Tensor, graph: GraphSupport = GraphSupport.NONE, out_dtype: torch.dtype | None = None
+) -> KernelRequest:
     """Return the request for a call of an op on attention states.
 
     Args:
         op: name of the op.
         out: [T, N, Dv], output of a state.
         graph: kind of the CUDA graph that captures the call; NONE without a graph.
+        out_dtype: dtype of the result; None if it needs no special support of the backend.
     """
     check_type("graph", graph, GraphSupport)
-    return KernelRequest(op, out.device, out.dtype, (("head_dim", out.shape[2]),), graph=graph)
+    return KernelRequest(op, out.device, out.dtype, (("head_dim", out.shape[2]),), out_dtype=out_dtype, graph=graph)
 
 
 def cache_request(

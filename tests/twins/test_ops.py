@@ -156,8 +156,8 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
         ],
         "mla_twins::merge_attn_states": [(*states, backend)],
         "mla_twins::merge_attn_states_out": [
-            (*states, rand(6, 3, 5).to(out_dtype), torch.zeros(3, 6, dtype=lse), backend)
-            for out_dtype in (dtype, torch.float32)
+            (*states, scale, torch.zeros(6, 3, 5).to(out_dtype), torch.zeros(3, 6, dtype=lse), backend)
+            for out_dtype, scale in ((dtype, None), (torch.float32, None), (E4M3, torch.tensor(0.5)))
         ],
         "mla_twins::bmm_out": [(rand(3, 4, 5), rand(3, 5, 2), rand(3, 4, 2))],
         "mla_twins::multiply_heads": products,
