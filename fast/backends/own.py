@@ -50,12 +50,12 @@ def _ops_of(package: str, names: tuple[str, ...], **declared) -> dict[str, OpSup
 def _ops_of_all(package: str, dtypes: tuple[torch.dtype, ...]) -> dict[str, OpSupport]:
     """Declare the support for `OPS`.
 
-    `ENTRY_OPS` serve every cache format, a reorder serves every stored dtype, and the output of `QUANTIZING_OPS` may
-    also be in e4m3.
+    `ENTRY_OPS` and `DECODES` serve every cache format, a reorder serves every stored dtype, and the output of
+    `QUANTIZING_OPS` may also be in e4m3.
     """
     return (
         _ops_of(package, OPS, dtypes=dtypes)
-        | _ops_of(package, ENTRY_OPS, dtypes=dtypes, cache_formats=FORMATS)
+        | _ops_of(package, (*ENTRY_OPS, *DECODES), dtypes=dtypes, cache_formats=FORMATS)
         | _ops_of(package, ("reorg_kvcache",), dtypes=(*dtypes, *STORED_DTYPES))
         | _ops_of(package, QUANTIZING_OPS, dtypes=dtypes, out_dtypes=(*dtypes, E4M3))
     )

@@ -10,6 +10,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from reference.interfaces import (
+    CACHE_FORMATS,
     COMPUTE_FORMAT,
     NEUTRAL_SPLIT_RULE,
     AttentionState,
@@ -30,6 +31,7 @@ from reference.interfaces import (
     check_int,
     check_number,
     check_out,
+    check_scale_value,
     check_type,
     invariant_split_rule,
     wide_dtype,
@@ -68,7 +70,7 @@ def decode_programs(
     """
     check_int("query_len", query_len)
     launch, shape = _launch_and_shape("decode_programs", config, device, dtype, block_size, cache_format, backend)
-    return launch(*shape, query_len)
+    return launch(*shape, query_len, cache_format)
 
 
 def schedule_costs(
@@ -96,7 +98,7 @@ def schedule_costs(
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     launch, shape = _launch_and_shape("schedule_costs", config, device, dtype, block_size, cache_format, backend)
-    return launch(*shape)
+    return launch(*shape, cache_format)
 
 
 def _launch_and_shape(op, config, device, dtype, block_size, cache_format, backend):
@@ -123,6 +125,7 @@ def mla_decode(
     schedule: DecodeSchedule | None = None,
     out_dtype: torch.dtype | None = None,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    kv_scale: Float[Tensor, ""] | None = None,
     *,
     out: Float[Tensor, "T N Lkv"] | None = None,
     backend: BackendChoice = None,
@@ -141,7 +144,9 @@ def mla_decode(
         schedule: schedule (`plan_decode`), which assigns keys to the programs of the kernel. With None, the kernel
             divides the keys itself. A schedule changes results by rounding alone. The backend "cpu" ignores it.
         out_dtype: dtype of `out`; None takes the dtype of `ql_nope`.
-        cache_format: format of the cache.
+        cache_format: format of the cache. If the numbers of a cache have scales, the backend "triton" computes the
+            products of 16-bit queries in float16, which is exact for queries, keys and values.
+        kv_scale: float32 scale of the layer's cache, []; None if the format has no such scale.
         out: contiguous tensor [T, N, Lkv] in `out_dtype` that receives the output; it must share no memory with the
             other tensors. The backend "hopper" needs an address that is a multiple of 16 bytes. None allocates a
             tensor.
@@ -156,17 +161,19 @@ def mla_decode(
         ValueError: in one of these cases:
 
             - shapes, dtypes or devices do not match, or the plan was made for another block size;
-            - the tensors are on the CPU, and an offset, a length, a visible length or a block of the plan is invalid.
+            - the tensors are on the CPU, and an offset, a length, a visible length or a block of the plan is invalid;
+            - the tensors are on the CPU, and the scale is not finite and positive.
 
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     calls = _DECODES if out is None else _DECODES_INTO
     signature = calls.signature(
-        ql_nope, q_pe, kv_cache, metadata, softmax_scale, schedule, out_dtype, cache_format, out, backend
-    )
+        ql_nope, q_pe, kv_cache, metadata, softmax_scale, schedule, out_dtype, cache_format, kv_scale, out,
+        backend,
+    )  # fmt: skip
     chosen = calls.backend_of(signature)
     if chosen is None:
-        check_decode(ql_nope, q_pe, kv_cache, metadata, cache_format, schedule)
+        check_decode(ql_nope, q_pe, kv_cache, metadata, cache_format, schedule, kv_scale)
         check_number("softmax_scale", softmax_scale)
         if out_dtype is not None:
             check_dtype("out_dtype", out_dtype)
@@ -193,7 +200,7 @@ def mla_decode(
     )  # fmt: skip
     arguments = (
         *inputs, metadata.max_query_len, metadata.max_seq_len, softmax_scale, out_dtype, tile_ranges, split_offsets,
-        batch_invariant, list(split_rule.numbers),
+        batch_invariant, list(split_rule.numbers), cache_format.name, kv_scale,
     )  # fmt: skip
     if out is None:
         return AttentionState(*_DECODES.run(signature, chosen, *arguments))
@@ -204,7 +211,8 @@ def mla_decode(
 
 def _launch_decode(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, backend, *out,
+    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, cache_format, kv_scale, backend,
+    *out,
 ):  # fmt: skip
     if ql_nope.device.type == "cpu":
         metadata = DecodeMetadata(
@@ -212,9 +220,11 @@ def _launch_decode(
             GraphSupport.ANY,  # allows padding tokens; `mla_decode` has rejected them where they are not allowed
         )  # fmt: skip
         check_decode_values(metadata, ql_nope.shape[0], kv_cache.shape[1], kv_cache.shape[0])
+        check_scale_value("kv_scale", kv_scale)
     return backends.kernel(backend, "mla_decode")(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, invariant_split_rule(*split_rule), *out,
+        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, invariant_split_rule(*split_rule),
+        CACHE_FORMATS[cache_format], kv_scale, *out,
     )  # fmt: skip
 
 
@@ -230,8 +240,8 @@ _mla_decode = torch.library.custom_op(
     schema="(Tensor ql_nope, Tensor q_pe, Tensor kv_cache, Tensor block_table, Tensor seq_lens,"
     " Tensor query_start_loc, Tensor visible_lens, SymInt max_query_len, SymInt max_seq_len,"
     " float softmax_scale, ScalarType out_dtype,"
-    " Tensor? tile_ranges, Tensor? split_offsets, bool batch_invariant, SymInt[] split_rule, str backend)"
-    " -> (Tensor, Tensor)",
+    " Tensor? tile_ranges, Tensor? split_offsets, bool batch_invariant, SymInt[] split_rule,"
+    " str cache_format, Tensor? kv_scale, str backend) -> (Tensor, Tensor)",
 )
 _DECODES = backends.CheckedCalls(torch.ops.mla_twins.mla_decode, _launch_decode)
 
@@ -239,7 +249,7 @@ _DECODES = backends.CheckedCalls(torch.ops.mla_twins.mla_decode, _launch_decode)
 @_mla_decode.register_fake
 def _(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, backend,
+    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, cache_format, kv_scale, backend,
 ):  # fmt: skip
     tokens, heads, _ = ql_nope.shape
     out = ql_nope.new_empty(ql_nope.shape, dtype=out_dtype)
@@ -253,16 +263,17 @@ _mla_decode_out = torch.library.custom_op(
     schema="(Tensor ql_nope, Tensor q_pe, Tensor kv_cache, Tensor block_table, Tensor seq_lens,"
     " Tensor query_start_loc, Tensor visible_lens, SymInt max_query_len, SymInt max_seq_len,"
     " float softmax_scale, ScalarType out_dtype,"
-    " Tensor? tile_ranges, Tensor? split_offsets, bool batch_invariant, SymInt[] split_rule, Tensor(a!) out,"
-    " str backend) -> Tensor",
+    " Tensor? tile_ranges, Tensor? split_offsets, bool batch_invariant, SymInt[] split_rule,"
+    " str cache_format, Tensor? kv_scale, Tensor(a!) out, str backend) -> Tensor",
 )
-_DECODES_INTO = backends.CheckedCalls(torch.ops.mla_twins.mla_decode_out, _launch_decode_into, mutates=(15,))
+_DECODES_INTO = backends.CheckedCalls(torch.ops.mla_twins.mla_decode_out, _launch_decode_into, mutates=(17,))
 
 
 @_mla_decode_out.register_fake
 def _(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, out, backend,
+    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, cache_format, kv_scale, out,
+    backend,
 ):  # fmt: skip
     tokens, heads, _ = ql_nope.shape
     return ql_nope.new_empty(heads, tokens, dtype=wide_dtype(out_dtype))

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import fast
 from fast.backends import decode_request, select
 from fast.kernels.schedule_costs import measured_schedule_costs
-from reference.interfaces import CACHE_FORMATS, E4M3, QueryLenSupport
+from reference.interfaces import CACHE_FORMATS, COMPUTE_FORMAT, E4M3, QueryLenSupport
 
 from ..support.factories import DIRECT, integers, make_batch, make_cache, make_entries, new_cache, offsets
 
@@ -55,7 +55,7 @@ def decode_samples(
     ql, q_pe = (torch.randn(batch.num_tokens, heads, width).to(dtype) for width in (latent, rope))
     return [
         (ql, q_pe, cache, plan.block_table, plan.seq_lens, plan.query_start_loc, plan.visible_lens, 2, max(seq_lens),
-         0.3, out_dtype or dtype, *plan_of, list(costs.split_rule.numbers),
+         0.3, out_dtype or dtype, *plan_of, list(costs.split_rule.numbers), COMPUTE_FORMAT.name, None,
          decode_backend(dtype, latent, rope, block_size))
         for plan_of in ((None, None, False), (schedule.tile_ranges, schedule.split_offsets, False), (None, None, True),
                     (own.tile_ranges, own.split_offsets, True))

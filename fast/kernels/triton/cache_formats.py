@@ -142,16 +142,14 @@ def _aligned(entries: Tensor, cache_format: CacheFormat) -> Tensor:
 def entry_constants(cache_format: CacheFormat, latent: int, rope: int) -> dict[str, int]:
     """Return the constants that say where the parts of an entry lie, in bytes: the storage of an entry is one byte."""
     layout = cache_format.layout(latent, rope)
-    return {
-        "LATENT": latent, "ROPE": rope, "SCALES": layout.scales, "KEY": layout.rope,
-        "SCALE_TILE": cache_format.scale_tile,
-    }  # fmt: skip
+    return {"SCALES": layout.scales, "KEY": layout.rope, "SCALE_TILE": cache_format.scale_tile}
 
 
 def _write_constants(kv_c: Tensor, k_pe: Tensor, cache_format: CacheFormat) -> dict[str, int]:
     """Return the constants and options of a kernel that writes entries."""
     latent, rope = kv_c.shape[1], k_pe.shape[1]
     return entry_constants(cache_format, latent, rope) | {
+        "LATENT": latent, "ROPE": rope,
         "LATENT_TILE": next_power_of_2(latent), "ROPE_TILE": next_power_of_2(rope),
         "ROWS": rows_per_program((latent + rope) * kv_c.element_size()), "NATIVE": converts_natively(kv_c.device),
         "num_warps": WARPS,
@@ -164,16 +162,14 @@ def _read_constants(entries: Tensor, out: Tensor, cache_format: CacheFormat) -> 
     If all elements of an entry are stored alike, the entry is divided into two tiles, such as 576 = 512 + 64.
     Otherwise the tiles are the latent and the rope part.
     """
+    width = out.shape[1]
     if cache_format.scale_tile:
         latent, rope = cache_format.dims
-        layout = cache_format.layout(latent, rope)
-        tiles = {"WIDTH": latent + rope, "HEAD": latent, "TAIL": next_power_of_2(rope)}
-        places = {"SCALES": layout.scales, "KEY": layout.rope}
+        tiles = {"WIDTH": width, "HEAD": latent, "TAIL": next_power_of_2(rope)}
     else:
-        tiles = tiles_of(out.shape[1])
-        places = {"SCALES": 0, "KEY": tiles["HEAD"]}
-    return places | tiles | {
-        "SCALE_TILE": cache_format.scale_tile, "ROWS": rows_per_program(entries.shape[-1] * entries.element_size()),
+        tiles = tiles_of(width)
+    return entry_constants(cache_format, tiles["HEAD"], width - tiles["HEAD"]) | tiles | {
+        "ROWS": rows_per_program(entries.shape[-1] * entries.element_size()),
         "NATIVE": converts_natively(entries.device), "num_warps": WARPS,
     }  # fmt: skip
 

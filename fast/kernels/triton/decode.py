@@ -22,21 +22,24 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from reference.interfaces import (
     COMPUTE_FORMAT,
     DECODE_TILE,
+    E4M3,
+    CacheFormat,
     InvariantSplitRule,
     ScheduleCosts,
     UnsupportedConfiguration,
     check,
-    element_bytes,
     most_invariant_splits,
 )
 
 from ...backends import launch
 from ..combine import SplitDecode, combine_partial_outputs, readable_keys, rows_of_a_request, whole_tiles
-from ..device import device_facts, device_of
+from ..device import DeviceFacts, device_facts, device_of
 from ..integers import cdiv, next_power_of_2
 from ..schedule_costs import measured_schedule_costs
 from .arguments import DecodeInputs, DecodeSources, DecodeStrides, SourceStrides
-from .decode_tiles import LN_2, Cache, Constants, Queries, RowKeys, attend_tiles, load_queries
+from .decode_fp8_tiles import attend
+from .decode_tiles import LN_2, Cache, Constants, Queries, RowKeys, load_queries
+from .fp8 import NATIVE_CAPABILITY
 from .scheduled_decode import launch_scheduled
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -52,11 +55,11 @@ MOST_WAVES = 4  # a schedule has at most as many programs as run in 4 waves
 
 @triton.jit(
     do_not_specialize=["num_tokens", "num_blocks", "max_keys", "num_splits", "row_blocks", "table_row_stride"],
-    do_not_specialize_on_alignment=["block_table", "seq_lens", "query_start_loc", "visible_lens"],
+    do_not_specialize_on_alignment=["block_table", "seq_lens", "query_start_loc", "visible_lens", "kv_scale"],
 )
 @no_type_check
 def _decode_kernel(
-    sources, latent_pages, rope_pages, block_table, seq_lens, query_start_loc, visible_lens, out, lse,
+    sources, latent_pages, rope_pages, block_table, seq_lens, query_start_loc, visible_lens, kv_scale, out, lse,
     num_tokens, num_blocks, max_keys, num_splits, row_blocks, scale_log2,
     strides, table_row_stride, table_stride,
     HEADS: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, c: tl.constexpr,
@@ -81,7 +84,7 @@ def _decode_kernel(
                 sources.ql_nope, sources.q_pe, strides.latent_token, strides.latent_head, strides.latent_element,
                 strides.rope_token, strides.rope_head, strides.rope_element,
             ),
-            token, head, real, c.LATENT, c.ROPE, c.LATENT_PAD, c.ROPE_PAD,
+            token, head, real, c,
         )  # fmt: skip
         length = tl.maximum(0, tl.minimum(tl.load(seq_lens + request), max_keys))
         visible = tl.minimum(tl.load(visible_lens + token, mask=real, other=0), length)
@@ -94,11 +97,11 @@ def _decode_kernel(
         last_tile = tl.minimum(first_tile + split_tiles, tiles)
 
         table_row = block_table + request.to(tl.int64) * table_row_stride
-        state = attend_tiles(
+        state = attend(
             row_queries, RowKeys(visible, key_end, full_tiles, table_row, table_stride), first_tile, last_tile,
             Cache(
                 sources.kv_cache, latent_pages, rope_pages, num_blocks, strides.block, strides.entry,
-                strides.element,
+                strides.element, kv_scale,
             ),
             scale_log2,
             c,
@@ -140,6 +143,8 @@ def mla_decode(
     split_offsets: Tensor | None,
     batch_invariant: bool,
     split_rule: InvariantSplitRule,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
+    kv_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute absorbed attention of the query tokens of each request over its cached latents.
@@ -147,7 +152,7 @@ def mla_decode(
     Args:
         ql_nope: [T, N, Lkv], absorbed queries; float32, bfloat16 or float16.
         q_pe: [T, N, R], rope part of the queries.
-        kv_cache: [num_blocks, block_size, Lkv + R].
+        kv_cache: [num_blocks, block_size, columns] in the storage dtype of the format.
         block_table: [B, W]; the keys of a block are masked if the block number lies outside the cache.
         seq_lens: [B], keys of each request, clamped to [0, min(max_seq_len, W * block_size)].
         query_start_loc: [B + 1], first query token of each request.
@@ -161,6 +166,8 @@ def mla_decode(
         split_offsets: [B + 1], from the same `DecodeSchedule`; None without a schedule.
         batch_invariant: if True, the splits of each request depend on its length alone.
         split_rule: rule by which a batch-invariant decode splits a request.
+        cache_format: format of the cache.
+        kv_scale: float32 scale of the layer, [], which only the kernel reads; None if the format has no such scale.
         out: [T, N, Lkv] in `out_dtype`, contiguous, written in place; None allocates a tensor.
 
     Returns:
@@ -172,7 +179,8 @@ def mla_decode(
     """
     found = decode_splits(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, out,
+        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, cache_format,
+        kv_scale, out,
     )  # fmt: skip
     combine_partial_outputs(
         found.partial_out, found.partial_lse, query_start_loc, max_query_len, tile_ranges, split_offsets,
@@ -183,7 +191,8 @@ def mla_decode(
 
 def decode_splits(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, out=None,
+    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule,
+    cache_format=COMPUTE_FORMAT, kv_scale=None, out=None,
 ) -> SplitDecode:  # fmt: skip
     """Run `mla_decode` without its combine kernel; return the tensors that the combine kernel reads and writes."""
     check(ql_nope.dtype in DTYPES, "ql_nope", "dtype float32, bfloat16 or float16", ql_nope.dtype)
@@ -208,13 +217,19 @@ def decode_splits(
     shape_rows = heads if batch_invariant else request_rows
     shape = launch_shape(
         shape_rows, block_size, latent_pad + rope_pad, ql_nope.dtype, kv_cache.element_size(), facts.capability,
-        facts.shared,
+        facts.shared, _column_blocks(cache_format, latent),
     )  # fmt: skip
     row_blocks = cdiv(request_rows, shape["ROWS"])
-    latent_pages, rope_pages = _page_descriptors(kv_cache, latent, rope, shape["TILE"])
+    if cache_format.scaled:
+        kv_cache = kv_cache.view(torch.uint8)
+        latent_pages, rope_pages = None, None
+        stored = _stored_constants(cache_format, latent, rope, ql_nope.dtype, facts)
+    else:
+        latent_pages, rope_pages = _page_descriptors(kv_cache, latent, rope, shape["TILE"])
+        stored = {}
     inputs = DecodeInputs(
         DecodeSources(ql_nope, q_pe, kv_cache), latent_pages, rope_pages, block_table, seq_lens.contiguous(),
-        query_start_loc.contiguous(), visible_lens.contiguous(),
+        query_start_loc.contiguous(), visible_lens.contiguous(), kv_scale,
     )  # fmt: skip
     source_strides = SourceStrides(*ql_nope.stride(), *q_pe.stride(), *kv_cache.stride())
     strides = DecodeStrides(source_strides, *block_table.stride())
@@ -223,7 +238,7 @@ def decode_splits(
         "c": Constants(
             LATENT=latent, ROPE=rope, BLOCK_SIZE=block_size, TILE=shape["TILE"], LATENT_PAD=latent_pad,
             ROPE_PAD=rope_pad, SUM_COLUMNS=FLOAT32_SUM_COLUMNS if ql_nope.dtype == torch.float32 else 0,
-            PAGED_COPY=latent_pages is not None,
+            PAGED_COPY=latent_pages is not None, **stored,
         ),
         **{name: value for name, value in shape.items() if name != "TILE"},
     }  # fmt: skip
@@ -266,6 +281,7 @@ def decode_programs(
     qk_rope_head_dim: int,
     block_size: int,
     query_len: int,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
 ) -> int:
     """Return how many programs a schedule should have on this device.
 
@@ -276,8 +292,11 @@ def decode_programs(
     facts = device_facts(device)
     width = max(16, next_power_of_2(kv_lora_rank)) + max(16, next_power_of_2(qk_rope_head_dim))
     rows = num_heads * query_len
-    cache_element_size = element_bytes(COMPUTE_FORMAT.dtype_for(dtype))  # the only cache format of these kernels
-    shape = launch_shape(rows, block_size, width, dtype, cache_element_size, facts.capability, facts.shared)
+    element_size = cache_format.dtype_for(dtype).itemsize
+    shape = launch_shape(
+        rows, block_size, width, dtype, element_size, facts.capability, facts.shared,
+        _column_blocks(cache_format, kv_lora_rank),
+    )  # fmt: skip
     # programs that run on the GPU at the same time
     resident = (2 if shape["ROWS"] == 16 else 1) * facts.processors
     row_blocks = cdiv(rows, shape["ROWS"])
@@ -290,7 +309,13 @@ def decode_programs(
 
 
 def schedule_costs(
-    device: torch.device, dtype: torch.dtype, num_heads: int, kv_lora_rank: int, qk_rope_head_dim: int, block_size: int
+    device: torch.device,
+    dtype: torch.dtype,
+    num_heads: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    block_size: int,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
 ) -> ScheduleCosts:
     """Return the costs that `plan_decode` uses for these kernels; they depend on the number of heads alone."""
     return measured_schedule_costs(num_heads)
@@ -305,6 +330,7 @@ def launch_shape(
     cache_element_size: int,
     capability: tuple[int, int],
     shared: int,
+    column_blocks: int = 1,
 ) -> dict[str, int]:
     """Return the constants ROWS, TILE, num_warps and num_stages: the first choice that fits into shared memory.
 
@@ -313,13 +339,17 @@ def launch_shape(
         block_size: tokens of a cache block.
         width: columns of a cache entry; the latent and the rope part are each padded to a power of two.
         dtype: dtype of the queries and of the softmax probabilities.
-        cache_element_size: bytes of an element of the cache, and of a tile in shared memory.
+        cache_element_size: bytes of an element of the cache, and of a loaded tile in shared memory. If it is less than
+            the bytes of an element of the queries, shared memory also has one tile in the dtype of the queries.
         capability: compute capability of the device.
         shared: bytes of shared memory that a program may use.
+        column_blocks: number of scales of a latent in a cache entry; 1 without such scales. Each of them needs its own
+            softmax probabilities, so that larger tiles need more registers than there are.
 
     Raises:
         UnsupportedConfiguration: no choice fits into shared memory.
     """
+    converted = cache_element_size < dtype.itemsize
     # each shape is (rows, tile, warps, stages); the preferred shape comes first
     if dtype == torch.float32:  # Tensor Cores do not compute IEEE float32 products
         shapes = ((16, 16, 4, 2), (16, 16, 4, 1))
@@ -328,10 +358,13 @@ def launch_shape(
     else:  # Hopper multiplies 64 rows directly from shared memory, so prefer 64, even if half are padding rows
         shapes = ((32, 32, 8, 2), (32, 16, 8, 2), (32, 16, 8, 1))
         if capability[0] == 9:
-            shapes = ((64, 32 if block_size == 32 else 64, 8, 2), *shapes)
+            tile = 32 if block_size == 32 or column_blocks > 1 else 64
+            shapes = ((64, tile, 8, 3 if converted else 2), *shapes)
     for rows, tile, warps, stages in shapes:
-        query_elements, cache_elements = rows * (width + tile), stages * tile * width
-        if query_elements * dtype.itemsize + cache_elements * cache_element_size <= shared:
+        elements, cache_elements = rows * (width + column_blocks * tile), stages * tile * width
+        if converted:  # the tile that is multiplied was converted, and one loaded tile fewer is in shared memory
+            elements, cache_elements = elements + tile * width, cache_elements - tile * width
+        if elements * dtype.itemsize + cache_elements * cache_element_size <= shared:
             return {"ROWS": rows, "TILE": tile, "num_warps": warps, "num_stages": stages}
     raise UnsupportedConfiguration(
         [f"triton: mla_decode has no tile of {width} columns of {dtype} for {shared} bytes of shared memory"]
@@ -355,6 +388,27 @@ def _num_splits(programs: int, rows: int, keys: int, processors: int) -> int:
         return waves * (-(-keys // splits) + PROGRAM_COST) + combine
 
     return min(range(1, max(1, min(keys // 64, 2 * processors)) + 1), key=cost)
+
+
+def _column_blocks(cache_format: CacheFormat, latent: int) -> int:
+    """Return the number of column blocks of a latent: columns that have one scale in a cache entry."""
+    return latent // cache_format.scale_tile if cache_format.scale_tile > 0 else 1
+
+
+def _stored_constants(
+    cache_format: CacheFormat, latent: int, rope: int, dtype: torch.dtype, facts: DeviceFacts
+) -> dict[str, int]:
+    """Return the fields of `Constants` that describe the entries of a cache with e4m3 latents."""
+    layout = cache_format.layout(latent, rope)
+    return {
+        "E4M3": True,
+        "NATIVE": facts.capability >= NATIVE_CAPABILITY and not facts.interpreted,
+        "PINNED": dtype != torch.float32 and not facts.interpreted,
+        "SCALE_TILE": cache_format.scale_tile,
+        "SCALE_COLUMN": layout.scales,
+        "ROPE_COLUMN": layout.rope,
+        "ROPE_E4M3": (cache_format.rope_dtype or cache_format.storage_dtype) == E4M3,
+    }
 
 
 def _page_descriptors(kv_cache: Tensor, latent: int, rope: int, tile: int) -> tuple[object | None, object | None]:

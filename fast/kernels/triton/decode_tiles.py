@@ -32,6 +32,14 @@ class Constants(NamedTuple):
         ROPE_PAD: R, padded to a power of two.
         SUM_COLUMNS: columns of each partial sum of a float32 dot product (`_products`); 0 for other dtypes.
         PAGED_COPY: True if TMA (the GPU's bulk copy engine) loads the tiles.
+        E4M3: True if the latents of the cache are e4m3 numbers (`decode_fp8_tiles`); the cache is then read as bytes.
+            The constants below are for such a cache alone.
+        NATIVE: True if the GPU has instructions for e4m3.
+        PINNED: True if the kernel is compiled for a GPU and for 16-bit queries.
+        SCALE_TILE: columns of a latent that have one scale in the entry; 0 if the layer has one scale.
+        SCALE_COLUMN: column at which the scales of an entry begin.
+        ROPE_COLUMN: column at which the rope part of an entry begins.
+        ROPE_E4M3: True if the rope part is e4m3 too, and False if it is bfloat16.
     """
 
     LATENT: Any
@@ -42,6 +50,13 @@ class Constants(NamedTuple):
     ROPE_PAD: Any
     SUM_COLUMNS: Any
     PAGED_COPY: Any
+    E4M3: Any = False
+    NATIVE: Any = False
+    PINNED: Any = False
+    SCALE_TILE: Any = 0
+    SCALE_COLUMN: Any = 0
+    ROPE_COLUMN: Any = 0
+    ROPE_E4M3: Any = False
 
 
 class Queries(NamedTuple):
@@ -75,6 +90,7 @@ class Cache(NamedTuple):
         block_stride: elements from one block to the next.
         entry_stride: elements from one token of a block to the next.
         element_stride: elements from one column to the next.
+        scale: pointer to the scale of the layer, or None.
     """
 
     entries: Any
@@ -84,6 +100,7 @@ class Cache(NamedTuple):
     block_stride: Any
     entry_stride: Any
     element_stride: Any
+    scale: Any
 
 
 class RowKeys(NamedTuple):
@@ -152,12 +169,11 @@ def _products(q, k, SUM_COLUMNS: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _attend_tile(state, queries, row_keys, tile, cache, scale_log2, c, PARTIAL: tl.constexpr):
-    """Return the state of the rows (`RowState`) after one more tile.
+def keys_of_tile(row_keys, tile, cache, c):
+    """Return the keys of a tile [TILE], their blocks, and which keys the cache holds [TILE].
 
-    PARTIAL is False if every row sees every key of the tile; the tile then needs no mask.
+    The block is one number if one cache block holds the whole tile, and otherwise [TILE].
     """
-    ONE_WARPGROUP_ROWS: tl.constexpr = queries.latent.shape[0] == 64
     keys = tile * c.TILE + tl.arange(0, c.TILE)
     if c.BLOCK_SIZE % c.TILE == 0:  # one cache block holds the whole tile, so one entry of the block table suffices
         block = tl.load(row_keys.table_row + (tile * c.TILE // c.BLOCK_SIZE) * row_keys.table_stride)
@@ -166,6 +182,18 @@ def _attend_tile(state, queries, row_keys, tile, cache, scale_log2, c, PARTIAL: 
             row_keys.table_row + (keys // c.BLOCK_SIZE) * row_keys.table_stride, mask=keys < row_keys.end, other=-1
         )
     held = (keys < row_keys.end) & (block >= 0) & (block < cache.num_blocks)  # keys that exist in the cache
+    return keys, block, held
+
+
+@triton.jit
+@no_type_check
+def _attend_tile(state, queries, row_keys, tile, cache, scale_log2, c, PARTIAL: tl.constexpr):
+    """Return the state of the rows (`RowState`) after one more tile.
+
+    PARTIAL is False if every row sees every key of the tile; the tile then needs no mask.
+    """
+    ONE_WARPGROUP_ROWS: tl.constexpr = queries.latent.shape[0] == 64
+    keys, block, held = keys_of_tile(row_keys, tile, cache, c)
     if c.PAGED_COPY:  # TMA returns zeros for a block number outside the cache
         first = (tile * c.TILE) % c.BLOCK_SIZE
         latent = cache.latent_pages.load([block, first, 0]).reshape(c.TILE, c.LATENT)
@@ -222,28 +250,42 @@ def _attend_tile(state, queries, row_keys, tile, cache, scale_log2, c, PARTIAL: 
 
 @triton.jit
 @no_type_check
-def load_queries(
-    queries, token, head, real,
-    LATENT: tl.constexpr, ROPE: tl.constexpr, LATENT_PAD: tl.constexpr, ROPE_PAD: tl.constexpr,
-):  # fmt: skip
-    """Load the queries of ROWS rows; a padding row gets zeros."""
-    columns = tl.arange(0, LATENT_PAD)
-    offsets = token.to(tl.int64) * queries.latent_token_stride + head.to(tl.int64) * queries.latent_head_stride
-    latent = tl.load(
-        queries.ql_nope + offsets[:, None] + (columns.to(tl.int64) * queries.latent_element_stride)[None, :],
-        mask=real[:, None] & (columns < LATENT)[None, :],
+def load_queries(queries, token, head, real, c):
+    """Load the queries of ROWS rows; a padding row gets zeros.
+
+    For a cache with e4m3 numbers, `latent` of the result is a tuple: for every column block (the columns of a latent
+    that have one scale), the queries [ROWS, columns of the block].
+    """
+    latent_strides = queries.latent_token_stride, queries.latent_head_stride, queries.latent_element_stride
+    if c.E4M3:
+        BLOCKS: tl.constexpr = 1 if c.SCALE_TILE == 0 else c.LATENT // c.SCALE_TILE
+        latent = ()
+        for number in tl.static_range(BLOCKS):
+            columns = tl.arange(0, c.LATENT_PAD // BLOCKS) + number * (c.LATENT_PAD // BLOCKS)
+            block = _load_columns(queries.ql_nope, columns, token, head, real, latent_strides, c.LATENT)
+            latent = latent + (block,)  # noqa: RUF005
+        rope = latent[0]
+    else:
+        columns = tl.arange(0, c.LATENT_PAD)
+        latent = _load_columns(queries.ql_nope, columns, token, head, real, latent_strides, c.LATENT)
+        rope = latent
+    if c.ROPE > 0:
+        columns = tl.arange(0, c.ROPE_PAD)
+        rope_strides = queries.rope_token_stride, queries.rope_head_stride, queries.rope_element_stride
+        rope = _load_columns(queries.q_pe, columns, token, head, real, rope_strides, c.ROPE)
+    return RowQueries(latent, rope)
+
+
+@triton.jit
+@no_type_check
+def _load_columns(base, columns, token, head, real, strides, WIDTH: tl.constexpr):
+    """Load some columns of ROWS rows from [T, N, WIDTH]; padding rows and columns from WIDTH on get zeros."""
+    offsets = token.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
+    return tl.load(
+        base + offsets[:, None] + (columns.to(tl.int64) * strides[2])[None, :],
+        mask=real[:, None] & (columns < WIDTH)[None, :],
         other=0.0,
     )
-    rope = latent
-    if ROPE > 0:
-        columns = tl.arange(0, ROPE_PAD)
-        offsets = token.to(tl.int64) * queries.rope_token_stride + head.to(tl.int64) * queries.rope_head_stride
-        rope = tl.load(
-            queries.q_pe + offsets[:, None] + (columns.to(tl.int64) * queries.rope_element_stride)[None, :],
-            mask=real[:, None] & (columns < ROPE)[None, :],
-            other=0.0,
-        )
-    return RowQueries(latent, rope)
 
 
 @triton.jit

@@ -47,12 +47,34 @@ def e4m3_to_float32(codes, NATIVE: tl.constexpr):
     if NATIVE:
         values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
-        # the code's bits as a float16 number are 2^-8 times the value, because the exponent biases are 15 and 7
-        bits = codes.to(tl.uint16)
-        bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-        values = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        values = _float16_bits(codes).to(tl.float32) * 256.0
         values = tl.where((codes & 0x7F) == E4M3_NAN, float("nan"), values)
     return values
+
+
+@triton.jit
+@no_type_check
+def e4m3_to(codes, dtype: tl.constexpr, NATIVE: tl.constexpr):
+    """Return the values of e4m3 codes (uint8) in a float dtype of at least 16 bits, which holds them exactly."""
+    if NATIVE:
+        values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        if dtype == tl.bfloat16:
+            values = values.to(tl.float32)
+        values = values.to(dtype)
+    elif dtype == tl.float16:
+        values = tl.where((codes & 0x7F) == E4M3_NAN, float("nan"), _float16_bits(codes) * 256.0)
+    else:
+        values = e4m3_to_float32(codes, False).to(dtype)
+    return values
+
+
+@triton.jit
+@no_type_check
+def _float16_bits(codes):
+    """Return float16 numbers that are 2^-8 times the values of e4m3 codes; a NaN becomes a finite number."""
+    bits = codes.to(tl.uint16)  # 2^-8, because the exponent biases of float16 and e4m3 are 15 and 7
+    bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+    return bits.to(tl.float16, bitcast=True)
 
 
 @triton.jit

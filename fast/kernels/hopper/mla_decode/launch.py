@@ -23,7 +23,9 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from reference.interfaces import (
+    COMPUTE_FORMAT,
     DECODE_TILE,
+    CacheFormat,
     InvariantSplitRule,
     ScheduleCosts,
     check,
@@ -76,6 +78,8 @@ def mla_decode(
     split_offsets: Tensor | None,
     batch_invariant: bool,
     split_rule: InvariantSplitRule,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
+    kv_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the absorbed attention of a few query tokens per request over its cached latents.
@@ -102,6 +106,8 @@ def mla_decode(
         batch_invariant: if True, the splits of a request depend on its length alone. The bits of its result then do not
             depend on the other requests.
         split_rule: rule by which a batch-invariant decode splits a request; used only if `batch_invariant` is true.
+        cache_format: not used; this backend declares only caches in the dtype of the queries.
+        kv_scale: not used; such caches have no scale.
         out: [T, N, Lkv] in `out_dtype`, contiguous, written in place; None allocates a tensor.
 
     Returns:
@@ -291,6 +297,7 @@ def decode_programs(
     qk_rope_head_dim: int,
     block_size: int,
     query_len: int,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
 ) -> int:
     """Return the number of programs with which a schedule fills a device.
 
@@ -302,7 +309,13 @@ def decode_programs(
 
 
 def schedule_costs(
-    device: torch.device, dtype: torch.dtype, num_heads: int, kv_lora_rank: int, qk_rope_head_dim: int, block_size: int
+    device: torch.device,
+    dtype: torch.dtype,
+    num_heads: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    block_size: int,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
 ) -> ScheduleCosts:
     """Return the measured costs from which `plan_decode` makes a schedule; only `num_heads` changes the costs."""
     return measured_schedule_costs(num_heads)

@@ -1,0 +1,227 @@
+"""Attend tiles of keys that a cache stores in e4m3 (8 bits), for both decode kernels of the backend "triton".
+
+`decode_tiles` explains rows, tiles and the online softmax. A program reads the e4m3 numbers of a tile as bytes and
+converts them to the dtype of the queries, which holds every e4m3 number exactly. No key and no value is multiplied by
+its scale, because the product would have to be rounded to the dtype of the queries. The scales multiply other numbers:
+
+| scale | in the scores | in the output |
+|---|---|---|
+| of the layer | multiplies the score in float32 | multiplies the sum of weighted latents in float32 |
+| of a column block of a key | multiplies the block's part of the score in float32 | multiplies the probability |
+
+A column block is the columns of a latent that have one scale in the cache entry; with a scale of the layer, it is the
+whole latent. The product of probability and scale is computed in float32 and then rounded to the dtype of the queries,
+as a probability without a scale is. A row therefore has one sum of weighted latents for each column block.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, no_type_check
+
+import triton
+import triton.language as tl
+
+from ..combine.kernels import RowState
+from .decode_tiles import SoftmaxStep, _products, _softmax_step, attend_tiles, keys_of_tile
+from .fp8 import e4m3_to
+
+# In float16, the product of a probability and a scale could overflow or be rounded to 0. The product is therefore
+# divided by a unit, a power of two, so that the largest scale becomes a number from 2^14 to 2^15. float16 ends at 2^16.
+HEADROOM = tl.constexpr(14)
+BIAS = tl.constexpr(127)  # exponent bias of float32
+LAST_EXPONENT = tl.constexpr(253)  # largest biased exponent of a power of two whose inverse is a normal number
+
+
+class BlockState(NamedTuple):
+    """State of the online softmax of ROWS rows.
+
+    Attributes:
+        largest: [ROWS], largest score so far, in base 2.
+        total: [ROWS], sum of exp2(score - largest).
+        exponent: biased exponent of the unit of `weighted`, a power of two; not used if the unit is 1.
+        weighted: tuple with the sum of weighted latents of each column block, [ROWS, columns of the block].
+    """
+
+    largest: Any
+    total: Any
+    exponent: Any
+    weighted: Any
+
+
+class StoredTile(NamedTuple):
+    """Keys of a tile, loaded from the cache.
+
+    Attributes:
+        latents: tuple with the e4m3 numbers of each column block, [TILE, columns of the block].
+        scales: tuple with the scales of each column block, [TILE]; empty if the scale is that of the layer.
+        rope: [TILE, ROPE_PAD]; not used if R is 0.
+    """
+
+    latents: Any
+    scales: Any
+    rope: Any
+
+
+@triton.jit
+@no_type_check  # the tests' type checker skips this kernel, because Triton's interpreter must read its source
+def attend(queries, row_keys, first_tile, last_tile, cache, scale_log2, c):
+    """Attend tiles of a cache of any format; arguments and result are those of `attend_tiles`."""
+    if c.E4M3:
+        state = _attend_e4m3_tiles(queries, row_keys, first_tile, last_tile, cache, scale_log2, c)
+    else:
+        state = attend_tiles(queries, row_keys, first_tile, last_tile, cache, scale_log2, c)
+    return state
+
+
+@triton.jit
+@no_type_check
+def _attend_e4m3_tiles(queries, row_keys, first_tile, last_tile, cache, scale_log2, c):
+    BLOCKS: tl.constexpr = len(queries.latent)
+    ROWS: tl.constexpr = queries.latent[0].shape[0]
+    COLUMNS: tl.constexpr = queries.latent[0].shape[1]
+    layer_scale = 1.0
+    if c.SCALE_TILE == 0:
+        layer_scale = tl.load(cache.scale)
+    weighted = ()
+    for _ in tl.static_range(BLOCKS):
+        weighted = weighted + (tl.zeros([ROWS, COLUMNS], tl.float32),)  # noqa: RUF005 (Triton compiles no unpacking)
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    state = BlockState(largest, tl.zeros([ROWS], tl.float32), tl.full([], 1, tl.int32), weighted)
+    for tile in tl.range(first_tile, tl.minimum(row_keys.full_tiles, last_tile)):
+        state = _attend_tile(state, queries, row_keys, tile, cache, scale_log2, layer_scale, c, False)
+    for tile in tl.range(tl.maximum(row_keys.full_tiles, first_tile), last_tile, num_stages=1):
+        state = _attend_tile(state, queries, row_keys, tile, cache, scale_log2, layer_scale, c, True)
+    if c.SCALE_TILE == 0:
+        weighted = state.weighted[0] * layer_scale
+    else:
+        left = _side_by_side(state.weighted[0], state.weighted[1])
+        weighted = _side_by_side(left, _side_by_side(state.weighted[2], state.weighted[3]))
+        if queries.latent[0].dtype == tl.float16:
+            weighted = weighted * _power_of_two(state.exponent)
+    return RowState(state.largest, state.total, weighted)
+
+
+@triton.jit
+@no_type_check
+def _attend_tile(state, queries, row_keys, tile, cache, scale_log2, layer_scale, c, PARTIAL: tl.constexpr):
+    """Return the `BlockState` after one more tile; PARTIAL is False if every row sees every key of the tile."""
+    BLOCKS: tl.constexpr = len(queries.latent)
+    DTYPE: tl.constexpr = queries.latent[0].dtype
+    IN_UNITS: tl.constexpr = c.SCALE_TILE > 0 and queries.latent[0].dtype == tl.float16
+    keys, block, held = keys_of_tile(row_keys, tile, cache, c)
+    stored = _load_tile(keys, block, held, cache, DTYPE, c)
+    # 1. scores
+    scores = _products(queries.latent[0], stored.latents[0], c.SUM_COLUMNS)
+    if c.SCALE_TILE > 0:
+        scores = scores * stored.scales[0][None, :]
+        for number in tl.static_range(1, BLOCKS):
+            product = _products(queries.latent[number], stored.latents[number], c.SUM_COLUMNS)
+            scores += product * stored.scales[number][None, :]
+    scores = scores * (scale_log2 * layer_scale)
+    if c.ROPE > 0:
+        rope_scale = scale_log2 * layer_scale if c.ROPE_E4M3 else scale_log2
+        scores += _products(queries.rope, stored.rope, c.SUM_COLUMNS) * rope_scale
+    # 2. probabilities
+    seen = held[None, :]
+    if PARTIAL:
+        seen = seen & (keys[None, :] < row_keys.visible[:, None])
+    WEIGHTS: tl.constexpr = DTYPE if c.SCALE_TILE == 0 else tl.float32
+    if scores.shape[0] == 64:  # hides a dependence from the compiler, as `decode_tiles._attend_tile` explains
+        step = SoftmaxStep(state.largest, state.largest, state.total, tl.zeros(scores.shape, WEIGHTS))
+        if tile >= 0:
+            step = _softmax_step(scores, seen, state, WEIGHTS)
+    else:
+        step = _softmax_step(scores, seen, state, WEIGHTS)
+    # 3. sums of weighted latents
+    decay, exponent, inverse = step.decay, state.exponent, 1.0
+    if IN_UNITS:
+        exponent = _exponent_of_unit(exponent, stored.scales)
+        inverse = _power_of_two(-exponent + 2 * BIAS)
+        decay = decay * (_power_of_two(state.exponent) * inverse)
+    weighted = ()
+    for number in tl.static_range(BLOCKS):
+        weights = step.probabilities
+        if c.SCALE_TILE > 0:
+            weights = (weights * (stored.scales[number] * inverse)[None, :]).to(DTYPE)
+        sums = state.weighted[number] * decay[:, None]
+        sums = tl.dot(weights, stored.latents[number], acc=sums, input_precision="ieee")
+        weighted = weighted + (sums,)  # noqa: RUF005
+    return BlockState(step.largest, step.total, exponent, weighted)
+
+
+@triton.jit
+@no_type_check
+def _load_tile(keys, block, held, cache, dtype: tl.constexpr, c):
+    """Load the keys of a tile (`StoredTile`); a key that the cache does not hold becomes 0, with scales of 0."""
+    BLOCKS: tl.constexpr = 1 if c.SCALE_TILE == 0 else c.LATENT // c.SCALE_TILE
+    COLUMNS: tl.constexpr = c.LATENT_PAD // BLOCKS
+    offsets = block.to(tl.int64) * cache.block_stride + (keys % c.BLOCK_SIZE).to(tl.int64) * cache.entry_stride
+    entries = cache.entries + offsets
+    columns = tl.arange(0, COLUMNS)
+    latents = ()
+    for number in tl.static_range(BLOCKS):
+        mask = held[:, None]
+        if c.LATENT < c.LATENT_PAD:
+            mask = mask & (columns < c.LATENT)[None, :]
+        offsets = (columns + number * COLUMNS).to(tl.int64) * cache.element_stride
+        latent = e4m3_to(tl.load(entries[:, None] + offsets[None, :], mask=mask, other=0), dtype, c.NATIVE)
+        if c.PINNED:
+            latent = _pinned(latent)
+        latents = latents + (latent,)  # noqa: RUF005
+    scales = ()
+    if c.SCALE_TILE > 0:
+        pointers = (entries + c.SCALE_COLUMN).to(tl.pointer_type(tl.float32))
+        for number in tl.static_range(BLOCKS):
+            scales = scales + (tl.load(pointers + number, mask=held, other=0.0),)  # noqa: RUF005
+    rope = latents[0]
+    if c.ROPE > 0:
+        columns = tl.arange(0, c.ROPE_PAD)
+        mask = held[:, None]
+        if c.ROPE < c.ROPE_PAD:
+            mask = mask & (columns < c.ROPE)[None, :]
+        if c.ROPE_E4M3:
+            offsets = (columns + c.ROPE_COLUMN).to(tl.int64) * cache.element_stride
+            rope = e4m3_to(tl.load(entries[:, None] + offsets[None, :], mask=mask, other=0), dtype, c.NATIVE)
+        else:  # bfloat16; the columns of such a cache have no gaps
+            pointers = (entries + c.ROPE_COLUMN).to(tl.pointer_type(tl.bfloat16))
+            rope = tl.load(pointers[:, None] + columns[None, :], mask=mask, other=0.0).to(dtype)
+    return StoredTile(latents, scales, rope)
+
+
+@triton.jit
+@no_type_check
+def _pinned(x):
+    """Return 16-bit numbers x as they are, and keep them in the layout (elements of each thread) of their load.
+
+    Two products read a tile. Without this empty instruction, the compiler changes the bytes to the layout of each
+    product and then converts them. It converts the tile twice, loads single bytes from shared memory, and does not
+    prefetch the next tile.
+    """
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+
+
+@triton.jit
+@no_type_check
+def _exponent_of_unit(exponent, scales):
+    """Return the biased exponent of the unit: that for the largest scale, and at least the earlier `exponent`.
+
+    The exponents are compared as integers, so that NaN, a scale of the NaN bits, is the largest scale.
+    """
+    bits = scales[0].to(tl.int32, bitcast=True) & 0x7FFFFFFF  # the bits of absolute values have the order of the values
+    for number in tl.static_range(1, len(scales)):
+        bits = tl.maximum(bits, scales[number].to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    return tl.minimum(tl.maximum(exponent, (tl.max(bits, 0) >> 23) - HEADROOM), LAST_EXPONENT)
+
+
+@triton.jit
+@no_type_check
+def _power_of_two(exponent):
+    """Return the power of two with a biased exponent from 1 to 254."""
+    return (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+@no_type_check
+def _side_by_side(left, right):
+    """Return [ROWS, 2 * columns]: first the columns of `left`, then the columns of `right`."""
+    return tl.permute(tl.join(left, right), (0, 2, 1)).reshape(left.shape[0], 2 * left.shape[1])
