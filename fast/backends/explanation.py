@@ -83,7 +83,7 @@ def layer_requests(
             elif op in COPY_OPS:
                 more = {"block_size": block_size}
             elif op == "reorg_kvcache":  # ranks exchange stored entries
-                more = {"dtype": cache_format.dtype_for(dtype)}
+                more = {"dtype": cache_format.storage_dtype or dtype}
             elif op == "flash_attn_varlen":
                 more |= {"query_lens": QueryLenSupport.VARLEN, "mask": "causal", "lse": True}
             requests.append(KernelRequest(op, device, head_dims=widths.get(op, columns), **more))
