@@ -8,7 +8,7 @@ import re
 
 import torch
 
-from reference.interfaces import COMPUTE_FORMAT, E4M3, FLOAT_DTYPES, FP8_DS_MLA, FP8_E4M3
+from reference.interfaces import COMPUTE_FORMAT, E4M3, FLOAT_DTYPES, FP8_DS_MLA, FP8_E4M3, FP8_MODES
 
 from .registry import Backend, OpSupport, register
 
@@ -26,7 +26,7 @@ ENTRY_OPS = (  # ops that write or read cache entries; they serve every cache fo
 )  # fmt: skip
 FORMATS = (COMPUTE_FORMAT.name, FP8_E4M3.name, FP8_DS_MLA.name)
 STORED_DTYPES = (FP8_E4M3.storage_dtype, FP8_DS_MLA.storage_dtype)  # dtypes of caches that no query has
-QUANTIZING_OPS = ("merge_attn_states", "multiply_heads")  # ops whose output may be in e4m3
+QUANTIZING_OPS = ("apply_rope", "merge_attn_states", "multiply_heads")  # ops whose output may be in e4m3
 READS = {"pack_attn_state": "merge_packed_attn_states"}  # op that writes a message: op that reads the message
 
 
@@ -58,10 +58,17 @@ def _ops_of_all(package: str, dtypes: tuple[torch.dtype, ...]) -> dict[str, OpSu
         | _ops_of(package, (*ENTRY_OPS, *DECODES), dtypes=dtypes, cache_formats=FORMATS)
         | _ops_of(package, ("reorg_kvcache",), dtypes=(*dtypes, *STORED_DTYPES))
         | _ops_of(package, QUANTIZING_OPS, dtypes=dtypes, out_dtypes=(*dtypes, E4M3))
+        | _ops_of(package, ("rope_norm_and_cache",), dtypes=dtypes, out_dtypes=(*dtypes, E4M3), cache_formats=FORMATS)
     )
 
 
-CPU = Backend(name="cpu", priority=0, device_type="cpu", ops=_ops_of_all("cpu", FLOAT_DTYPES))
+CPU = Backend(
+    name="cpu",
+    priority=0,
+    device_type="cpu",
+    ops=_ops_of_all("cpu", FLOAT_DTYPES)
+    | _ops_of("cpu", ("mla_decode",), dtypes=FLOAT_DTYPES, cache_formats=FORMATS, fp8_modes=FP8_MODES),
+)
 TRITON = Backend(
     name="triton",
     priority=10,

@@ -12,6 +12,7 @@ import torch
 
 from reference.interfaces import (
     COMPUTE_FORMAT,
+    CONVERTED,
     CacheFormat,
     GraphSupport,
     QueryLenSupport,
@@ -161,12 +162,13 @@ def decode_request(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     batch_invariant: bool = False,
     graph: GraphSupport = GraphSupport.NONE,
+    fp8_mode: str = CONVERTED,
 ) -> KernelRequest:
     """Return the request for a call of `mla_decode`, or of another op of `DECODES`."""
     return KernelRequest(
         op=op,
         device=device,
-        dtype=dtype,
+        dtype=dtype if fp8_mode == CONVERTED else None,
         head_dims=(("kv_lora_rank", kv_lora_rank), ("qk_rope_head_dim", qk_rope_head_dim)),
         block_size=block_size,
         query_lens=query_lens,
@@ -177,6 +179,7 @@ def decode_request(
         graph=graph,
         mask="visible_lens" if op == "mla_decode" else None,
         lse=op == "mla_decode",
+        fp8_mode=fp8_mode,
     )
 
 

@@ -182,9 +182,12 @@ from .ownership import (
 )
 from .presets import PRESETS
 from .quantization import (
+    CONVERTED,
+    FP8_MODES,
     LEAST_WEIGHT,
     AbsorbedWeights,
     QuantizedWeight,
+    check_fp8_mode,
     check_output_scale,
     check_scale,
     check_scale_values,
@@ -221,6 +224,7 @@ from .workspace import (
 __all__ = [
     "CACHE_FORMATS",
     "COMPUTE_FORMAT",
+    "CONVERTED",
     "DECODE_TILE",
     "E4M3",
     "E4M3_MAX",
@@ -228,6 +232,7 @@ __all__ = [
     "FLOPS_PER_BYTE",
     "FP8_DS_MLA",
     "FP8_E4M3",
+    "FP8_MODES",
     "LEAST_WEIGHT",
     "MERGES",
     "MOST_PARTS",
@@ -318,6 +323,7 @@ __all__ = [
     "check_format",
     "check_formatted_cache",
     "check_forward_attention",
+    "check_fp8_mode",
     "check_function",
     "check_gather",
     "check_graph_batch",

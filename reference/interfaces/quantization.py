@@ -17,6 +17,8 @@ from .cache_format import E4M3, E4M3_MAX
 from .checks import check, check_flag, check_tensor, check_type
 from .errors import UnsupportedConfiguration
 
+CONVERTED = "converted"
+FP8_MODES = (CONVERTED, "fp8_query", "fp8_product")  # which products of a decode are computed in e4m3 (`mla_decode`)
 LEAST_WEIGHT = 1e-10  # smallest number that the scale of a weight makes the largest e4m3 number
 
 
@@ -153,6 +155,12 @@ def check_output_scale(
         raise UnsupportedConfiguration([f"{wanted}, got {type(output_block_scale).__name__}"])
     if output_scale is not None:
         check_scale("output_scale", output_scale, num_heads, device)
+
+
+def check_fp8_mode(fp8_mode: str) -> None:
+    """Check that a mode is one of `FP8_MODES`."""
+    check_type("fp8_mode", fp8_mode, str)
+    check(fp8_mode in FP8_MODES, "fp8_mode", f"one of {', '.join(FP8_MODES)}", fp8_mode)
 
 
 def check_weight_to_quantize(weight: Tensor, per_head: bool) -> None:

@@ -56,7 +56,7 @@ def decode_samples(
     return [
         (ql, q_pe, cache, plan.block_table, plan.seq_lens, plan.query_start_loc, plan.visible_lens, 2, max(seq_lens),
          0.3, out_dtype or dtype, *plan_of, list(costs.split_rule.numbers), COMPUTE_FORMAT.name, None,
-         decode_backend(dtype, latent, rope, block_size))
+         "converted", None, decode_backend(dtype, latent, rope, block_size))
         for plan_of in ((None, None, False), (schedule.tile_ranges, schedule.split_offsets, False), (None, None, True),
                     (own.tile_ranges, own.split_offsets, True))
     ]  # fmt: skip
@@ -78,6 +78,12 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
     ).view(cache.shape)
     in_tiles = torch.zeros(*cache.shape[:2], 656, dtype=torch.uint8)
     caches = (cache, "compute_dtype", None), (eighths, "fp8_e4m3", torch.tensor(0.5))
+    if backend_here(dtype) == "cpu":
+        decodes += [
+            (*(query.to(E4M3) for query in decodes[0][:2]), eighths, *decodes[0][3:15], "fp8_e4m3", torch.tensor(0.5),
+             mode, torch.rand(3) + 1, "cpu")
+            for mode in ("fp8_query", "fp8_product")
+        ]  # fmt: skip
     table, cu, starts = batch.common.block_table, offsets([20, 17, 0]), integers(0, 16, 0)
 
     def rand(*shape):
@@ -101,8 +107,8 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
     return {
         "mla_twins::advance_step": advanced,
         "mla_twins::apply_rope": [
-            (torch.arange(6), rand(6, 3, 8), rand(6, 8), torch.rand(4, dtype=lse), 1.3, pairs, backend)
-            for pairs in (True, False)
+            (torch.arange(6), rand(6, 3, 8), rand(6, 8), torch.rand(4, dtype=lse), 1.3, pairs, scale, backend)
+            for pairs in (True, False) for scale in (None, torch.rand(3) + 1)
         ],
         "mla_twins::compute_visible_lens": [
             (offsets([1, 2, 0]), integers(20, 33, 0), 5, *owned, backend) for owned in ((1, 0, 1), (3, 1, 4))
@@ -113,11 +119,12 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
         ] + [(rand(3, 512), rand(3, 64), in_tiles, batch.common.slot_mapping, "fp8_ds_mla", None, backend)],
         "mla_twins::rope_norm_and_cache": [
             (torch.arange(3), rand(3, 3, 8), rand(3, 24), rand(3, 8), held, batch.common.slot_mapping, rand(24), 1e-5,
-             torch.rand(4, dtype=lse), 1.3, pairs, *stored, backend)
+             torch.rand(4, dtype=lse), 1.3, pairs, *stored, scale, backend)
             for pairs in (True, False) for held, *stored in caches
+            for scale in (None, *[torch.rand(3) + 1] * (held.dtype == E4M3))
         ] + [
             (torch.arange(3), rand(3, 3, 64), rand(3, 512), rand(3, 64), in_tiles, batch.common.slot_mapping, rand(512),
-             1e-5, torch.rand(32, dtype=lse), 1.3, True, "fp8_ds_mla", None, backend)
+             1e-5, torch.rand(32, dtype=lse), 1.3, True, "fp8_ds_mla", None, None, backend)
         ],
         "mla_twins::quantize_entries": [
             (rand(5, 24), rand(5, 8), DIRECT.head_size, held.dtype, *stored, backend) for held, *stored in caches
