@@ -8,7 +8,7 @@ import re
 
 import torch
 
-from reference.interfaces import COMPUTE_FORMAT, FLOAT_DTYPES, FP8_DS_MLA, FP8_E4M3
+from reference.interfaces import COMPUTE_FORMAT, E4M3, FLOAT_DTYPES, FP8_DS_MLA, FP8_E4M3, FP8_MODES
 
 from .registry import Backend, OpSupport, register
 
@@ -17,8 +17,8 @@ MESSAGES = ("pack_attn_state", "merge_packed_attn_states")  # one backend writes
 OPS = (  # every op that a backend can serve
     "advance_step", "apply_rope", "compute_visible_lens", "concat_and_cache_mla", "copy_blocks", "decode_programs",
     "dequantize_entries", "flash_attn_varlen", "gather_and_maybe_dequant_cache", "merge_attn_states",
-    "merge_packed_attn_states", "mla_decode", "pack_attn_state", "plan_decode", "quantize_entries", "reorg_kvcache",
-    "rope_norm_and_cache", "schedule_costs", "swap_blocks", "weight_attn_out", "zero_padding_tokens",
+    "merge_packed_attn_states", "mla_decode", "multiply_heads", "pack_attn_state", "plan_decode", "quantize_entries",
+    "reorg_kvcache", "rope_norm_and_cache", "schedule_costs", "swap_blocks", "weight_attn_out", "zero_padding_tokens",
 )  # fmt: skip
 ENTRY_OPS = (  # ops that write or read cache entries; they serve every cache format
     "concat_and_cache_mla", "dequantize_entries", "gather_and_maybe_dequant_cache", "quantize_entries",
@@ -26,6 +26,7 @@ ENTRY_OPS = (  # ops that write or read cache entries; they serve every cache fo
 )  # fmt: skip
 FORMATS = (COMPUTE_FORMAT.name, FP8_E4M3.name, FP8_DS_MLA.name)
 STORED_DTYPES = (FP8_E4M3.storage_dtype, FP8_DS_MLA.storage_dtype)  # dtypes of caches that no query has
+QUANTIZING_OPS = ("apply_rope", "merge_attn_states", "multiply_heads")  # ops whose output may be in e4m3
 READS = {"pack_attn_state": "merge_packed_attn_states"}  # op that writes a message: op that reads the message
 
 
@@ -49,16 +50,25 @@ def _ops_of(package: str, names: tuple[str, ...], **declared) -> dict[str, OpSup
 def _ops_of_all(package: str, dtypes: tuple[torch.dtype, ...]) -> dict[str, OpSupport]:
     """Declare the support for `OPS`.
 
-    `ENTRY_OPS` and `DECODES` serve every cache format, and a reorder serves every stored dtype.
+    `ENTRY_OPS` and `DECODES` serve every cache format, a reorder serves every stored dtype, and the output of
+    `QUANTIZING_OPS` may also be in e4m3.
     """
     return (
         _ops_of(package, OPS, dtypes=dtypes)
         | _ops_of(package, (*ENTRY_OPS, *DECODES), dtypes=dtypes, cache_formats=FORMATS)
         | _ops_of(package, ("reorg_kvcache",), dtypes=(*dtypes, *STORED_DTYPES))
+        | _ops_of(package, QUANTIZING_OPS, dtypes=dtypes, out_dtypes=(*dtypes, E4M3))
+        | _ops_of(package, ("rope_norm_and_cache",), dtypes=dtypes, out_dtypes=(*dtypes, E4M3), cache_formats=FORMATS)
     )
 
 
-CPU = Backend(name="cpu", priority=0, device_type="cpu", ops=_ops_of_all("cpu", FLOAT_DTYPES))
+CPU = Backend(
+    name="cpu",
+    priority=0,
+    device_type="cpu",
+    ops=_ops_of_all("cpu", FLOAT_DTYPES)
+    | _ops_of("cpu", ("mla_decode",), dtypes=FLOAT_DTYPES, cache_formats=FORMATS, fp8_modes=FP8_MODES),
+)
 TRITON = Backend(
     name="triton",
     priority=10,

@@ -12,6 +12,7 @@ from torch import Tensor
 from reference.interfaces import (
     CACHE_FORMATS,
     COMPUTE_FORMAT,
+    CONVERTED,
     NEUTRAL_SPLIT_RULE,
     AttentionState,
     CacheFormat,
@@ -32,6 +33,7 @@ from reference.interfaces import (
     check_number,
     check_out,
     check_scale_value,
+    check_scale_values,
     check_type,
     invariant_split_rule,
     wide_dtype,
@@ -117,8 +119,8 @@ def _launch_and_shape(op, config, device, dtype, block_size, cache_format, backe
 
 
 def mla_decode(
-    ql_nope: Float[Tensor, "T N Lkv"],
-    q_pe: Float[Tensor, "T N R"],
+    ql_nope: Shaped[Tensor, "T N Lkv"],
+    q_pe: Shaped[Tensor, "T N R"],
     kv_cache: Shaped[Tensor, "num_blocks block_size columns"],
     metadata: DecodeMetadata,
     softmax_scale: float,
@@ -126,6 +128,8 @@ def mla_decode(
     out_dtype: torch.dtype | None = None,
     cache_format: CacheFormat = COMPUTE_FORMAT,
     kv_scale: Float[Tensor, ""] | None = None,
+    fp8_mode: str = CONVERTED,
+    q_scale: Float[Tensor, "*heads"] | None = None,
     *,
     out: Float[Tensor, "T N Lkv"] | None = None,
     backend: BackendChoice = None,
@@ -143,10 +147,14 @@ def mla_decode(
         softmax_scale: (P + R)^-1/2, times YaRN's factor; not (Lkv + R)^-1/2.
         schedule: schedule (`plan_decode`), which assigns keys to the programs of the kernel. With None, the kernel
             divides the keys itself. A schedule changes results by rounding alone. The backend "cpu" ignores it.
-        out_dtype: dtype of `out`; None takes the dtype of `ql_nope`.
+        out_dtype: dtype of `out`; None takes the dtype of `ql_nope`, and is refused for queries in e4m3.
         cache_format: format of the cache. If the numbers of a cache have scales, the backend "triton" computes the
             products of 16-bit queries in float16, which is exact for queries, keys and values.
         kv_scale: float32 scale of the layer's cache, []; None if the format has no such scale.
+        fp8_mode: which products over a cache in e4m3 are computed in e4m3: `converted` (none), `fp8_query` or
+            `fp8_product`; `reference.mla_decode` explains them. A backend declares its modes, and no mode stands for
+            another. The backend "cpu" multiplies in float32 or float64, and rounds only probabilities (`fp8_product`).
+        q_scale: float32 scale of queries in e4m3, [] or [N]; None for `converted`.
         out: contiguous tensor [T, N, Lkv] in `out_dtype` that receives the output; it must share no memory with the
             other tensors. The backend "hopper" needs an address that is a multiple of 16 bytes. None allocates a
             tensor.
@@ -162,18 +170,19 @@ def mla_decode(
 
             - shapes, dtypes or devices do not match, or the plan was made for another block size;
             - the tensors are on the CPU, and an offset, a length, a visible length or a block of the plan is invalid;
-            - the tensors are on the CPU, and the scale is not finite and positive.
+            - the queries do not have the dtype of the mode, or the format has no numbers in e4m3;
+            - the tensors are on the CPU, and a scale is not finite and positive.
 
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     calls = _DECODES if out is None else _DECODES_INTO
     signature = calls.signature(
-        ql_nope, q_pe, kv_cache, metadata, softmax_scale, schedule, out_dtype, cache_format, kv_scale, out,
-        backend,
+        ql_nope, q_pe, kv_cache, metadata, softmax_scale, schedule, out_dtype, cache_format, kv_scale,
+        fp8_mode, q_scale, out, backend,
     )  # fmt: skip
     chosen = calls.backend_of(signature)
     if chosen is None:
-        check_decode(ql_nope, q_pe, kv_cache, metadata, cache_format, schedule, kv_scale)
+        check_decode(ql_nope, q_pe, kv_cache, metadata, cache_format, schedule, kv_scale, fp8_mode, q_scale, out_dtype)
         check_number("softmax_scale", softmax_scale)
         if out_dtype is not None:
             check_dtype("out_dtype", out_dtype)
@@ -184,7 +193,7 @@ def mla_decode(
             else backends.query_lens_of(ql_nope.shape[0], metadata.seq_lens.shape[0], metadata.max_query_len),
             backends.cache_in_words(kv_cache), out_dtype=ql_nope.dtype if out_dtype is None else out_dtype,
             cache_format=cache_format, batch_invariant=schedule is not None and schedule.batch_invariant,
-            graph=metadata.graph,
+            graph=metadata.graph, fp8_mode=fp8_mode,
         )  # fmt: skip
         chosen = backends.select(request, backend).name
     out_dtype = ql_nope.dtype if out_dtype is None else out_dtype
@@ -200,7 +209,8 @@ def mla_decode(
     )  # fmt: skip
     arguments = (
         *inputs, metadata.max_query_len, metadata.max_seq_len, softmax_scale, out_dtype, tile_ranges, split_offsets,
-        batch_invariant, list(split_rule.numbers), cache_format.name, kv_scale,
+        batch_invariant, list(split_rule.numbers), cache_format.name, kv_scale, fp8_mode,
+        q_scale,
     )  # fmt: skip
     if out is None:
         return AttentionState(*_DECODES.run(signature, chosen, *arguments))
@@ -211,8 +221,8 @@ def mla_decode(
 
 def _launch_decode(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, cache_format, kv_scale, backend,
-    *out,
+    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, cache_format, kv_scale, fp8_mode,
+    q_scale, backend, *out,
 ):  # fmt: skip
     if ql_nope.device.type == "cpu":
         metadata = DecodeMetadata(
@@ -221,10 +231,12 @@ def _launch_decode(
         )  # fmt: skip
         check_decode_values(metadata, ql_nope.shape[0], kv_cache.shape[1], kv_cache.shape[0])
         check_scale_value("kv_scale", kv_scale)
+        check_scale_values("q_scale", q_scale)
+    modes = {} if fp8_mode == CONVERTED else {"fp8_mode": fp8_mode, "q_scale": q_scale}
     return backends.kernel(backend, "mla_decode")(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
         softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, invariant_split_rule(*split_rule),
-        CACHE_FORMATS[cache_format], kv_scale, *out,
+        CACHE_FORMATS[cache_format], kv_scale, *out, **modes,
     )  # fmt: skip
 
 
@@ -241,7 +253,7 @@ _mla_decode = torch.library.custom_op(
     " Tensor query_start_loc, Tensor visible_lens, SymInt max_query_len, SymInt max_seq_len,"
     " float softmax_scale, ScalarType out_dtype,"
     " Tensor? tile_ranges, Tensor? split_offsets, bool batch_invariant, SymInt[] split_rule,"
-    " str cache_format, Tensor? kv_scale, str backend) -> (Tensor, Tensor)",
+    " str cache_format, Tensor? kv_scale, str fp8_mode, Tensor? q_scale, str backend) -> (Tensor, Tensor)",
 )
 _DECODES = backends.CheckedCalls(torch.ops.mla_twins.mla_decode, _launch_decode)
 
@@ -249,7 +261,8 @@ _DECODES = backends.CheckedCalls(torch.ops.mla_twins.mla_decode, _launch_decode)
 @_mla_decode.register_fake
 def _(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, cache_format, kv_scale, backend,
+    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, cache_format, kv_scale, fp8_mode,
+    q_scale, backend,
 ):  # fmt: skip
     tokens, heads, _ = ql_nope.shape
     out = ql_nope.new_empty(ql_nope.shape, dtype=out_dtype)
@@ -264,16 +277,16 @@ _mla_decode_out = torch.library.custom_op(
     " Tensor query_start_loc, Tensor visible_lens, SymInt max_query_len, SymInt max_seq_len,"
     " float softmax_scale, ScalarType out_dtype,"
     " Tensor? tile_ranges, Tensor? split_offsets, bool batch_invariant, SymInt[] split_rule,"
-    " str cache_format, Tensor? kv_scale, Tensor(a!) out, str backend) -> Tensor",
+    " str cache_format, Tensor? kv_scale, str fp8_mode, Tensor? q_scale, Tensor(a!) out, str backend) -> Tensor",
 )
-_DECODES_INTO = backends.CheckedCalls(torch.ops.mla_twins.mla_decode_out, _launch_decode_into, mutates=(17,))
+_DECODES_INTO = backends.CheckedCalls(torch.ops.mla_twins.mla_decode_out, _launch_decode_into, mutates=(19,))
 
 
 @_mla_decode_out.register_fake
 def _(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, cache_format, kv_scale, out,
-    backend,
+    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, cache_format, kv_scale, fp8_mode,
+    q_scale, out, backend,
 ):  # fmt: skip
     tokens, heads, _ = ql_nope.shape
     return ql_nope.new_empty(heads, tokens, dtype=wide_dtype(out_dtype))

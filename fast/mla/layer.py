@@ -18,6 +18,7 @@ from reference.distributed.groups import ContextParallel
 from reference.interfaces import (
     COMPUTE_FORMAT,
     MOST_WORKSPACE_TOKENS,
+    AbsorbedWeights,
     CacheFormat,
     ContextWorkspace,
     GraphSupport,
@@ -38,7 +39,6 @@ from reference.interfaces import (
     check_step,
     check_step_values,
     choose_kv_scale,
-    is_plain_linear,
     linear_output,
     make_kv_scale,
     parts_of_hf_attention,
@@ -57,15 +57,15 @@ from .memory_profile import reserve_for_step, touch_largest
 from .padding_tokens import zero_padding_tokens
 from .prefill import PREFILL_OPS, forward_prefill, gather_context, rows_of
 from .weight_views import AttentionWeights, WeightViews
-from .weights import dense_weight, multiply_heads, split_kv_b_proj, write_values
+from .weights import absorb, multiply_heads, quantize_weight, recover_weight, split_kv_b_proj, write_values
 
 _check_forward_attention = backends.CheckedOnce(check_forward_attention)
 _check_inputs = backends.CheckedOnce(check_layer_inputs)
 _check_rms_norm = backends.CheckedOnce(check_rms_norm)
 _check_step = backends.CheckedOnce(check_step)
 LAYER_OPS = (
-    "apply_rope", "concat_and_cache_mla", "dequantize_entries", "reorg_kvcache", "rope_norm_and_cache",
-    "zero_padding_tokens", *DCP_DECODE_OPS, *PREFILL_OPS,
+    "apply_rope", "concat_and_cache_mla", "dequantize_entries", "multiply_heads", "reorg_kvcache",
+    "rope_norm_and_cache", "zero_padding_tokens", *DCP_DECODE_OPS, *PREFILL_OPS,
 )  # fmt: skip
 
 
@@ -111,6 +111,8 @@ class MLAAttention(nn.Module):
             takes the workspace of the plan. A memory-profile run has no plan: it allocates a workspace and frees it.
         kv_scale: scale of the layer's cache, only for a format with `CacheFormat.layer_scale`. None leaves the choice
             to the first step with a prefill (`reference.interfaces.kv_scales`).
+        fp8_weights: whether the absorbed weights are stored in e4m3 (8 bits), with one scale for each head
+            (`quantize_weight`). They are read by the constructor and by `refresh_weights`.
         check_every_call: if True, every op checks all its arguments in every call. If False, an op may skip a check
             that an earlier call with the same shapes, strides and dtypes has passed (`fast.backends.checked_calls`).
         backend: name of a backend, mapping from op to backend name, or None. A name applies to the ops that the backend
@@ -119,6 +121,7 @@ class MLAAttention(nn.Module):
     Attributes:
         kv_scale: the scale as a `KVScale`, a buffer of the layer; None if the format has no such scale.
         observed: largest absolute value of each step, while `calibrate_kv_scales` records them; otherwise None.
+        fp8_weights: the absorbed weights in e4m3; None without the option `fp8_weights`.
 
     Raises:
         ValueError: the projections do not match the config, `kv_scale` does not fit `cache_format`, or `backend` has an
@@ -143,6 +146,7 @@ class MLAAttention(nn.Module):
         *,
         workspace: ContextWorkspace | None = None,
         kv_scale: float | Tensor | None = None,
+        fp8_weights: bool = False,
         check_every_call: bool = False,
         backend: BackendChoice = None,
     ):
@@ -157,6 +161,7 @@ class MLAAttention(nn.Module):
         check_format(cache_format)
         check_context_workspace("workspace", workspace)
         check_flag("check_every_call", check_every_call)
+        check_flag("fp8_weights", fp8_weights)
         self.check_every_call = check_every_call
         check_norm("kv_a_layernorm", kv_a_layernorm, config.kv_lora_rank)
         if q_a_layernorm is not None:
@@ -171,6 +176,7 @@ class MLAAttention(nn.Module):
         self.observed: list[Tensor] | None = None
         self.backend = backends.bind(backend, LAYER_OPS)
         self.register_buffer("recovered_kv_b_weight", None, persistent=False)
+        self.fp8_weights = AbsorbedWeights() if fp8_weights else None
         self._frequencies = rotary_frequencies(config.rope, config.qk_rope_head_dim)
         self._weight_views = WeightViews()
         self.refresh_weights()
@@ -183,9 +189,8 @@ class MLAAttention(nn.Module):
             module: the attention module; its projections have all heads. The layer takes the epsilon from the norms of
                 the module. With `context_parallel`, the layer uses views of the weights that belong to the heads of
                 this rank.
-            options: keyword arguments of the constructor (`workspace_tokens`, `context_parallel`, `cache_format`,
-                `workspace`, `kv_scale`, `check_every_call`, `backend`). If `kv_scale` is not given, the layer takes the
-                scale that the checkpoint stores for the cache.
+            options: keyword arguments of the constructor, such as `cache_format` and `backend`. If `kv_scale` is not
+                given, the layer takes the scale that the checkpoint stores for the cache.
 
         Raises:
             UnsupportedConfiguration: `MLAConfig.from_hf` raises it; the two norms have different epsilons; the weight
@@ -200,19 +205,15 @@ class MLAAttention(nn.Module):
     def refresh_weights(self) -> None:
         """Read the weight of `kv_b_proj` again, after the caller changed this weight.
 
-        If `kv_b_proj` is not a plain linear module, the layer keeps a dense copy of its weight. This function
-        overwrites the copy in place if device and dtype have not changed, and replaces the copy otherwise.
+        If `kv_b_proj` is not a plain linear module, the layer keeps a dense copy of its weight. This function updates
+        the copy and the `fp8_weights`, in place if device and dtype have not changed, and replaces them otherwise.
         `reference.mla.layer.MLAAttention.refresh_weights` explains when a caller must call this function.
         """
-        dtype = self.kv_a_layernorm.weight.dtype
-        if is_plain_linear(self.kv_b_proj, dtype):
-            self.recovered_kv_b_weight = None
-            return
-        weight, held = dense_weight(self.kv_b_proj, self.config.kv_lora_rank, dtype), self.recovered_kv_b_weight
-        if held is not None and held.device == weight.device and held.dtype == weight.dtype:
-            held.copy_(weight)
-        else:
-            self.recovered_kv_b_weight = weight
+        self.recovered_kv_b_weight = recover_weight(
+            self.kv_b_proj, self.config.kv_lora_rank, self.kv_a_layernorm.weight.dtype, self.recovered_kv_b_weight
+        )
+        if self.fp8_weights is not None:
+            self.fp8_weights.store(*(quantize_weight(each, True) for each in absorb(*self.up_projections())))
 
     def up_projections(self) -> tuple[Float[Tensor, "Lkv N P"], Float[Tensor, "Lkv N V"]]:
         """Return W_UK [Lkv, N, P] and W_UV [Lkv, N, V], views of the dense weight of `kv_b_proj`."""
@@ -426,7 +427,7 @@ class MLAAttention(nn.Module):
         """Compute the absorbed path for the query tokens of the decodes, and write their rows of `output`."""
         c = self.local_config
         q_nope, q_pe, output = (rows_of(x, 0, metadata.num_decode_tokens) for x in (q_nope, q_pe, output))
-        ql_nope = multiply_heads(q_nope, weights.w_uk_t)
+        ql_nope = multiply_heads(q_nope, weights.w_uk_t, backend=self.backend)
         if metadata.cascade is not None:
             state = cascade_attention(
                 ql_nope, q_pe, kv_cache, metadata.cascade, c.softmax_scale, self.cache_format, weights.kv_scale,
@@ -442,7 +443,7 @@ class MLAAttention(nn.Module):
                 ql_nope, q_pe, kv_cache, metadata.decode, c.softmax_scale, metadata.schedule,
                 cache_format=self.cache_format, kv_scale=weights.kv_scale, backend=self.backend,
             )  # fmt: skip
-        write_values(state.out, weights.w_uv_by_head, output)
+        write_values(state.out, weights.w_uv_by_head, output, backend=self.backend)
         if metadata.decode.graph is GraphSupport.ANY:  # the decode leaves the rows of padding tokens undefined
             zero_padding_tokens(
                 output, metadata.decode.query_start_loc, graph=metadata.decode.graph, backend=self.backend

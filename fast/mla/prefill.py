@@ -17,6 +17,7 @@ from torch import Tensor
 
 from reference.interfaces import (
     COMPUTE_FORMAT,
+    E4M3,
     AttentionState,
     CacheFormat,
     ContextChunk,
@@ -28,9 +29,13 @@ from reference.interfaces import (
     check_flag,
     check_function,
     check_out,
+    check_output_scale,
     check_prefill,
     check_rows,
+    check_scale_values,
+    check_type,
     reserve_for_chunks,
+    to_e4m3,
     wide_dtype,
 )
 
@@ -199,10 +204,12 @@ def forward_prefill(
     return_lse: bool = True,
     kv_scale: Float[Tensor, ""] | None = None,
     *,
-    out: Float[Tensor, "T N V"] | None = None,
+    output_scale: Float[Tensor, ""] | None = None,
+    output_block_scale: Tensor | None = None,
+    out: Shaped[Tensor, "T N V"] | None = None,
     workspace: ContextWorkspace | None = None,
     backend: BackendChoice = None,
-) -> AttentionState | Float[Tensor, "T N V"]:
+) -> AttentionState | Shaped[Tensor, "T N V"]:
     """Compute attention of new tokens over the cached context and the new tokens, on the expanded path.
 
     If `metadata.parts` separates the requests without context, one kernel computes their output in its final dtype. For
@@ -223,62 +230,59 @@ def forward_prefill(
         cache_format: format of the cache.
         return_lse: whether the caller needs the LSE of the result.
         kv_scale: float32 scale of the layer's cache; None if the format has no such scale (`CacheFormat.layer_scale`).
-        out: tensor [T, N, V] in the dtype of `q` that receives the output, with any strides; it must share no memory
-            with the other tensors. None allocates a tensor.
+        output_scale: float32 scale of an output in e4m3 (8 bits); None for an output in the dtype of `q`. The last
+            merge of a request rounds the float32 output once; PyTorch rounds the output of requests without context.
+        output_block_scale: must be None; block-scaled outputs are refused.
+        out: tensor [T, N, V] that receives the output, with any strides; it must share no memory with the other
+            tensors. Its dtype is e4m3 if `output_scale` is given, otherwise the dtype of `q`. None allocates a tensor.
         workspace: memory in which each chunk is gathered and expanded; None allocates new memory for each chunk.
         backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
-        With `return_lse`, an `AttentionState`: out [T, N, V] in the dtype of `q`, and lse [N, T].
+        With `return_lse`, an `AttentionState`: out [T, N, V] in the dtype of `q`, or in e4m3 if `output_scale` is
+        given, and lse [N, T].
 
-        Without `return_lse`, a tensor: out [T, N, V] in the dtype of `q`.
+        Without `return_lse`, this output alone.
 
     Raises:
         TypeError: `return_lse` is not a bool, or `workspace` is not a `ContextWorkspace`.
         ValueError: shapes, dtypes or devices do not match; `out` overlaps another tensor; `workspace` was made with a
-            `memory` that is too small.
-        UnsupportedConfiguration: no backend that `backend` allows can serve the call.
+            `memory` that is too small. For CPU tensors also: a scale is not finite and positive.
+        UnsupportedConfiguration: `output_block_scale` is given; no backend that `backend` allows can serve the call.
     """
+    if output_scale is not None or output_block_scale is not None:
+        check_type("q", q, Tensor, "a tensor")
+        check_output_scale(output_scale, output_block_scale, q.device)
+        check_scale_values("output_scale", output_scale)
     if gather is not gather_context:  # its calls of ops are unknown: each op checks its arguments
         check_function("gather", gather)
         return _forward_prefill(
             q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, softmax_scale, gather, cache_format, return_lse,
-            kv_scale, out, workspace, backend,
+            kv_scale, output_scale, out, workspace, backend,
         )  # fmt: skip
     with _CALLS_INSIDE.given(
-        q,
-        kv_c_normed,
-        k_pe,
-        kv_cache,
-        metadata,
-        w_uk,
-        w_uv,
-        softmax_scale,
-        cache_format,
-        return_lse,
-        kv_scale,
-        out,
-        backend,
-    ):
+        q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, softmax_scale, cache_format, return_lse, kv_scale,
+        output_scale, out, backend,
+    ):  # fmt: skip
         return _forward_prefill(
             q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, softmax_scale, None, cache_format, return_lse,
-            kv_scale, out, workspace, backend,
+            kv_scale, output_scale, out, workspace, backend,
         )  # fmt: skip
 
 
 def _forward_prefill(
     q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, softmax_scale, gather, cache_format, return_lse, kv_scale,
-    out, workspace, backend,
+    output_scale, out, workspace, backend,
 ):  # fmt: skip
     """Compute `forward_prefill`; if `gather` is None, `gather_context` gathers the entries of a chunk."""
     _check_prefill(q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, cache_format, kv_scale)
     check_flag("return_lse", return_lse)
     check_context_workspace("workspace", workspace)
-    shape = (*q.shape[:2], w_uv.shape[2])
+    shape, out_dtype = (*q.shape[:2], w_uv.shape[2]), q.dtype if output_scale is None else E4M3
     if out is None:
-        out = q.new_empty(shape)
+        out = q.new_empty(shape, dtype=out_dtype)
     else:
-        check_out("out", out, shape, q.dtype, q.device, q, kv_c_normed, k_pe, kv_cache, w_uk, w_uv)
+        check_out("out", out, shape, out_dtype, q.device, q, kv_c_normed, k_pe, kv_cache, w_uk, w_uv)
     backend = backends.bind(backend, PREFILL_OPS)
     latent, chunks = kv_c_normed.shape[1], metadata.context_chunks
     if gather is None:
@@ -296,12 +300,16 @@ def _forward_prefill(
     parts = metadata.all_parts(q.shape[0])
     for part in parts:
         tokens = part.first_token, part.end_token
-        dtype, final = (wide_dtype(q.dtype), None) if part.rows else (q.dtype, rows_of(out, *tokens))
+        dtype, final = wide_dtype(q.dtype), None
+        if not part.rows and output_scale is None:
+            dtype, final = q.dtype, rows_of(out, *tokens)
         new_tokens = [rows_of(x, *tokens) for x in (q, k_nope, k_pe, v)]
         states.append(_attend_new_tokens(
             *new_tokens, part.plan, softmax_scale, dtype, return_lse or final is None, final, backend,
             out_is_checked=True,
         ))  # fmt: skip
+        if not part.rows and output_scale is not None:
+            rows_of(out, *tokens).copy_(to_e4m3(states[-1].out, output_scale))
     del k_nope, v, new_tokens
     for number, chunk in enumerate(chunks):
         context = gather(kv_cache, metadata, chunk, cache_format=cache_format, out_dtype=q.dtype)
@@ -315,8 +323,10 @@ def _forward_prefill(
                     chunk_state = _attend_context(
                         rows_of(q, *tokens), *keys, part.plan, part_chunk, softmax_scale, backend
                     )
-                    target = rows_of(out, *tokens) if place == last else states[index].out
-                    states[index] = _merge_into(target, chunk_state, states[index], backend)
+                    target, scale = (
+                        (rows_of(out, *tokens), output_scale) if place == last else (states[index].out, None)
+                    )
+                    states[index] = _merge_into(target, chunk_state, states[index], backend, scale)
                     del chunk_state, keys
         del k_nope, v, context  # free the memory of this chunk before the next chunk is expanded
     if not return_lse:
@@ -325,10 +335,18 @@ def _forward_prefill(
     return AttentionState(out, lses[0] if len(lses) == 1 else torch.cat(lses, dim=1))
 
 
-def _merge_into(target: Tensor, chunk_state: AttentionState, state: AttentionState, backend: BackendChoice):
+def _merge_into(
+    target: Tensor,
+    chunk_state: AttentionState,
+    state: AttentionState,
+    backend: BackendChoice,
+    output_scale: Tensor | None,
+) -> AttentionState:
     """Merge two states: write the output to `target` and the LSE to `state.lse`; return the merged state."""
     made = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
-    merged = merge_states(chunk_state, state, AttentionState(made, state.lse), backend=backend)
+    merged = merge_states(
+        chunk_state, state, AttentionState(made, state.lse), backend=backend, output_scale=output_scale
+    )
     if made is not target:
         target.copy_(made)
     return merged

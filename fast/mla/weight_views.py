@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from reference.interfaces import CacheFormat, MLAConfig
+from reference.interfaces import CacheFormat, MLAConfig, QuantizedWeight
 
 from .. import backends
 
@@ -49,8 +49,8 @@ class AttentionWeights(NamedTuple):
         made_from: layouts of the two weights, and the settings of the layer; None if the views must not be kept.
         w_uk: [Lkv, N, P].
         w_uv: [Lkv, N, V].
-        w_uk_t: [N, P, Lkv], which turns queries into absorbed queries.
-        w_uv_by_head: [N, Lkv, V].
+        w_uk_t: [N, P, Lkv], which turns queries into absorbed queries; in e4m3 if the layer has `fp8_weights`.
+        w_uv_by_head: [N, Lkv, V]; in e4m3 if the layer has `fp8_weights`.
         kv_scale: float32 scale of the layer's cache, []; None if the format has no such scale.
         signature: signature of the layer; None if the ops of the layer must check their arguments in every call.
     """
@@ -60,8 +60,8 @@ class AttentionWeights(NamedTuple):
     made_from: tuple | None
     w_uk: Tensor
     w_uv: Tensor
-    w_uk_t: Tensor
-    w_uv_by_head: Tensor
+    w_uk_t: Tensor | QuantizedWeight
+    w_uv_by_head: Tensor | QuantizedWeight
     kv_scale: Tensor | None
     signature: LayerSignature | None
 
@@ -93,7 +93,7 @@ class WeightViews:
         kept = self._kept
         made_from = (
             _layout(weight), _layout(norm_weight), layer.config, layer.cache_format, layer.workspace_tokens,
-            layer.backend, layer.context_parallel,
+            layer.backend, layer.context_parallel, None if layer.fp8_weights is None else layer.fp8_weights.w_uk_t,
         )  # fmt: skip
         if (
             kept is None
@@ -120,11 +120,13 @@ def _make(
 ) -> AttentionWeights:
     """Return the views of the layer's weights; without `made_from`, they get no signature."""
     w_uk, w_uv = layer.up_projections()
-    signature = None
+    signature, fp8_weights = None, layer.fp8_weights
+    if fp8_weights is None:
+        w_uk_t, w_uv_by_head = w_uk.permute(1, 2, 0), w_uv.transpose(0, 1)
+    else:
+        w_uk_t, w_uv_by_head = fp8_weights.w_uk_t, fp8_weights.w_uv
     if made_from is not None and layer.context_parallel is None:  # checks on every rank, because ranks exchange data
         with contextlib.suppress(backends.NoSignature):
-            parts = backends.signature_of((w_uk, norm_weight, layer.backend, kv_scale))
+            parts = backends.signature_of((w_uk, norm_weight, layer.backend, kv_scale, w_uk_t, w_uv_by_head))
             signature = LayerSignature(layer.config, layer.cache_format, layer.workspace_tokens, parts)
-    return AttentionWeights(
-        weight, norm_weight, made_from, w_uk, w_uv, w_uk.permute(1, 2, 0), w_uv.transpose(0, 1), kv_scale, signature
-    )
+    return AttentionWeights(weight, norm_weight, made_from, w_uk, w_uv, w_uk_t, w_uv_by_head, kv_scale, signature)

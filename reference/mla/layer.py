@@ -21,6 +21,7 @@ from ..distributed.groups import ContextParallel
 from ..interfaces import (
     COMPUTE_FORMAT,
     MOST_WORKSPACE_TOKENS,
+    AbsorbedWeights,
     CacheFormat,
     ContextWorkspace,
     MLAConfig,
@@ -28,6 +29,7 @@ from ..interfaces import (
     ScaleSource,
     check_attention_output,
     check_context_workspace,
+    check_flag,
     check_format,
     check_forward_attention,
     check_int,
@@ -51,7 +53,15 @@ from .cascade import cascade_attention
 from .context_parallel import dcp_decode, dcp_gather_context
 from .decode import mla_decode
 from .prefill import forward_prefill, gather_context
-from .weights import absorb, dense_weight, expand_kv, latent_to_value, query_to_latent, split_kv_b_proj
+from .weights import (
+    absorb,
+    dense_weight,
+    expand_kv,
+    latent_to_value,
+    quantize_weight,
+    query_to_latent,
+    split_kv_b_proj,
+)
 
 
 def rms_norm(x: Float[Tensor, "T L"], weight: Float[Tensor, " L"], eps: float) -> Float[Tensor, "T L"]:
@@ -106,10 +116,13 @@ class MLAAttention(nn.Module):
             plan, then allocates the memory and frees it.
         kv_scale: scale of the layer's cache, only for a format with `CacheFormat.layer_scale`. None leaves the choice
             to the first step with a prefill (`reference.interfaces.kv_scales`).
+        fp8_weights: whether the absorbed weights are stored in e4m3 (8 bits), with one scale for each head
+            (`quantize_weight`). They are read by the constructor and by `refresh_weights`.
 
     Attributes:
         kv_scale: the scale as a `KVScale`, a buffer of the layer; None if the format has no such scale.
         observed: largest absolute value of each step, while `calibrate_kv_scales` records them; otherwise None.
+        fp8_weights: the absorbed weights in e4m3; None without the option `fp8_weights`.
 
     Raises:
         TypeError: a projection is not a module, or an argument has another type.
@@ -135,6 +148,7 @@ class MLAAttention(nn.Module):
         *,
         workspace: ContextWorkspace | None = None,
         kv_scale: float | Tensor | None = None,
+        fp8_weights: bool = False,
     ):
         super().__init__()
         check_projections(config, q_proj, q_a_proj, q_a_layernorm, q_b_proj)
@@ -145,6 +159,7 @@ class MLAAttention(nn.Module):
         )  # fmt: skip
         check_int("workspace_tokens", workspace_tokens)
         check_format(cache_format)
+        check_flag("fp8_weights", fp8_weights)
         check_context_workspace("workspace", workspace)
         check_norm("kv_a_layernorm", kv_a_layernorm, config.kv_lora_rank)
         if q_a_layernorm is not None:
@@ -158,6 +173,7 @@ class MLAAttention(nn.Module):
         self.kv_scale = make_kv_scale(cache_format, kv_scale, kv_a_layernorm.weight.device)
         self.observed: list[Tensor] | None = None
         self.register_buffer("recovered_kv_b_weight", None, persistent=False)
+        self.fp8_weights = AbsorbedWeights() if fp8_weights else None
         self.refresh_weights()
 
     @classmethod
@@ -167,9 +183,8 @@ class MLAAttention(nn.Module):
         Args:
             module: the attention module, with the projections of all heads. The layer takes the epsilon of the module's
                 latent norms. With `context_parallel` the layer uses views of the weights of this rank's heads.
-            options: keyword arguments of the constructor (`workspace_tokens`, `context_parallel`,
-                `cache_format`, `workspace`, `kv_scale`). A scale that the checkpoint stores for the cache is used if
-                `kv_scale` is not given.
+            options: keyword arguments of the constructor, such as `context_parallel` and `cache_format`. A scale that
+                the checkpoint stores for the cache is used if `kv_scale` is not given.
 
         Raises:
             UnsupportedConfiguration: for the same reasons as `MLAConfig.from_hf`; the latent norms have different
@@ -185,19 +200,21 @@ class MLAAttention(nn.Module):
     def refresh_weights(self) -> None:
         """Read the weight of `kv_b_proj` again, after the caller changed it.
 
-        If `kv_b_proj` is a plain `nn.Linear`, the layer uses its parameter directly, and this call does nothing. If
-        `kv_b_proj` is quantised, wrapped or hooked, the layer keeps a dense copy of the weight (`dense_weight`). This
-        call then updates the copy, in place if possible.
+        If `kv_b_proj` is a plain `nn.Linear`, the layer uses its parameter directly. If `kv_b_proj` is quantised,
+        wrapped or hooked, the layer keeps a dense copy of the weight (`dense_weight`), and this call updates the copy.
+        With `fp8_weights`, this call quantises the absorbed weights again. Both happen in place if possible.
         """
-        dtype = self.kv_a_layernorm.weight.dtype
+        dtype, held = self.kv_a_layernorm.weight.dtype, self.recovered_kv_b_weight
         if is_plain_linear(self.kv_b_proj, dtype):
             self.recovered_kv_b_weight = None
-            return
-        weight, held = dense_weight(self.kv_b_proj, self.config.kv_lora_rank, dtype), self.recovered_kv_b_weight
-        if held is not None and held.device == weight.device and held.dtype == weight.dtype:
-            held.copy_(weight)
         else:
-            self.recovered_kv_b_weight = weight
+            weight = dense_weight(self.kv_b_proj, self.config.kv_lora_rank, dtype)
+            if held is not None and held.device == weight.device and held.dtype == weight.dtype:
+                held.copy_(weight)
+            else:
+                self.recovered_kv_b_weight = weight
+        if self.fp8_weights is not None:
+            self.fp8_weights.store(*(quantize_weight(each, True) for each in absorb(*self.up_projections())))
 
     def up_projections(self) -> tuple[Float[Tensor, "Lkv N P"], Float[Tensor, "Lkv N V"]]:
         """Return W_UK [Lkv, N, P] and W_UV [Lkv, N, V] of this rank's heads, as views of the weight of `kv_b_proj`."""
@@ -317,6 +334,8 @@ class MLAAttention(nn.Module):
         concat_and_cache_mla(kv_c_normed[:end], k_pe[:end], kv_cache, metadata.slot_mapping, self.cache_format, scale)
         if split > 0:
             w_uk_t, w_uv_absorbed = absorb(w_uk, w_uv)
+            if self.fp8_weights is not None:
+                w_uk_t, w_uv_absorbed = self.fp8_weights.w_uk_t, self.fp8_weights.w_uv
             q_nope, q_pe = q[:split].split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
             ql_nope = query_to_latent(q_nope, w_uk_t)
             if metadata.cascade is not None:

@@ -27,9 +27,12 @@ from ..interfaces import (
     check_expanded,
     check_flag,
     check_function,
+    check_output_scale,
     check_prefill,
     check_rows,
+    check_scale_values,
     reserve_for_chunks,
+    to_e4m3,
     wide_dtype,
 )
 from .weights import expand_kv
@@ -174,8 +177,10 @@ def forward_prefill(
     return_lse: bool = True,
     kv_scale: Float[Tensor, ""] | None = None,
     *,
+    output_scale: Float[Tensor, ""] | None = None,
+    output_block_scale: Tensor | None = None,
     workspace: ContextWorkspace | None = None,
-) -> AttentionState | Float[Tensor, "T N V"]:
+) -> AttentionState | Shaped[Tensor, "T N V"]:
     """Compute the attention of new tokens over their cached context and over each other, on the expanded path.
 
     The steps are:
@@ -199,21 +204,29 @@ def forward_prefill(
         cache_format: format of the cache.
         return_lse: whether the caller needs the log-sum-exp (LSE) of the result.
         kv_scale: float32 scale of the layer's cache; None if the format has no such scale (`CacheFormat.layer_scale`).
+        output_scale: float32 scale of an output in e4m3 (8 bits); None for an output in the dtype of `q`. The float32
+            output is divided by the scale and rounded once (float64 if `q` is float64).
+        output_block_scale: must be None; block-scaled outputs are refused.
         workspace: memory in which each chunk is gathered and expanded; None allocates memory for every chunk.
 
     Returns:
-        With `return_lse`, an `AttentionState`: out [T, N, V] in the dtype of `q`, and lse [N, T].
+        With `return_lse`, an `AttentionState`: out [T, N, V] in the dtype of `q`, or in e4m3 if `output_scale` is
+        given, and lse [N, T].
 
-        Without `return_lse`, a tensor: out [T, N, V] in the dtype of `q`.
+        Without `return_lse`, this output alone.
 
     Raises:
         TypeError: `return_lse` is not a bool, or `workspace` is not a `ContextWorkspace`.
-        ValueError: shapes, dtypes or devices do not match; the memory that the caller gave to `workspace` is too small.
+        ValueError: shapes, dtypes or devices do not match; the memory that the caller gave to `workspace` is too small;
+            a scale is not finite and positive.
+        UnsupportedConfiguration: `output_block_scale` is given.
     """
     check_prefill(q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, cache_format, kv_scale)
     check_function("gather", gather)
     check_flag("return_lse", return_lse)
     check_context_workspace("workspace", workspace)
+    check_output_scale(output_scale, output_block_scale, q.device)
+    check_scale_values("output_scale", output_scale)
     latent, chunks = kv_c_normed.shape[1], metadata.context_chunks
     expanded = None
     gather_options = {} if kv_scale is None else {"kv_scale": kv_scale}
@@ -225,7 +238,7 @@ def forward_prefill(
     results = []  # for each part (consecutive requests): its attention state, or its final output
     for part in parts:
         tokens = slice(part.first_token, part.end_token)
-        needs_lse = return_lse or len(part.rows) > 0
+        needs_lse = return_lse or len(part.rows) > 0 or output_scale is not None
         results.append(
             run_prefill_new_tokens(
                 q[tokens], k_nope[tokens], k_pe[tokens], v[tokens], part.plan, softmax_scale, needs_lse
@@ -245,5 +258,8 @@ def forward_prefill(
                     results[index] = merge_attn_states(chunk_state, results[index])
         del k_nope, v, context  # free this chunk's keys and values before the next chunk is expanded
     outs = [result.out if isinstance(result, AttentionState) else result for result in results]
-    out = torch.cat([out.to(q.dtype) for out in outs])
+    if output_scale is None:
+        out = torch.cat([out.to(q.dtype) for out in outs])
+    else:
+        out = to_e4m3(torch.cat(outs), output_scale)
     return AttentionState(out, torch.cat([state.lse for state in results], dim=1)) if return_lse else out

@@ -449,7 +449,7 @@ def test_memory_checkers_see_every_variant(monkeypatch):
     monkeypatch.setattr(decode, "combine_partial_outputs", lambda *_, **__: None)
     monkeypatch.setattr(decode, "device_facts", lambda _: H200)
     for given in memory_checks.decodes():
-        *tensors, cut, _, _, _ = given  # the last arguments: name of the cache format, its scale, name of the backend
+        *tensors, cut = given[:-5]  # the last arguments: format, its scale, mode, scale of queries, backend
         decode.mla_decode(*tensors, InvariantSplitRule(*cut))
     lines = []
     for kernel, kinds, constants in launches.values():

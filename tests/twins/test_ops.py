@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import fast
 from fast.backends import decode_request, select
 from fast.kernels.schedule_costs import measured_schedule_costs
-from reference.interfaces import CACHE_FORMATS, COMPUTE_FORMAT, QueryLenSupport
+from reference.interfaces import CACHE_FORMATS, COMPUTE_FORMAT, E4M3, QueryLenSupport
 
 from ..support.factories import DIRECT, integers, make_batch, make_cache, make_entries, new_cache, offsets
 
@@ -56,7 +56,7 @@ def decode_samples(
     return [
         (ql, q_pe, cache, plan.block_table, plan.seq_lens, plan.query_start_loc, plan.visible_lens, 2, max(seq_lens),
          0.3, out_dtype or dtype, *plan_of, list(costs.split_rule.numbers), COMPUTE_FORMAT.name, None,
-         decode_backend(dtype, latent, rope, block_size))
+         "converted", None, decode_backend(dtype, latent, rope, block_size))
         for plan_of in ((None, None, False), (schedule.tile_ranges, schedule.split_offsets, False), (None, None, True),
                     (own.tile_ranges, own.split_offsets, True))
     ]  # fmt: skip
@@ -78,6 +78,12 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
     ).view(cache.shape)
     in_tiles = torch.zeros(*cache.shape[:2], 656, dtype=torch.uint8)
     caches = (cache, "compute_dtype", None), (eighths, "fp8_e4m3", torch.tensor(0.5))
+    if backend_here(dtype) == "cpu":
+        decodes += [
+            (*(query.to(E4M3) for query in decodes[0][:2]), eighths, *decodes[0][3:15], "fp8_e4m3", torch.tensor(0.5),
+             mode, torch.rand(3) + 1, "cpu")
+            for mode in ("fp8_query", "fp8_product")
+        ]  # fmt: skip
     table, cu, starts = batch.common.block_table, offsets([20, 17, 0]), integers(0, 16, 0)
 
     def rand(*shape):
@@ -92,12 +98,17 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
     ]  # fmt: skip
     offsets_and_settings = (offsets([4, 2]), offsets([5, 2]), 4, 5, 0.3, True)
     attention = (*offsets_and_settings, dtype, backend)
+    products = [
+        (rand(6, 3, 8), weight, weight_scale, output_scale, backend)
+        for weight, weight_scale in ((rand(3, 8, 5), None), (rand(3, 8, 5).to(E4M3), torch.rand(3) + 1))
+        for output_scale in (None, torch.tensor(0.5))
+    ]
     states = (rand(6, 3, 5), torch.randn(3, 6, dtype=lse), rand(6, 3, 5), torch.randn(3, 6, dtype=lse))
     return {
         "mla_twins::advance_step": advanced,
         "mla_twins::apply_rope": [
-            (torch.arange(6), rand(6, 3, 8), rand(6, 8), torch.rand(4, dtype=lse), 1.3, pairs, backend)
-            for pairs in (True, False)
+            (torch.arange(6), rand(6, 3, 8), rand(6, 8), torch.rand(4, dtype=lse), 1.3, pairs, scale, backend)
+            for pairs in (True, False) for scale in (None, torch.rand(3) + 1)
         ],
         "mla_twins::compute_visible_lens": [
             (offsets([1, 2, 0]), integers(20, 33, 0), 5, *owned, backend) for owned in ((1, 0, 1), (3, 1, 4))
@@ -108,11 +119,12 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
         ] + [(rand(3, 512), rand(3, 64), in_tiles, batch.common.slot_mapping, "fp8_ds_mla", None, backend)],
         "mla_twins::rope_norm_and_cache": [
             (torch.arange(3), rand(3, 3, 8), rand(3, 24), rand(3, 8), held, batch.common.slot_mapping, rand(24), 1e-5,
-             torch.rand(4, dtype=lse), 1.3, pairs, *stored, backend)
+             torch.rand(4, dtype=lse), 1.3, pairs, *stored, scale, backend)
             for pairs in (True, False) for held, *stored in caches
+            for scale in (None, *[torch.rand(3) + 1] * (held.dtype == E4M3))
         ] + [
             (torch.arange(3), rand(3, 3, 64), rand(3, 512), rand(3, 64), in_tiles, batch.common.slot_mapping, rand(512),
-             1e-5, torch.rand(32, dtype=lse), 1.3, True, "fp8_ds_mla", None, backend)
+             1e-5, torch.rand(32, dtype=lse), 1.3, True, "fp8_ds_mla", None, None, backend)
         ],
         "mla_twins::quantize_entries": [
             (rand(5, 24), rand(5, 8), DIRECT.head_size, held.dtype, *stored, backend) for held, *stored in caches
@@ -151,10 +163,15 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
         ],
         "mla_twins::merge_attn_states": [(*states, backend)],
         "mla_twins::merge_attn_states_out": [
-            (*states, rand(6, 3, 5).to(out_dtype), torch.zeros(3, 6, dtype=lse), backend)
-            for out_dtype in (dtype, torch.float32)
+            (*states, scale, torch.zeros(6, 3, 5).to(out_dtype), torch.zeros(3, 6, dtype=lse), backend)
+            for out_dtype, scale in ((dtype, None), (torch.float32, None), (E4M3, torch.tensor(0.5)))
         ],
         "mla_twins::bmm_out": [(rand(3, 4, 5), rand(3, 5, 2), rand(3, 4, 2))],
+        "mla_twins::multiply_heads": products,
+        "mla_twins::multiply_heads_out": [
+            (*given[:-1], torch.zeros(6, 3, 5).to(given[0].dtype if given[3] is None else E4M3), backend)
+            for given in products
+        ],
         "mla_twins::mla_decode": decodes,
         "mla_twins::mla_decode_out": [
             (*given[:-1], torch.zeros(given[0].shape, dtype=given[10]), given[-1]) for given in decodes
@@ -194,10 +211,10 @@ def check_op(name: str, arguments: tuple) -> None:
 def test_opcheck(name):
     """Run opcheck on an op -> no error in its schema, its fake implementation and its tracing.
 
-    opcheck compares tensors with operations that PyTorch lacks for 8-bit floats, so it gets no cache in e4m3.
+    opcheck compares tensors with operations that PyTorch lacks for 8-bit floats, so it gets no tensor in e4m3.
     """
     for arguments in samples(torch.float32)[name]:
-        if "fp8_e4m3" not in arguments:
+        if all(getattr(argument, "dtype", None) != E4M3 for argument in arguments) and "fp8_e4m3" not in arguments:
             check_op(name, arguments)
 
 

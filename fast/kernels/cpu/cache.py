@@ -55,6 +55,7 @@ def rope_norm_and_cache(
     interleaved: bool,
     cache_format: CacheFormat = COMPUTE_FORMAT,
     kv_scale: Tensor | None = None,
+    q_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotate q_pe and k_pe, RMS-norm the latents, and write normed latents and rotated keys into the cache.
 
@@ -64,7 +65,7 @@ def rope_norm_and_cache(
     Returns:
         The rotated q_pe, the normed latents and the rotated k_pe.
     """
-    q_pe, k_pe = apply_rope(positions, q_pe, k_pe, frequencies, magnitude, interleaved)
+    q_pe, k_pe = apply_rope(positions, q_pe, k_pe, frequencies, magnitude, interleaved, q_scale)
     kv_c_normed = torch.nn.functional.rms_norm(kv_c, norm_weight.shape, norm_weight, eps)
     end = min(kv_c.shape[0], slot_mapping.shape[0])
     concat_and_cache_mla(kv_c_normed[:end], k_pe[:end], kv_cache, slot_mapping, cache_format, kv_scale)

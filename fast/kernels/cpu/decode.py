@@ -7,6 +7,7 @@ from torch import Tensor
 
 from reference.interfaces import (
     COMPUTE_FORMAT,
+    CONVERTED,
     NEUTRAL_COSTS,
     CacheFormat,
     InvariantSplitRule,
@@ -41,6 +42,8 @@ def mla_decode(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     kv_scale: Tensor | None = None,
     out: Tensor | None = None,
+    fp8_mode: str = CONVERTED,
+    q_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute absorbed attention of the query tokens of each request over its cached latents.
 
@@ -66,17 +69,22 @@ def mla_decode(
         cache_format: format of the cache.
         kv_scale: float32 scale of the layer, []; None if the format has no such scale.
         out: [T, N, Lkv] in `out_dtype`, contiguous, written in place; None allocates a tensor.
+        fp8_mode: one of `FP8_MODES`. With "fp8_product", probabilities are rounded to e4m3 (`OnlineSoftmax`).
+        q_scale: float32 scale of queries in e4m3, [] or [N]; None for "converted".
 
     Returns:
         out [T, N, Lkv] and lse [N, T].
     """
-    wide = wide_dtype(ql_nope.dtype)
+    wide = wide_dtype(ql_nope.dtype if q_scale is None else out_dtype)
     tokens, heads, latent = ql_nope.shape
     block_size, width = kv_cache.shape[1], latent + q_pe.shape[2]
     if out is None:
         out = torch.empty_like(ql_nope, dtype=out_dtype, memory_format=torch.contiguous_format)
     lse = torch.empty(heads, tokens, dtype=wide_dtype(out_dtype), device=ql_nope.device)
-    q = torch.cat((ql_nope, q_pe), dim=-1).to(wide)
+    if q_scale is None:
+        q = torch.cat((ql_nope, q_pe), dim=-1).to(wide)
+    else:
+        q = torch.cat((ql_nope.to(wide), q_pe.to(wide)), dim=-1).mul_(q_scale.to(wide).view(-1, 1))
 
     offsets, visible, lengths = query_start_loc.tolist(), visible_lens.tolist(), seq_lens.tolist()
     out[offsets[-1] :], lse[:, offsets[-1] :] = 0, -torch.inf  # padding tokens

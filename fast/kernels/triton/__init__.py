@@ -12,6 +12,7 @@ from .padding_tokens import zero_padding_tokens
 from .rope import apply_rope, rope_norm_and_cache
 from .schedule import plan_decode
 from .visible_lens import compute_visible_lens
+from .weights import multiply_heads
 
 KERNELS = {
     "advance_step": advance_step,
@@ -26,6 +27,7 @@ KERNELS = {
     "merge_attn_states": merge_attn_states,
     "merge_packed_attn_states": merge_packed_attn_states,
     "mla_decode": mla_decode,
+    "multiply_heads": multiply_heads,
     "pack_attn_state": pack_attn_state,
     "plan_decode": plan_decode,
     "quantize_entries": quantize_entries,
