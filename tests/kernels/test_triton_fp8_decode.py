@@ -125,7 +125,7 @@ def test_large_queries(cache_format, widths, dtype):
     """Queries of size 1e5, or of the size that float16 allows, give the softmax of very different scores."""
     (ql, q_pe, cache, plan), kv_scale = make_stored_inputs(cache_format, [1, 2], [70, 130], 40, dtype, widths)
     size = 6e4 if dtype == torch.float16 else 1e5
-    ql, q_pe = (x * (size / x.float().abs().max()).to(dtype) if x.numel() else x for x in (ql, q_pe))
+    ql, q_pe = ((x.float() * (size / x.float().abs().max())).to(dtype) for x in (ql, q_pe))
     assert ql.isfinite().all() and ql.float().abs().max() > 0.99 * size
     inputs = (ql, q_pe, cache, plan)
     verdict(launch(inputs, cache_format, kv_scale), *inputs, cache_format, kv_scale)
