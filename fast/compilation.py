@@ -300,13 +300,6 @@ def _launches(
         common = _batch([1], [1], 2, num_blocks, device)
         advance_step(token, token.clone(), positions, common, block_size, ownership, backend=backend)
 
-    def convert() -> None:  # stored entries and numbers, without a cache
-        latents, k_pe = (torch.zeros(1, width, dtype=dtype, device=device)
-                         for width in (config.kv_lora_rank, config.qk_rope_head_dim))  # fmt: skip
-        scale = None if layer.kv_scale is None else layer.kv_scale.value
-        entries = quantize_entries(latents, k_pe, cache_format, scale, backend=backend)
-        dequantize_entries(entries, cache_format, dtype, scale, backend=backend)
-
     def copy() -> None:
         pairs = torch.tensor([[0, 1]], dtype=torch.int64, device=device)
         copy_blocks([kv_cache], pairs, backend=backend)
