@@ -33,7 +33,10 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,}|~{3,})(?P<language>.*)$")
 NOT_RUN = {"sh", "text"}  # languages of blocks that do not run; only these and `python` are allowed
 FILE = re.compile(r"# (\w+\.py)\n")  # first line of a block that belongs in a file
-PRESETS_MODULE = "reference.interfaces.presets"
+DICTIONARIES = {  # names of dictionaries, which have no `__module__`, and the modules that define them
+    "CACHE_FORMATS": "reference.interfaces.cache_format",
+    "PRESETS": "reference.interfaces.presets",
+}
 PACKAGES = ("reference", "fast")
 ONE_ENTRY = ("fast.backends", "fast.integrations.transformers")  # folders whose only API entry is `__init__`
 NO_ENTRY = ("fast.kernels", "fast.assets")  # folders without API entries
@@ -132,6 +135,9 @@ RUN_BY_CI = {
 RUN_HERE = {
     "python -m fast --help": (r"--context-parallel", 1),
     'python -m fast --prompt "import os" --max-new-tokens 8 --no-picture': (r"parity", 1),
+    'python -m fast --prompt "import os" --max-new-tokens 8 --cache-format fp8_e4m3 --no-picture': (
+        r"bits per byte of the prompts: [\d.]+ over compute_dtype, [\d.]+ over fp8_e4m3", 1
+    ),
     "torchrun --standalone --nproc-per-node 4 dcp_step.py": (r"of 4: equal to one rank", 4),
     'torchrun --standalone --nproc-per-node 2 -m fast --context-parallel 2 --device cpu --prompt "import os" '
     "--max-new-tokens 8": (r"\bidentical\b", 2),
@@ -227,8 +233,9 @@ def definitions() -> dict[str, tuple[str, str]]:
     """Return for each public name two full names, in `reference` and in `fast`; both are equal for the contract."""
     found = {}
     for name in reference.__all__:
-        # PRESETS is a dictionary, and has no `__module__`
-        modules = [getattr(getattr(package, name), "__module__", PRESETS_MODULE) for package in (reference, fast)]
+        modules = [
+            getattr(getattr(package, name), "__module__", None) or DICTIONARIES[name] for package in (reference, fast)
+        ]
         found[name] = tuple(f"{module}.{name}" for module in modules)
     return found
 
