@@ -29,7 +29,7 @@ from reference.interfaces import (
 )
 
 from ..support.backends import with_backends
-from ..support.factories import DIRECT, assert_close64, assert_same_bits, make_batch
+from ..support.factories import DIRECT, assert_close64, assert_same_bits, integers, make_batch
 from ..support.format_caches import poisoned_cache
 
 IN_E4M3 = FP8_MODES[1:]
@@ -111,6 +111,25 @@ def test_cpu(case, scale, mode, out_dtype):
 
 
 def test_rounding_of_probabilities():
+    """In `fp8_product`, the weights exp(score - largest) times 2^8 are rounded to e4m3; their sum is not rounded."""
+    ql, q_pe, cache, plan, options = make_case(*FORMATS["fp8_e4m3"], ([1], [16]))
+    scale = torch.tensor(0.01)
+    stored, exact = quantised(ql, q_pe, scale)
+    entries = reference.gather_and_maybe_dequant_cache(
+        cache, plan.block_table, integers(0, 16), integers(0), 16, options["cache_format"], torch.float64,
+        options["kv_scale"],
+    )  # fmt: skip
+    scores = torch.cat(exact, -1)[0] @ entries.T * 0.1
+    weights = torch.exp(scores - scores.amax(-1, keepdim=True))
+    rounded = to_e4m3(weights, torch.tensor(2.0**-8)).double() / 2**8
+    wanted = rounded @ entries[:, : ql.shape[2]] / weights.sum(-1, keepdim=True)
+    found = fast.mla_decode(*stored, cache, plan, 0.1, out_dtype=torch.float64, **options, fp8_mode="fp8_product",
+                            q_scale=scale).out[0]  # fmt: skip
+    assert ((found - wanted).abs() <= 1e-6 * wanted.abs().max()).all()
+    assert (wanted - weights @ entries[:, : ql.shape[2]] / weights.sum(-1, keepdim=True)).abs().max() > 1e-3
+
+
+def test_equal_probabilities():
     """In `fp8_product`, equal scores have exact probabilities: the output is the mean of the values, as in gold."""
     ql, q_pe, cache, plan, options = make_case(*FORMATS["fp8_e4m3"], ([1], [32]))
     stored = [torch.zeros(x.shape).to(E4M3) for x in (ql, q_pe)]

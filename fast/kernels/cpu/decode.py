@@ -99,7 +99,7 @@ def mla_decode(
         if start == end:
             continue
         queries = q[start:end].reshape(-1, width).T.contiguous()  # [Lkv + R, Sq N]
-        softmax = OnlineSoftmax((queries.shape[1],), latent, wide, q.device)
+        softmax = OnlineSoftmax((queries.shape[1],), latent, wide, q.device, fp8_mode == "fp8_product")
         shortest, longest = min(visible[start:end]), max(visible[start:end])
         blocks = block_table[request, : -(-length // block_size)]
         for first in range(0, longest, chunk_blocks * block_size):
