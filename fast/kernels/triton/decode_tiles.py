@@ -82,12 +82,12 @@ class RowQueries(NamedTuple):
     Attributes:
         latent: [ROWS, LATENT_PAD]; for a cache with e4m3 numbers, a tuple with one tensor for each column block.
         rope: [ROWS, ROPE_PAD]; not used if R is 0.
-        unit: [ROWS], by which a product with `latent` is multiplied (`_in_float16`); None without this multiplication.
+        unit: [ROWS], by which a product with `latent` is multiplied (`_in_float16`); not used if `HALF` is False.
     """
 
     latent: Any
     rope: Any
-    unit: Any = None
+    unit: Any
 
 
 class Cache(NamedTuple):
@@ -284,7 +284,7 @@ def load_queries(queries, token, head, real, c):
         columns = tl.arange(0, c.ROPE_PAD)
         rope_strides = queries.rope_token_stride, queries.rope_head_stride, queries.rope_element_stride
         rope = _load_columns(queries.q_pe, columns, token, head, real, rope_strides, c.ROPE)
-    row_queries = RowQueries(latent, rope)
+    row_queries = RowQueries(latent, rope, rope)
     if c.HALF:
         row_queries = _in_float16(latent, rope, c)
     return row_queries
