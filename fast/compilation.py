@@ -43,6 +43,7 @@ from reference.interfaces import (
 from . import backends
 from .backends import BackendChoice
 from .cache.blocks import copy_blocks, swap_blocks
+from .cache.formats import dequantize_entries, quantize_entries
 from .mla.device_choices import DecodeLayer
 from .mla.layer import MLAAttention
 from .mla.metadata import build_mla_metadata
@@ -296,6 +297,13 @@ def _launches(
         copy_blocks([kv_cache], pairs, backend=backend)
         swap_blocks(kv_cache, torch.empty_like(kv_cache[:2]), pairs, backend=backend)
 
+    def convert() -> None:  # conversions of entries outside a cache, such as entries from other ranks
+        widths = (config.kv_lora_rank, config.qk_rope_head_dim)
+        latents, keys = (torch.zeros(2, width, dtype=dtype, device=device) for width in widths)
+        scale = torch.ones((), dtype=torch.float32, device=device) if cache_format.layer_scale else None
+        entries = quantize_entries(latents, keys, cache_format, scale, backend=backend)
+        dequantize_entries(entries, cache_format, dtype, scale, backend=backend)
+
     # Triton compiles another variant of a kernel if a stride is divisible by 16. Some strides depend on the number of
     # tokens, so there are batches of 1 and of 16 requests. Two long requests can have so many splits that the combine
     # kernel uses its variant for several requests with many splits.
@@ -324,7 +332,7 @@ def _launches(
             step([long_query], [long_query + context])
     launches.extend(functools.partial(advance, ids) for ids in (torch.int32, torch.int64))
     step([long_query] * 3, [long_query, long_query + 3, long_query])  # requests with and without context
-    launches.append(copy)
+    launches.extend((copy, convert))
     return launches
 
 

@@ -178,7 +178,8 @@ def serve_captured(config, dtype, threshold, batch_invariant=False, sizes=GRAPH_
 
 
 LAUNCHERS = (
-    "combine.launch", "triton.advance", "triton.attention", "triton.cache", "triton.decode", "triton.merge",
+    "combine.launch", "triton.advance", "triton.attention", "triton.cache", "triton.cache_formats",
+    "triton.decode", "triton.merge",
     "triton.padding_tokens", "triton.rope", "triton.schedule", "triton.scheduled_decode", "triton.visible_lens",
 )  # fmt: skip
 KERNELS = {

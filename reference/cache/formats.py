@@ -24,7 +24,7 @@ from ..interfaces import (
 )
 
 
-def _to_e4m3(x: Float[Tensor, "*any"], scale: Float[Tensor, "..."]) -> Shaped[Tensor, "*any"]:
+def _to_e4m3(x: Float[Tensor, "*any"], scale: Float[Tensor, "*scales"]) -> Shaped[Tensor, "*any"]:
     """Return x / scale in e4m3, of the same shape as `x`. The quotient is computed in float32.
 
     Args:
