@@ -74,7 +74,6 @@ COUNTS_BYTES = {
     "reference/interfaces/checks.py": "addresses of tensors that must not overlap",
     "reference/interfaces/graphs.py": "memory of a captured set",
     "fast/backends/selection.py": "alignment of pointers and strides to the words of the copy engine",
-    "reference/mla/context_parallel.py": "stored entries between ranks, as bytes",
     "reference/distributed/merge.py": "messages between ranks, which hold states of two dtypes",
     "fast/distributed/merge.py": "messages between ranks",
     "reference/distributed/groups.py": "bytes on the wire",
