@@ -300,17 +300,17 @@ def _launches(
         common = _batch([1], [1], 2, num_blocks, device)
         advance_step(token, token.clone(), positions, common, block_size, ownership, backend=backend)
 
-    def convert() -> None:  # stored entries and numbers, without a cache
-        latents, k_pe = (torch.zeros(1, width, dtype=dtype, device=device)
-                         for width in (config.kv_lora_rank, config.qk_rope_head_dim))  # fmt: skip
-        scale = None if layer.kv_scale is None else layer.kv_scale.value
-        entries = quantize_entries(latents, k_pe, cache_format, scale, backend=backend)
-        dequantize_entries(entries, cache_format, dtype, scale, backend=backend)
-
     def copy() -> None:
         pairs = torch.tensor([[0, 1]], dtype=torch.int64, device=device)
         copy_blocks([kv_cache], pairs, backend=backend)
         swap_blocks(kv_cache, torch.empty_like(kv_cache[:2]), pairs, backend=backend)
+
+    def convert() -> None:  # conversions of entries outside a cache, such as entries from other ranks
+        widths = (config.kv_lora_rank, config.qk_rope_head_dim)
+        latents, keys = (torch.zeros(2, width, dtype=dtype, device=device) for width in widths)
+        scale = torch.ones((), dtype=torch.float32, device=device) if cache_format.layer_scale else None
+        entries = quantize_entries(latents, keys, cache_format, scale, backend=backend)
+        dequantize_entries(entries, cache_format, dtype, scale, backend=backend)
 
     # Triton compiles another variant of a kernel if a stride is divisible by 16. Some strides depend on the number of
     # tokens, so there are batches of 1 and of 16 requests. Two long requests can have so many splits that the combine

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from reference.interfaces import (
     COMPUTE_FORMAT,
+    FP8_E4M3,
     AttentionState,
     GraphSupport,
     InvariantSplitRule,
@@ -87,6 +88,8 @@ def valid_calls(ops: ModuleType) -> list[Call]:
     batch = make_batch([1, 2, 3], [20, 33, 16])
     common, decodes = batch.common, make_batch([1, 1], [20, 33])
     cache = new_cache(batch, DIRECT.head_size, torch.float32)
+    eighths = torch.ones(cache.shape).to(torch.float8_e4m3fn)
+    in_eighths = {"cache_format": FP8_E4M3, "kv_scale": torch.tensor(2.0**-8)}  # no element becomes 0
     plan = ops.build_mla_metadata(common, 16, 4096, 8).decode
     schedule = ops.plan_decode(plan.seq_lens, 2)
     prefill = ops.build_mla_metadata(make_batch([2, 3], [33, 40]).common, 16, 64).prefill
@@ -190,14 +193,17 @@ def valid_calls(ops: ModuleType) -> list[Call]:
         call("kv_cache_shape", num_blocks=3, block_size=16, head_size=32, num_layers=2),
         call("stride_order", include_layers=True, layout="blocks_first"),
         call("infer_global_hyperparameters", layers={"first": DIRECT, "second": layer}),
-        call("concat_and_cache_mla", kv_c_normed=torch.randn(6, 24), k_pe=torch.randn(6, 8), kv_cache=cache,
-             slot_mapping=common.slot_mapping, **captured_op),
-        call("gather_and_maybe_dequant_cache", kv_cache=cache, block_table=common.block_table,
-             cu_seq_lens=offsets([20, 3, 0]), starts=integers(0, 16, 0), num_tokens=23, **out(23, 32),
+        call("concat_and_cache_mla", kv_c_normed=torch.randn(6, 24), k_pe=torch.randn(6, 8), kv_cache=eighths,
+             slot_mapping=common.slot_mapping, **in_eighths, **captured_op),
+        call("gather_and_maybe_dequant_cache", kv_cache=eighths, block_table=common.block_table,
+             cu_seq_lens=offsets([20, 3, 0]), starts=integers(0, 16, 0), num_tokens=23, **in_eighths, **out(23, 32),
              **({"bounded": False} if is_fast else {}), **backend),
+        call("quantize_entries", kv_c_normed=torch.randn(6, 24), k_pe=torch.randn(6, 8), **in_eighths, **backend),
+        call("dequantize_entries", entries=eighths[0], **in_eighths, **out(16, 32), **backend),
         call("copy_blocks", kv_caches=list(torch.randn(2, 4, 2, 3)), block_mapping=torch.tensor([[0, 1]]), **backend),
         call("swap_blocks", source=torch.randn(4, 2, 3), target=torch.randn(5, 2, 3),
-             block_mapping=torch.tensor([[0, 4]]), **backend),
+             block_mapping=torch.tensor([[0, 4]]), source_scale=torch.tensor(0.5), target_scale=torch.tensor(0.5),
+             **backend),
         # batches and plans
         call("slot_mapping", **slots),
         call("advance_step", sampled_token_ids=torch.tensor([5, 6, 7]), input_ids=torch.arange(6),

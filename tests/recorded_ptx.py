@@ -91,7 +91,9 @@ def memory_checked() -> dict:
     with recording(found, hopper_tests.H200):
         decode = importlib.import_module("fast.kernels.hopper").KERNELS["mla_decode"]
         for given in memory_checks.decodes():
-            *tensors, cut, _, _, _ = given  # the last arguments: name of the cache format, its scale, name of the backend
+            *tensors, cut, _, _, _ = (
+                given  # the last arguments: name of the cache format, its scale, name of the backend
+            )
             decode(*tensors, InvariantSplitRule(*cut))
     return found
 

@@ -192,7 +192,8 @@ def serve_captured(
 
 
 LAUNCHERS = (
-    "combine.launch", "triton.advance", "triton.attention", "triton.cache", "triton.decode", "triton.merge",
+    "combine.launch", "triton.advance", "triton.attention", "triton.cache", "triton.cache_formats",
+    "triton.decode", "triton.merge",
     "triton.padding_tokens", "triton.rope", "triton.schedule", "triton.scheduled_decode", "triton.visible_lens",
 )  # fmt: skip
 KERNELS = {

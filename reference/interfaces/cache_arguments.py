@@ -91,7 +91,8 @@ def check_stored_cache(
         Width Lkv + R and dtype of the gathered entries.
     """
     check_format(cache_format)
-    check_cache(kv_cache, dtype=cache_format.storage_dtype)
+    check_cache(kv_cache)
+    check_tensor("kv_cache", kv_cache, ("num_blocks", "block_size", "columns"), _dtypes_of(cache_format))
     dtype = cache_format.gathered_dtype(kv_cache.dtype, out_dtype)
     check_alignment(kv_cache, cache_format)
     if cache_format.returns_stored(dtype):
@@ -99,6 +100,11 @@ def check_stored_cache(
     else:
         check_kv_scale(cache_format, kv_scale, kv_cache.device)
     return cache_format.gathered_width(kv_cache.shape[2], dtype), dtype
+
+
+def _dtypes_of(cache_format: CacheFormat) -> tuple[torch.dtype, ...]:
+    """Return every dtype that a cache of a format may have."""
+    return cache_format.query_dtypes if cache_format.storage_dtype is None else (cache_format.storage_dtype,)
 
 
 def check_entries(kv_c_normed: Tensor, k_pe: Tensor, cache_format: CacheFormat, kv_scale: Tensor | None = None) -> None:
@@ -121,8 +127,7 @@ def check_stored_entries(
         Dtype of the numbers that the entries stand for.
     """
     check_format(cache_format)
-    dtypes = storage_dtypes() if cache_format.storage_dtype is None else (cache_format.storage_dtype,)
-    check_tensor("entries", entries, ("S", "columns"), dtypes)
+    check_tensor("entries", entries, ("S", "columns"), _dtypes_of(cache_format))
     dtype = cache_format.gathered_dtype(entries.dtype, out_dtype)
     cache_format.gathered_width(entries.shape[1], dtype)
     check_kv_scale(cache_format, kv_scale, entries.device)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from .cache_format import CACHE_FORMATS, E4M3_MAX, FP8_E4M3, CacheFormat, check_format
-from .checks import check, check_tensor, check_type
+from .checks import check, check_readable, check_tensor, check_type
 from .metadata import MLAMetadata
 
 
@@ -309,5 +309,6 @@ def check_equal_scales(source: Tensor | None, target: Tensor | None) -> None:
     for name, scale in zip(names, (source, target), strict=True):
         check(scale is not None, name, "a float32 tensor [], because the other cache has a scale", None)
         check_tensor(name, scale, (), (torch.float32,))
+        check_readable(name, scale)
     values = float(source), float(target)
     check(values[0] == values[1], "target_scale", f"{values[0]}, the scale of source", values[1])

@@ -83,22 +83,21 @@ def dcp_gather_context(
     check_rows(workspace, width, exchanged, dtype, kv_cache.device)
     has_room = workspace.shape[0] >= chunk.num_tokens + exchanged
     exchange = workspace[chunk.num_tokens if has_room else 0 :]
-    stored, columns = dtype, width
-    if cache_format.storage_dtype is not None:  # the ranks exchange the stored bytes
-        stored, columns = cache_format.storage_dtype, kv_cache.shape[2]
-        exchange = exchange.view(-1).view(torch.uint8)[: exchanged * columns * stored.itemsize]
-        exchange = exchange.view(exchanged, columns * stored.itemsize)
+    stored = cache_format.storage_dtype or dtype
+    if cache_format.storage_dtype is not None:  # the ranks exchange the stored entries
+        columns = kv_cache.shape[2]
+        exchange = exchange.view(-1).view(stored)[: exchanged * columns].view(exchanged, columns)
     received, sent = exchange[: group.size * padded], exchange[group.size * padded : exchanged]
     starts, offsets = chunk.held
     local_tokens = int(offsets[-1]) if chunk.bounded else chunk.local_tokens
-    entries = gather_and_maybe_dequant_cache(
+    sent[:local_tokens] = gather_and_maybe_dequant_cache(
         kv_cache, metadata.block_table, offsets, starts, local_tokens, cache_format, stored
     )
-    sent[:local_tokens] = entries.view(sent.dtype)
     sent[local_tokens:] = 0  # all ranks send the same shape
-    gathered = group.all_gather(sent, out=received.view(group.size, padded, sent.shape[1]))
-    context = reorg_kvcache(gathered.view(stored), chunk)
-    if not cache_format.returns_stored(dtype) and cache_format.storage_dtype is not None:
+    received = received.view(group.size, padded, sent.shape[1])
+    gathered = group.all_gather(sent.view(torch.uint8), out=received.view(torch.uint8)).view(stored)
+    context = reorg_kvcache(gathered, chunk)
+    if not cache_format.returns_stored(dtype):
         context = dequantize_entries(context, cache_format, dtype, kv_scale)
     return workspace[: chunk.num_tokens].copy_(context) if has_room else context
 

@@ -44,6 +44,8 @@ LEGITIMATE = {
     (r"rotary_cos_sin|split_kv_b_proj|get_dcp_local_seq_lens|CommonAttentionMetadata.from_lens", r"\w+",
      r"a meta tensor"):
         "elementwise operations or views accept tensors of any device",
+    (r"copy_blocks|swap_blocks|reorg_kvcache", r"kv_caches|source|gathered", r"a (float8|uint8) tensor.*"):
+        "the functions copy the entries of every format",
     (r"DecodeGraph", r"step", r"a class"): "a class can be called",
     (r"ContextWorkspace", r"memory", r"a vector|a meta tensor"): "a layer refuses memory that does not fit",
     (r"CommonAttentionMetadata.from_lens", r"seq_lens", r"a uint8 tensor"): "lengths may have any int dtype",

@@ -53,20 +53,6 @@ def test_schedules_and_outputs(cache_format, widths):
         assert_same_bits(one, other)
 
 
-@formats
-def test_in_a_compiled_function(cache_format, widths):
-    """The op is traced with its fake implementation, and the compiled function returns the same bits."""
-    inputs, kv_scale = make_stored_inputs(cache_format, [1, 2], [70, 40], 3, torch.float32, widths, 16)
-    ql, q_pe, cache, plan = inputs
-
-    def step(ql, q_pe, cache, kv_scale):
-        return tuple(decode((ql, q_pe, cache, plan), cache_format, kv_scale))
-
-    found = torch.compile(step, fullgraph=True, backend="aot_eager")(ql, q_pe, cache, kv_scale)
-    for one, other in zip(found, decode(inputs, cache_format, kv_scale), strict=True):
-        assert_same_bits(one, other)
-
-
 @pytest.mark.parametrize("scale", [0.0, -1.0, torch.nan, torch.inf])
 def test_scales_that_are_refused(ops, scale, plain_errors):
     """A scale on the CPU that is not finite and positive raises in every call, also after calls with a valid scale."""

@@ -90,6 +90,13 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
          integers(0, 1, 3, 4), torch.arange(4), torch.arange(12).view(3, 4).int(), 16, ownership, 64, backend)
         for ids, ownership in ((torch.int64, [1, 0, 1]), (torch.int32, [2, 1, 8]))
     ]  # fmt: skip
+    decodes += [
+        (*given[:2], stored, *given[3:-3], cache_format, kv_scale, backend)
+        for given, stored, cache_format, kv_scale in (
+            *((each, eighths, "fp8_e4m3", torch.tensor(0.5)) for each in decodes[:4]),
+            (decode_samples(dtype, 512, 64, 3)[0], in_tiles, "fp8_ds_mla", None),
+        )
+    ]
     offsets_and_settings = (offsets([4, 2]), offsets([5, 2]), 4, 5, 0.3, True)
     attention = (*offsets_and_settings, dtype, backend)
     states = (rand(6, 3, 5), torch.randn(3, 6, dtype=lse), rand(6, 3, 5), torch.randn(3, 6, dtype=lse))
