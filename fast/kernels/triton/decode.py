@@ -51,6 +51,7 @@ FLOAT32_SUM_COLUMNS = 16  # a float32 dot product is the sum of partial sums ove
 # because its programs must start and must write partial outputs.
 WAVE_COST = 0.35
 LEAST_IN_FOUR_BLOCKS = 64  # least padded Lkv of a cache with one scale that is multiplied in four column blocks
+WARP_GROUP_ROWS = 64  # with these row blocks, the compiler would serialise products of converted queries
 MOST_WAVES = 4  # a schedule has at most as many programs as run in 4 waves
 
 
@@ -408,7 +409,7 @@ def _stored_constants(
         "E4M3": True,
         "NATIVE": facts.capability >= NATIVE_CAPABILITY and not facts.interpreted,
         "PINNED": dtype != torch.float32 and not facts.interpreted,
-        "HALF": dtype == torch.bfloat16,
+        "HALF": dtype == torch.bfloat16 and rows < WARP_GROUP_ROWS,
         "BLOCKS": blocks,
         "SCALE_TILE": cache_format.scale_tile,
         "SCALE_COLUMN": layout.scales,

@@ -1,9 +1,9 @@
 """Attend tiles of keys that a cache stores in e4m3 (8 bits), for both decode kernels of the backend "triton".
 
 `decode_tiles` explains rows, tiles and the online softmax. A program reads the e4m3 numbers of a tile as bytes and
-converts them to float32 or float16, which hold every e4m3 number exactly. bfloat16 would hold them too, but a GPU needs
-four times as many instructions for the conversion. Queries in bfloat16 are therefore converted to float16, in units
-that fit the queries of each row. No key and no value is multiplied by its scale, because the product would have to be
+converts them to a dtype that holds every e4m3 number exactly: the dtype of the queries, or float16. A conversion to
+bfloat16 needs four times as many instructions as a conversion to float16. In row blocks of up to 32 rows, queries in
+bfloat16 are therefore converted to float16 too, in units that fit the queries of each row. No key and no value is multiplied by its scale, because the product would have to be
 rounded. The scales multiply other numbers:
 
 | scale | in the scores | in the output |

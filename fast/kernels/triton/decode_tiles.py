@@ -36,7 +36,8 @@ class Constants(NamedTuple):
             The constants below are for such a cache alone.
         NATIVE: True if the GPU has instructions for e4m3.
         PINNED: True if the kernel is compiled for a GPU and for 16-bit queries.
-        HALF: True if bfloat16 queries are converted to float16 before they are multiplied by e4m3 numbers.
+        HALF: True if bfloat16 queries are converted to float16 before they are multiplied by e4m3 numbers (not for row
+            blocks of 64 rows, whose products the compiler would then serialise).
         BLOCKS: number of column blocks of a latent, which are loaded and multiplied one after another.
         SCALE_TILE: columns of a latent that have one scale in the entry; 0 if the layer has one scale.
         SCALE_COLUMN: column at which the scales of an entry begin.
