@@ -10,7 +10,6 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from reference.interfaces import (
-    CACHE_FORMATS,
     COMPUTE_FORMAT,
     NEUTRAL_SPLIT_RULE,
     AttentionState,
@@ -33,6 +32,7 @@ from reference.interfaces import (
     check_out,
     check_scale_value,
     check_type,
+    format_named,
     invariant_split_rule,
     wide_dtype,
 )
@@ -224,7 +224,7 @@ def _launch_decode(
     return backends.kernel(backend, "mla_decode")(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
         softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, invariant_split_rule(*split_rule),
-        CACHE_FORMATS[cache_format], kv_scale, *out,
+        format_named(cache_format), kv_scale, *out,
     )  # fmt: skip
 
 
