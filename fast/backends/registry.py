@@ -86,7 +86,7 @@ def check_request(request: KernelRequest) -> None:
     check_flag("request.batch_invariant", request.batch_invariant)
     check_flag("request.cache_in_words", request.cache_in_words)
     check_flag("request.lse", request.lse)
-    check_fp8_mode(request.fp8_mode)
+    check_fp8_mode(request.fp8_mode, "request.fp8_mode")
     if request.block_size is not None:
         check_int("request.block_size", request.block_size, 0)
 

@@ -26,6 +26,7 @@ from reference.interfaces import (
     check_scale,
     check_scale_values,
     check_tensor,
+    check_type,
     check_weight,
     check_weight_to_quantize,
     is_plain_linear,
@@ -162,6 +163,10 @@ def quantize_weight(
         ValueError: shape or dtype do not match, or `out` does not fit the weight.
     """
     check_weight_to_quantize(weight, per_head)
+    if out is not None:
+        check_type("out", out, QuantizedWeight, "a QuantizedWeight or None")
+        check_out("out.values", out.values, tuple(weight.shape), E4M3, weight.device, weight)
+        check_out("out.scale", out.scale, weight.shape[:1] if per_head else (), torch.float32, weight.device, weight)
     numbers = weight.detach().to(torch.float32)
     sizes = numbers.abs().nan_to_num_(nan=0.0, posinf=torch.finfo(torch.float32).max)
     largest = sizes.amax((1, 2)) if per_head else sizes.amax()
@@ -169,8 +174,6 @@ def quantize_weight(
     values = to_e4m3(numbers, scale[:, None, None] if per_head else scale)
     if out is None:
         return QuantizedWeight(values, scale)
-    check_tensor("out.values", out.values, tuple(values.shape), (E4M3,), values.device)
-    check_tensor("out.scale", out.scale, tuple(scale.shape), (torch.float32,), scale.device)
     out.values.copy_(values)
     out.scale.copy_(scale)
     return out
@@ -200,7 +203,7 @@ def query_to_latent(
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     _check_queries(q_nope, w_uk_t, q_scale)
-    return multiply_heads(q_nope, w_uk_t, q_scale, "q_scale", backend)
+    return multiply_heads(q_nope, w_uk_t, q_scale, "w_uk_t", "q_scale", backend)
 
 
 @backends.CheckedOnce
@@ -215,17 +218,18 @@ def multiply_heads(
     x: Float[Tensor, "T N K"],
     weight: Float[Tensor, "N K M"] | QuantizedWeight,
     scale: Float[Tensor, "*heads"] | None = None,
+    weight_name: str = "w_uk_t",
     scale_name: str = "scale",
     backend: BackendChoice = None,
 ) -> Shaped[Tensor, "T N M"]:
     """Multiply the rows x[:, n] of each head n by weight[n]; the caller has checked the tensors.
 
-    If `scale` is given, the result is in e4m3: the float32 product divided by the scale. `scale_name` is the name of
-    the scale in an error message.
+    If `scale` is given, the result is in e4m3: the float32 product divided by the scale. `weight_name` and
+    `scale_name` are the names of the weight and of the scale in an error message.
     """
     if scale is None and type(weight) is not QuantizedWeight:
         return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
-    arguments = _product_arguments(x, weight, scale, scale_name)
+    arguments = _product_arguments(x, weight, scale, weight_name, scale_name)
     signature = _PRODUCTS.signature(x, weight, scale, backend)
     chosen = _PRODUCTS.backend_of(signature) or backends.select(_product_request(x, scale), backend).name
     return _PRODUCTS.run(signature, chosen, *arguments)
@@ -262,7 +266,7 @@ def latent_to_value(
     """
     _check_latents(latent, w_uv, output_scale, output_block_scale)
     if out is None:
-        return multiply_heads(latent, w_uv, output_scale, "output_scale", backend)
+        return multiply_heads(latent, w_uv, output_scale, "w_uv", "output_scale", backend)
     shape, dtype = (*latent.shape[:2], w_uv.shape[2]), latent.dtype if output_scale is None else E4M3
     read = w_uv.values if type(w_uv) is QuantizedWeight else w_uv
     check_out("out", out, shape, dtype, latent.device, latent, read)
@@ -287,7 +291,7 @@ def write_values(
     if output_scale is None and type(w_uv) is not QuantizedWeight:
         _bmm_into(latent.transpose(0, 1), w_uv, out.transpose(0, 1))
         return out
-    arguments = _product_arguments(latent, w_uv, output_scale, "output_scale")
+    arguments = _product_arguments(latent, w_uv, output_scale, "w_uv", "output_scale")
     signature = _PRODUCTS_INTO.signature(latent, w_uv, output_scale, out, backend)
     chosen = _PRODUCTS_INTO.backend_of(signature)
     if chosen is None:
@@ -296,12 +300,12 @@ def write_values(
     return out
 
 
-def _product_arguments(x, weight, scale, scale_name):
+def _product_arguments(x, weight, scale, weight_name, scale_name):
     """Return x, weight, scale of the weight, scale of the result; check the values of scales on the CPU."""
     values, weight_scale = weight, None
     if type(weight) is QuantizedWeight:
         values, weight_scale = weight.values, weight.scale
-        check_scale_values("weight.scale", weight_scale)
+        check_scale_values(f"{weight_name}.scale", weight_scale)
     check_scale_values(scale_name, scale)
     return x, values, weight_scale, scale
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from .cache_format import CACHE_FORMATS, E4M3_MAX, FP8_E4M3, CacheFormat, check_format
-from .checks import check, check_readable, check_tensor, check_type
+from .checks import check, check_device, check_readable, check_tensor, check_type
 from .metadata import MLAMetadata
 
 
@@ -66,6 +66,8 @@ class KVScale(nn.Module):
         device: torch.device | None = None,
     ):
         super().__init__()
+        check_type("source", source, ScaleSource)
+        device = device if device is None else check_device("device", device)
         self.register_buffer("value", torch.ones((), dtype=torch.float32, device=device), persistent=False)
         self.source: ScaleSource | None = None
         self.written = False
@@ -84,7 +86,8 @@ class KVScale(nn.Module):
             ValueError: entries with the old scale were already written to a cache; the scale is not finite and
                 positive; a tensor has several elements.
         """
-        number = scale_number("kv_scale", value)
+        check_type("source", source, ScaleSource)
+        number = scale_number("value", value)
         check(not self.written, "kv_scale", "no change after the first write to the cache", number)
         self.value.fill_(number)
         self.source = source
@@ -138,7 +141,7 @@ def make_kv_scale(cache_format: CacheFormat, value: float | Tensor | None, devic
         ValueError: `value` is given and the format has no such scale, or it is not finite and positive.
     """
     if cache_format.layer_scale:
-        return KVScale(value, device=device)
+        return KVScale(None if value is None else scale_number("kv_scale", value), device=device)
     check(value is None, "kv_scale", f"None for format {cache_format.name}", value)
     return None
 
@@ -190,14 +193,18 @@ def scale_number(argument: str, value: Any) -> float:
 
     Raises:
         TypeError: the scale is neither a number nor a tensor.
-        ValueError: the scale is not finite and positive in float32, or is a tensor with several elements.
+        ValueError: the scale is not finite and positive in float32, or is a tensor with several elements, without
+            values, or of a dtype that is not floating-point.
     """
     if isinstance(value, Tensor):
+        check_tensor(argument, value, ("size",) * value.dim())
         check(value.numel() == 1, argument, "one scale for each layer", f"shape {list(value.shape)}")
+        check_readable(argument, value)
         value = float(value)
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         check_type(argument, value, float, "a number or a tensor []")
-    number = float(torch.tensor(value, dtype=torch.float32))
+    fits = 0 < value < 2.0**128  # PyTorch cannot convert an int of any size
+    number = float(torch.tensor(value, dtype=torch.float32)) if fits else math.nan
     check(0 < number < math.inf, argument, "a finite number above 0", value)
     return number
 
@@ -262,6 +269,7 @@ def save_kv_scales(path: str | os.PathLike, scales: Mapping[str, float], cache_f
     Raises:
         ValueError: a scale is not finite and positive, or the format has no scale of a layer.
     """
+    check_path(path)
     check_format(cache_format)
     check(cache_format.layer_scale, "cache_format", "a format with one scale for each layer", cache_format.name)
     check_type("scales", scales, Mapping)
@@ -284,6 +292,7 @@ def load_kv_scales(path: str | os.PathLike, cache_format: CacheFormat = FP8_E4M3
         OSError: the file cannot be read.
         ValueError: the file is not a file of `save_kv_scales`, is for another format, or has an invalid scale.
     """
+    check_path(path)
     check_format(cache_format)
     try:
         found = json.loads(Path(path).read_text())
@@ -295,6 +304,11 @@ def load_kv_scales(path: str | os.PathLike, cache_format: CacheFormat = FP8_E4M3
     check(stored_for in CACHE_FORMATS, "path", f"a cache_format among {', '.join(CACHE_FORMATS)}", stored_for)
     check(stored_for == cache_format.name, "path", f"scales for format {cache_format.name}", stored_for)
     return {name: scale_number(f"kv_scales[{name!r}]", value) for name, value in found["kv_scales"].items()}
+
+
+def check_path(path: str | os.PathLike) -> None:
+    """Check that an argument is a path."""
+    check_type("path", path, (str, os.PathLike), "a path")
 
 
 def check_equal_scales(source: Tensor | None, target: Tensor | None) -> None:

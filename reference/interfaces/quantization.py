@@ -157,10 +157,10 @@ def check_output_scale(
         check_scale("output_scale", output_scale, num_heads, device)
 
 
-def check_fp8_mode(fp8_mode: str) -> None:
+def check_fp8_mode(fp8_mode: str, argument: str = "fp8_mode") -> None:
     """Check that a mode is one of `FP8_MODES`."""
-    check_type("fp8_mode", fp8_mode, str)
-    check(fp8_mode in FP8_MODES, "fp8_mode", f"one of {', '.join(FP8_MODES)}", fp8_mode)
+    check_type(argument, fp8_mode, str)
+    check(fp8_mode in FP8_MODES, argument, f"one of {', '.join(FP8_MODES)}", fp8_mode)
 
 
 def check_weight_to_quantize(weight: Tensor, per_head: bool) -> None:

@@ -168,9 +168,14 @@ def _for_heads(scale: Float[Tensor, "*heads"], pattern: str) -> Float[Tensor, "*
 
 
 def _multiply_heads(
-    x: Float[Tensor, "T N K"], weight: Float[Tensor, "N K M"] | QuantizedWeight, scale: Float[Tensor, "*heads"] | None
+    x: Float[Tensor, "T N K"],
+    argument: str,
+    weight: Float[Tensor, "N K M"] | QuantizedWeight,
+    scale: Float[Tensor, "*heads"] | None,
 ) -> Shaped[Tensor, "T N M"]:
     """Return the product of the rows of each head and the matrix of this head; in e4m3 if `scale` is given.
+
+    `argument` is the name of the weight in an error message.
 
     Sums are computed in the dtype of `x` if there is neither a quantised weight nor a scale. Otherwise they are
     computed in float32 (float64 if `x` is float64), and the result is rounded once.
@@ -180,7 +185,7 @@ def _multiply_heads(
         return einsum(x, weight, product)
     wide = wide_dtype(x.dtype)
     if isinstance(weight, QuantizedWeight):
-        check_scale_values("weight.scale", weight.scale)
+        check_scale_values(f"{argument}.scale", weight.scale)
         factor = _for_heads(weight.scale.to(wide), "heads -> heads 1")
         out = einsum(x.to(wide), weight.values.to(wide), product) * factor
     else:
@@ -211,7 +216,7 @@ def query_to_latent(
     if q_scale is not None:
         check_scale("q_scale", q_scale, q_nope.shape[1], q_nope.device)
         check_scale_values("q_scale", q_scale)
-    return _multiply_heads(q_nope, w_uk_t, q_scale)
+    return _multiply_heads(q_nope, "w_uk_t", w_uk_t, q_scale)
 
 
 def latent_to_value(
@@ -241,7 +246,7 @@ def latent_to_value(
     check_weight("w_uv", w_uv, (*latent.shape[1:], "V"), latent)
     check_output_scale(output_scale, output_block_scale, latent.device)
     check_scale_values("output_scale", output_scale)
-    return _multiply_heads(latent, w_uv, output_scale)
+    return _multiply_heads(latent, "w_uv", w_uv, output_scale)
 
 
 def expand_kv(

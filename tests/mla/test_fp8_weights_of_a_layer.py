@@ -122,7 +122,7 @@ def test_cast_and_copy(ops):
     twin.fp8_weights.w_uv.scale.zero_()
     assert (layer.fp8_weights.w_uv.scale > 0).all()
     assert "fp8_weights.w_uv_values" not in layer.state_dict()
-    with pytest.raises(ValueError, match="^weight.scale: expected a finite number above 0, got 0.0$"):
+    with pytest.raises(ValueError, match="^w_uv.scale: expected a finite number above 0, got 0.0$"):
         run(ops, twin, config, torch.float32)
     assert before.isfinite().all()
 
