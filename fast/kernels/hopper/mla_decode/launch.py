@@ -118,7 +118,7 @@ def mla_decode(
     """
     split_decode = decode_splits(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, out,
+        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, cache_format, kv_scale, out,
     )  # fmt: skip
     combine_partial_outputs(
         split_decode.partial_out, split_decode.partial_lse, query_start_loc, max_query_len, tile_ranges, split_offsets,
@@ -129,7 +129,8 @@ def mla_decode(
 
 def decode_splits(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, out=None,
+    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule,
+    cache_format=COMPUTE_FORMAT, kv_scale=None, out=None,
 ) -> SplitDecode:  # fmt: skip
     """Run `mla_decode` without the combine kernel; return outputs and partial outputs."""
     check(ql_nope.dtype in DTYPES, "ql_nope", "dtype bfloat16 or float16", ql_nope.dtype)
