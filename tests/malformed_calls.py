@@ -197,7 +197,8 @@ def valid_calls(ops: ModuleType) -> list[Call]:
         call("context_workspace_size", config=DIRECT, workspace_tokens=64, context_parallel_size=2),
         # rotary, weights, norms
         call("apply_rope", positions=torch.arange(6), q_pe=torch.randn(6, 3, 8), k_pe=torch.randn(6, 8),
-             rope=RopeConfig(yarn=YARN), q_scale=scales, **({"frequencies": torch.rand(4)} if is_fast else {}), **captured_op),
+             rope=RopeConfig(yarn=YARN), q_scale=scales, **({"frequencies": torch.rand(4)} if is_fast else {}),
+             **captured_op),
         call("rotary_cos_sin", positions=torch.arange(6), rope=RopeConfig(yarn=YARN), dim=8, dtype=torch.float32),
         call("rotary_frequencies", rope=RopeConfig(yarn=YARN), dim=8, dtype=torch.float32),
         call("rotate", x=torch.randn(6, 3, 8), cos=torch.randn(6, 4), sin=torch.randn(6, 4), interleaved=True),

@@ -3,8 +3,8 @@
 `decode_tiles` explains rows, tiles and the online softmax. A program reads the e4m3 numbers of a tile as bytes and
 converts them to a dtype that holds every e4m3 number exactly: the dtype of the queries, or float16. A conversion to
 bfloat16 needs four times as many instructions as a conversion to float16. In row blocks of up to 32 rows, queries in
-bfloat16 are therefore converted to float16 too, in units that fit the queries of each row. No key and no value is multiplied by its scale, because the product would have to be
-rounded. The scales multiply other numbers:
+bfloat16 are therefore converted to float16 too, in units that fit the queries of each row. No key and no value is
+multiplied by its scale, because the product would have to be rounded. The scales multiply other numbers:
 
 | scale | in the scores | in the output |
 |---|---|---|
