@@ -197,7 +197,8 @@ def valid_calls(ops: ModuleType) -> list[Call]:
         call("context_workspace_size", config=DIRECT, workspace_tokens=64, context_parallel_size=2),
         # rotary, weights, norms
         call("apply_rope", positions=torch.arange(6), q_pe=torch.randn(6, 3, 8), k_pe=torch.randn(6, 8),
-             rope=RopeConfig(yarn=YARN), q_scale=scales, **({"frequencies": torch.rand(4)} if is_fast else {}), **captured_op),
+             rope=RopeConfig(yarn=YARN), q_scale=scales, **({"frequencies": torch.rand(4)} if is_fast else {}),
+             **captured_op),
         call("rotary_cos_sin", positions=torch.arange(6), rope=RopeConfig(yarn=YARN), dim=8, dtype=torch.float32),
         call("rotary_frequencies", rope=RopeConfig(yarn=YARN), dim=8, dtype=torch.float32),
         call("rotate", x=torch.randn(6, 3, 8), cos=torch.randn(6, 4), sin=torch.randn(6, 4), interleaved=True),
@@ -213,8 +214,8 @@ def valid_calls(ops: ModuleType) -> list[Call]:
         Call("latent_to_value of a weight in e4m3", ops.latent_to_value,
              dict(latent=torch.randn(6, 3, 24), w_uv=weight(3, 24, 10)) | to_e4m3 | out(6, 3, 10, dtype=E4M3)
              | backend),
-        call("quantize_weight", weight=torch.randn(3, 12, 24), per_head=True,
-             **({"out": weight(3, 12, 24)} if is_fast else {})),
+        call("quantize_weight", weight=torch.randn(3, 12, 24), per_head=False,
+             **({"out": QuantizedWeight(stored(3, 12, 24), scale.clone())} if is_fast else {})),
         call("expand_kv", kv_c_normed=torch.randn(6, 24), w_uk=w_uk, w_uv=w_uv, workspace=torch.zeros(256 + 180)),
         call("rms_norm", x=torch.randn(6, 24), weight=torch.rand(24), eps=1e-6),
         # cache
