@@ -214,8 +214,8 @@ def valid_calls(ops: ModuleType) -> list[Call]:
         Call("latent_to_value of a weight in e4m3", ops.latent_to_value,
              dict(latent=torch.randn(6, 3, 24), w_uv=weight(3, 24, 10)) | to_e4m3 | out(6, 3, 10, dtype=E4M3)
              | backend),
-        call("quantize_weight", weight=torch.randn(3, 12, 24), per_head=True,
-             **({"out": weight(3, 12, 24)} if is_fast else {})),
+        call("quantize_weight", weight=torch.randn(3, 12, 24), per_head=False,
+             **({"out": QuantizedWeight(stored(3, 12, 24), scale.clone())} if is_fast else {})),
         call("expand_kv", kv_c_normed=torch.randn(6, 24), w_uk=w_uk, w_uv=w_uv, workspace=torch.zeros(256 + 180)),
         call("rms_norm", x=torch.randn(6, 24), weight=torch.rand(24), eps=1e-6),
         # cache

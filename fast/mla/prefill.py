@@ -33,7 +33,6 @@ from reference.interfaces import (
     check_prefill,
     check_rows,
     check_scale_values,
-    check_type,
     reserve_for_chunks,
     to_e4m3,
     wide_dtype,
@@ -250,15 +249,11 @@ def forward_prefill(
             `memory` that is too small. For CPU tensors also: a scale is not finite and positive.
         UnsupportedConfiguration: `output_block_scale` is given; no backend that `backend` allows can serve the call.
     """
-    if output_scale is not None or output_block_scale is not None:
-        check_type("q", q, Tensor, "a tensor")
-        check_output_scale(output_scale, output_block_scale, q.device)
-        check_scale_values("output_scale", output_scale)
     if gather is not gather_context:  # its calls of ops are unknown: each op checks its arguments
         check_function("gather", gather)
         return _forward_prefill(
             q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, softmax_scale, gather, cache_format, return_lse,
-            kv_scale, output_scale, out, workspace, backend,
+            kv_scale, output_scale, output_block_scale, out, workspace, backend,
         )  # fmt: skip
     with _CALLS_INSIDE.given(
         q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, softmax_scale, cache_format, return_lse, kv_scale,
@@ -266,18 +261,20 @@ def forward_prefill(
     ):  # fmt: skip
         return _forward_prefill(
             q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, softmax_scale, None, cache_format, return_lse,
-            kv_scale, output_scale, out, workspace, backend,
+            kv_scale, output_scale, output_block_scale, out, workspace, backend,
         )  # fmt: skip
 
 
 def _forward_prefill(
     q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, softmax_scale, gather, cache_format, return_lse, kv_scale,
-    output_scale, out, workspace, backend,
+    output_scale, output_block_scale, out, workspace, backend,
 ):  # fmt: skip
     """Compute `forward_prefill`; if `gather` is None, `gather_context` gathers the entries of a chunk."""
     _check_prefill(q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, cache_format, kv_scale)
     check_flag("return_lse", return_lse)
     check_context_workspace("workspace", workspace)
+    check_output_scale(output_scale, output_block_scale, q.device)
+    check_scale_values("output_scale", output_scale)
     shape, out_dtype = (*q.shape[:2], w_uv.shape[2]), q.dtype if output_scale is None else E4M3
     if out is None:
         out = q.new_empty(shape, dtype=out_dtype)

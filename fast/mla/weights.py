@@ -203,6 +203,7 @@ def query_to_latent(
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     _check_queries(q_nope, w_uk_t, q_scale)
+    _check_backend(backend)
     return multiply_heads(q_nope, w_uk_t, q_scale, "w_uk_t", "q_scale", backend)
 
 
@@ -212,6 +213,11 @@ def _check_queries(q_nope, w_uk_t, q_scale):
     check_weight("w_uk_t", w_uk_t, (*q_nope.shape[1:], "Lkv"), q_nope)
     if q_scale is not None:
         check_scale("q_scale", q_scale, q_nope.shape[1], q_nope.device)
+
+
+def _check_backend(backend: BackendChoice) -> None:
+    """Check the name or the mapping of a caller, also if PyTorch multiplies."""
+    backends.bind(backend)
 
 
 def multiply_heads(
@@ -265,6 +271,7 @@ def latent_to_value(
         UnsupportedConfiguration: `output_block_scale` is given; no backend that `backend` allows can serve the call.
     """
     _check_latents(latent, w_uv, output_scale, output_block_scale)
+    _check_backend(backend)
     if out is None:
         return multiply_heads(latent, w_uv, output_scale, "w_uv", "output_scale", backend)
     shape, dtype = (*latent.shape[:2], w_uv.shape[2]), latent.dtype if output_scale is None else E4M3
