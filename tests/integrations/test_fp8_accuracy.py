@@ -54,9 +54,9 @@ def job_of(ops, prompts: list[str]) -> SimpleNamespace:
     return job
 
 
-@pytest.mark.parametrize(("ops", "count"), [(fast, 8), (reference, 4)], ids=["fast", "reference"])
+@pytest.mark.parametrize(("ops", "count"), [(fast, 5), (reference, 5)], ids=["fast", "reference"])
 def test_bits_per_byte_where_every_key_is_stored(ops, count):
-    """Decode the shipped prompts over fp8_e4m3 -> at most 1 % more bits per byte than over the dtype of the model.
+    """Decode shipped prompts over fp8_e4m3 -> at most 1 % more bits per byte than over the dtype of the model.
 
     All tokens take the absorbed path, so that also the key of a new token is read from the cache. With shorter texts,
     the bits of the model without `use_mla` show that the measure itself is right.
