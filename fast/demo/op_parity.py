@@ -154,10 +154,9 @@ class Storage:
 
     def empty(self, like: Tensor, num_blocks: int, block_size: int, dims: tuple[int, int]) -> Tensor:
         """Return a cache in which every byte is the poison byte of the format: NaN, so that a wrong read is seen."""
-        dtype = self.cache_format.dtype_for(like.dtype)
-        width = self.cache_format.columns(*dims) * dtype.itemsize
+        width = self.cache_format.entry_bytes(*dims, like.dtype)
         poisoned = torch.full((num_blocks, block_size, width), self.cache_format.poison, dtype=torch.uint8)
-        return poisoned.view(dtype).to(like.device)
+        return poisoned.view(self.cache_format.dtype_for(like.dtype)).to(like.device)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
