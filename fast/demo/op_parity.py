@@ -154,9 +154,9 @@ class Storage:
 
     def empty(self, like: Tensor, num_blocks: int, block_size: int, dims: tuple[int, int]) -> Tensor:
         """Return a cache in which every byte is the poison byte of the format: NaN, so that a wrong read is seen."""
-        dtype, width = self.cache_format.dtype_for(like.dtype), self.cache_format.entry_bytes(*dims, like.dtype)
+        width = self.cache_format.entry_bytes(*dims, like.dtype)
         poisoned = torch.full((num_blocks, block_size, width), self.cache_format.poison, dtype=torch.uint8)
-        return poisoned.view(dtype).to(like.device)
+        return poisoned.view(self.cache_format.dtype_for(like.dtype)).to(like.device)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -265,9 +265,8 @@ def run_parity(
     q, kv_c_normed, k_pe = projections(compared, layer, hidden_states, batch)
     storage = Storage(cache_format, None if kv_scale is None else torch.tensor(kv_scale, device=device))
     kv_cache = caches(compared, kv_c_normed, k_pe, batch, storage)
-    metadata = oracle.build_mla_metadata(
-        batch.common(oracle, batch.query_lens), block_size, workspace_tokens, cache_format=cache_format
-    )
+    common = batch.common(oracle, batch.query_lens)
+    metadata = oracle.build_mla_metadata(common, block_size, workspace_tokens, cache_format=cache_format)
     attentions(compared, layer, q, kv_c_normed, k_pe, kv_cache, batch, metadata, storage)
 
     rows, options = batch.rows_of_last(batch.query_lens), {} if backend is None else {"backend": backend}

@@ -585,10 +585,8 @@ def test_other_table():
 
 def test_hardware_and_dates():
     """Read the text below the README's tables -> the hardware and the dates of the results files."""
-    gpus, cpu = (
-        [results_of(name) for name in ("h200", "h200-decode", "h200-decode-triton", "h200-x4")],
-        results_of("cpu-2-cores"),
-    )
+    gpus = [results_of(name) for name in ("h200", "h200-decode", "h200-decode-triton", "h200-x4")]
+    cpu = results_of("cpu-2-cores")
     for results in (*gpus, cpu):
         assert {"command", "hardware", "threads", "versions", "date", "fast_sha256"} <= results.keys()
     assert {results["hardware"] for results in gpus} == {"NVIDIA H200"} and "Xeon" in cpu["hardware"]

@@ -105,6 +105,11 @@ ADAPTER = Judge(
     ),
     "not (pieces or assisted or continues_from or sampling or beams or yarn-greedy or half or v2-yarn or wrong_rope)",
 )
+ADAPTER_FORMATS = Judge(
+    ("integrations/test_cache_formats", *ADAPTER.modules),
+    f"{ADAPTER.selection} or test_cache_formats",
+)
+PRODUCTS = Judge(("mla/test_quantized_weights", "mla/test_fp8_weights_of_a_layer"))
 TABLE = {
     **{f"{package}/{module}.py": judge for package in ("fast", "reference") for module, judge in {
         "planning/batch": BATCH, "planning/local_attention": BATCH, "planning/slots": SLOT_MAPPING,
@@ -136,10 +141,14 @@ TABLE = {
     "fast/kernels/cpu/schedule.py": SCHEDULE,
     "fast/kernels/cpu/softmax.py": KERNELS,
     "fast/kernels/cpu/visible_lens.py": VISIBLE_LENS,
+    "fast/kernels/cpu/weights.py": PRODUCTS,
     "fast/kernels/rotation.py": KERNELS,
     "fast/integrations/transformers/__init__.py": ADAPTER,
     "fast/integrations/transformers/attention.py": ADAPTER,
     "fast/integrations/transformers/cache.py": ADAPTER,
+    "fast/integrations/transformers/cache_options.py": ADAPTER_FORMATS,
+    "fast/integrations/transformers/calibration.py": ADAPTER_FORMATS,
+    "fast/integrations/transformers/models.py": ADAPTER_FORMATS,
     "fast/integrations/transformers/padding.py": ADAPTER,
 }  # fmt: skip
 SUBJECTS = {  # text: subject of the files whose paths contain the text; the first text that a path contains counts
