@@ -187,7 +187,7 @@ def test_layer_refuses_an_unknown_backend():
 
 
 def step_of_a_layer(backend, cache_format=COMPUTE_FORMAT) -> None:
-    """Run a layer on one decode and one prefill with context."""
+    """Run a layer on one decode and one prefill with context, over a cache of the given format."""
     batch = make_batch([1, 3], [20, 20])
     entries = make_entries(batch, DIRECT.head_size, torch.float32)
     options = {"backend": backend, "cache_format": cache_format}

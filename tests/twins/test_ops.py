@@ -97,7 +97,7 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
         for ids, ownership in ((torch.int64, [1, 0, 1]), (torch.int32, [2, 1, 8]))
     ]  # fmt: skip
     decodes += [
-        (*given[:2], stored, *given[3:-3], cache_format, kv_scale, backend)
+        (*given[:2], stored, *given[3:15], cache_format, kv_scale, "converted", None, backend)
         for given, stored, cache_format, kv_scale in (
             *((each, eighths, "fp8_e4m3", torch.tensor(0.5)) for each in decodes[:4]),
             (decode_samples(dtype, 512, 64, 3)[0], in_tiles, "fp8_ds_mla", None),

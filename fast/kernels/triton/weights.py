@@ -144,7 +144,12 @@ def _multiply_heads_kernel(
         right = tl.load(columns + term[:, None] * weight_row, column_mask, 0)
         if weight_scale is not None:
             right = _e4m3_to(right, left.dtype, NATIVE)
-        sums = tl.dot(left, right, acc=sums, input_precision="ieee")
+        if left.dtype == tl.float32:
+            # Sums of DEPTH terms are added, which rounds less than adding term by term to one sum. Triton would turn
+            # `sums + tl.dot(...)` into a dot that adds term by term, but leaves `tl.fma` alone.
+            sums = tl.fma(tl.dot(left, right, input_precision="ieee"), 1.0, sums)
+        else:
+            sums = tl.dot(left, right, acc=sums)
     if weight_scale is not None:
         sums = sums * tl.load(weight_scale + head * weight_scale_head)
     if output_scale is not None:
