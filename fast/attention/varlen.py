@@ -197,9 +197,8 @@ def _launch_attention(
 ):  # fmt: skip
     if q.device.type == "cpu":
         check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0])
-        check_offsets(
-            "cu_seqlens_k", cu_seqlens_k, most=k.shape[0]
-        )  # if not bounded, `attend` checks that S is reached
+        # if the call is not bounded, `attend` checks that the offsets reach S
+        check_offsets("cu_seqlens_k", cu_seqlens_k, most=k.shape[0])
     return backends.kernel(backend, "flash_attn_varlen")(
         q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype,
         *written,
