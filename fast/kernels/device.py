@@ -1,4 +1,4 @@
-"""Read the properties of a device on which launches depend, once for each device."""
+"""Properties of a device that launches need; they are read once for each device."""
 
 from __future__ import annotations
 

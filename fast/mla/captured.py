@@ -72,7 +72,7 @@ def plan_captured_decodes(
     Raises:
         ValueError: there is no request or no token; the query lengths do not fit `graph` or `max_query_len`; there are
             fewer slots than tokens; `block_size` or `num_programs` is below its minimum.
-        UnsupportedConfiguration: no backend that `backend` allows supports this kind of graph.
+        UnsupportedConfiguration: `backend` allows no backend that supports this kind of graph.
     """
     tokens = check_captured_lens(common, graph)
     requests, query_len = common.num_reqs, common.max_query_len

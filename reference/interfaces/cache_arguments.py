@@ -81,7 +81,7 @@ def check_stored_cache(
     """Check a cache from which entries are gathered, and the dtype of the result; read no values.
 
     Args:
-        kv_cache: the cache. Its number of columns is checked if the format supports a single (Lkv, R). Otherwise every
+        kv_cache: the cache. Its number of columns is checked if the format has one legal (Lkv, R). Otherwise every
             number of columns is valid, because the caller of a gather gives neither Lkv nor R.
         cache_format: format of the cache.
         out_dtype: dtype of the result; None means the dtype of the cache (legal for formats without a `storage_dtype`).

@@ -126,7 +126,7 @@ class MLAAttention(nn.Module):
 
     Raises:
         TypeError: a projection is not a module, or an argument has another type.
-        ValueError: the query projections do not fit `config`; a norm has a wrong weight or hooks; N is not a multiple
+        ValueError: the query projections do not fit `config`; a norm has hooks or a wrong weight; N is not a multiple
             of TP; ranks share the heads and `o_proj` has a bias; `o_proj` returns its bias instead of adding it;
             `kv_b_proj` is not a plain `nn.Linear` and has a bias.
     """
@@ -366,6 +366,6 @@ class MLAAttention(nn.Module):
     def _reserve(
         self, workspace: ContextWorkspace, tokens: int, q: Tensor
     ) -> tuple[Float[Tensor, "S head_size"], Float[Tensor, " elements"]]:
-        """Reserve a workspace for chunks of up to `tokens` tokens; return its memory for context, and the rest."""
+        """Reserve a workspace for chunks of up to `tokens` tokens; return its memory for context and for expansion."""
         size = None if self.context_parallel is None else self.context_parallel.size
         return reserve_largest(workspace, self.local_config, tokens, size, q.dtype, q.device)

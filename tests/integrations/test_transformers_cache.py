@@ -98,7 +98,7 @@ def test_reset_takes_another_batch(ops):
 
 
 def record_allocations(ops, monkeypatch):
-    """Fill every cache that `ops` allocates later with NaN, and append it to the returned list."""
+    """From now on, fill each cache that `ops` allocates with NaN, and append the cache to the returned list."""
     made, allocate = [], ops.allocate_kv_cache
 
     def poisoned(*args, **kwargs):
