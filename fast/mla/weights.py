@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from reference.interfaces import (
     E4M3,
-    E4M3_MAX,
     LEAST_WEIGHT,
     QuantizedWeight,
     check,
@@ -29,6 +28,7 @@ from reference.interfaces import (
     check_type,
     check_weight,
     check_weight_to_quantize,
+    e4m3_scale,
     is_plain_linear,
     linear_output,
     split_for_keys,
@@ -170,7 +170,7 @@ def quantize_weight(
     numbers = weight.detach().to(torch.float32)
     sizes = numbers.abs().nan_to_num_(nan=0.0, posinf=torch.finfo(torch.float32).max)
     largest = sizes.amax((1, 2)) if per_head else sizes.amax()
-    scale = largest.clamp_(min=LEAST_WEIGHT).div_(E4M3_MAX)
+    scale = e4m3_scale(largest.clamp_(min=LEAST_WEIGHT))
     values = to_e4m3(numbers, scale[:, None, None] if per_head else scale)
     if out is None:
         return QuantizedWeight(values, scale)

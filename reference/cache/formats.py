@@ -20,6 +20,7 @@ from ..interfaces import (
     check_entries,
     check_scale_value,
     check_stored_entries,
+    e4m3_scale,
     wide_dtype,
 )
 
@@ -48,7 +49,7 @@ def _tile_scales(latent: Float[Tensor, "T Lkv"], scale_tile: int) -> Float[Tenso
     limits = torch.finfo(torch.float32)
     sizes = torch.nan_to_num(latent.to(torch.float32).abs(), nan=0.0, posinf=limits.max)
     tiles = rearrange(sizes, "tokens (tiles columns) -> tokens tiles columns", columns=scale_tile)
-    return (tiles.amax(-1) / E4M3_MAX).clamp(min=limits.tiny)
+    return e4m3_scale(tiles.amax(-1)).clamp(min=limits.tiny)
 
 
 def quantize_entries(

@@ -193,6 +193,7 @@ from .quantization import (
     check_scale_values,
     check_weight,
     check_weight_to_quantize,
+    e4m3_scale,
     to_e4m3,
 )
 from .rope_config import RopeConfig, YarnConfig, yarn_mscale
@@ -385,6 +386,7 @@ __all__ = [
     "context_workspace_size",
     "dcp_gather_bytes",
     "dcp_wire_bytes",
+    "e4m3_scale",
     "element_bytes",
     "expanded_elements",
     "format_named",

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from .cache_format import CACHE_FORMATS, E4M3_MAX, FP8_E4M3, CacheFormat, check_format
 from .checks import check, check_device, check_readable, check_tensor, check_type
 from .metadata import MLAMetadata
+from .quantization import e4m3_scale
 
 
 class ScaleSource(Enum):
@@ -114,7 +115,7 @@ class KVScale(nn.Module):
                 found = largest().to(torch.float32)
                 if not bool(found > 0):  # any scale describes zeros
                     return self.value
-                self.value.copy_((found / E4M3_MAX).clamp(min=torch.finfo(torch.float32).tiny))
+                self.value.copy_(e4m3_scale(found).clamp(min=torch.finfo(torch.float32).tiny))
                 self.source = ScaleSource.FIRST_PREFILL
             else:
                 warnings.warn(

@@ -87,6 +87,16 @@ def to_e4m3(x: Float[Tensor, "*any"], scale: Float[Tensor, "*#any"]) -> Shaped[T
     return torch.where(quotient.isnan(), torch.nan, quotient.clamp(-E4M3_MAX, E4M3_MAX)).to(E4M3)
 
 
+def e4m3_scale(largest: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
+    """Return the scale with which a number becomes 448, the largest e4m3 number; the bits are the same on all devices.
+
+    Args:
+        largest: float32, numbers of at least 0, on any device.
+    """
+    # if the divisor is a Python number, PyTorch multiplies by its reciprocal on a GPU, which rounds differently
+    return largest / torch.full((), E4M3_MAX, device=largest.device)
+
+
 def check_weight(argument: str, weight: Tensor | QuantizedWeight, shape: tuple[int | str, ...], like: Tensor) -> None:
     """Check an absorbed weight: a tensor in the dtype of the numbers that it multiplies, or a `QuantizedWeight`.
 

@@ -16,7 +16,6 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from ..interfaces import (
-    E4M3_MAX,
     LEAST_WEIGHT,
     QuantizedWeight,
     check,
@@ -30,6 +29,7 @@ from ..interfaces import (
     check_tensor,
     check_weight,
     check_weight_to_quantize,
+    e4m3_scale,
     is_plain_linear,
     linear_output,
     split_for_keys,
@@ -158,7 +158,7 @@ def quantize_weight(weight: Float[Tensor, "N K M"], per_head: bool = False) -> Q
     check_weight_to_quantize(weight, per_head)
     sizes = torch.nan_to_num(weight.to(torch.float32).abs(), nan=0.0, posinf=torch.finfo(torch.float32).max)
     largest = reduce(sizes, "heads k m -> heads" if per_head else "heads k m ->", "max")
-    scale = largest.clamp(min=LEAST_WEIGHT) / E4M3_MAX
+    scale = e4m3_scale(largest.clamp(min=LEAST_WEIGHT))
     return QuantizedWeight(to_e4m3(weight, _for_heads(scale, "heads -> heads 1 1")), scale)
 
 

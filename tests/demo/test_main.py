@@ -79,7 +79,7 @@ def test_as_a_newcomer_runs_it(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == "" and "\x1b" not in done.stdout
     for said in ("continuations", "parity of fast with reference", "identical for 2 of 2 prompts", "kernels on cpu",
-                 "expanded keys and values", "cpu: serves 21 of 21 ops"):  # fmt: skip
+                 "expanded keys and values", "cpu: serves 22 of 22 ops"):  # fmt: skip
         assert said in done.stdout
     order = places(done.stdout, "verdict", "greedy tokens: identical", "tokens/s", "kernels on cpu", "continuations",
                    "parity of fast with reference", "expanded keys and values")  # fmt: skip
@@ -117,7 +117,7 @@ def test_kernel_sets_in_three_lines(run):
     """
     said = kernel_lines(run("--max-new-tokens", "2").out)
     assert said == [
-        "cpu: serves 21 of 21 ops",
+        "cpu: serves 22 of 22 ops",
         "triton: serves none: serves device cuda, got cpu",
         # the 4 more reasons are: dtype, two dimensions, block size
         "hopper: serves none: serves device cuda, got cpu and 4 more reasons",

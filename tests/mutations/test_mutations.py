@@ -285,9 +285,10 @@ def in_layer_rope(wrap):
     """
 
     def fused(function):
-        def wrong(positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight, eps, rope, **kwargs):
+        def wrong(positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight, eps, rope, *args, **kwargs):
             def rotate(positions, q_pe, k_pe, rope, **kwargs):
-                return function(positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight, eps, rope, **kwargs)
+                cached = kv_cache, slot_mapping, norm_weight, eps
+                return function(positions, q_pe, kv_c, k_pe, *cached, rope, *args, **kwargs)
 
             return wrap(rotate)(positions, q_pe, k_pe, rope, **kwargs)
 
