@@ -314,7 +314,7 @@ def test_swap_refuses_other_scales(ops, plain_errors):
 def test_reorg_of_stored_entries(ops, cache_format, latent, rope, size):
     """Reorder the stored entries of all ranks, then read them -> the numbers of a gather on one rank."""
     entries = torch.randint(0, 256, (24, cache_format.columns(latent, rope)), dtype=torch.uint8)
-    chunk = ops.plan_context_chunks(integers(15, 9), 96, 4, size, 1)[0]
+    chunk = ops.plan_context_chunks(integers(15, 9).cpu(), 96, 4, size, 1)[0]
     chunk = ops.rank_local_chunk(chunk, TokenOwnership(size, 0))
     gathered = torch.full((size, chunk.padded_tokens, entries.shape[1]), 0xFF, dtype=torch.uint8)
     for rank in range(size):
@@ -421,7 +421,8 @@ BAD_CACHES = {
 def test_bad_caches(ops, cache_format, wrong, message, plain_errors):
     """Pass a cache that does not fit its format -> an error of one line, and nothing is written."""
     dims = (512, 64) if cache_format is FP8_DS_MLA else (24, 8)
-    bad = write_arguments(FP8_E4M3 if cache_format is COMPUTE_FORMAT else cache_format, *dims)
+    with torch.device("cpu"):  # the device of the caches in `BAD_CACHES`
+        bad = write_arguments(FP8_E4M3 if cache_format is COMPUTE_FORMAT else cache_format, *dims)
     if cache_format is COMPUTE_FORMAT:
         bad |= {"cache_format": COMPUTE_FORMAT, "kv_scale": None}
     bad |= wrong

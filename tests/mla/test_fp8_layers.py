@@ -294,9 +294,9 @@ def test_every_plan_has_the_format(ops, format_config):
 def test_plan_of_another_format_is_refused(ops, format_config):
     """A layer refuses a plan of another format in one line, and writes nothing."""
     cache_format, config, _ = format_config
-    layer, batch, cache = make_case(ops, format_config)
+    layer, batch, cache = make_case(ops, format_config, torch.float32)
     before = cache.view(torch.uint8).clone()
-    hidden = torch.randn(42, config.hidden_size, dtype=torch.float64)
+    hidden = torch.randn(42, config.hidden_size)
     other = FP8_E4M3 if cache_format is FP8_DS_MLA else COMPUTE_FORMAT
     plan = ops.build_mla_metadata(batch.common, 16, 64, cache_format=other)
     message = f"metadata.cache_format: expected {cache_format.name}, the layer's format, got {other.name}"
@@ -309,7 +309,7 @@ def test_plan_of_another_format_is_refused(ops, format_config):
         )  # fmt: skip
     assert torch.equal(cache.view(torch.uint8), before)
     assert layer.kv_scale is None or not layer.kv_scale.written
-    plain = make_layer(ops, config, make_weights(config, torch.float64), torch.float64)
+    plain = make_layer(ops, config, make_weights(config, torch.float32), torch.float32)
     plan = ops.build_mla_metadata(batch.common, 16, 64, cache_format=cache_format)
     with pytest.raises(ValueError, match="metadata.cache_format: expected compute_dtype"):
         plain(hidden, batch.positions, poisoned_cache(batch.num_blocks, 16, config, COMPUTE_FORMAT, hidden.dtype), plan)
@@ -345,7 +345,7 @@ def test_graphs(ops, format_config):
     def graph(builder):
         columns = batch.common.block_table.shape[1]
         return ops.DecodeGraph(lambda h, p, plan: layer(h, p, cache, plan), builder, [4], columns, config.hidden_size,
-                               torch.float64, "cpu")  # fmt: skip
+                               torch.float64, torch.get_default_device())  # fmt: skip
 
     assert_close64(graph(builder).run(*arguments), wanted)
     before = cache.view(torch.uint8).clone()
