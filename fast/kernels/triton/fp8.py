@@ -55,8 +55,13 @@ def e4m3_to_float32(codes, NATIVE: tl.constexpr):
 @triton.jit
 @no_type_check
 def e4m3_to(codes, dtype: tl.constexpr, NATIVE: tl.constexpr):
-    """Return the values of e4m3 codes (uint8) in a float dtype of at least 16 bits, which holds them exactly."""
-    if NATIVE:
+    """Return the values of e4m3 codes (uint8) in a float dtype that holds them exactly.
+
+    The dtype has at least 16 bits, or is Triton's dtype for e4m3 (with NATIVE alone).
+    """
+    if dtype == tl.float8e4nv:
+        values = codes.to(tl.float8e4nv, bitcast=True)
+    elif NATIVE:
         values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
         if dtype == tl.bfloat16:
             values = values.to(tl.float32)
