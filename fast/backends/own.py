@@ -55,8 +55,8 @@ def _ops_of_all(package: str, dtypes: tuple[torch.dtype, ...]) -> dict[str, OpSu
     """
     return (
         _ops_of(package, OPS, dtypes=dtypes)
-        | _ops_of(package, (*ENTRY_OPS, *DECODES), dtypes=dtypes, cache_formats=FORMATS)
-        | _ops_of(package, ("mla_decode",), dtypes=dtypes, cache_formats=FORMATS, fp8_modes=FP8_MODES)
+        | _ops_of(package, ENTRY_OPS, dtypes=dtypes, cache_formats=FORMATS)
+        | _ops_of(package, DECODES, dtypes=dtypes, cache_formats=FORMATS, fp8_modes=FP8_MODES)
         | _ops_of(package, ("reorg_kvcache",), dtypes=(*dtypes, *STORED_DTYPES))
         | _ops_of(package, QUANTIZING_OPS, dtypes=dtypes, out_dtypes=(*dtypes, E4M3))
         | _ops_of(package, ("rope_norm_and_cache",), dtypes=dtypes, out_dtypes=(*dtypes, E4M3), cache_formats=FORMATS)

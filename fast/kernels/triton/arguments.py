@@ -31,7 +31,7 @@ class DecodeInputs(NamedTuple):
 
     `latent_pages` and `rope_pages` are descriptors with which TMA (the GPU's bulk copy engine) reads the cache. Both
     are None if TMA cannot read the cache. `kv_scale` is the scale of the layer, [], or None. `q_scale` is the
-    scale of queries in e4m3, [] or [N], or None.
+    scale of queries in e4m3, [] or [N], or None; `q_scale_stride` is its stride from head to head, 0 for [].
     """
 
     sources: DecodeSources
@@ -43,6 +43,7 @@ class DecodeInputs(NamedTuple):
     visible_lens: Tensor
     kv_scale: Tensor | None
     q_scale: Tensor | None
+    q_scale_stride: int | None
 
 
 class DecodeOutputs(NamedTuple):

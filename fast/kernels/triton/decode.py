@@ -54,20 +54,17 @@ MOST_WAVES = 4  # a schedule has at most as many programs as run in 4 waves
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "num_blocks", "max_keys", "num_splits", "row_blocks", "table_row_stride"],
-    do_not_specialize_on_alignment=[
-        "block_table",
-        "seq_lens",
-        "query_start_loc",
-        "visible_lens",
-        "kv_scale",
-        "q_scale",
+    do_not_specialize=[
+        "q_scale_stride", "num_tokens", "num_blocks", "max_keys", "num_splits", "row_blocks", "table_row_stride",
     ],
-)
+    do_not_specialize_on_alignment=[
+        "block_table", "seq_lens", "query_start_loc", "visible_lens", "kv_scale", "q_scale",
+    ],
+)  # fmt: skip
 @no_type_check
 def _decode_kernel(
     sources, latent_pages, rope_pages, block_table, seq_lens, query_start_loc, visible_lens, kv_scale, q_scale,
-    out, lse, num_tokens, num_blocks, max_keys, num_splits, row_blocks, scale_log2,
+    q_scale_stride, out, lse, num_tokens, num_blocks, max_keys, num_splits, row_blocks, scale_log2,
     strides, table_row_stride, table_stride,
     HEADS: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
@@ -89,7 +86,7 @@ def _decode_kernel(
         row_queries = load_queries(
             Queries(
                 sources.ql_nope, sources.q_pe, strides.latent_token, strides.latent_head, strides.latent_element,
-                strides.rope_token, strides.rope_head, strides.rope_element, q_scale,
+                strides.rope_token, strides.rope_head, strides.rope_element, q_scale, q_scale_stride,
             ),
             token, head, real, c,
         )  # fmt: skip
@@ -226,13 +223,12 @@ def decode_splits(
         return SplitDecode(out, lse, none, none.clone())
 
     request_rows = rows_of_a_request(tokens, heads, max_query_len)
-    dtype, least_pad = ql_nope.dtype, 16  # columns of the smallest product that a GPU computes
+    dtype, q_scale_stride = ql_nope.dtype, None
     if fp8_mode != CONVERTED:
-        dtype, least_pad = torch.float16, E4M3_COLUMNS
+        dtype = torch.float16
         ql_nope, q_pe = ql_nope.view(torch.uint8), q_pe.view(torch.uint8)
-        q_scale = q_scale.contiguous()
-    latent_pad = max(least_pad, next_power_of_2(latent))
-    rope_pad = max(least_pad, next_power_of_2(rope))
+        q_scale_stride = q_scale.stride(0) if q_scale.dim() else 0
+    latent_pad, rope_pad = _padded(latent, fp8_mode), _padded(rope, fp8_mode)
     facts = device_facts(ql_nope.device)
     # `request_rows` depends on the longest query of the batch, which must not change a batch-invariant result
     shape_rows = heads if batch_invariant else request_rows
@@ -244,13 +240,13 @@ def decode_splits(
     if cache_format.scaled:
         kv_cache = kv_cache.view(torch.uint8)
         latent_pages, rope_pages = None, None
-        stored = stored_constants(cache_format, latent, rope, dtype, facts, shape, fp8_mode, q_scale)
+        stored = stored_constants(cache_format, latent, rope, dtype, facts, shape, fp8_mode)
     else:
         latent_pages, rope_pages = _page_descriptors(kv_cache, latent, rope, shape["TILE"])
         stored = {}
     inputs = DecodeInputs(
         DecodeSources(ql_nope, q_pe, kv_cache), latent_pages, rope_pages, block_table, seq_lens.contiguous(),
-        query_start_loc.contiguous(), visible_lens.contiguous(), kv_scale, q_scale,
+        query_start_loc.contiguous(), visible_lens.contiguous(), kv_scale, q_scale, q_scale_stride,
     )  # fmt: skip
     source_strides = SourceStrides(*ql_nope.stride(), *q_pe.stride(), *kv_cache.stride())
     strides = DecodeStrides(source_strides, *block_table.stride())
@@ -303,6 +299,7 @@ def decode_programs(
     block_size: int,
     query_len: int,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    fp8_mode: str = CONVERTED,
 ) -> int:
     """Return how many programs a schedule should have on this device.
 
@@ -311,12 +308,13 @@ def decode_programs(
     better, but each further wave costs `WAVE_COST`.
     """
     facts = device_facts(device)
-    width = max(16, next_power_of_2(kv_lora_rank)) + max(16, next_power_of_2(qk_rope_head_dim))
+    width = _padded(kv_lora_rank, fp8_mode) + _padded(qk_rope_head_dim, fp8_mode)
     rows = num_heads * query_len
+    dtype = dtype if fp8_mode == CONVERTED else torch.float16
     element_size = cache_format.dtype_for(dtype).itemsize
     shape = launch_shape(
         rows, block_size, width, dtype, element_size, facts.capability, facts.shared,
-        column_blocks(cache_format, kv_lora_rank),
+        column_blocks(cache_format, kv_lora_rank), fp8_mode,
     )  # fmt: skip
     # programs that run on the GPU at the same time
     resident = (2 if shape["ROWS"] == 16 else 1) * facts.processors
@@ -337,6 +335,7 @@ def schedule_costs(
     qk_rope_head_dim: int,
     block_size: int,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    fp8_mode: str = CONVERTED,
 ) -> ScheduleCosts:
     """Return the costs that `plan_decode` uses for these kernels; they depend on the number of heads alone."""
     return measured_schedule_costs(num_heads)
@@ -359,6 +358,11 @@ def _num_splits(programs: int, rows: int, keys: int, processors: int) -> int:
         return waves * (-(-keys // splits) + PROGRAM_COST) + combine
 
     return min(range(1, max(1, min(keys // 64, 2 * processors)) + 1), key=cost)
+
+
+def _padded(width: int, fp8_mode: str) -> int:
+    """Return the columns of a part of an entry, padded to a power of two and to the smallest product of a GPU."""
+    return max(16 if fp8_mode == CONVERTED else E4M3_COLUMNS, next_power_of_2(width))
 
 
 def _page_descriptors(kv_cache: Tensor, latent: int, rope: int, tile: int) -> tuple[object | None, object | None]:

@@ -45,7 +45,7 @@ import triton.language as tl
 
 from ..combine.kernels import RowState
 from .decode_tiles import SoftmaxStep, _products, _softmax_step, attend_tiles, keys_of_tile
-from .fp8 import e4m3_to, float32_to_e4m3
+from .fp8 import e4m3_to, float32_to_e4m3, pinned
 
 # In float16, the product of a probability and a scale could overflow or be rounded to 0. The product is therefore
 # divided by a unit, a power of two, so that the largest scale becomes a number from 2^14 to 2^15. float16 ends at 2^16.
@@ -268,7 +268,7 @@ def _load_tile(keys, block, held, cache, key_dtype: tl.constexpr, dtype: tl.cons
         codes = tl.load(entries[:, None] + offsets[None, :], mask=mask, other=0)
         latent = e4m3_to(codes, dtype, c.NATIVE)
         if c.PINNED and dtype != tl.float8e4nv:
-            latent = _pinned(latent)
+            latent = pinned(latent)
         key_part = latent
         if not SAME:
             key_part = e4m3_to(codes, key_dtype, c.NATIVE)
@@ -292,18 +292,6 @@ def _load_tile(keys, block, held, cache, key_dtype: tl.constexpr, dtype: tl.cons
             pointers = (entries + c.ROPE_COLUMN).to(tl.pointer_type(tl.bfloat16))
             rope = tl.load(pointers[:, None] + columns[None, :], mask=mask, other=0.0).to(rope_dtype)
     return StoredTile(key_parts, latents, scales, rope)
-
-
-@triton.jit
-@no_type_check
-def _pinned(x):
-    """Return 16-bit numbers x as they are, and keep them in the layout (elements of each thread) of their load.
-
-    Two products read a tile. Without this empty instruction, the compiler changes the bytes to the layout of each
-    product and then converts them. It converts the tile twice, loads single bytes from shared memory, and does not
-    prefetch the next tile.
-    """
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
 
 
 @triton.jit

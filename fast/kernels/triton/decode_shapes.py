@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 
 import torch
-from torch import Tensor
 
 from reference.interfaces import CONVERTED, E4M3, CacheFormat, UnsupportedConfiguration
 
@@ -88,11 +87,11 @@ def _shared_bytes_in_e4m3(rows: int, tile: int, stages: int, width: int, column_
     """Return the bytes of shared memory of a launch shape whose products with the queries are computed in e4m3.
 
     Queries and loaded tiles have one byte for each element. The tile of values is in shared memory a second time: in
-    float16 (`fp8_query`), or as transposed e4m3 numbers (`fp8_product`). The probabilities have the dtype of the
-    values.
+    float16 (`fp8_query`), or as transposed e4m3 numbers (`fp8_product`). The probabilities are float16 (`fp8_query`).
+    For `fp8_product`, the threads exchange them in float32, before they are rounded.
     """
-    value_size = 1 if fp8_mode == "fp8_product" else 2
-    return width * (rows + stages * tile) + value_size * tile * (width + rows * column_blocks)
+    value_size, weight_size = (1, 4) if fp8_mode == "fp8_product" else (2, 2)
+    return width * (rows + stages * tile) + tile * (value_size * width + weight_size * rows * column_blocks)
 
 
 def multiplies_e4m3(capability: tuple[int, int], rows: int, tile: int, fp8_mode: str) -> bool:
@@ -116,7 +115,6 @@ def stored_constants(
     facts: DeviceFacts,
     shape: dict[str, int],
     fp8_mode: str = CONVERTED,
-    q_scale: Tensor | None = None,
 ) -> dict[str, int]:
     """Return the fields of `Constants` that describe the entries of a cache with e4m3 latents."""
     layout = cache_format.layout(latent, rope)
@@ -138,5 +136,4 @@ def stored_constants(
         "Q_E4M3": fp8_mode != CONVERTED,
         "P_E4M3": fp8_mode == "fp8_product",
         "E4M3_DOTS": in_e4m3,
-        "HEAD_SCALES": q_scale is not None and q_scale.dim() == 1,
     }

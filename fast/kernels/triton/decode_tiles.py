@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ..combine.kernels import RowState
-from .fp8 import e4m3_to
+from .fp8 import e4m3_to, pinned
 
 LN_2 = tl.constexpr(math.log(2))
 
@@ -47,7 +47,6 @@ class Constants(NamedTuple):
         Q_E4M3: True if the queries are e4m3 numbers, which are read as bytes.
         P_E4M3: True if the probabilities are rounded to e4m3.
         E4M3_DOTS: True if the products of e4m3 numbers are computed in e4m3, and False if in float16.
-        HEAD_SCALES: True if every head has its own scale of e4m3 queries, and False if there is one scale.
     """
 
     LATENT: Any
@@ -70,13 +69,13 @@ class Constants(NamedTuple):
     Q_E4M3: Any = False
     P_E4M3: Any = False
     E4M3_DOTS: Any = False
-    HEAD_SCALES: Any = False
 
 
 class Queries(NamedTuple):
     """Pointers to the latent and the rope part of all queries, and the strides of both parts in elements.
 
-    `scale` is a pointer to the scales of queries in e4m3, or None.
+    `scale` is a pointer to the scale of queries in e4m3, or None. `scale_stride` is the stride from the scale of a head
+    to that of the next head: 0 if all heads have one scale.
     """
 
     ql_nope: Any
@@ -88,6 +87,7 @@ class Queries(NamedTuple):
     rope_head_stride: Any
     rope_element_stride: Any
     scale: Any
+    scale_stride: Any
 
 
 class RowQueries(NamedTuple):
@@ -303,8 +303,7 @@ def load_queries(queries, token, head, real, c):
     if c.HALF:
         row_queries = _in_float16(latent, rope, c)
     if c.Q_E4M3:
-        index = tl.where(real, head, 0) if c.HEAD_SCALES else tl.zeros_like(head)
-        row_queries = _from_codes(latent, rope, tl.load(queries.scale + index), c)
+        row_queries = _from_codes(latent, rope, tl.load(queries.scale + head * queries.scale_stride), c)
     return row_queries
 
 
@@ -321,10 +320,15 @@ def _from_codes(latent, rope, scale, c):
     WIDE: tl.constexpr = tl.bfloat16 if c.PINNED else tl.float32
     converted = ()
     for number in tl.static_range(BLOCKS):
-        converted = converted + (e4m3_to(latent[number], DTYPE, c.NATIVE),)  # noqa: RUF005
+        block = e4m3_to(latent[number], DTYPE, c.NATIVE)
+        if c.PINNED and not c.E4M3_DOTS:
+            block = pinned(block)
+        converted = converted + (block,)  # noqa: RUF005
     converted_rope = converted[0]
     if c.ROPE > 0:
         converted_rope = e4m3_to(rope, DTYPE if c.ROPE_E4M3 else WIDE, c.NATIVE)
+        if c.PINNED and not (c.E4M3_DOTS and c.ROPE_E4M3):
+            converted_rope = pinned(converted_rope)
     return RowQueries(converted, converted_rope, scale)
 
 

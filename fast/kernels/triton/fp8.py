@@ -75,6 +75,19 @@ def e4m3_to(codes, dtype: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 @no_type_check
+def pinned(x):
+    """Return 16-bit numbers x as they are, and keep them in the layout (elements of each thread) of their load.
+
+    Two products read a tile. Without this empty instruction, the compiler changes the bytes to the layout of each
+    product and then converts them. It converts the tile twice, loads single bytes from shared memory, and does not
+    prefetch the next tile. The compiler also looks for the bytes behind the operands of a product. If it finds bytes
+    behind both, it arranges both operands as if they were bytes.
+    """
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+
+
+@triton.jit
+@no_type_check
 def _float16_bits(codes):
     """Return float16 numbers that are 2^-8 times the values of e4m3 codes; a NaN becomes a finite number."""
     bits = codes.to(tl.uint16)  # 2^-8, because the exponent biases of float16 and e4m3 are 15 and 7
