@@ -28,6 +28,9 @@ probabilities are rounded to e4m3, and the sum of the exponentials is not:
 | of the layer | 2^8, as in the backend "cpu" |
 | of a column block of a key | the scale, divided by the unit of the tile and column block (`_unit_in_e4m3`) |
 
+A product with a scale is rounded even if the probability is 1. With scales in the entries, `fp8_product` therefore has
+an error also in rows that attend one key alone.
+
 Tensor Cores that multiply e4m3 numbers keep about 13 binary digits behind the point of their sums, and cut off the
 others. A sum over a long request would lose a digit with every doubling of its length. So an e4m3 product always begins
 with a sum of zero: it adds at most 128 columns or the keys of one tile. The result is then added to the other sums in
