@@ -148,6 +148,8 @@ def _attend_tile(state, queries, row_keys, tile, cache, scale_log2, layer_scale,
     DTYPE: tl.constexpr = tl.float16 if c.Q_E4M3 and not (c.P_E4M3 and c.E4M3_DOTS) else KEY_DTYPE
     keys, block, held = keys_of_tile(row_keys, tile, cache, c)
     stored = _load_tile(keys, block, held, cache, KEY_DTYPE, DTYPE, queries.rope.dtype, c)
+    IN_HALVES: tl.constexpr = stored.latents[0].dtype == tl.float16
+    IN_UNITS: tl.constexpr = c.SCALE_TILE > 0 and IN_HALVES and not c.P_E4M3
     # 1. scores
     scores = _key_products(queries.latent[0], stored.keys[0], c)
     if c.SCALE_TILE > 0:
@@ -181,40 +183,32 @@ def _attend_tile(state, queries, row_keys, tile, cache, scale_log2, layer_scale,
     else:
         step = _softmax_step(scores, seen, state, WEIGHTS)
     # 3. sums of weighted latents
-    return _add_in_e4m3(state, step, stored, c) if c.P_E4M3 else _add_values(state, step, stored, c)
-
-
-@triton.jit
-@no_type_check
-def _add_values(state, step, stored, c):
-    """Return the `BlockState` after the values of a tile; the probabilities are rounded to the dtype of the values."""
-    BLOCKS: tl.constexpr = c.BLOCKS
-    DTYPE: tl.constexpr = stored.latents[0].dtype
-    IN_HALVES: tl.constexpr = stored.latents[0].dtype == tl.float16
-    IN_UNITS: tl.constexpr = c.SCALE_TILE > 0 and IN_HALVES
     decay, exponent, inverse = step.decay, state.exponent, 1.0
     if IN_UNITS:
         exponent = _exponent_of_unit(exponent, stored.scales)
         inverse = _power_of_two(-exponent + 2 * BIAS)
         decay = decay * (_power_of_two(state.exponent) * inverse)
     weighted = ()
-    for number in tl.static_range(BLOCKS):
-        weights = step.probabilities
-        if c.SCALE_TILE > 0:
-            weights = weights * (stored.scales[number] * inverse)[None, :]
-        elif IN_HALVES:
-            weights = weights * PROBABILITY_UNITS
-        weights = weights.to(DTYPE)
-        sums = state.weighted[number] * decay[:, None]
-        sums = tl.dot(weights, stored.latents[number], acc=sums, input_precision="ieee")
-        weighted = weighted + (sums,)  # noqa: RUF005
+    if c.P_E4M3:
+        weighted = _sums_in_e4m3(state, step, stored, c)
+    else:
+        for number in tl.static_range(BLOCKS):
+            weights = step.probabilities
+            if c.SCALE_TILE > 0:
+                weights = weights * (stored.scales[number] * inverse)[None, :]
+            elif IN_HALVES:
+                weights = weights * PROBABILITY_UNITS
+            weights = weights.to(DTYPE)
+            sums = state.weighted[number] * decay[:, None]
+            sums = tl.dot(weights, stored.latents[number], acc=sums, input_precision="ieee")
+            weighted = weighted + (sums,)  # noqa: RUF005
     return BlockState(step.largest, step.total, exponent, weighted)
 
 
 @triton.jit
 @no_type_check
-def _add_in_e4m3(state, step, stored, c):
-    """Return the `BlockState` after the values of a tile; the probabilities are rounded to e4m3."""
+def _sums_in_e4m3(state, step, stored, c):
+    """Return the sums of weighted latents after one more tile; the probabilities are rounded to e4m3."""
     BLOCKS: tl.constexpr = c.BLOCKS
     TILE: tl.constexpr = c.TILE
     weighted = ()
@@ -233,7 +227,7 @@ def _add_in_e4m3(state, step, stored, c):
         if c.SCALE_TILE > 0:
             product = product * _power_of_two(exponent)
         weighted = weighted + (state.weighted[number] * step.decay[:, None] + product,)  # noqa: RUF005
-    return BlockState(step.largest, step.total, state.exponent, weighted)
+    return weighted
 
 
 @triton.jit
