@@ -97,16 +97,15 @@ def check_parity(cache_format, mode, lens, heads=3, widths=SMALL, block_size=64,
 @runs
 @modes
 @formats
-@pytest.mark.parametrize("heads", [3, 20])
 @pytest.mark.parametrize("lens", LENS.values(), ids=LENS)
-def test_lengths(lens, heads, cache_format, widths, mode):
-    check_parity(cache_format, mode, lens, heads, widths)
+def test_lengths(lens, cache_format, widths, mode):
+    check_parity(cache_format, mode, lens, 3, widths)
 
 
 @runs
 @modes
 @formats
-@pytest.mark.parametrize("heads", [3, 40])
+@pytest.mark.parametrize("heads", [3, 20])
 @pytest.mark.parametrize("form", FORMS)
 def test_forms(form, heads, cache_format, widths, mode, monkeypatch):
     """A decode is within the budget in every form in which requests are divided among programs."""
@@ -119,7 +118,7 @@ def test_forms(form, heads, cache_format, widths, mode, monkeypatch):
 @formats
 @pytest.mark.parametrize("block_size", [16, 32, 48, 128])
 def test_block_sizes(block_size, cache_format, widths, mode):
-    for heads in (4, 40):
+    for heads in (4, 20):
         check_parity(cache_format, mode, ([1, 2], [129, 64]), heads, widths, block_size)
 
 
@@ -137,14 +136,21 @@ def test_widths(widths, mode):
 @formats
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_output_dtypes(out_dtype, cache_format, widths, mode):
-    """An output in 16 bits is the rounded float32 output, also if it is written into a given tensor."""
+    """An output in 16 bits is the rounded float32 output, also if it is written into a given tensor.
+
+    Triton's interpreter does not round float32 to the nearest bfloat16, so this output has a budget there.
+    """
     queries, cache, plan, options = make_case(cache_format, ([1, 2], [129, 64]), 5, widths)
     options["fp8_mode"] = mode
     wide = launch(queries, cache, plan, **options)
     out = torch.full(wide.out.shape, torch.nan, dtype=out_dtype, device=DEVICE)
     for given in (None, out):
         state = launch(queries, cache, plan, out_dtype, out=given, **options)
-        assert_same_bits(state.out, wide.out.to(out_dtype))
+        if INTERPRETED and out_dtype == torch.bfloat16:
+            assert state.out.dtype == out_dtype
+            verdict(state, queries, cache, plan, **options)
+        else:
+            assert_same_bits(state.out, wide.out.to(out_dtype))
         assert_same_bits(state.lse, wide.lse)
     assert_same_bits(out.cpu(), state.out)
 
