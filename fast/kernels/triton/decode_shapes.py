@@ -90,8 +90,9 @@ def _shared_bytes_in_e4m3(rows: int, tile: int, stages: int, width: int, column_
     float16 (`fp8_query`), or as transposed e4m3 numbers (`fp8_product`). The probabilities are float16 (`fp8_query`).
     For `fp8_product`, the threads exchange them in float32, before they are rounded.
     """
-    value_size, weight_size = (1, 4) if fp8_mode == "fp8_product" else (2, 2)
-    return width * (rows + stages * tile) + tile * (value_size * width + weight_size * rows * column_blocks)
+    values, weights = (E4M3, torch.float32) if fp8_mode == "fp8_product" else (torch.float16, torch.float16)
+    copied = tile * (values.itemsize * width + weights.itemsize * rows * column_blocks)
+    return E4M3.itemsize * width * (rows + stages * tile) + copied
 
 
 def multiplies_e4m3(capability: tuple[int, int], rows: int, tile: int, fp8_mode: str) -> bool:
