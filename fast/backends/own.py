@@ -50,12 +50,13 @@ def _ops_of(package: str, names: tuple[str, ...], **declared) -> dict[str, OpSup
 def _ops_of_all(package: str, dtypes: tuple[torch.dtype, ...]) -> dict[str, OpSupport]:
     """Declare the support for `OPS`.
 
-    `ENTRY_OPS` and `DECODES` serve every cache format, a reorder serves every stored dtype, and the output of
-    `QUANTIZING_OPS` may also be in e4m3.
+    `ENTRY_OPS` and `DECODES` serve every cache format, and a decode every fp8 mode. A reorder serves every stored
+    dtype. The output of `QUANTIZING_OPS` may also be in e4m3.
     """
     return (
         _ops_of(package, OPS, dtypes=dtypes)
-        | _ops_of(package, (*ENTRY_OPS, *DECODES), dtypes=dtypes, cache_formats=FORMATS)
+        | _ops_of(package, ENTRY_OPS, dtypes=dtypes, cache_formats=FORMATS)
+        | _ops_of(package, DECODES, dtypes=dtypes, cache_formats=FORMATS, fp8_modes=FP8_MODES)
         | _ops_of(package, ("reorg_kvcache",), dtypes=(*dtypes, *STORED_DTYPES))
         | _ops_of(package, QUANTIZING_OPS, dtypes=dtypes, out_dtypes=(*dtypes, E4M3))
         | _ops_of(package, ("rope_norm_and_cache",), dtypes=dtypes, out_dtypes=(*dtypes, E4M3), cache_formats=FORMATS)
@@ -66,8 +67,7 @@ CPU = Backend(
     name="cpu",
     priority=0,
     device_type="cpu",
-    ops=_ops_of_all("cpu", FLOAT_DTYPES)
-    | _ops_of("cpu", ("mla_decode",), dtypes=FLOAT_DTYPES, cache_formats=FORMATS, fp8_modes=FP8_MODES),
+    ops=_ops_of_all("cpu", FLOAT_DTYPES),
 )
 TRITON = Backend(
     name="triton",

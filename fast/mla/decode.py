@@ -154,6 +154,7 @@ def mla_decode(
         fp8_mode: which products over a cache in e4m3 are computed in e4m3: `converted` (none), `fp8_query` or
             `fp8_product`; `reference.mla_decode` explains them. A backend declares its modes, and no mode stands for
             another. The backend "cpu" multiplies in float32 or float64, and rounds only probabilities (`fp8_product`).
+            The backend "triton" multiplies in float16 where a GPU cannot multiply e4m3 numbers.
         q_scale: float32 scale of queries in e4m3, [] or [N]; None for `converted`.
         out: contiguous tensor [T, N, Lkv] in `out_dtype` that receives the output; it must share no memory with the
             other tensors. The backend "hopper" needs an address that is a multiple of 16 bytes. None allocates a

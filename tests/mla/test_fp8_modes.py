@@ -215,11 +215,11 @@ def test_backends_declare_their_modes(case, monkeypatch):
         replace(support, fp8_modes=("fp8",))
 
 
-@pytest.mark.parametrize("name", ["triton", "hopper"])
-def test_kernels_without_the_modes(name):
-    """The backends "triton" and "hopper" declare `converted` alone."""
+@pytest.mark.parametrize("name, wanted", [("cpu", FP8_MODES), ("triton", FP8_MODES), ("hopper", ("converted",))])
+def test_modes_of_the_kernels(name, wanted):
+    """The backends "cpu" and "triton" declare every mode, and "hopper" declares `converted` alone."""
     declared = {each.name: each for each in backends.registered()}[name].ops["mla_decode"].fp8_modes
-    assert declared == ("converted",)
+    assert declared == wanted
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -85,7 +85,8 @@ COUNTS_BYTES = {
     "fast/kernels/triton/cache_formats.py": "rows of a program have a fixed number of bytes",
     "fast/kernels/triton/cache_rows.py": "integers as wide as an element",
     "fast/kernels/triton/context_parallel.py": "rows of a program have a fixed number of bytes; messages of ranks",
-    "fast/kernels/triton/decode.py": "shared memory of tiles; alignment to the words of the copy engine",
+    "fast/kernels/triton/decode.py": "alignment to the words of the copy engine",
+    "fast/kernels/triton/decode_shapes.py": "shared memory of tiles",
 }
 
 

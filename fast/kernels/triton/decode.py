@@ -21,25 +21,25 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from reference.interfaces import (
     COMPUTE_FORMAT,
+    CONVERTED,
     DECODE_TILE,
     E4M3,
     CacheFormat,
     InvariantSplitRule,
     ScheduleCosts,
-    UnsupportedConfiguration,
     check,
     most_invariant_splits,
 )
 
 from ...backends import launch
 from ..combine import SplitDecode, combine_partial_outputs, readable_keys, rows_of_a_request, whole_tiles
-from ..device import DeviceFacts, device_facts, device_of
+from ..device import device_facts, device_of
 from ..integers import cdiv, next_power_of_2
 from ..schedule_costs import measured_schedule_costs
 from .arguments import DecodeInputs, DecodeSources, DecodeStrides, SourceStrides
 from .decode_fp8_tiles import attend
+from .decode_shapes import E4M3_COLUMNS, column_blocks, launch_shape, stored_constants
 from .decode_tiles import LN_2, Cache, Constants, Queries, RowKeys, load_queries
-from .fp8 import NATIVE_CAPABILITY
 from .scheduled_decode import launch_scheduled
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -50,19 +50,21 @@ FLOAT32_SUM_COLUMNS = 16  # a float32 dot product is the sum of partial sums ove
 # A wave is a set of programs that run on the GPU at the same time. Each wave makes the decode longer by this fraction,
 # because its programs must start and must write partial outputs.
 WAVE_COST = 0.35
-LEAST_IN_FOUR_BLOCKS = 64  # least padded Lkv of a cache with one scale that is multiplied in four column blocks
-WARP_GROUP_ROWS = 64  # with these row blocks, the compiler would serialise products of converted queries
 MOST_WAVES = 4  # a schedule has at most as many programs as run in 4 waves
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "num_blocks", "max_keys", "num_splits", "row_blocks", "table_row_stride"],
-    do_not_specialize_on_alignment=["block_table", "seq_lens", "query_start_loc", "visible_lens", "kv_scale"],
-)
+    do_not_specialize=[
+        "q_scale_stride", "num_tokens", "num_blocks", "max_keys", "num_splits", "row_blocks", "table_row_stride",
+    ],
+    do_not_specialize_on_alignment=[
+        "block_table", "seq_lens", "query_start_loc", "visible_lens", "kv_scale", "q_scale",
+    ],
+)  # fmt: skip
 @no_type_check
 def _decode_kernel(
-    sources, latent_pages, rope_pages, block_table, seq_lens, query_start_loc, visible_lens, kv_scale, out, lse,
-    num_tokens, num_blocks, max_keys, num_splits, row_blocks, scale_log2,
+    sources, latent_pages, rope_pages, block_table, seq_lens, query_start_loc, visible_lens, kv_scale, q_scale,
+    q_scale_stride, out, lse, num_tokens, num_blocks, max_keys, num_splits, row_blocks, scale_log2,
     strides, table_row_stride, table_stride,
     HEADS: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
@@ -84,7 +86,7 @@ def _decode_kernel(
         row_queries = load_queries(
             Queries(
                 sources.ql_nope, sources.q_pe, strides.latent_token, strides.latent_head, strides.latent_element,
-                strides.rope_token, strides.rope_head, strides.rope_element,
+                strides.rope_token, strides.rope_head, strides.rope_element, q_scale, q_scale_stride,
             ),
             token, head, real, c,
         )  # fmt: skip
@@ -148,11 +150,14 @@ def mla_decode(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     kv_scale: Tensor | None = None,
     out: Tensor | None = None,
+    fp8_mode: str = CONVERTED,
+    q_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute absorbed attention of the query tokens of each request over its cached latents.
 
     Args:
-        ql_nope: [T, N, Lkv], absorbed queries; float32, bfloat16 or float16.
+        ql_nope: [T, N, Lkv], absorbed queries; float32, bfloat16 or float16, and e4m3 in the other modes than
+            "converted".
         q_pe: [T, N, R], rope part of the queries.
         kv_cache: [num_blocks, block_size, columns] in the storage dtype of the format.
         block_table: [B, W]; the keys of a block are masked if the block number lies outside the cache.
@@ -171,18 +176,20 @@ def mla_decode(
         cache_format: format of the cache.
         kv_scale: float32 scale of the layer, [], which only the kernel reads; None if the format has no such scale.
         out: [T, N, Lkv] in `out_dtype`, contiguous, written in place; None allocates a tensor.
+        fp8_mode: one of `FP8_MODES`; `decode_fp8_tiles` says what is rounded in each mode.
+        q_scale: float32 scale of queries in e4m3, [] or [N], which only the kernel reads; None for "converted".
 
     Returns:
         out [T, N, Lkv] and lse [N, T].
 
     Raises:
-        ValueError: the dtype of `ql_nope` or `out_dtype` is not float32, bfloat16 or float16.
+        ValueError: `ql_nope` does not have a dtype of the mode, or `out_dtype` is not float32, bfloat16 or float16.
         UnsupportedConfiguration: no tile of the cache fits into the device's shared memory.
     """
     found = decode_splits(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
         softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, cache_format,
-        kv_scale, out,
+        kv_scale, out, fp8_mode, q_scale,
     )  # fmt: skip
     combine_partial_outputs(
         found.partial_out, found.partial_lse, query_start_loc, max_query_len, tile_ranges, split_offsets,
@@ -194,10 +201,14 @@ def mla_decode(
 def decode_splits(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
     softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule,
-    cache_format=COMPUTE_FORMAT, kv_scale=None, out=None,
+    cache_format=COMPUTE_FORMAT, kv_scale=None, out=None, fp8_mode=CONVERTED, q_scale=None,
 ) -> SplitDecode:  # fmt: skip
     """Run `mla_decode` without its combine kernel; return the tensors that the combine kernel reads and writes."""
-    check(ql_nope.dtype in DTYPES, "ql_nope", "dtype float32, bfloat16 or float16", ql_nope.dtype)
+    if fp8_mode == CONVERTED:
+        check(ql_nope.dtype in DTYPES, "ql_nope", "dtype float32, bfloat16 or float16", ql_nope.dtype)
+    else:
+        check(ql_nope.dtype == E4M3, "ql_nope", f"dtype {E4M3} for fp8_mode {fp8_mode}", ql_nope.dtype)
+        check(cache_format.scaled, "cache_format", f"a format in e4m3 for fp8_mode {fp8_mode}", cache_format.name)
     check(out_dtype in DTYPES, "out_dtype", "float32, bfloat16 or float16", out_dtype)
     tokens, heads, latent = ql_nope.shape
     rope = q_pe.shape[2]
@@ -212,26 +223,30 @@ def decode_splits(
         return SplitDecode(out, lse, none, none.clone())
 
     request_rows = rows_of_a_request(tokens, heads, max_query_len)
-    latent_pad = max(16, next_power_of_2(latent))
-    rope_pad = max(16, next_power_of_2(rope))
+    dtype, q_scale_stride = ql_nope.dtype, None
+    if fp8_mode != CONVERTED:
+        dtype = torch.float16
+        ql_nope, q_pe = ql_nope.view(torch.uint8), q_pe.view(torch.uint8)
+        q_scale_stride = q_scale.stride(0) if q_scale.dim() else 0
+    latent_pad, rope_pad = _padded(latent, fp8_mode), _padded(rope, fp8_mode)
     facts = device_facts(ql_nope.device)
     # `request_rows` depends on the longest query of the batch, which must not change a batch-invariant result
     shape_rows = heads if batch_invariant else request_rows
     shape = launch_shape(
-        shape_rows, block_size, latent_pad + rope_pad, ql_nope.dtype, kv_cache.element_size(), facts.capability,
-        facts.shared, _column_blocks(cache_format, latent),
+        shape_rows, block_size, latent_pad + rope_pad, dtype, kv_cache.element_size(), facts.capability,
+        facts.shared, column_blocks(cache_format, latent), fp8_mode,
     )  # fmt: skip
     row_blocks = cdiv(request_rows, shape["ROWS"])
     if cache_format.scaled:
         kv_cache = kv_cache.view(torch.uint8)
         latent_pages, rope_pages = None, None
-        stored = _stored_constants(cache_format, latent, rope, ql_nope.dtype, facts, shape["ROWS"])
+        stored = stored_constants(cache_format, latent, rope, dtype, facts, shape, fp8_mode)
     else:
         latent_pages, rope_pages = _page_descriptors(kv_cache, latent, rope, shape["TILE"])
         stored = {}
     inputs = DecodeInputs(
         DecodeSources(ql_nope, q_pe, kv_cache), latent_pages, rope_pages, block_table, seq_lens.contiguous(),
-        query_start_loc.contiguous(), visible_lens.contiguous(), kv_scale,
+        query_start_loc.contiguous(), visible_lens.contiguous(), kv_scale, q_scale, q_scale_stride,
     )  # fmt: skip
     source_strides = SourceStrides(*ql_nope.stride(), *q_pe.stride(), *kv_cache.stride())
     strides = DecodeStrides(source_strides, *block_table.stride())
@@ -239,7 +254,7 @@ def decode_splits(
         "HEADS": heads,
         "c": Constants(
             LATENT=latent, ROPE=rope, BLOCK_SIZE=block_size, TILE=shape["TILE"], LATENT_PAD=latent_pad,
-            ROPE_PAD=rope_pad, SUM_COLUMNS=FLOAT32_SUM_COLUMNS if ql_nope.dtype == torch.float32 else 0,
+            ROPE_PAD=rope_pad, SUM_COLUMNS=FLOAT32_SUM_COLUMNS if dtype == torch.float32 else 0,
             PAGED_COPY=latent_pages is not None, **stored,
         ),
         **{name: value for name, value in shape.items() if name != "TILE"},
@@ -284,6 +299,7 @@ def decode_programs(
     block_size: int,
     query_len: int,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    fp8_mode: str = CONVERTED,
 ) -> int:
     """Return how many programs a schedule should have on this device.
 
@@ -292,12 +308,13 @@ def decode_programs(
     better, but each further wave costs `WAVE_COST`.
     """
     facts = device_facts(device)
-    width = max(16, next_power_of_2(kv_lora_rank)) + max(16, next_power_of_2(qk_rope_head_dim))
+    width = _padded(kv_lora_rank, fp8_mode) + _padded(qk_rope_head_dim, fp8_mode)
     rows = num_heads * query_len
+    dtype = dtype if fp8_mode == CONVERTED else torch.float16
     element_size = cache_format.dtype_for(dtype).itemsize
     shape = launch_shape(
         rows, block_size, width, dtype, element_size, facts.capability, facts.shared,
-        _column_blocks(cache_format, kv_lora_rank),
+        column_blocks(cache_format, kv_lora_rank), fp8_mode,
     )  # fmt: skip
     # programs that run on the GPU at the same time
     resident = (2 if shape["ROWS"] == 16 else 1) * facts.processors
@@ -318,59 +335,10 @@ def schedule_costs(
     qk_rope_head_dim: int,
     block_size: int,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    fp8_mode: str = CONVERTED,
 ) -> ScheduleCosts:
     """Return the costs that `plan_decode` uses for these kernels; they depend on the number of heads alone."""
     return measured_schedule_costs(num_heads)
-
-
-@functools.lru_cache(maxsize=1024)
-def launch_shape(
-    request_rows: int,
-    block_size: int,
-    width: int,
-    dtype: torch.dtype,
-    cache_element_size: int,
-    capability: tuple[int, int],
-    shared: int,
-    column_blocks: int = 1,
-) -> dict[str, int]:
-    """Return the constants ROWS, TILE, num_warps and num_stages: the first choice that fits into shared memory.
-
-    Args:
-        request_rows: upper bound of the rows of a request.
-        block_size: tokens of a cache block.
-        width: columns of a cache entry; the latent and the rope part are each padded to a power of two.
-        dtype: dtype of the queries and of the softmax probabilities.
-        cache_element_size: bytes of an element of the cache, and of a loaded tile in shared memory. If it is less than
-            the bytes of an element of the queries, shared memory also has one tile in the dtype of the queries.
-        capability: compute capability of the device.
-        shared: bytes of shared memory that a program may use.
-        column_blocks: number of scales of a latent in a cache entry; 1 without such scales. Each of them needs its own
-            softmax probabilities, so that larger tiles need more registers than there are.
-
-    Raises:
-        UnsupportedConfiguration: no choice fits into shared memory.
-    """
-    converted = cache_element_size < dtype.itemsize
-    # each shape is (rows, tile, warps, stages); the preferred shape comes first
-    if dtype == torch.float32:  # Tensor Cores do not compute IEEE float32 products
-        shapes = ((16, 16, 4, 2), (16, 16, 4, 1))
-    elif request_rows <= 16:  # memory reads limit the speed: small tiles let two programs run on each SM
-        shapes = ((16, 32, 4, 3), (16, 32, 4, 2), (16, 16, 4, 2), (16, 16, 4, 1))
-    else:  # Hopper multiplies 64 rows directly from shared memory, so prefer 64, even if half are padding rows
-        shapes = ((32, 32, 8, 2), (32, 16, 8, 2), (32, 16, 8, 1))
-        if capability[0] == 9:
-            tile = 32 if block_size == 32 or column_blocks > 1 else 64
-            shapes = ((64, tile, 8, 3 if converted else 2), *shapes)
-    for rows, tile, warps, stages in shapes:
-        elements, cache_elements = rows * (width + column_blocks * tile), stages * tile * width
-        if converted:  # the tile that is multiplied was converted, and one loaded tile fewer is in shared memory
-            elements, cache_elements = elements + tile * width, cache_elements - tile * width
-        if elements * dtype.itemsize + cache_elements * cache_element_size <= shared:
-            return {"ROWS": rows, "TILE": tile, "num_warps": warps, "num_stages": stages}
-    raise UnsupportedConfiguration(
-        [f"triton: mla_decode has no tile of {width} columns of {dtype} for {shared} bytes of shared memory"]
-    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -392,30 +360,9 @@ def _num_splits(programs: int, rows: int, keys: int, processors: int) -> int:
     return min(range(1, max(1, min(keys // 64, 2 * processors)) + 1), key=cost)
 
 
-def _column_blocks(cache_format: CacheFormat, latent: int) -> int:
-    """Return the number of column blocks of a latent: columns that have one scale in a cache entry."""
-    return latent // cache_format.scale_tile if cache_format.scale_tile > 0 else 1
-
-
-def _stored_constants(
-    cache_format: CacheFormat, latent: int, rope: int, dtype: torch.dtype, facts: DeviceFacts, rows: int
-) -> dict[str, int]:
-    """Return the fields of `Constants` that describe the entries of a cache with e4m3 latents."""
-    layout = cache_format.layout(latent, rope)
-    blocks = _column_blocks(cache_format, latent)
-    if blocks == 1 and rows == 16 and dtype != torch.float32 and next_power_of_2(latent) >= LEAST_IN_FOUR_BLOCKS:
-        blocks = 4
-    return {
-        "E4M3": True,
-        "NATIVE": facts.capability >= NATIVE_CAPABILITY and not facts.interpreted,
-        "PINNED": dtype != torch.float32 and not facts.interpreted,
-        "HALF": dtype == torch.bfloat16 and rows < WARP_GROUP_ROWS,
-        "BLOCKS": blocks,
-        "SCALE_TILE": cache_format.scale_tile,
-        "SCALE_COLUMN": layout.scales,
-        "ROPE_COLUMN": layout.rope,
-        "ROPE_E4M3": (cache_format.rope_dtype or cache_format.storage_dtype) == E4M3,
-    }
+def _padded(width: int, fp8_mode: str) -> int:
+    """Return the columns of a part of an entry, padded to a power of two and to the smallest product of a GPU."""
+    return max(16 if fp8_mode == CONVERTED else E4M3_COLUMNS, next_power_of_2(width))
 
 
 def _page_descriptors(kv_cache: Tensor, latent: int, rope: int, tile: int) -> tuple[object | None, object | None]:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from ..combine.kernels import RowState
+from .fp8 import e4m3_to, pinned
 
 LN_2 = tl.constexpr(math.log(2))
 
@@ -43,6 +44,9 @@ class Constants(NamedTuple):
         SCALE_COLUMN: column at which the scales of an entry begin.
         ROPE_COLUMN: column at which the rope part of an entry begins.
         ROPE_E4M3: True if the rope part is e4m3 too, and False if it is bfloat16.
+        Q_E4M3: True if the queries are e4m3 numbers, which are read as bytes.
+        P_E4M3: True if the probabilities are rounded to e4m3.
+        E4M3_DOTS: True if the products of e4m3 numbers are computed in e4m3, and False if in float16.
     """
 
     LATENT: Any
@@ -62,10 +66,17 @@ class Constants(NamedTuple):
     SCALE_COLUMN: Any = 0
     ROPE_COLUMN: Any = 0
     ROPE_E4M3: Any = False
+    Q_E4M3: Any = False
+    P_E4M3: Any = False
+    E4M3_DOTS: Any = False
 
 
 class Queries(NamedTuple):
-    """Pointers to the latent and the rope part of all queries, and the strides of both parts in elements."""
+    """Pointers to the latent and the rope part of all queries, and the strides of both parts in elements.
+
+    `scale` is a pointer to the scale of queries in e4m3, or None. `scale_stride` is the stride from the scale of a head
+    to that of the next head: 0 if all heads have one scale.
+    """
 
     ql_nope: Any
     q_pe: Any
@@ -75,6 +86,8 @@ class Queries(NamedTuple):
     rope_token_stride: Any
     rope_head_stride: Any
     rope_element_stride: Any
+    scale: Any
+    scale_stride: Any
 
 
 class RowQueries(NamedTuple):
@@ -83,7 +96,8 @@ class RowQueries(NamedTuple):
     Attributes:
         latent: [ROWS, LATENT_PAD]; for a cache with e4m3 numbers, a tuple with one tensor for each column block.
         rope: [ROWS, ROPE_PAD]; not used if R is 0.
-        unit: [ROWS], by which a product with `latent` is multiplied (`_in_float16`); not used if `HALF` is False.
+        unit: [ROWS], by which a product with `latent` is multiplied (`_in_float16`): the scale of queries in e4m3. It
+            is not used if both `HALF` and `Q_E4M3` are False.
     """
 
     latent: Any
@@ -288,7 +302,34 @@ def load_queries(queries, token, head, real, c):
     row_queries = RowQueries(latent, rope, rope)
     if c.HALF:
         row_queries = _in_float16(latent, rope, c)
+    if c.Q_E4M3:
+        row_queries = _from_codes(latent, rope, tl.load(queries.scale + head * queries.scale_stride), c)
     return row_queries
+
+
+@triton.jit
+@no_type_check
+def _from_codes(latent, rope, scale, c):
+    """Return queries that were loaded as e4m3 codes, in the dtype of their products; `scale` [ROWS] is their unit.
+
+    No dtype below rounds an e4m3 number. If the rope keys are bfloat16, the rope queries become bfloat16 too. Triton's
+    interpreter computes wrong products in bfloat16, and gets float32 (PINNED is False there).
+    """
+    BLOCKS: tl.constexpr = c.BLOCKS
+    DTYPE: tl.constexpr = tl.float8e4nv if c.E4M3_DOTS else tl.float16
+    WIDE: tl.constexpr = tl.bfloat16 if c.PINNED else tl.float32
+    converted = ()
+    for number in tl.static_range(BLOCKS):
+        block = e4m3_to(latent[number], DTYPE, c.NATIVE)
+        if c.PINNED and not c.E4M3_DOTS:
+            block = pinned(block)
+        converted = converted + (block,)  # noqa: RUF005
+    converted_rope = converted[0]
+    if c.ROPE > 0:
+        converted_rope = e4m3_to(rope, DTYPE if c.ROPE_E4M3 else WIDE, c.NATIVE)
+        if c.PINNED and not (c.E4M3_DOTS and c.ROPE_E4M3):
+            converted_rope = pinned(converted_rope)
+    return RowQueries(converted, converted_rope, scale)
 
 
 @triton.jit

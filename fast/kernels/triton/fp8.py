@@ -55,8 +55,13 @@ def e4m3_to_float32(codes, NATIVE: tl.constexpr):
 @triton.jit
 @no_type_check
 def e4m3_to(codes, dtype: tl.constexpr, NATIVE: tl.constexpr):
-    """Return the values of e4m3 codes (uint8) in a float dtype of at least 16 bits, which holds them exactly."""
-    if NATIVE:
+    """Return the values of e4m3 codes (uint8) in a float dtype that holds them exactly.
+
+    The dtype has at least 16 bits, or is Triton's dtype for e4m3 (with NATIVE alone).
+    """
+    if dtype == tl.float8e4nv:
+        values = codes.to(tl.float8e4nv, bitcast=True)
+    elif NATIVE:
         values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
         if dtype == tl.bfloat16:
             values = values.to(tl.float32)
@@ -66,6 +71,19 @@ def e4m3_to(codes, dtype: tl.constexpr, NATIVE: tl.constexpr):
     else:
         values = e4m3_to_float32(codes, False).to(dtype)
     return values
+
+
+@triton.jit
+@no_type_check
+def pinned(x):
+    """Return 16-bit numbers x as they are, and keep them in the layout (elements of each thread) of their load.
+
+    Two products read a tile. Without this empty instruction, the compiler changes the bytes to the layout of each
+    product and then converts them. It converts the tile twice, loads single bytes from shared memory, and does not
+    prefetch the next tile. The compiler also looks for the bytes behind the operands of a product. If it finds bytes
+    behind both, it arranges both operands as if they were bytes.
+    """
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
 
 
 @triton.jit

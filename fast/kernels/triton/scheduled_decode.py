@@ -33,17 +33,18 @@ from .schedule import SplitRule, invariant_split_tiles
 
 @triton.jit(
     do_not_specialize=[
-        "num_tokens", "num_blocks", "num_requests", "max_keys", "programs_per_request", "row_blocks", "request_rows",
-        "num_partials", "small_tiles", "small_splits", "large_tiles", "max_splits", "table_row_stride",
+        "q_scale_stride", "num_tokens", "num_blocks", "num_requests", "max_keys", "programs_per_request", "row_blocks",
+        "request_rows", "num_partials", "small_tiles", "small_splits", "large_tiles", "max_splits", "table_row_stride",
     ],
     do_not_specialize_on_alignment=[
-        "block_table", "seq_lens", "query_start_loc", "visible_lens", "kv_scale", "tile_ranges", "split_offsets"
+        "block_table", "seq_lens", "query_start_loc", "visible_lens", "kv_scale", "q_scale", "tile_ranges",
+        "split_offsets",
     ],
 )  # fmt: skip
 @no_type_check
 def _scheduled_decode_kernel(
     sources, latent_pages, rope_pages, block_table, seq_lens, query_start_loc, visible_lens,
-    kv_scale, tile_ranges, split_offsets, outputs,
+    kv_scale, q_scale, q_scale_stride, tile_ranges, split_offsets, outputs,
     num_tokens, num_blocks, num_requests, max_keys, programs_per_request, row_blocks, request_rows, num_partials,
     small_tiles, small_splits, large_tiles, max_splits, scale_log2,
     strides, table_row_stride, table_stride,
@@ -103,7 +104,7 @@ def _scheduled_decode_kernel(
             row_queries = load_queries(
                 Queries(
                     sources.ql_nope, sources.q_pe, strides.latent_token, strides.latent_head, strides.latent_element,
-                    strides.rope_token, strides.rope_head, strides.rope_element,
+                    strides.rope_token, strides.rope_head, strides.rope_element, q_scale, q_scale_stride,
                 ),
                 token, head, real, c,
             )  # fmt: skip
