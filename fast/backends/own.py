@@ -67,7 +67,7 @@ CPU = Backend(
     priority=0,
     device_type="cpu",
     ops=_ops_of_all("cpu", FLOAT_DTYPES)
-    | _ops_of("cpu", ("mla_decode",), dtypes=FLOAT_DTYPES, cache_formats=FORMATS, fp8_modes=FP8_MODES),
+    | _ops_of("cpu", DECODES, dtypes=FLOAT_DTYPES, cache_formats=FORMATS, fp8_modes=FP8_MODES),
 )
 TRITON = Backend(
     name="triton",
