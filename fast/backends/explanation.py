@@ -84,7 +84,7 @@ def layer_requests(
                     cache_format=cache_format,
                     fp8_mode=fp8_mode,
                     out_dtype=dtype if in_e4m3 and op == "mla_decode" else None,
-                )  # fmt: skip
+                )
             )
         elif op in INTEGER_OPS:
             requests.append(KernelRequest(op, device))
