@@ -305,7 +305,7 @@ def save_kv_scales(path: str | os.PathLike, scales: Mapping[str, float], cache_f
     Path(path).write_text(json.dumps(content, indent=1) + "\n")
 
 
-def _numbers(argument: str, scales: Mapping[str, float]) -> dict[str, float]:
+def _numbers(argument: str, scales: Mapping[str, Any]) -> dict[str, float]:
     """Return scales as numbers by the name of the layer."""
     return {str(name): scale_number(f"{argument}[{name!r}]", value) for name, value in scales.items()}
 
