@@ -234,9 +234,14 @@ class CalibratedScales(dict[str, float]):
 
     Attributes:
         queries: the scales of the queries, by the name of the layer; empty if the calibration has none.
+
+    Raises:
+        TypeError: an argument is neither a mapping nor None.
     """
 
     def __init__(self, caches: Mapping[str, float] | None = None, queries: Mapping[str, float] | None = None):
+        for name, scales in (("caches", caches), ("queries", queries)):
+            check_type(name, scales, (Mapping, type(None)), "a mapping or None")
         super().__init__({} if caches is None else caches)
         self.queries: dict[str, float] = {} if queries is None else dict(queries)
 

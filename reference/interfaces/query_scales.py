@@ -53,7 +53,7 @@ class QueryScale(nn.Module):
     ):
         super().__init__()
         check_int("num_heads", num_heads)
-        numbers = query_scale_numbers("q_scale", value, num_heads)
+        numbers = query_scale_numbers("value", value, num_heads)
         if device is None:
             device = value.device if isinstance(value, Tensor) else numbers.device
         self.register_buffer("value", numbers.to(check_device("device", device)), persistent=False)
@@ -127,7 +127,7 @@ def make_query_scale(
             stacklevel=3,
         )
         return QueryScale(1.0, num_heads, ScaleSource.DEFAULT, device)
-    return QueryScale(value, num_heads, device=device)
+    return QueryScale(query_scale_numbers("q_scale", value, num_heads), num_heads, device=device)
 
 
 def checkpoint_query_scale(module: nn.Module) -> Tensor | float | None:

@@ -119,6 +119,7 @@ def cascade_attention(
     given = cache_format, kv_scale, fp8_mode, q_scale
     check_decode(ql_nope, q_pe, kv_cache, metadata.prefix, cache_format, None, *given[1:], out_dtype)
     out_dtype = ql_nope.dtype if out_dtype is None else out_dtype
+    check_dtype("out_dtype", out_dtype)
     wide = wide_dtype(out_dtype)
     prefix, suffix = (
         mla_decode(ql_nope, q_pe, kv_cache, plan, softmax_scale, None, wide, *given)
