@@ -49,7 +49,7 @@ def test_every_kernel_of_a_set_is_launched(monkeypatch, config):
 
     kernels = {name: noting(name, launch) for name, launch in cpu.KERNELS.items()}
     with_backends(monkeypatch, cpu_backend(kernels))
-    settings = {"device": "cpu", "dtype": torch.float32, "block_size": 16, "decode_threshold": 2}
+    settings = {"device": "cpu", "dtype": torch.float32, "block_size": 16, "decode_threshold": 2, "fp8_weights": True}
     assert fast.warmup(config, **settings) == []
     between_ranks = {"merge_packed_attn_states", "pack_attn_state", "reorg_kvcache", "weight_attn_out"}
     assert launched == set(cpu.KERNELS) - between_ranks
@@ -64,6 +64,10 @@ def test_refusals(plain_errors):
         fast.warmup(DIRECT, device="cpu", dtype=torch.int8)
     with pytest.raises(ValueError, match="^block_size: expected at least 1, got 0$"):
         fast.warmup(DIRECT, device="cpu", block_size=0)
+    with pytest.raises(ValueError, match="^fp8_mode: expected converted for format compute_dtype, got fp8_query$"):
+        fast.warmup(DIRECT, device="cpu", fp8_mode="fp8_query")
+    with pytest.raises(TypeError, match="^fp8_weights: expected True or False, got int$"):
+        fast.warmup(DIRECT, device="cpu", fp8_weights=1)
     with pytest.raises(ValueError, match="^device: expected one of the . CUDA devices that torch sees, got cuda:9$"):
         fast.warmup(DIRECT, device="cuda:9")
     with pytest.raises(ValueError, match="^decode_threshold: expected at least 1, got 0$"):
