@@ -92,7 +92,7 @@ def valid_calls(ops: ModuleType) -> list[Call]:
     is_fast = ops.__name__ == "fast"
     backend = {"backend": "cpu"} if is_fast else {}
     captured_op = {"graph": GraphSupport.NONE, **backend} if is_fast else {}
-    formats = {"cache_format": COMPUTE_FORMAT, "dtype": torch.float32}
+    formats = {"cache_format": FP8_E4M3, "dtype": torch.float32, "fp8_mode": "fp8_query"}
     batch = make_batch([1, 2, 3], [20, 33, 16])
     common, decodes = batch.common, make_batch([1, 1], [20, 33])
     cache = new_cache(batch, DIRECT.head_size, torch.float32)
@@ -181,8 +181,9 @@ def valid_calls(ops: ModuleType) -> list[Call]:
         Call("mla_decode of queries in e4m3", ops.mla_decode, absorbed | dict(ql_nope=stored(6, 3, 24),
              q_pe=stored(6, 3, 8), kv_cache=eighths, schedule=schedule, out_dtype=torch.float32, **in_eighths,
              fp8_mode="fp8_product", q_scale=scales) | out(6, 3, 24) | backend),
-        call("cascade_attention", ql_nope=torch.randn(2, 3, 24), q_pe=torch.randn(2, 3, 8),
-             kv_cache=stored(12, 16, 32), metadata=cascade, softmax_scale=0.3, **in_eighths, **backend),
+        call("cascade_attention", ql_nope=stored(2, 3, 24), q_pe=stored(2, 3, 8), kv_cache=stored(12, 16, 32),
+             metadata=cascade, softmax_scale=0.3, **in_eighths, fp8_mode="fp8_query", q_scale=scales,
+             out_dtype=torch.float32, **backend),
         call("forward_prefill", q=torch.randn(5, 3, 20), kv_c_normed=torch.randn(5, 24), k_pe=torch.randn(5, 8),
              kv_cache=prefill_cache, metadata=prefill, w_uk=w_uk, w_uv=w_uv, softmax_scale=0.3,
              gather=ops.gather_context, return_lse=True, **unscaled, **to_e4m3, workspace=ops.ContextWorkspace(),
@@ -251,7 +252,8 @@ def valid_calls(ops: ModuleType) -> list[Call]:
         call("plan_decode", seq_lens=integers(20, 0, 33), num_programs=2, costs=ScheduleCosts(), batch_invariant=False,
              **({"graph": GraphSupport.NONE} if is_fast else {}), **backend),
         call("plan_captured_decodes", common=decodes.common, block_size=16, num_programs=2, costs=ScheduleCosts(),
-             batch_invariant=False, ownership=None, graph=GraphSupport.ANY, **backend),
+             batch_invariant=False, ownership=None, graph=GraphSupport.ANY, cache_format=FP8_E4M3,
+             fp8_mode="fp8_query", **backend),
         call("compute_visible_lens", query_start_loc=common.query_start_loc, seq_lens=common.seq_lens, num_tokens=8,
              ownership=ownership, **captured_op),
         call("choose_schedule", seq_lens=integers(20, 0, 3300), num_programs=2, costs=ScheduleCosts(),
@@ -279,7 +281,7 @@ def valid_calls(ops: ModuleType) -> list[Call]:
         call("get_dcp_local_seq_lens", seq_lens=integers(20, 0, 33), context_parallel_size=2, rank=1, interleave=2),
         call("dcp_slot_mapping", **slots, context_parallel_size=2, rank=1, interleave=2),
         call("dcp_wire_bytes", num_tokens=4, num_heads=16, kv_lora_rank=24, qk_rope_head_dim=8,
-             context_parallel_size=2, merge="a2a", element_size=2, lse_size=4),
+             context_parallel_size=2, merge="a2a", element_size=2, lse_size=4, query_size=1),
         call("dcp_gather_bytes", padded_tokens=4, kv_lora_rank=24, qk_rope_head_dim=8, context_parallel_size=2,
              cache_format=COMPUTE_FORMAT, dtype=torch.float32),
         call("reorg_kvcache", gathered=torch.randn(2, shared.padded_tokens, 32), chunk=shared,
@@ -289,17 +291,22 @@ def valid_calls(ops: ModuleType) -> list[Call]:
         call("cp_lse_ag_out_rs", state=state(), group=ranks.cp_group, **captured_op),
         call("cp_lse_a2a", state=state(), group=ranks.cp_group, **captured_op),
         call("dcp_decode", **absorbed | dict(kv_cache=eighths), context_parallel=ranks, schedule=schedule,
-             out_dtype=torch.float32, **in_eighths, **backend),
+             out_dtype=torch.float32, **in_eighths, fp8_mode=CONVERTED, q_scale=None, **backend),
         call("verify_group", context_parallel=ranks),
         call("simulate", context_parallel_size=1, interleave=1, program=lambda ranks: None, tensor_parallel_size=2,
              merge="a2a"),
         # layer, builder, graph
         call("MLAAttention", config=DIRECT, **modules, workspace_tokens=64, context_parallel=ranks,
              cache_format=FP8_E4M3, workspace=ops.ContextWorkspace(),
-             kv_scale=0.5, fp8_weights=True, **({"check_every_call": False} if is_fast else {}), **backend),
+             kv_scale=0.5, fp8_weights=True, fp8_mode="fp8_query", q_scale=0.5,
+             **({"check_every_call": False} if is_fast else {}), **backend),
         # scales of caches
         call("KVScale", value=0.5, source=ScaleSource.CHECKPOINT, device=CPU),
         method(ops.KVScale(), "choose", value=0.5, source=ScaleSource.CHECKPOINT),
+        call("QueryScale", value=torch.ones(3), num_heads=3, source=ScaleSource.CHECKPOINT, device=CPU),
+        method(ops.QueryScale(0.5, 3), "choose", value=0.5, source=ScaleSource.CHECKPOINT),
+        Call("CalibratedScales", ops.CalibratedScales, dict(caches={"first": 0.5}, queries={"first": 0.5}),
+             {"caches": "dict | None", "queries": "dict | None"}),
         Call("calibrate_kv_scales", lambda layers: ops.calibrate_kv_scales(layers).__enter__(),
              {"layers": {"first": layer}}, {"layers": "Mapping"}),
         # `load_kv_scales` finds the files that `save_kv_scales` wrote, also the file of the malformed value "a str"
@@ -320,7 +327,7 @@ def valid_calls(ops: ModuleType) -> list[Call]:
         method(builder, "can_run_in_cudagraph", common=decodes.common),
         method(builder, "reorder_batch", query_lens=integers(9, 1), context_lens=integers(5, 100)),
         call("DecodeGraph", step=run_step, builder=builder, batch_sizes=(2, 4), max_blocks=8,
-             hidden_size=DIRECT.hidden_size, dtype=torch.float32, device=CPU, query_len=1),
+             hidden_size=DIRECT.hidden_size, dtype=torch.float32, device=CPU, query_len=1, layers=[]),
         method(graph, "run", hidden_states=torch.randn(2, DIRECT.hidden_size), positions=torch.arange(2),
                common=decodes.common),
         # classes whose constructor checks the fields
@@ -360,17 +367,18 @@ def calls_of_fast(call: Callable[..., Call], method: Callable[..., Call], backen
             f"{module.rpartition('.')[2]}.{name}", getattr(importlib.import_module(f"fast.{module}"), name), arguments
         )
 
+    formats = dict(cache_format=FP8_E4M3, fp8_mode="fp8_query")
     served = dict(config=DIRECT, device=CPU, dtype=torch.float32, block_size=16)
     allocator = BlockAllocator(8)
     taken = allocator.allocate(2)
     calls = [
-        call("decode_programs", **served, query_len=1, cache_format=COMPUTE_FORMAT, **backend),
-        call("schedule_costs", **served, cache_format=COMPUTE_FORMAT, **backend),
+        call("decode_programs", **served, query_len=1, **formats, **backend),
+        call("schedule_costs", **served, **formats, **backend),
         Call("warmup", importlib.import_module("fast").warmup, dict(
             **served, decode_threshold=1, batch_invariant=False, context_parallel=None,
-            cache_format=COMPUTE_FORMAT, threads=1, progress=False, **backend), runs=False),
+            **formats, fp8_weights=False, threads=1, progress=False, **backend), runs=False),
         method(graph, "replay", size=2),
-        within("backends", "explain", **served, cache_format=COMPUTE_FORMAT, **backend),
+        within("backends", "explain", **served, **formats, **backend),
         within("backends", "select", request=backends.KernelRequest("merge_attn_states", CPU, torch.float32),
                **backend),
         within("demo.blocks", "BlockAllocator", num_blocks=4, order=[3, 1, 0, 2]),

@@ -31,7 +31,7 @@ from reference.interfaces import COMPUTE_FORMAT, DecodeSchedule, MLAConfig
 from .support.backends import cpu_backend, with_backends
 from .support.compiled import Recorded, compiled
 from .support.factories import CONFIGS, DIRECT, LOW_RANK, make_batch, make_layer, make_weights
-from .support.format_caches import FORMATS, poisoned_cache
+from .support.format_caches import FORMATS, SMALL, poisoned_cache
 
 gpu_only = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -49,7 +49,7 @@ def test_every_kernel_of_a_set_is_launched(monkeypatch, config):
 
     kernels = {name: noting(name, launch) for name, launch in cpu.KERNELS.items()}
     with_backends(monkeypatch, cpu_backend(kernels))
-    settings = {"device": "cpu", "dtype": torch.float32, "block_size": 16, "decode_threshold": 2}
+    settings = {"device": "cpu", "dtype": torch.float32, "block_size": 16, "decode_threshold": 2, "fp8_weights": True}
     assert fast.warmup(config, **settings) == []
     between_ranks = {"merge_packed_attn_states", "pack_attn_state", "reorg_kvcache", "weight_attn_out"}
     assert launched == set(cpu.KERNELS) - between_ranks
@@ -64,6 +64,10 @@ def test_refusals(plain_errors):
         fast.warmup(DIRECT, device="cpu", dtype=torch.int8)
     with pytest.raises(ValueError, match="^block_size: expected at least 1, got 0$"):
         fast.warmup(DIRECT, device="cpu", block_size=0)
+    with pytest.raises(ValueError, match="^fp8_mode: expected converted for format compute_dtype, got fp8_query$"):
+        fast.warmup(DIRECT, device="cpu", fp8_mode="fp8_query")
+    with pytest.raises(TypeError, match="^fp8_weights: expected True or False, got int$"):
+        fast.warmup(DIRECT, device="cpu", fp8_weights=1)
     with pytest.raises(ValueError, match="^device: expected one of the . CUDA devices that torch sees, got cuda:9$"):
         fast.warmup(DIRECT, device="cuda:9")
     with pytest.raises(ValueError, match="^decode_threshold: expected at least 1, got 0$"):
@@ -117,21 +121,23 @@ STEPS = (
 )  # fmt: skip
 
 
-def layer_of(config, dtype, cache_format):
+def layer_of(config, dtype, cache_format, **options):
     """Return a layer of `fast` with random weights; a cache with one scale has the scale 0.5."""
-    scale = 0.5 if cache_format.layer_scale else None
-    return make_layer(fast, config, make_weights(config, dtype), dtype, cache_format=cache_format, kv_scale=scale)
+    options |= {"cache_format": cache_format, "kv_scale": 0.5 if cache_format.layer_scale else None}
+    return make_layer(fast, config, make_weights(config, dtype), dtype, **options)
 
 
-def serve(config, dtype, threshold, batch_invariant=False, cache_format=COMPUTE_FORMAT):
+def serve(config, dtype, threshold, batch_invariant=False, cache_format=COMPUTE_FORMAT, **options):
     """Run a layer in all steps of `STEPS`, with several plans for a step.
 
     - The plan of `build_mla_metadata`.
     - If the step has decodes only: the plan that a captured CUDA graph has, and a plan for a shared prefix (cascade).
     - A plan with a schedule of `plan_decode`. The schedule is batch-invariant if `batch_invariant` is true.
     - With `batch_invariant`: a plan whose schedule is batch-invariant and has no work items.
+
+    `options` are options of the layer.
     """
-    layer = layer_of(config, dtype, cache_format)
+    layer = layer_of(config, dtype, cache_format, **options)
     costs = measured_schedule_costs(config.num_heads)
     for query_lens, seq_lens in STEPS:
         batch = make_batch(query_lens, seq_lens, padding=len(query_lens) % 2)
@@ -139,8 +145,9 @@ def serve(config, dtype, threshold, batch_invariant=False, cache_format=COMPUTE_
         asked = None if sum(query_lens) % 2 else config
         programs = 0 if batch_invariant else None  # 0: no schedule; batch-invariant steps get their schedule below
         plan = fast.build_mla_metadata(
-            batch.common, 16, 16 * len(query_lens), threshold, asked, num_programs=programs, cache_format=cache_format
-        )
+            batch.common, 16, 16 * len(query_lens), threshold, asked, num_programs=programs, cache_format=cache_format,
+            fp8_mode=layer.fp8_mode,
+        )  # fmt: skip
         tokens = batch.common.slot_mapping.shape[0]
         inputs = torch.randn(tokens, config.hidden_size).to(dtype), torch.arange(tokens), cache
         layer(*inputs, plan)
@@ -150,7 +157,7 @@ def serve(config, dtype, threshold, batch_invariant=False, cache_format=COMPUTE_
         if max(query_lens) <= threshold:
             tokens = sum(query_lens)
             captured = fast.plan_captured_decodes(
-                batch.common, 16, 0, costs, batch_invariant, cache_format=cache_format
+                batch.common, 16, 0, costs, batch_invariant, cache_format=cache_format, fp8_mode=layer.fp8_mode
             )
             visible = plan.decode.visible_lens  # the kernel that computes the mask was recorded and did not run
             captured = replace(captured, decode=replace(captured.decode, visible_lens=visible))
@@ -165,10 +172,11 @@ GRAPH_SIZES = (1, 2, 3, 4, 8, 16, 17, 64, 130, 513)
 
 
 def serve_captured(
-    config, dtype, threshold, batch_invariant=False, sizes=GRAPH_SIZES, longest=4096, cache_format=COMPUTE_FORMAT
-):
+    config, dtype, threshold, batch_invariant=False, sizes=GRAPH_SIZES, longest=4096, cache_format=COMPUTE_FORMAT,
+    **options,
+):  # fmt: skip
     """Run `DecodeGraph`s of every query length and of many batch sizes, for requests of at most `longest` tokens."""
-    layer = layer_of(config, dtype, cache_format)
+    layer = layer_of(config, dtype, cache_format, **options)
     cache = poisoned_cache(4, 16, config, cache_format, dtype)
     columns = longest // 16
     builder = fast.MLAMetadataBuilder(
@@ -180,6 +188,7 @@ def serve_captured(
         batch_invariant=batch_invariant,
         dtype=dtype,
         cache_format=cache_format,
+        fp8_mode=layer.fp8_mode,
     )
 
     def step(hidden_states, positions, plan):
@@ -196,6 +205,7 @@ LAUNCHERS = (
     "combine.launch", "triton.advance", "triton.attention", "triton.cache", "triton.cache_formats",
     "triton.decode", "triton.merge",
     "triton.padding_tokens", "triton.rope", "triton.schedule", "triton.scheduled_decode", "triton.visible_lens",
+    "triton.weights",
 )  # fmt: skip
 KERNELS = {
     "_advance_step_kernel", "_combine_scheduled_kernel", "_combine_splits_kernel", "_copy_blocks_kernel",
@@ -247,6 +257,51 @@ def test_warmup_specialises_for_formats(launches, name):
     ahead = set(launches)
     serve(config, torch.bfloat16, 2, cache_format=cache_format)
     serve_captured(config, torch.bfloat16, 2, cache_format=cache_format)
+    assert set(launches) == ahead
+
+
+def test_warmup_specialises_for_fp8_weights(launches):
+    """Warm up for absorbed weights in e4m3 -> steps of any number of tokens launch only variants of warm-up."""
+    given = dict(cache_format=FORMATS["fp8_e4m3"][0], fp8_weights=True)
+    fast.warmup(SMALL, device="cpu", dtype=torch.bfloat16, block_size=16, decode_threshold=2, **given)
+    ahead = set(launches)
+    products = {key for key in ahead if key[0] == "_multiply_heads_kernel"}
+    assert len(products) == 2 * len(compilation.PRODUCT_TOKENS)  # for W_UK and for W_UV
+    serve(SMALL, torch.bfloat16, 2, **given)
+    serve_captured(SMALL, torch.bfloat16, 2, **given)
+    assert set(launches) == ahead
+
+
+def test_product_tokens():
+    """`PRODUCT_TOKENS` has the numbers that launch all variants of the product of heads."""
+    pytest.importorskip("triton")
+    from fast.kernels.triton.weights import variant_tokens
+
+    assert variant_tokens(10**6) == list(compilation.PRODUCT_TOKENS)
+
+
+@pytest.mark.parametrize("fp8_weights", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_warmup_specialises_for_modes(launches, monkeypatch, name, fp8_weights):
+    """Warm up for queries in e4m3 -> the kernels that make them have only variants of warm-up, in mixed steps too.
+
+    The decode itself does nothing in this test.
+    """
+    from fast.kernels import triton as kernels
+
+    def no_decode(ql_nope, q_pe, kv_cache, *rest, fp8_mode, q_scale):
+        assert fp8_mode == "fp8_query" and q_scale.dtype == torch.float32
+        return ql_nope.new_zeros(ql_nope.shape, dtype=rest[7]), torch.zeros(ql_nope.shape[1::-1])
+
+    others = {op: cpu.KERNELS[op] for op in ("decode_programs", "schedule_costs")} | {"mla_decode": no_decode}
+    with_backends(monkeypatch, cpu_backend(kernels.KERNELS | others))
+    cache_format, config, _ = FORMATS[name]
+    given = dict(cache_format=cache_format, fp8_weights=fp8_weights, fp8_mode="fp8_query")
+    fast.warmup(config, device="cpu", dtype=torch.bfloat16, block_size=16, decode_threshold=2, **given)
+    ahead = set(launches)
+    assert {"_multiply_heads_kernel", "_rope_norm_quantize_kernel"} <= {key[0] for key in ahead}
+    serve(config, torch.bfloat16, 2, **given, q_scale=0.5)
+    serve_captured(config, torch.bfloat16, 2, **given, q_scale=0.5)
     assert set(launches) == ahead
 
 

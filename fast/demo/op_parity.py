@@ -26,6 +26,7 @@ from reference.interfaces import (
     CACHE_FORMATS,
     COMPUTE_FORMAT,
     FLOAT_DTYPES,
+    FP8_MODES,
     AttentionState,
     CacheFormat,
     CommonAttentionMetadata,
@@ -120,6 +121,8 @@ def flatten(value: Any) -> Tensor:
         return value.flatten()
     if isinstance(value, CacheFormat):
         value = list(CACHE_FORMATS).index(value.name)
+    if isinstance(value, str):  # the mode of the decodes
+        value = FP8_MODES.index(value)
     if dataclasses.is_dataclass(value):
         value = [getattr(value, each.name) for each in dataclasses.fields(value)]
     if isinstance(value, enum.Enum):

@@ -9,6 +9,7 @@ import torch
 
 from reference.interfaces import (
     COMPUTE_FORMAT,
+    CONVERTED,
     CacheFormat,
     CommonAttentionMetadata,
     ContextParallelMetadata,
@@ -22,8 +23,8 @@ from reference.interfaces import (
     TokenOwnership,
     check_captured_lens,
     check_flag,
-    check_format,
     check_int,
+    check_mode_of_format,
     check_ownership,
     check_schedule_costs,
     get_dcp_local_seq_lens,
@@ -43,6 +44,7 @@ def plan_captured_decodes(
     ownership: TokenOwnership | None = None,
     graph: GraphSupport = GraphSupport.ANY,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    fp8_mode: str = CONVERTED,
     *,
     backend: BackendChoice = None,
 ) -> MLAMetadata:
@@ -63,6 +65,7 @@ def plan_captured_decodes(
             `common` has the lengths of the whole sequences and the slots of this rank.
         graph: kind of the graph: ANY for mixed query lengths, ONE_QUERY_LEN for one query length.
         cache_format: format of the caches of the layers that use the plan.
+        fp8_mode: mode of the decodes of these layers (`mla_decode`).
         backend: backend of `plan_decode` and `compute_visible_lens`: a name, a mapping from op to backend name, or None
             for an automatic choice (`fast.backends`).
 
@@ -81,7 +84,7 @@ def plan_captured_decodes(
     costs = check_schedule_costs(costs)
     check_flag("batch_invariant", batch_invariant)
     check_ownership(ownership)
-    check_format(cache_format)
+    check_mode_of_format(fp8_mode, cache_format)
     seq_lens, longest, kind, which = common.seq_lens, common.max_seq_len, MLAMetadata, {}
     visible_lens = compute_visible_lens(
         common.query_start_loc, seq_lens, tokens, ownership, graph=graph, backend=backend
@@ -123,5 +126,6 @@ def plan_captured_decodes(
         workspace_tokens=0,  # no context is expanded
         schedule=schedule,
         cache_format=cache_format,
+        fp8_mode=fp8_mode,
         schedule_choice=ScheduleChoice(num_programs, requests, 0, 0, planned=num_programs > 0),
     )

@@ -13,6 +13,8 @@ from reference.distributed.arguments import check_chunk_ownership
 from reference.distributed.groups import ContextParallel
 from reference.interfaces import (
     COMPUTE_FORMAT,
+    CONVERTED,
+    E4M3,
     AttentionState,
     CacheFormat,
     ContextParallelChunk,
@@ -24,6 +26,7 @@ from reference.interfaces import (
     check_dtype,
     check_number,
     check_rows,
+    check_scale_values,
     check_type,
 )
 
@@ -114,8 +117,8 @@ DCP_DECODE_OPS = ("mla_decode", "weight_attn_out", *backends.MESSAGES)
 
 
 def dcp_decode(
-    ql_nope: Float[Tensor, "T N Lkv"],
-    q_pe: Float[Tensor, "T N R"],
+    ql_nope: Shaped[Tensor, "T N Lkv"],
+    q_pe: Shaped[Tensor, "T N R"],
     kv_cache: Shaped[Tensor, "num_blocks block_size columns"],
     metadata: DecodeMetadata,
     softmax_scale: float,
@@ -124,6 +127,8 @@ def dcp_decode(
     out_dtype: torch.dtype | None = None,
     cache_format: CacheFormat = COMPUTE_FORMAT,
     kv_scale: Float[Tensor, ""] | None = None,
+    fp8_mode: str = CONVERTED,
+    q_scale: Float[Tensor, "*heads"] | None = None,
     *,
     backend: BackendChoice = None,
 ) -> AttentionState:
@@ -142,9 +147,14 @@ def dcp_decode(
         softmax_scale: (P + R)^-1/2, times YaRN's factor.
         context_parallel: the groups of ranks and the kind of merge.
         schedule: schedule of this rank's decode, which has the D * N / TP gathered heads.
-        out_dtype: dtype of `out` and of the exchange; None takes the dtype of `ql_nope`.
+        out_dtype: dtype of `out` and of the exchange; None takes the dtype of `ql_nope`, and is refused for
+            queries in e4m3.
         cache_format: format of the cache.
         kv_scale: float32 scale of the layer's cache; None if the format has no such scale (`CacheFormat.layer_scale`).
+        fp8_mode: one of `converted`, `fp8_query` and `fp8_product` (`mla_decode`). In the last two, the ranks gather
+            queries in e4m3.
+        q_scale: float32 scale of queries in e4m3, the same on all ranks: [], or [D * N / TP] for one scale for each
+            gathered head (`ContextParallel.heads_of_group`). None for `converted`.
         backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
@@ -155,17 +165,25 @@ def dcp_decode(
         GroupError: an exchange failed.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
-    check_decode(ql_nope, q_pe, kv_cache, metadata, cache_format, schedule, kv_scale)
     check_type("context_parallel", context_parallel, ContextParallel)
+    check_decode(
+        ql_nope, q_pe, kv_cache, metadata, cache_format, schedule, kv_scale, fp8_mode, q_scale, out_dtype,
+        context_parallel.size,
+    )  # fmt: skip
+    check_scale_values("q_scale", q_scale)
     check_number("softmax_scale", softmax_scale)
     check_dtype("out_dtype", ql_nope.dtype if out_dtype is None else out_dtype)
     backend = backends.bind(backend, DCP_DECODE_OPS)
     latent, group = ql_nope.shape[2], context_parallel.cp_group
     # [heads, T, Lkv + R]: the all-gather appends the heads of all ranks, so that no copy has to reorder the heads
-    q = torch.cat((ql_nope.transpose(0, 1), q_pe.transpose(0, 1)), dim=-1)
-    q = group.all_gather(q).flatten(0, 1).transpose(0, 1)
+    parts = ql_nope.transpose(0, 1), q_pe.transpose(0, 1)
+    if fp8_mode == CONVERTED:
+        q = group.all_gather(torch.cat(parts, dim=-1))
+    else:  # as bytes, because groups know no e4m3
+        q = group.all_gather(torch.cat([x.view(torch.uint8) for x in parts], dim=-1)).view(E4M3)
+    q = q.flatten(0, 1).transpose(0, 1)
     state = mla_decode(
         q[..., :latent], q[..., latent:], kv_cache, metadata, softmax_scale, schedule, out_dtype, cache_format,
-        kv_scale, backend=backend,
+        kv_scale, fp8_mode, q_scale, backend=backend,
     )  # fmt: skip
     return MERGE_OVER_RANKS[context_parallel.merge](state, group, graph=metadata.graph, backend=backend)

@@ -27,8 +27,8 @@ from reference.interfaces import (
     check_device,
     check_dtype,
     check_eager_offsets,
-    check_format,
     check_int,
+    check_mode_of_format,
     check_number,
     check_out,
     check_scale_value,
@@ -51,6 +51,7 @@ def decode_programs(
     block_size: int,
     query_len: int = 1,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    fp8_mode: str = CONVERTED,
     backend: BackendChoice = None,
 ) -> int:
     """Return how many programs of the decode kernel a device runs at the same time.
@@ -65,14 +66,16 @@ def decode_programs(
         block_size: tokens per cache block.
         query_len: length of the longest query in the decode.
         cache_format: format of the cache.
+        fp8_mode: mode of decodes over a cache in e4m3 (`mla_decode`).
         backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Raises:
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     check_int("query_len", query_len)
-    launch, shape = _launch_and_shape("decode_programs", config, device, dtype, block_size, cache_format, backend)
-    return launch(*shape, query_len, cache_format)
+    given = config, device, dtype, block_size, cache_format, fp8_mode, backend
+    launch, shape, mode = _launch_and_shape("decode_programs", *given)
+    return launch(*shape, query_len, cache_format, **mode)
 
 
 def schedule_costs(
@@ -82,6 +85,7 @@ def schedule_costs(
     dtype: torch.dtype,
     block_size: int,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    fp8_mode: str = CONVERTED,
     backend: BackendChoice = None,
 ) -> ScheduleCosts:
     """Return the measured costs of a device's decode kernel, from which `plan_decode` computes a schedule.
@@ -94,28 +98,34 @@ def schedule_costs(
         dtype: dtype of the queries.
         block_size: tokens per cache block.
         cache_format: format of the cache.
+        fp8_mode: mode of decodes over a cache in e4m3 (`mla_decode`).
         backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Raises:
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
-    launch, shape = _launch_and_shape("schedule_costs", config, device, dtype, block_size, cache_format, backend)
-    return launch(*shape, cache_format)
+    given = config, device, dtype, block_size, cache_format, fp8_mode, backend
+    launch, shape, mode = _launch_and_shape("schedule_costs", *given)
+    return launch(*shape, cache_format, **mode)
 
 
-def _launch_and_shape(op, config, device, dtype, block_size, cache_format, backend):
-    """Return the chosen backend's function for `op`, and the positional arguments of this function."""
+def _launch_and_shape(op, config, device, dtype, block_size, cache_format, fp8_mode, backend):
+    """Return the chosen backend's function for `op`, its positional arguments, and its mode as a keyword argument.
+
+    The function gets no mode for `converted`, so a backend that has no other mode need not take the argument.
+    """
     check_config(config)
     device = check_device("device", device)
     check_type("dtype", dtype, torch.dtype)
     check_int("block_size", block_size)
-    check_format(cache_format)
+    check_mode_of_format(fp8_mode, cache_format)
     widths = config.kv_lora_rank, config.qk_rope_head_dim
     request = backends.decode_request(
-        device, dtype, *widths, block_size, QueryLenSupport.VARLEN, op=op, cache_format=cache_format
+        device, dtype, *widths, block_size, QueryLenSupport.VARLEN, op=op, cache_format=cache_format, fp8_mode=fp8_mode
     )
     launch = backends.kernel(backends.select(request, backend).name, op)
-    return launch, (device, dtype, config.num_heads, *widths, block_size)
+    mode = {} if fp8_mode == CONVERTED else {"fp8_mode": fp8_mode}
+    return launch, (device, dtype, config.num_heads, *widths, block_size), mode
 
 
 def mla_decode(

@@ -17,6 +17,7 @@ from reference.distributed.arguments import check_output_projection, check_step_
 from reference.distributed.groups import ContextParallel
 from reference.interfaces import (
     COMPUTE_FORMAT,
+    CONVERTED,
     MOST_WORKSPACE_TOKENS,
     AbsorbedWeights,
     CacheFormat,
@@ -24,7 +25,6 @@ from reference.interfaces import (
     GraphSupport,
     MLAConfig,
     MLAMetadata,
-    ScaleSource,
     check_attention_output,
     check_context_workspace,
     check_flag,
@@ -39,25 +39,25 @@ from reference.interfaces import (
     check_step,
     check_step_values,
     choose_kv_scale,
+    layer_from_hf,
     linear_output,
     make_kv_scale,
-    parts_of_hf_attention,
-    wide_dtype,
+    make_query_scale,
+    observe_queries,
+    to_e4m3,
 )
 
 from .. import backends
 from ..attention.rope import apply_rope, rotary_frequencies
 from ..backends import BackendChoice
 from ..cache.latent import concat_and_cache_mla
-from .cache_write import rope_norm_and_cache
-from .cascade import cascade_attention
-from .context_parallel import DCP_DECODE_OPS, dcp_decode, dcp_gather_context
-from .decode import mla_decode
+from .absorbed_path import absorbed_queries, decode
+from .context_parallel import DCP_DECODE_OPS, dcp_gather_context
 from .memory_profile import reserve_for_step, touch_largest
-from .padding_tokens import zero_padding_tokens
+from .new_tokens import NewTokens, frequencies_for, measure_step, write_tokens
 from .prefill import PREFILL_OPS, forward_prefill, gather_context, rows_of
 from .weight_views import AttentionWeights, WeightViews
-from .weights import absorb, multiply_heads, quantize_weight, recover_weight, split_kv_b_proj, write_values
+from .weights import absorb, quantize_weight, recover_weight, split_kv_b_proj
 
 _check_forward_attention = backends.CheckedOnce(check_forward_attention)
 _check_inputs = backends.CheckedOnce(check_layer_inputs)
@@ -113,6 +113,11 @@ class MLAAttention(nn.Module):
             to the first step with a prefill (`reference.interfaces.kv_scales`).
         fp8_weights: whether the absorbed weights are stored in e4m3 (8 bits), with one scale for each head
             (`quantize_weight`). They are read by the constructor and by `refresh_weights`.
+        fp8_mode: mode of decodes over a cache in e4m3 (`mla_decode`). In the modes `fp8_query` and `fp8_product`, the
+            kernels that absorb and rotate the queries of decodes make these queries in e4m3. `forward_attention` gets
+            rotated queries, so it converts their rope parts in a step of its own.
+        q_scale: scale of queries in e4m3, only for these two modes: one number, or a tensor [N] with one for each of
+            all N heads. None takes 1.0, with a warning (`reference.interfaces.query_scales`).
         check_every_call: if True, every op checks all its arguments in every call. If False, an op may skip a check
             that an earlier call with the same shapes, strides and dtypes has passed (`fast.backends.checked_calls`).
         backend: name of a backend, mapping from op to backend name, or None. A name applies to the ops that the backend
@@ -120,12 +125,14 @@ class MLAAttention(nn.Module):
 
     Attributes:
         kv_scale: the scale as a `KVScale`, a buffer of the layer; None if the format has no such scale.
-        observed: largest absolute value of each step, while `calibrate_kv_scales` records them; otherwise None.
+        q_scale: the scale of queries in e4m3 as a `QueryScale`, a buffer of the layer; None in the mode `converted`.
+        observed: largest absolute value that each step wrote, while `calibrate_kv_scales` records; otherwise None.
+        observed_queries: largest absolute value of the absorbed queries of each step, in the same calibration.
         fp8_weights: the absorbed weights in e4m3; None without the option `fp8_weights`.
 
     Raises:
-        ValueError: the projections do not match the config, `kv_scale` does not fit `cache_format`, or `backend` has an
-            unknown name or an unknown op.
+        ValueError: the projections do not match the config, `kv_b_proj` has a bias, `fp8_mode` or `kv_scale` does not
+            fit `cache_format`, `q_scale` does not fit `fp8_mode`, or `backend` has an unknown name or an unknown op.
         UnsupportedConfiguration: the named backend declares no op of a layer.
     """
 
@@ -147,6 +154,8 @@ class MLAAttention(nn.Module):
         workspace: ContextWorkspace | None = None,
         kv_scale: float | Tensor | None = None,
         fp8_weights: bool = False,
+        fp8_mode: str = CONVERTED,
+        q_scale: float | Tensor | None = None,
         check_every_call: bool = False,
         backend: BackendChoice = None,
     ):
@@ -173,7 +182,10 @@ class MLAAttention(nn.Module):
         self.q_a_layernorm, self.kv_a_layernorm = q_a_layernorm, kv_a_layernorm
         self.workspace_tokens, self.cache_format, self.workspace = workspace_tokens, cache_format, workspace
         self.kv_scale = make_kv_scale(cache_format, kv_scale, kv_a_layernorm.weight.device)
+        self.fp8_mode = fp8_mode
+        self.q_scale = make_query_scale(fp8_mode, cache_format, q_scale, config.num_heads, kv_a_layernorm.weight.device)
         self.observed: list[Tensor] | None = None
+        self.observed_queries: list[Tensor] | None = None
         self.backend = backends.bind(backend, LAYER_OPS)
         self.register_buffer("recovered_kv_b_weight", None, persistent=False)
         self.fp8_weights = AbsorbedWeights() if fp8_weights else None
@@ -189,18 +201,15 @@ class MLAAttention(nn.Module):
             module: the attention module; its projections have all heads. The layer takes the epsilon from the norms of
                 the module. With `context_parallel`, the layer uses views of the weights that belong to the heads of
                 this rank.
-            options: keyword arguments of the constructor, such as `cache_format` and `backend`. If `kv_scale` is not
-                given, the layer takes the scale that the checkpoint stores for the cache.
+            options: keyword arguments of the constructor, such as `cache_format` and `backend`. If `kv_scale` or
+                `q_scale` is not given, the layer takes the scale that the checkpoint stores for the cache or for the
+                queries.
 
         Raises:
             UnsupportedConfiguration: `MLAConfig.from_hf` raises it; the two norms have different epsilons; the weight
                 of a projection cannot be divided by heads.
         """
-        parts = parts_of_hf_attention(module, options)
-        layer = cls(parts.config, **parts.modules, **options)
-        if parts.kv_scale is not None:
-            layer.kv_scale.choose(parts.kv_scale, ScaleSource.CHECKPOINT)
-        return layer
+        return layer_from_hf(cls, module, options)
 
     def refresh_weights(self) -> None:
         """Read the weight of `kv_b_proj` again, after the caller changed this weight.
@@ -208,6 +217,9 @@ class MLAAttention(nn.Module):
         If `kv_b_proj` is not a plain linear module, the layer keeps a dense copy of its weight. This function updates
         the copy and the `fp8_weights`, in place if device and dtype have not changed, and replaces them otherwise.
         `reference.mla.layer.MLAAttention.refresh_weights` explains when a caller must call this function.
+
+        Raises:
+            ValueError: `kv_b_proj` has a bias.
         """
         self.recovered_kv_b_weight = recover_weight(
             self.kv_b_proj, self.config.kv_lora_rank, self.kv_a_layernorm.weight.dtype, self.recovered_kv_b_weight
@@ -276,37 +288,34 @@ class MLAAttention(nn.Module):
             slots, graph = rows_of(metadata.slot_mapping, 0, metadata.num_actual_tokens), metadata.decode.graph
         workspace, largest = reserve_for_step(self, metadata, q)
         q_nope, q_pe = q.split_with_sizes([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
-        written = positions, q_pe, kv_c, k_pe, kv_cache
+        new = NewTokens(positions, q_pe, kv_c, k_pe)
         if metadata is not None and (self.kv_scale is not None or self.observed is not None):
-            choose_kv_scale(self, metadata, functools.partial(self._entries, written, weights))
-        q_pe, kv_c_normed, k_pe = self._write(written, slots, graph, weights)
-        del kv_c, written  # the last tensors that keep the memory of the down-projection
+            measure_step(self, metadata, new, q_nope, kv_cache, weights)
         split, end = (0, q.shape[0]) if metadata is None else (metadata.num_decode_tokens, metadata.num_actual_tokens)
+        in_e4m3 = 0 if weights.q_scale is None else split  # number of tokens whose queries are made in e4m3
+        if in_e4m3 > 0:
+            decoded = new.rows(0, split), rows_of(slots, 0, split)
+            q_e4m3, *_ = write_tokens(self, *decoded, kv_cache, graph, weights, weights.q_scale)
+            new, slots = new.rows(split, q.shape[0]), rows_of(slots, split, end)
+        q_pe, kv_c_normed, k_pe = new.q_pe, new.kv_c, new.k_pe
+        if in_e4m3 < q.shape[0] or in_e4m3 == 0:
+            q_pe, kv_c_normed, k_pe = write_tokens(self, new, slots, kv_cache, graph, weights)
+        del kv_c, new  # the last tensors that keep the memory of the down-projection
         if split > 0:
-            self._decode(q_nope, q_pe, kv_cache, metadata, output, weights)
+            decode(self, q_nope, q_e4m3 if in_e4m3 else q_pe, kv_cache, metadata, output, weights)
+        expanded = split - in_e4m3, end - in_e4m3  # the rows of the prefills in the tensors of the second write
         if end > split:  # only the expanded path needs both parts of a query in one tensor
-            q = torch.cat((rows_of(q_nope, split, end), rows_of(q_pe, split, end)), dim=-1)
+            q = torch.cat((rows_of(q_nope, split, end), rows_of(q_pe, *expanded)), dim=-1)
         del q_nope, q_pe
         if metadata is None:
             touch_largest(q, kv_c_normed, w_uk, w_uv, c, *largest, self.context_parallel)
             output.zero_()
         elif end > split:
-            self._prefill(q, kv_c_normed, k_pe, kv_cache, metadata, output, weights, workspace)
+            entries = rows_of(kv_c_normed, *expanded), rows_of(k_pe, *expanded)
+            self._prefill(q, *entries, kv_cache, metadata, rows_of(output, split, end), weights, workspace)
         if end < output.shape[0]:
             output[end:] = 0
         return output
-
-    def _write(self, new: tuple[Tensor, ...], slots: Tensor, graph: GraphSupport, weights: AttentionWeights):
-        """Call `rope_norm_and_cache` for new tokens, whose first five arguments are `new`."""
-        return rope_norm_and_cache(
-            *new, slots, weights.norm_weight, self.config.latent_norm_eps, self.config.rope, self.cache_format,
-            weights.kv_scale, frequencies=self._frequencies_for(new[1]), graph=graph, backend=self.backend,
-        )  # fmt: skip
-
-    def _entries(self, new: tuple[Tensor, ...], weights: AttentionWeights) -> tuple[Tensor, Tensor]:
-        """Return the normed latents and rotated rope parts of new tokens, without a write to the cache."""
-        with backends.CallsOfOthers():  # most calls of the layer do not need the entries before the write
-            return self._write(new, new[0].new_empty(0, dtype=torch.int64), GraphSupport.NONE, weights)[1:]
 
     @backends.with_wanted_checks
     def project(
@@ -322,7 +331,7 @@ class MLAAttention(nn.Module):
         kv_c_normed = rms_norm(kv_c, self.kv_a_layernorm.weight, c.latent_norm_eps)
         q_nope, q_pe = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
         q_pe, k_pe = apply_rope(
-            positions, q_pe, k_pe, c.rope, frequencies=self._frequencies_for(q), backend=self.backend
+            positions, q_pe, k_pe, c.rope, frequencies=frequencies_for(self, q), backend=self.backend
         )
         return torch.cat((q_nope, q_pe), dim=-1), kv_c_normed, k_pe
 
@@ -338,14 +347,6 @@ class MLAAttention(nn.Module):
         return q.reshape(-1, c.num_heads, c.qk_head_dim), *down.split_with_sizes(
             [c.kv_lora_rank, c.qk_rope_head_dim], dim=-1
         )
-
-    def _frequencies_for(self, q: Tensor) -> Tensor:
-        """Return the cached rotary frequencies, on the device of `q` (float64 if `q` is float64, otherwise float32)."""
-        wide = wide_dtype(q.dtype)
-        if self._frequencies.device != q.device or self._frequencies.dtype != wide:
-            c = self.local_config
-            self._frequencies = rotary_frequencies(c.rope, c.qk_rope_head_dim, wide).to(q.device)
-        return self._frequencies
 
     @backends.with_wanted_checks
     @backends.without_gradients
@@ -388,63 +389,36 @@ class MLAAttention(nn.Module):
         self._check_step(metadata, q, kv_cache)
         workspace, _ = reserve_for_step(self, metadata, q)
         split, end = metadata.num_decode_tokens, metadata.num_actual_tokens
+        q_nope, q_pe = q.split_with_sizes([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
         if self.kv_scale is not None or self.observed is not None:
             choose_kv_scale(self, metadata, lambda: (kv_c_normed, k_pe))
+            observe_queries(self, metadata, lambda: (absorbed_queries(self, q_nope, weights), q_pe))
         concat_and_cache_mla(
             rows_of(kv_c_normed, 0, end), rows_of(k_pe, 0, end), kv_cache, metadata.slot_mapping, self.cache_format,
             weights.kv_scale, graph=metadata.decode.graph, backend=self.backend,
         )  # fmt: skip
         if split > 0:
-            queries = q.split_with_sizes([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
-            self._decode(*queries, kv_cache, metadata, output, weights)
+            if weights.q_scale is not None:
+                q_pe = to_e4m3(rows_of(q_pe, 0, split), weights.q_scale.unsqueeze(-1))
+            decode(self, q_nope, q_pe, kv_cache, metadata, output, weights)
         if end > split:
-            self._prefill(q[split:end], kv_c_normed, k_pe, kv_cache, metadata, output, weights, workspace)
+            parts = [rows_of(x, split, end) for x in (q, kv_c_normed, k_pe)]
+            self._prefill(*parts, kv_cache, metadata, rows_of(output, split, end), weights, workspace)
         if end < output.shape[0]:
             output[end:] = 0
 
     def _check_step(self, metadata: MLAMetadata, q: Tensor, kv_cache: Tensor) -> None:
         """Raise if the plan of a step does not fit the layer, the queries or the cache."""
-        _check_step(metadata, q.shape[0], kv_cache, self.workspace_tokens, self.cache_format)
+        _check_step(metadata, q.shape[0], kv_cache, self.workspace_tokens, self.cache_format, self.fp8_mode)
         check_step_values(metadata, kv_cache)
         check_step_ownership(metadata, self.context_parallel)
 
     def _prefill(self, q, kv_c_normed, k_pe, kv_cache, metadata, output, weights, workspace) -> None:
-        """Compute the expanded path for the query tokens of the prefills, and write their rows of `output`.
-
-        `q` has only the query tokens of the prefills; `kv_c_normed`, `k_pe` and `output` have all tokens of the step.
-        """
+        """Compute the expanded path; all tensors except the cache have the tokens of the prefills alone."""
         gather = gather_context
         if self.context_parallel is not None:
             gather = functools.partial(dcp_gather_context, context_parallel=self.context_parallel, backend=self.backend)
-        tokens = metadata.num_decode_tokens, metadata.num_actual_tokens
-        kv_c_normed, k_pe, output = (rows_of(x, *tokens) for x in (kv_c_normed, k_pe, output))
         forward_prefill(
             q, kv_c_normed, k_pe, kv_cache, metadata.prefill, weights.w_uk, weights.w_uv, self.config.softmax_scale,
             gather, self.cache_format, False, weights.kv_scale, out=output, workspace=workspace, backend=self.backend,
         )  # fmt: skip
-
-    def _decode(self, q_nope, q_pe, kv_cache, metadata, output, weights) -> None:
-        """Compute the absorbed path for the query tokens of the decodes, and write their rows of `output`."""
-        c = self.local_config
-        q_nope, q_pe, output = (rows_of(x, 0, metadata.num_decode_tokens) for x in (q_nope, q_pe, output))
-        ql_nope = multiply_heads(q_nope, weights.w_uk_t, backend=self.backend)
-        if metadata.cascade is not None:
-            state = cascade_attention(
-                ql_nope, q_pe, kv_cache, metadata.cascade, c.softmax_scale, self.cache_format, weights.kv_scale,
-                backend=self.backend,
-            )  # fmt: skip
-        elif self.context_parallel is not None:
-            state = dcp_decode(
-                ql_nope, q_pe, kv_cache, metadata.decode, c.softmax_scale, self.context_parallel, metadata.schedule,
-                cache_format=self.cache_format, kv_scale=weights.kv_scale, backend=self.backend,
-            )  # fmt: skip
-        else:
-            state = mla_decode(
-                ql_nope, q_pe, kv_cache, metadata.decode, c.softmax_scale, metadata.schedule,
-                cache_format=self.cache_format, kv_scale=weights.kv_scale, backend=self.backend,
-            )  # fmt: skip
-        write_values(state.out, weights.w_uv_by_head, output, backend=self.backend)
-        if metadata.decode.graph is GraphSupport.ANY:  # the decode leaves the rows of padding tokens undefined
-            zero_padding_tokens(
-                output, metadata.decode.query_start_loc, graph=metadata.decode.graph, backend=self.backend
-            )

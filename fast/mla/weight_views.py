@@ -27,13 +27,15 @@ class LayerSignature:
     Attributes:
         config: config with all heads.
         cache_format: format of the cache.
+        fp8_mode: mode of the decodes.
         workspace_tokens: largest number of context tokens of a chunk.
-        parts: signatures (shapes, strides, dtypes, devices) of the weights and of the cache's scale, and the names of
-            the backends.
+        parts: signatures (shapes, strides, dtypes, devices) of the weights and of the scales, and the names of the
+            backends.
     """
 
     config: MLAConfig
     cache_format: CacheFormat
+    fp8_mode: str
     workspace_tokens: int
     parts: tuple
 
@@ -52,6 +54,7 @@ class AttentionWeights(NamedTuple):
         w_uk_t: [N, P, Lkv], which turns queries into absorbed queries; in e4m3 if the layer has `fp8_weights`.
         w_uv_by_head: [N, Lkv, V]; in e4m3 if the layer has `fp8_weights`.
         kv_scale: float32 scale of the layer's cache, []; None if the format has no such scale.
+        q_scale: float32 scale of this rank's queries in e4m3, [] or [N]; None in the mode `converted`.
         signature: signature of the layer; None if the ops of the layer must check their arguments in every call.
     """
 
@@ -63,6 +66,7 @@ class AttentionWeights(NamedTuple):
     w_uk_t: Tensor | QuantizedWeight
     w_uv_by_head: Tensor | QuantizedWeight
     kv_scale: Tensor | None
+    q_scale: Tensor | None
     signature: LayerSignature | None
 
     def calls_inside(self, *arguments: Any) -> contextlib.AbstractContextManager[None]:
@@ -94,6 +98,7 @@ class WeightViews:
         made_from = (
             _layout(weight), _layout(norm_weight), layer.config, layer.cache_format, layer.workspace_tokens,
             layer.backend, layer.context_parallel, None if layer.fp8_weights is None else layer.fp8_weights.w_uk_t,
+            None if layer.q_scale is None else (layer.fp8_mode, *_layout(layer.q_scale.value)),
         )  # fmt: skip
         if (
             kept is None
@@ -120,13 +125,18 @@ def _make(
 ) -> AttentionWeights:
     """Return the views of the layer's weights; without `made_from`, they get no signature."""
     w_uk, w_uv = layer.up_projections()
-    signature, fp8_weights = None, layer.fp8_weights
+    signature, fp8_weights, ranks = None, layer.fp8_weights, layer.context_parallel
+    q_scale = None if layer.q_scale is None else layer.q_scale.value
+    if q_scale is not None and q_scale.dim() == 1 and ranks is not None:
+        q_scale = ranks.own_heads(q_scale)
     if fp8_weights is None:
         w_uk_t, w_uv_by_head = w_uk.permute(1, 2, 0), w_uv.transpose(0, 1)
     else:
         w_uk_t, w_uv_by_head = fp8_weights.w_uk_t, fp8_weights.w_uv
-    if made_from is not None and layer.context_parallel is None:  # checks on every rank, because ranks exchange data
+    if made_from is not None and ranks is None:  # checks on every rank, because ranks exchange data
         with contextlib.suppress(backends.NoSignature):
-            parts = backends.signature_of((w_uk, norm_weight, layer.backend, kv_scale, w_uk_t, w_uv_by_head))
-            signature = LayerSignature(layer.config, layer.cache_format, layer.workspace_tokens, parts)
-    return AttentionWeights(weight, norm_weight, made_from, w_uk, w_uv, w_uk_t, w_uv_by_head, kv_scale, signature)
+            parts = backends.signature_of((w_uk, norm_weight, layer.backend, kv_scale, w_uk_t, w_uv_by_head, q_scale))
+            signature = LayerSignature(layer.config, layer.cache_format, layer.fp8_mode, layer.workspace_tokens, parts)
+    return AttentionWeights(
+        weight, norm_weight, made_from, w_uk, w_uv, w_uk_t, w_uv_by_head, kv_scale, q_scale, signature
+    )

@@ -19,6 +19,7 @@ from reference.interfaces import (
     check_dtype,
     check_expansion,
     check_int,
+    check_no_bias,
     check_no_overlap,
     check_out,
     check_output_scale,
@@ -74,8 +75,12 @@ def recover_weight(linear: nn.Module, in_features: int, dtype: torch.dtype, held
     """Return the dense weight of a module that is not a plain linear of `dtype`; None for a plain linear.
 
     If `held`, an earlier result, has the device and dtype of the weight, it is overwritten in place and returned.
+
+    Raises:
+        ValueError: the module has a bias.
     """
     if is_plain_linear(linear, dtype):
+        check_no_bias("kv_b_proj", linear)
         return None
     weight = dense_weight(linear, in_features, dtype)
     if held is None or held.device != weight.device or held.dtype != weight.dtype:

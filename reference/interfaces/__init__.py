@@ -118,6 +118,8 @@ from .graph_arguments import (
     check_captured,
     check_captured_lens,
     check_graph_batch,
+    check_graph_formats,
+    check_graph_plan,
     check_graph_query_len,
     check_graph_sizes,
     check_graph_support,
@@ -128,9 +130,10 @@ from .graph_arguments import (
     requests_with_tokens,
 )
 from .graphs import GraphBuffers, GraphMemory, captured_tensors, check_not_replaced, write_captured
-from .hf_attention import HFAttention, parts_of_hf_attention
+from .hf_attention import layer_from_hf
 from .kv_cache import allocate_kv_cache
 from .kv_scales import (
+    CalibratedScales,
     KVScale,
     ScaleSource,
     calibrate_kv_scales,
@@ -150,6 +153,7 @@ from .layer_arguments import (
     check_forward_attention,
     check_layer_inputs,
     check_modules,
+    check_no_bias,
     check_norm,
     check_projections,
     check_rms_norm,
@@ -188,6 +192,7 @@ from .quantization import (
     AbsorbedWeights,
     QuantizedWeight,
     check_fp8_mode,
+    check_mode_of_format,
     check_output_scale,
     check_scale,
     check_scale_values,
@@ -196,6 +201,7 @@ from .quantization import (
     e4m3_scale,
     to_e4m3,
 )
+from .query_scales import QueryScale, checkpoint_query_scale, make_query_scale, observe_queries
 from .rope_config import RopeConfig, YarnConfig, yarn_mscale
 from .sizes import (
     MOST_WORKSPACE_TOKENS,
@@ -247,6 +253,7 @@ __all__ = [
     "AttentionState",
     "BatchSplit",
     "CacheFormat",
+    "CalibratedScales",
     "CascadeMetadata",
     "ChunkRows",
     "CommonAttentionMetadata",
@@ -262,7 +269,6 @@ __all__ = [
     "GraphMemory",
     "GraphSupport",
     "GroupError",
-    "HFAttention",
     "InvariantSplitRule",
     "KVScale",
     "MLAConfig",
@@ -272,6 +278,7 @@ __all__ = [
     "PrefillPart",
     "QuantizedWeight",
     "QueryLenSupport",
+    "QueryScale",
     "RopeConfig",
     "ScaleSource",
     "ScheduleChoice",
@@ -328,6 +335,8 @@ __all__ = [
     "check_function",
     "check_gather",
     "check_graph_batch",
+    "check_graph_formats",
+    "check_graph_plan",
     "check_graph_query_len",
     "check_graph_sizes",
     "check_graph_support",
@@ -338,7 +347,9 @@ __all__ = [
     "check_layer_inputs",
     "check_lengths",
     "check_merge",
+    "check_mode_of_format",
     "check_modules",
+    "check_no_bias",
     "check_no_overlap",
     "check_no_prefill_padding",
     "check_norm",
@@ -378,6 +389,7 @@ __all__ = [
     "check_update",
     "check_weight",
     "check_weight_to_quantize",
+    "checkpoint_query_scale",
     "checkpoint_scale",
     "choose_kv_scale",
     "choose_schedule",
@@ -403,14 +415,16 @@ __all__ = [
     "kv_cache_shape",
     "largest_entry",
     "latent_norm_eps",
+    "layer_from_hf",
     "linear_output",
     "load_kv_scales",
     "longest_decode_lens",
     "longest_query",
     "make_kv_scale",
+    "make_query_scale",
     "most_captured_tokens",
     "most_invariant_splits",
-    "parts_of_hf_attention",
+    "observe_queries",
     "reorder_batch_threshold",
     "requests_with_tokens",
     "reserve_for_chunks",

@@ -92,8 +92,12 @@ def check_decode(
     fp8_mode: str = CONVERTED,
     q_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    ranks: int = 1,
 ) -> None:
-    """Check shapes, dtypes and devices of the arguments of `mla_decode`; read no values."""
+    """Check shapes, dtypes and devices of the arguments of `mla_decode`; read no values.
+
+    If the heads of `ranks` ranks will be gathered, a scale for each head has the heads of all these ranks.
+    """
     check_fp8_mode(fp8_mode)
     in_e4m3 = fp8_mode != CONVERTED
     check_tensor("ql_nope", ql_nope, ("T", "N", "Lkv"), (E4M3,) if in_e4m3 else FLOAT_DTYPES)
@@ -103,7 +107,7 @@ def check_decode(
     if in_e4m3:
         check(out_dtype is not None, "out_dtype", f"a dtype for fp8_mode {fp8_mode}", None)
         check_dtype("out_dtype", out_dtype)
-        check_scale("q_scale", q_scale, heads, ql_nope.device)
+        check_scale("q_scale", q_scale, heads * ranks, ql_nope.device)
         dtype = out_dtype
     else:
         check(q_scale is None, "q_scale", f"None for fp8_mode {CONVERTED}", "a scale")

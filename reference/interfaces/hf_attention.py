@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -10,8 +11,10 @@ from torch import Tensor, nn
 from .cache_format import COMPUTE_FORMAT, CacheFormat
 from .config import MLAConfig
 from .errors import UnsupportedConfiguration
-from .kv_scales import checkpoint_scale
+from .kv_scales import ScaleSource, checkpoint_scale
 from .layer_arguments import latent_norm_eps
+from .quantization import CONVERTED, FP8_MODES
+from .query_scales import checkpoint_query_scale
 
 
 class HFAttention(NamedTuple):
@@ -22,11 +25,32 @@ class HFAttention(NamedTuple):
         modules: projections and norms, by the names of the arguments of `MLAAttention`; None for a missing module.
         kv_scale: scale that the checkpoint stores for the cache; None if the layer uses no such scale, or if the caller
             gives a scale.
+        q_scale: scale that the checkpoint stores for the queries in e4m3; None in the same cases.
     """
 
     config: MLAConfig
     modules: dict[str, nn.Module | None]
     kv_scale: Tensor | float | None
+    q_scale: Tensor | float | None
+
+
+def layer_from_hf(layer_class: Callable[..., Any], module: nn.Module, options: dict[str, Any]) -> Any:
+    """Return the `MLAAttention` of a package for an attention module of transformers (`MLAAttention.from_hf`).
+
+    Args:
+        layer_class: the class `MLAAttention`.
+        module: the attention module, with the projections of all heads.
+        options: keyword arguments of the layer.
+    """
+    parts = parts_of_hf_attention(module, options)
+    if parts.q_scale is not None:
+        options = {**options, "q_scale": parts.q_scale}
+    layer = layer_class(parts.config, **parts.modules, **options)
+    if parts.kv_scale is not None:
+        layer.kv_scale.choose(parts.kv_scale, ScaleSource.CHECKPOINT)
+    if parts.q_scale is not None:
+        layer.q_scale.choose(parts.q_scale, ScaleSource.CHECKPOINT)
+    return layer
 
 
 def parts_of_hf_attention(module: nn.Module, options: dict[str, Any]) -> HFAttention:
@@ -34,7 +58,8 @@ def parts_of_hf_attention(module: nn.Module, options: dict[str, Any]) -> HFAtten
 
     Args:
         module: the attention module, with the projections of all heads.
-        options: keyword arguments of the layer. The function reads `context_parallel`, `cache_format` and `kv_scale`.
+        options: keyword arguments of the layer. The function reads `context_parallel`, `cache_format`, `kv_scale`,
+            `fp8_mode` and `q_scale`.
 
     Raises:
         UnsupportedConfiguration: for the same reasons as `MLAConfig.from_hf`; the latent norms have different epsilons;
@@ -62,7 +87,9 @@ def parts_of_hf_attention(module: nn.Module, options: dict[str, Any]) -> HFAtten
         modules[name] = getattr(module, name)
     for name in ("q_a_proj", "q_a_layernorm"):
         modules[name] = getattr(module, name) if low_rank else None
-    cache_format, kv_scale = options.get("cache_format", COMPUTE_FORMAT), None
+    cache_format, kv_scale, q_scale = options.get("cache_format", COMPUTE_FORMAT), None, None
     if isinstance(cache_format, CacheFormat) and cache_format.layer_scale and options.get("kv_scale") is None:
         kv_scale = checkpoint_scale(module)
-    return HFAttention(config, modules, kv_scale)
+    if options.get("fp8_mode", CONVERTED) in FP8_MODES[1:] and options.get("q_scale") is None:
+        q_scale = checkpoint_query_scale(module)
+    return HFAttention(config, modules, kv_scale, q_scale)

@@ -4,7 +4,8 @@ Only formats with `CacheFormat.layer_scale` have this scale. A layer takes it fr
 
 1. the argument `kv_scale` of the layer;
 2. the checkpoint: the attribute `kv_scale` or `k_scale` of the module (`MLAAttention.from_hf`);
-3. a calibration (`calibrate_kv_scales`), whose scales are saved to a JSON file and passed as `kv_scale`;
+3. a calibration (`calibrate_kv_scales`), whose scales are saved to a JSON file and passed as `kv_scale`. The file has
+   the scales of queries too (`reference.interfaces.query_scales`);
 4. the first step with a prefill: the largest absolute value that this step writes becomes the largest e4m3 number;
 5. 1.0, with a warning, if a decode or a graph capture comes before any prefill.
 
@@ -225,17 +226,47 @@ def checkpoint_scale(module: nn.Module) -> Tensor | float | None:
     return next(iter(found.values()), None)
 
 
-@contextlib.contextmanager
-def calibrate_kv_scales(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, float]]:
-    """Record the largest absolute value that each layer writes to its cache, and return scales at the end of the block.
+class CalibratedScales(dict[str, float]):
+    """Scales of a calibration: a mapping from the name of a layer to the scale of its cache.
 
-    The layers may have a cache of any format. Run a few prompts inside the block.
+    Args:
+        caches: mapping from the name of a layer to the scale of its cache.
+        queries: mapping from the name of a layer to the scale of its queries in e4m3 (8 bits).
+
+    Attributes:
+        queries: the scales of the queries, by the name of the layer; empty if the calibration has none.
+
+    Raises:
+        TypeError: an argument is neither a mapping nor None.
+    """
+
+    def __init__(self, caches: Mapping[str, float] | None = None, queries: Mapping[str, float] | None = None):
+        for name, scales in (("caches", caches), ("queries", queries)):
+            check_type(name, scales, (Mapping, type(None)), "a mapping or None")
+        super().__init__({} if caches is None else caches)
+        self.queries: dict[str, float] = {} if queries is None else dict(queries)
+
+
+def _scale_of(largest: list[Tensor]) -> float:
+    """Return the scale with which the largest recorded value becomes the largest e4m3 number; 1.0 for zeros."""
+    number = float(torch.stack([value.float() for value in largest]).amax())
+    return number / E4M3_MAX if number > 0 else 1.0
+
+
+@contextlib.contextmanager
+def calibrate_kv_scales(layers: Mapping[str, nn.Module]) -> Iterator[CalibratedScales]:
+    """Record the largest absolute values of each layer, and return scales at the end of the block.
+
+    The scale of a cache comes from the values that the layer writes to its cache. The scale of queries comes from the
+    absorbed queries of all tokens, also of prefills. The layers may have a cache of any format. Run a few prompts
+    inside the block.
 
     Args:
         layers: mapping from the name of a layer to its `MLAAttention`.
 
     Yields:
-        Mapping from the name of a layer to its scale. It is empty until the block ends.
+        Mapping from the name of a layer to the scale of its cache, with the scales of the queries as its attribute
+        `queries`. Both are empty until the block ends.
 
     Raises:
         TypeError: `layers` is not a mapping to layers.
@@ -244,19 +275,18 @@ def calibrate_kv_scales(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, f
     check_type("layers", layers, Mapping)
     for name, layer in layers.items():
         check(hasattr(layer, "observed"), "layers", f"an MLAAttention at {name!r}", type(layer).__name__)
-    scales: dict[str, float] = {}
+    scales = CalibratedScales()
     for layer in layers.values():
-        layer.observed = []
+        layer.observed, layer.observed_queries = [], []
     try:
         yield scales
     finally:
-        observed = {name: layer.observed for name, layer in layers.items()}
+        observed = {name: (layer.observed, layer.observed_queries) for name, layer in layers.items()}
         for layer in layers.values():
-            layer.observed = None
-    for name, values in observed.items():
-        check(len(values) > 0, "layers", f"a step of the layer {name!r} in the block", "no step")
-        largest = float(torch.stack([value.float() for value in values]).amax())
-        scales[name] = largest / E4M3_MAX if largest > 0 else 1.0
+            layer.observed = layer.observed_queries = None
+    for name, (entries, queries) in observed.items():
+        check(len(entries) > 0, "layers", f"a step of the layer {name!r} in the block", "no step")
+        scales[name], scales.queries[name] = _scale_of(entries), _scale_of(queries)
 
 
 def save_kv_scales(path: str | os.PathLike, scales: Mapping[str, float], cache_format: CacheFormat = FP8_E4M3) -> None:
@@ -264,8 +294,9 @@ def save_kv_scales(path: str | os.PathLike, scales: Mapping[str, float], cache_f
 
     Args:
         path: the file; an existing file is replaced.
-        scales: mapping from the name of a layer to its scale.
-        cache_format: format of the caches for which the scales are.
+        scales: mapping from the name of a layer to the scale of its cache. The file also gets the scales of queries if
+            `scales` is a `CalibratedScales`.
+        cache_format: format of the caches for which the scales are. The scales of queries suit every format.
 
     Raises:
         ValueError: a scale is not finite and positive, or the format has no scale of a layer.
@@ -274,12 +305,18 @@ def save_kv_scales(path: str | os.PathLike, scales: Mapping[str, float], cache_f
     check_format(cache_format)
     check(cache_format.layer_scale, "cache_format", "a format with one scale for each layer", cache_format.name)
     check_type("scales", scales, Mapping)
-    numbers = {str(name): scale_number(f"scales[{name!r}]", value) for name, value in scales.items()}
-    text = json.dumps({"cache_format": cache_format.name, "kv_scales": numbers}, indent=1)
-    Path(path).write_text(text + "\n")
+    content = {"cache_format": cache_format.name, "kv_scales": _numbers("scales", scales)}
+    if isinstance(scales, CalibratedScales) and scales.queries:
+        content["q_scales"] = _numbers("scales.queries", scales.queries)
+    Path(path).write_text(json.dumps(content, indent=1) + "\n")
 
 
-def load_kv_scales(path: str | os.PathLike, cache_format: CacheFormat = FP8_E4M3) -> dict[str, float]:
+def _numbers(argument: str, scales: Mapping[str, Any]) -> dict[str, float]:
+    """Return scales as numbers by the name of the layer."""
+    return {str(name): scale_number(f"{argument}[{name!r}]", value) for name, value in scales.items()}
+
+
+def load_kv_scales(path: str | os.PathLike, cache_format: CacheFormat = FP8_E4M3) -> CalibratedScales:
     """Read the scales of a calibration from a JSON file of `save_kv_scales`.
 
     Args:
@@ -287,7 +324,8 @@ def load_kv_scales(path: str | os.PathLike, cache_format: CacheFormat = FP8_E4M3
         cache_format: format of the caches for which the scales are wanted.
 
     Returns:
-        Mapping from the name of a layer to its scale.
+        Mapping from the name of a layer to the scale of its cache. Its attribute `queries` has the scales of queries;
+        it is empty if the file has none.
 
     Raises:
         OSError: the file cannot be read.
@@ -304,7 +342,9 @@ def load_kv_scales(path: str | os.PathLike, cache_format: CacheFormat = FP8_E4M3
     stored_for = found.get("cache_format")
     check(stored_for in CACHE_FORMATS, "path", f"a cache_format among {', '.join(CACHE_FORMATS)}", stored_for)
     check(stored_for == cache_format.name, "path", f"scales for format {cache_format.name}", stored_for)
-    return {name: scale_number(f"kv_scales[{name!r}]", value) for name, value in found["kv_scales"].items()}
+    queries = found.get("q_scales", {})
+    check(isinstance(queries, dict), "path", "q_scales by the name of a layer", type(queries).__name__)
+    return CalibratedScales(_numbers("kv_scales", found["kv_scales"]), _numbers("q_scales", queries))
 
 
 def check_path(path: str | os.PathLike) -> None:

@@ -27,6 +27,7 @@ from .costs import PathCosts
 from .decode_schedule import ScheduleChoice
 from .errors import UnsupportedConfiguration
 from .metadata import CascadeMetadata, MLAMetadata
+from .quantization import CONVERTED
 from .workspace import ContextWorkspace
 
 CPU = torch.device("cpu")
@@ -49,6 +50,11 @@ def check_modules(**modules: object) -> None:
     for name, module in modules.items():
         if module is not None or not name.startswith("q_"):
             check_type(name, module, nn.Module, "a module")
+
+
+def check_no_bias(argument: str, linear: nn.Module) -> None:
+    """Check that a linear module whose weight a layer reads has no bias, which the layer would ignore."""
+    check(getattr(linear, "bias", None) is None, argument, "no bias", "a bias")
 
 
 def check_rms_norm(x: Tensor, weight: Tensor, eps: float) -> None:
@@ -152,6 +158,7 @@ def check_step(
     kv_cache: Tensor,
     workspace_tokens: int,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    fp8_mode: str = CONVERTED,
 ) -> None:
     """Check shapes and numbers in the plan of a step, before the layer writes anything; read no values.
 
@@ -185,6 +192,7 @@ def check_step(
     check_type("metadata.cache_format", metadata.cache_format, CacheFormat)
     check(metadata.cache_format == cache_format, "metadata.cache_format", f"{cache_format.name}, the layer's format",
           metadata.cache_format.name)  # fmt: skip
+    check(metadata.fp8_mode == fp8_mode, "metadata.fp8_mode", f"{fp8_mode}, the layer's mode", metadata.fp8_mode)
     check_type("metadata.schedule_choice", metadata.schedule_choice, ScheduleChoice)
     check_type("metadata.workspace", metadata.workspace, ContextWorkspace)
     check_type("metadata.captured", metadata.captured, (tuple, type(None)), "a tuple or None")

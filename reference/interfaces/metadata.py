@@ -21,6 +21,7 @@ from .checks import check, check_blocks, check_lengths, check_not_negative, chec
 from .context_chunk import ChunkRows, ContextChunk
 from .decode_schedule import NEVER_PLANNED, DecodeSchedule, ScheduleChoice
 from .ownership import ONE_RANK, TokenOwnership, check_interleave
+from .quantization import CONVERTED
 from .slots import slots_of_tokens
 from .support import GraphSupport
 from .workspace import ContextWorkspace
@@ -393,6 +394,8 @@ class MLAMetadata:
         workspace: memory in which a layer gathers and expands one chunk. A builder puts the same workspace into each of
             its plans with context, so all layers share it.
         cache_format: format of the caches for which the step was planned; a layer with another format refuses the plan.
+        fp8_mode: mode of the decodes for which the step was planned (`mla_decode`); a layer with another mode refuses
+            the plan.
         captured: pairs of name and tensor for the tensors that a CUDA graph reads. The builder sets them in a plan for
             a graph, and `update_captured` raises if a tensor was replaced. None for other plans.
     """
@@ -409,6 +412,7 @@ class MLAMetadata:
     schedule_choice: ScheduleChoice = NEVER_PLANNED
     workspace: ContextWorkspace = field(default_factory=ContextWorkspace)
     cache_format: CacheFormat = COMPUTE_FORMAT
+    fp8_mode: str = CONVERTED
     captured: tuple[tuple[str, Tensor | None], ...] | None = None
 
     @property

@@ -155,6 +155,7 @@ def dcp_wire_bytes(
     merge: str,
     element_size: int,
     lse_size: int = 4,
+    query_size: int | None = None,
 ) -> dict[str, int]:
     """Return the bytes that each rank receives in one decode step of one layer, for each collective operation.
 
@@ -177,8 +178,9 @@ def dcp_wire_bytes(
         qk_rope_head_dim: R.
         context_parallel_size: D.
         merge: "ag_rs" or "a2a".
-        element_size: bytes of a query or output element.
+        element_size: bytes of an output element.
         lse_size: bytes of one LSE value: 4, or 8 in float64.
+        query_size: bytes of a query element, 1 for queries in e4m3; None means `element_size`.
 
     Returns:
         Mapping from collective to bytes: "all_gather" and "reduce_scatter", or "all_gather" and "all_to_all".
@@ -189,14 +191,16 @@ def dcp_wire_bytes(
     size = context_parallel_size
     check_rank(size, None, 1)
     check(merge in MERGES, "merge", f"one of {', '.join(MERGES)}", repr(merge))
-    sizes = {"num_heads": num_heads, "kv_lora_rank": kv_lora_rank, "element_size": element_size, "lse_size": lse_size}
+    query_size = element_size if query_size is None else query_size
+    sizes = {"num_heads": num_heads, "kv_lora_rank": kv_lora_rank, "element_size": element_size, "lse_size": lse_size,
+             "query_size": query_size}  # fmt: skip
     for name, value in sizes.items():
         check_int(name, value)
     for name, value in (("num_tokens", num_tokens), ("qk_rope_head_dim", qk_rope_head_dim)):
         check_int(name, value, 0)
     check(num_heads % size == 0, "num_heads", f"a multiple of {size} ranks", num_heads)
     others, local_rows = size - 1, num_tokens * (num_heads // size)
-    queries = others * local_rows * (kv_lora_rank + qk_rope_head_dim) * element_size
+    queries = others * local_rows * (kv_lora_rank + qk_rope_head_dim) * query_size
     outputs = others * local_rows * kv_lora_rank * element_size
     if merge == "ag_rs":
         return {"all_gather": queries + others * num_tokens * num_heads * lse_size, "reduce_scatter": outputs}

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
-from .cache_format import E4M3, E4M3_MAX
+from .cache_format import E4M3, E4M3_MAX, CacheFormat, check_format
 from .checks import check, check_flag, check_tensor, check_type
 from .errors import UnsupportedConfiguration
 
@@ -171,6 +171,14 @@ def check_fp8_mode(fp8_mode: str, argument: str = "fp8_mode") -> None:
     """Check that a mode is one of `FP8_MODES`."""
     check_type(argument, fp8_mode, str)
     check(fp8_mode in FP8_MODES, argument, f"one of {', '.join(FP8_MODES)}", fp8_mode)
+
+
+def check_mode_of_format(fp8_mode: str, cache_format: CacheFormat) -> None:
+    """Check that a mode is one of `FP8_MODES`, and that a cache of the format can be attended in this mode."""
+    check_fp8_mode(fp8_mode)
+    check_format(cache_format)
+    check(cache_format.scaled or fp8_mode == CONVERTED, "fp8_mode", f"{CONVERTED} for format {cache_format.name}",
+          fp8_mode)  # fmt: skip
 
 
 def check_weight_to_quantize(weight: Tensor, per_head: bool) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from ..interfaces import (
     COMPUTE_FORMAT,
+    CONVERTED,
     CacheFormat,
     CommonAttentionMetadata,
     ContextParallelMetadata,
@@ -23,8 +24,8 @@ from ..interfaces import (
     TokenOwnership,
     check_captured_lens,
     check_flag,
-    check_format,
     check_int,
+    check_mode_of_format,
     check_ownership,
     check_schedule_costs,
 )
@@ -41,6 +42,7 @@ def plan_captured_decodes(
     ownership: TokenOwnership | None = None,
     graph: GraphSupport = GraphSupport.ANY,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    fp8_mode: str = CONVERTED,
 ) -> MLAMetadata:
     """Plan decodes from the lengths in the device tensors `common.seq_lens` and `common.query_start_loc`.
 
@@ -74,6 +76,7 @@ def plan_captured_decodes(
             lengths of whole sequences and the slots of this rank.
         graph: ANY or ONE_QUERY_LEN, see the table.
         cache_format: format of the caches of the layers that use the plan.
+        fp8_mode: mode of the decodes of these layers (`mla_decode`).
 
     Returns:
         The plan; a `ContextParallelMetadata` if `ownership` is given. The plan shares these tensors with `common`: the
@@ -90,7 +93,7 @@ def plan_captured_decodes(
     costs = check_schedule_costs(costs)
     check_flag("batch_invariant", batch_invariant)
     check_ownership(ownership)
-    check_format(cache_format)
+    check_mode_of_format(fp8_mode, cache_format)
     visible_lens = compute_visible_lens(common.query_start_loc, common.seq_lens, tokens, ownership)
     query_start_loc, seq_lens = common.query_start_loc, common.seq_lens
     if graph is GraphSupport.ONE_QUERY_LEN:
@@ -129,6 +132,7 @@ def plan_captured_decodes(
         workspace_tokens=0,  # no context is expanded
         schedule=schedule,
         cache_format=cache_format,
+        fp8_mode=fp8_mode,
         schedule_choice=ScheduleChoice(num_programs, requests, 0, 0, planned=num_programs > 0),
     )
 

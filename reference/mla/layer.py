@@ -20,13 +20,14 @@ from ..distributed.arguments import check_output_projection, check_step_ownershi
 from ..distributed.groups import ContextParallel
 from ..interfaces import (
     COMPUTE_FORMAT,
+    CONVERTED,
     MOST_WORKSPACE_TOKENS,
     AbsorbedWeights,
+    AttentionState,
     CacheFormat,
     ContextWorkspace,
     MLAConfig,
     MLAMetadata,
-    ScaleSource,
     check_attention_output,
     check_context_workspace,
     check_flag,
@@ -35,18 +36,21 @@ from ..interfaces import (
     check_int,
     check_layer_inputs,
     check_modules,
+    check_no_bias,
     check_norm,
     check_projections,
     check_rms_norm,
     check_step,
     check_step_values,
-    check_tensor,
     choose_kv_scale,
     is_plain_linear,
+    layer_from_hf,
     linear_output,
     make_kv_scale,
-    parts_of_hf_attention,
+    make_query_scale,
+    observe_queries,
     reserve_largest,
+    to_e4m3,
     wide_dtype,
 )
 from .cascade import cascade_attention
@@ -118,17 +122,24 @@ class MLAAttention(nn.Module):
             to the first step with a prefill (`reference.interfaces.kv_scales`).
         fp8_weights: whether the absorbed weights are stored in e4m3 (8 bits), with one scale for each head
             (`quantize_weight`). They are read by the constructor and by `refresh_weights`.
+        fp8_mode: mode of decodes over a cache in e4m3 (`mla_decode`). In the modes `fp8_query` and `fp8_product` the
+            layer makes the queries of decodes in e4m3, in the ops that absorb and rotate them.
+        q_scale: scale of queries in e4m3, only for these two modes: one number, or a tensor [N] with one for each of
+            all N heads. None takes 1.0, with a warning (`reference.interfaces.query_scales`).
 
     Attributes:
         kv_scale: the scale as a `KVScale`, a buffer of the layer; None if the format has no such scale.
-        observed: largest absolute value of each step, while `calibrate_kv_scales` records them; otherwise None.
+        q_scale: the scale of queries in e4m3 as a `QueryScale`, a buffer of the layer; None in the mode `converted`.
+        observed: largest absolute value that each step wrote, while `calibrate_kv_scales` records; otherwise None.
+        observed_queries: largest absolute value of the absorbed queries of each step, in the same calibration.
         fp8_weights: the absorbed weights in e4m3; None without the option `fp8_weights`.
 
     Raises:
         TypeError: a projection is not a module, or an argument has another type.
         ValueError: the query projections do not fit `config`; a norm has hooks or a wrong weight; N is not a multiple
             of TP; ranks share the heads and `o_proj` has a bias; `o_proj` returns its bias instead of adding it;
-            `kv_b_proj` is not a plain `nn.Linear` and has a bias.
+            `kv_b_proj` has a bias; `fp8_mode` is unknown or does not suit `cache_format`; a scale does not suit the
+            format or the mode.
     """
 
     def __init__(
@@ -149,6 +160,8 @@ class MLAAttention(nn.Module):
         workspace: ContextWorkspace | None = None,
         kv_scale: float | Tensor | None = None,
         fp8_weights: bool = False,
+        fp8_mode: str = CONVERTED,
+        q_scale: float | Tensor | None = None,
     ):
         super().__init__()
         check_projections(config, q_proj, q_a_proj, q_a_layernorm, q_b_proj)
@@ -171,7 +184,10 @@ class MLAAttention(nn.Module):
         self.q_a_layernorm, self.kv_a_layernorm = q_a_layernorm, kv_a_layernorm
         self.workspace_tokens, self.cache_format, self.workspace = workspace_tokens, cache_format, workspace
         self.kv_scale = make_kv_scale(cache_format, kv_scale, kv_a_layernorm.weight.device)
+        self.fp8_mode = fp8_mode
+        self.q_scale = make_query_scale(fp8_mode, cache_format, q_scale, config.num_heads, kv_a_layernorm.weight.device)
         self.observed: list[Tensor] | None = None
+        self.observed_queries: list[Tensor] | None = None
         self.register_buffer("recovered_kv_b_weight", None, persistent=False)
         self.fp8_weights = AbsorbedWeights() if fp8_weights else None
         self.refresh_weights()
@@ -184,18 +200,14 @@ class MLAAttention(nn.Module):
             module: the attention module, with the projections of all heads. The layer takes the epsilon of the module's
                 latent norms. With `context_parallel` the layer uses views of the weights of this rank's heads.
             options: keyword arguments of the constructor, such as `context_parallel` and `cache_format`. A scale that
-                the checkpoint stores for the cache is used if `kv_scale` is not given.
+                the checkpoint stores for the cache or for the queries is used if `kv_scale` or `q_scale` is not given.
 
         Raises:
             UnsupportedConfiguration: for the same reasons as `MLAConfig.from_hf`; the latent norms have different
                 epsilons; `context_parallel` is given, and a projection is not a plain linear, so its heads cannot be
                 separated.
         """
-        parts = parts_of_hf_attention(module, options)
-        layer = cls(parts.config, **parts.modules, **options)
-        if parts.kv_scale is not None:
-            layer.kv_scale.choose(parts.kv_scale, ScaleSource.CHECKPOINT)
-        return layer
+        return layer_from_hf(cls, module, options)
 
     def refresh_weights(self) -> None:
         """Read the weight of `kv_b_proj` again, after the caller changed it.
@@ -203,9 +215,13 @@ class MLAAttention(nn.Module):
         If `kv_b_proj` is a plain `nn.Linear`, the layer uses its parameter directly. If `kv_b_proj` is quantised,
         wrapped or hooked, the layer keeps a dense copy of the weight (`dense_weight`), and this call updates the copy.
         With `fp8_weights`, this call quantises the absorbed weights again. Both happen in place if possible.
+
+        Raises:
+            ValueError: `kv_b_proj` has a bias.
         """
         dtype, held = self.kv_a_layernorm.weight.dtype, self.recovered_kv_b_weight
         if is_plain_linear(self.kv_b_proj, dtype):
+            check_no_bias("kv_b_proj", self.kv_b_proj)
             self.recovered_kv_b_weight = None
         else:
             weight = dense_weight(self.kv_b_proj, self.config.kv_lora_rank, dtype)
@@ -247,11 +263,14 @@ class MLAAttention(nn.Module):
         Raises:
             ValueError: arguments do not match. If the method raises, it has not written to the cache.
         """
-        weight = self.kv_a_layernorm.weight
-        check_tensor("hidden_states", hidden_states, ("T", self.config.hidden_size), (weight.dtype,), weight.device)
-        q, kv_c_normed, k_pe = self.project(hidden_states, positions)
-        output = q.new_empty(q.shape[0], self.local_config.num_heads, self.config.v_head_dim)
-        self.forward_attention(q, kv_c_normed, k_pe, kv_cache, metadata, output)
+        check_layer_inputs(self.config, self.kv_a_layernorm.weight, hidden_states, positions)
+        q_nope, q_pe, kv_c, k_pe = self._down_project(hidden_states)
+        q_e4m3 = None
+        if self.q_scale is not None:
+            q_e4m3, _ = apply_rope(positions, q_pe, k_pe, self.config.rope, self._own_q_scale())
+        projected = self._rotate_and_norm(positions, q_nope, q_pe, kv_c, k_pe)
+        output = q_pe.new_empty(q_pe.shape[0], self.local_config.num_heads, self.config.v_head_dim)
+        self._write_and_attend(*projected, kv_cache, metadata, output, q_e4m3)
         hidden = linear_output("o_proj", self.o_proj(rearrange(output, "tokens heads value -> tokens (heads value)")))
         return hidden if self.context_parallel is None else self.context_parallel.tp_group.all_reduce(hidden)
 
@@ -271,8 +290,11 @@ class MLAAttention(nn.Module):
         Raises:
             ValueError: shapes, dtypes or devices do not match.
         """
-        weight = self.kv_a_layernorm.weight
-        check_layer_inputs(self.config, weight, hidden_states, positions)
+        check_layer_inputs(self.config, self.kv_a_layernorm.weight, hidden_states, positions)
+        return self._rotate_and_norm(positions, *self._down_project(hidden_states))
+
+    def _down_project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return queries [T, N, P] and [T, N, R], latents [T, Lkv] and rope keys [T, R], before rotation and norm."""
         c = self.local_config
         if self.q_proj is not None:
             q = linear_output("q_proj", self.q_proj(hidden_states))
@@ -280,9 +302,13 @@ class MLAAttention(nn.Module):
             q_c = linear_output("q_a_proj", self.q_a_proj(hidden_states))
             q = linear_output("q_b_proj", self.q_b_proj(rms_norm(q_c, self.q_a_layernorm.weight, c.latent_norm_eps)))
         q = rearrange(q, "tokens (heads dim) -> tokens heads dim", heads=c.num_heads)
-        q_nope, q_pe = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
         down = linear_output("kv_a_proj_with_mqa", self.kv_a_proj_with_mqa(hidden_states))
-        kv_c, k_pe = down.split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+        q_parts = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
+        return *q_parts, *down.split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+
+    def _rotate_and_norm(self, positions, q_nope, q_pe, kv_c, k_pe) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the results of `project`."""
+        c = self.local_config
         q_pe, k_pe = apply_rope(positions, q_pe, k_pe, c.rope)
         return torch.cat((q_nope, q_pe), dim=-1), rms_norm(kv_c, self.kv_a_layernorm.weight, c.latent_norm_eps), k_pe
 
@@ -310,6 +336,16 @@ class MLAAttention(nn.Module):
         Raises:
             ValueError: arguments do not match. If the method raises, it has written nothing.
         """
+        self._write_and_attend(q, kv_c_normed, k_pe, kv_cache, metadata, output)
+
+    def _write_and_attend(
+        self, q, kv_c_normed, k_pe, kv_cache, metadata, output, q_e4m3: Shaped[Tensor, "T N R"] | None = None
+    ) -> None:
+        """Compute `forward_attention`.
+
+        `q_e4m3` are the rotated rope parts of the queries in e4m3. None makes them from `q`, which is already rounded
+        to the dtype of the layer.
+        """
         c = self.local_config
         w_uk, w_uv = self.up_projections()
         scale = None if self.kv_scale is None else self.kv_scale.value
@@ -321,7 +357,7 @@ class MLAAttention(nn.Module):
             expand_kv(context[:, : c.kv_lora_rank].zero_(), w_uk, w_uv, workspace=expanded)
             output.zero_()
             return
-        check_step(metadata, q.shape[0], kv_cache, self.workspace_tokens, self.cache_format)
+        check_step(metadata, q.shape[0], kv_cache, self.workspace_tokens, self.cache_format, self.fp8_mode)
         check_step_values(metadata, kv_cache)
         check_step_ownership(metadata, self.context_parallel)
         workspace = metadata.workspace if self.workspace is None else self.workspace
@@ -332,26 +368,17 @@ class MLAAttention(nn.Module):
         end, split = metadata.num_actual_tokens, metadata.num_decode_tokens
         choose_kv_scale(self, metadata, lambda: (kv_c_normed, k_pe))
         concat_and_cache_mla(kv_c_normed[:end], k_pe[:end], kv_cache, metadata.slot_mapping, self.cache_format, scale)
+        w_uk_t, w_uv_absorbed = absorb(w_uk, w_uv)
+        if self.fp8_weights is not None:
+            w_uk_t, w_uv_absorbed = self.fp8_weights.w_uk_t, self.fp8_weights.w_uv
+        q_nope, q_pe = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
+        observe_queries(self, metadata, lambda: (query_to_latent(q_nope, w_uk_t), q_pe))
         if split > 0:
-            w_uk_t, w_uv_absorbed = absorb(w_uk, w_uv)
-            if self.fp8_weights is not None:
-                w_uk_t, w_uv_absorbed = self.fp8_weights.w_uk_t, self.fp8_weights.w_uv
-            q_nope, q_pe = q[:split].split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
-            ql_nope = query_to_latent(q_nope, w_uk_t)
-            if metadata.cascade is not None:
-                state = cascade_attention(
-                    ql_nope, q_pe, kv_cache, metadata.cascade, c.softmax_scale, self.cache_format, scale
-                )
-            elif self.context_parallel is not None:
-                state = dcp_decode(
-                    ql_nope, q_pe, kv_cache, metadata.decode, c.softmax_scale, self.context_parallel,
-                    metadata.schedule, cache_format=self.cache_format, kv_scale=scale,
-                )  # fmt: skip
-            else:
-                state = mla_decode(
-                    ql_nope, q_pe, kv_cache, metadata.decode, c.softmax_scale, metadata.schedule,
-                    cache_format=self.cache_format, kv_scale=scale,
-                )  # fmt: skip
+            if self.q_scale is not None and q_e4m3 is None:
+                q_e4m3 = to_e4m3(q_pe, rearrange(self._own_q_scale(), "... -> ... 1"))
+            ql_nope = query_to_latent(q_nope[:split], w_uk_t, self._own_q_scale())
+            queries = ql_nope, (q_pe if q_e4m3 is None else q_e4m3)[:split]
+            state = self._decode(*queries, kv_cache, metadata, scale)
             output[:split] = latent_to_value(state.out, w_uv_absorbed)
         if end > split:
             rows, gather = slice(split, end), gather_context
@@ -362,6 +389,30 @@ class MLAAttention(nn.Module):
                 self.cache_format, return_lse=False, kv_scale=scale, workspace=workspace,
             )  # fmt: skip
         output[end:] = 0
+
+    def _own_q_scale(self) -> Float[Tensor, "*heads"] | None:
+        """Return the scale of this rank's queries in e4m3, [] or [N / TP]; None in the mode `converted`."""
+        if self.q_scale is None:
+            return None
+        scale, ranks = self.q_scale.value, self.context_parallel
+        return scale if scale.dim() == 0 or ranks is None else ranks.own_heads(scale)
+
+    def _decode(self, ql_nope, q_pe, kv_cache, metadata: MLAMetadata, kv_scale: Tensor | None) -> AttentionState:
+        """Return the state of the decodes: a cascade, a decode over several ranks, or a decode on one rank."""
+        q_scale = None if self.q_scale is None else self.q_scale.value
+        options = dict(
+            cache_format=self.cache_format, kv_scale=kv_scale, fp8_mode=self.fp8_mode, q_scale=q_scale,
+            out_dtype=self.kv_a_layernorm.weight.dtype,
+        )  # fmt: skip
+        if metadata.cascade is not None:
+            return cascade_attention(ql_nope, q_pe, kv_cache, metadata.cascade, self.config.softmax_scale, **options)
+        arguments = ql_nope, q_pe, kv_cache, metadata.decode, self.config.softmax_scale
+        ranks = self.context_parallel
+        if ranks is None:
+            return mla_decode(*arguments, metadata.schedule, **options)
+        if q_scale is not None and q_scale.dim() == 1:
+            options["q_scale"] = ranks.heads_of_group(q_scale)
+        return dcp_decode(*arguments, ranks, metadata.schedule, **options)
 
     def _reserve(
         self, workspace: ContextWorkspace, tokens: int, q: Tensor

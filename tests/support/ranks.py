@@ -17,7 +17,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from reference.distributed.groups import ContextParallel
-from reference.interfaces import COMPUTE_FORMAT, AttentionState, CacheFormat, CommonAttentionMetadata, MLAConfig
+from reference.interfaces import (
+    COMPUTE_FORMAT,
+    CONVERTED,
+    AttentionState,
+    CacheFormat,
+    CommonAttentionMetadata,
+    MLAConfig,
+)
 
 from .factories import GARBAGE, LOW_RANK, integers, linear, make_weights, norm, offsets, positions_of
 from .format_caches import poisoned_cache
@@ -125,7 +132,7 @@ def serve(
         )
         plan = ops.build_mla_metadata(
             common, steps.block_size, steps.workspace_tokens, steps.decode_threshold, ownership=ownership,
-            cache_format=cache_format,
+            cache_format=cache_format, fp8_mode=options.get("fp8_mode", CONVERTED),
         )  # fmt: skip
         positions = torch.cat([torch.arange(s - q, s, device=device) for q, s in step])
         new = torch.cat([hidden[request][s - q : s] for request, (q, s) in enumerate(step)]).to(device)

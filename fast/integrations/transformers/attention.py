@@ -26,6 +26,7 @@ from reference.distributed.arguments import check_groups
 from reference.distributed.groups import ContextParallel
 from reference.interfaces import (
     COMPUTE_FORMAT,
+    CONVERTED,
     CacheFormat,
     MLAConfig,
     MLAMetadata,
@@ -33,11 +34,12 @@ from reference.interfaces import (
     check,
     check_costs,
     check_int,
+    check_mode_of_format,
     check_tensor,
 )
 
 from .cache import BatchRecord, LatentCacheLayer, latent_layers
-from .cache_options import read_format, read_scales
+from .cache_options import planning_options, read_format, read_query_scales, read_scales
 from .models import CacheEntry, attention_modules, base_of, entry_of, same_storage
 from .padding import read_mask, read_positions
 
@@ -112,7 +114,7 @@ class AttentionAdapter:
         """Return the attention output, and None for attention weights; positions, cache and plan are in `mla_step`."""
         check(mla_step is not None, "model", "a call through the model that use_mla was given", "a call of one layer")
         self.refuse_stale_shares()
-        self.move_scale()
+        self.move_scales()
         flat = hidden_states.flatten(0, 1)
         tokens = mla_step.tokens
         packed = flat if tokens is None else flat[tokens]
@@ -133,11 +135,12 @@ class AttentionAdapter:
         """Return the cache that this module needs."""
         return entry_of(self.module, self.attention.cache_format, self.attention)
 
-    def move_scale(self) -> None:
-        """Move the scale of the cache to the device of the module, if the model was moved after `use_mla`."""
-        scale, device = self.attention.kv_scale, self.module.kv_a_layernorm.weight.device
-        if scale is not None and scale.value.device != device:
-            scale.to(device)
+    def move_scales(self) -> None:
+        """Move the scales of the layer to the device of the module, if the model was moved after `use_mla`."""
+        device = self.module.kv_a_layernorm.weight.device
+        for scale in (self.attention.kv_scale, getattr(self.attention, "q_scale", None)):
+            if scale is not None and scale.value.device != device:
+                scale.to(device)
 
     def refuse_stale_shares(self) -> None:
         """Raise ValueError if a weight of the module was replaced after this rank's layer took a view of the weight."""
@@ -316,14 +319,6 @@ class ModelAdapter:
         return Step(metadata, positions, tokens, kv_caches), lens
 
 
-def planning_options(ops: ModuleType, attention: nn.Module) -> dict[str, Any]:
-    """Return `dtype`, `cache_format` and, if `ops` has backends, `backend` for `ops.build_mla_metadata`."""
-    options: dict[str, Any] = {"dtype": attention.kv_a_layernorm.weight.dtype, "cache_format": attention.cache_format}
-    if "backend" in inspect.signature(ops.build_mla_metadata).parameters:  # `reference` has no backends
-        options["backend"] = getattr(attention, "backend", None)
-    return options
-
-
 def use_mla(
     model: PreTrainedModel,
     ops: ModuleType = fast,
@@ -335,6 +330,8 @@ def use_mla(
     context_parallel: ContextParallel | None = None,
     cache_format: CacheFormat | str = COMPUTE_FORMAT,
     kv_scales: Mapping[str, float | Tensor] | str | os.PathLike | None = None,
+    fp8_mode: str = CONVERTED,
+    q_scales: Mapping[str, float | Tensor] | str | os.PathLike | None = None,
     **options: Any,
 ) -> PreTrainedModel:
     """Replace the attention of a DeepSeek model of transformers by `ops.MLAAttention`, in place and for inference only.
@@ -366,6 +363,10 @@ def use_mla(
             layer, such as "layers.0.self_attn", to its scale, or the path of a file of `save_kv_scales`
             (`calibrate_model` makes the scales). Each layer takes its scale from the first of these sources: the
             mapping, the checkpoint, the file, the first prefill, and 1.0 with a warning.
+        fp8_mode: mode of decodes over a cache in e4m3 (`ops.mla_decode`).
+        q_scales: scales of queries in e4m3, in the same forms as `kv_scales`; None takes those of the calibration
+            `kv_scales`. Each layer takes its scale from the first of these sources: the mapping, the checkpoint, the
+            file, and 1.0 with a warning.
         options: keyword arguments for `ops.MLAAttention.from_hf` (for example `backend` of `fast`).
 
     Returns:
@@ -400,8 +401,12 @@ def use_mla(
         entry_of(module, cache_format)  # raises if the format does not support the dims or the dtype
     scales = read_scales(kv_scales, cache_format, modules)
     check(not scales or "kv_scale" not in options, "kv_scale", "no argument beside kv_scales", options.get("kv_scale"))
+    check_mode_of_format(fp8_mode, cache_format)
+    given = "q_scale" in options
+    check(not given or q_scales is None, "q_scale", "no argument beside q_scales", options.get("q_scale"))
+    q_scale_of = {} if given else read_query_scales(q_scales, kv_scales, fp8_mode, modules)
 
-    options["cache_format"] = cache_format
+    options |= {"cache_format": cache_format, **({} if fp8_mode == CONVERTED else {"fp8_mode": fp8_mode})}
     if context_parallel is not None:
         options["context_parallel"] = context_parallel
     if workspace_tokens is not None:
@@ -409,7 +414,8 @@ def use_mla(
     adapters = []
     for name, module in modules.items():
         scale = {"kv_scale": scales[name]} if name in scales else {}
-        adapters.append(AttentionAdapter(module, ops.MLAAttention.from_hf(module, **options, **scale)))
+        q_scale = {"q_scale": q_scale_of[name]} if name in q_scale_of else {}
+        adapters.append(AttentionAdapter(module, ops.MLAAttention.from_hf(module, **options, **scale, **q_scale)))
     config = adapters[0].attention.config
     planning = planning_options(ops, adapters[0].attention)
     served = Options(ops, block_size, workspace_tokens, decode_threshold, config, costs, context_parallel, planning)

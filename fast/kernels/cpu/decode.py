@@ -127,6 +127,7 @@ def decode_programs(
     block_size: int,
     query_len: int,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    fp8_mode: str = CONVERTED,
 ) -> int:
     """Return 1: this backend splits no request, so a schedule needs one program."""
     return 1
@@ -140,6 +141,7 @@ def schedule_costs(
     qk_rope_head_dim: int,
     block_size: int,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    fp8_mode: str = CONVERTED,
 ) -> ScheduleCosts:
     """Return default costs: this backend splits no request, so a schedule does not change the time of a decode."""
     return NEUTRAL_COSTS
