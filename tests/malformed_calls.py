@@ -185,7 +185,8 @@ def valid_calls(ops: ModuleType) -> list[Call]:
              kv_cache=stored(12, 16, 32), metadata=cascade, softmax_scale=0.3, **in_eighths, **backend),
         call("forward_prefill", q=torch.randn(5, 3, 20), kv_c_normed=torch.randn(5, 24), k_pe=torch.randn(5, 8),
              kv_cache=prefill_cache, metadata=prefill, w_uk=w_uk, w_uv=w_uv, softmax_scale=0.3,
-             gather=ops.gather_context, return_lse=True, **unscaled, **to_e4m3, workspace=ops.ContextWorkspace(),
+             gather=ops.gather_context, return_lse=True, **unscaled, **to_e4m3,
+             expand=lambda latents: ops.expand_kv(latents, w_uk, w_uv), workspace=ops.ContextWorkspace(),
              **out(5, 3, 10, dtype=E4M3), **backend),
         call("run_prefill_new_tokens", **expanded, softmax_scale=0.3, return_lse=True, **out(5, 3, 10), **backend),
         call("run_prefill_context_chunk", **expanded | dict(k_nope=torch.randn(keys, 3, 12),
@@ -296,7 +297,8 @@ def valid_calls(ops: ModuleType) -> list[Call]:
         # layer, builder, graph
         call("MLAAttention", config=DIRECT, **modules, workspace_tokens=64, context_parallel=ranks,
              cache_format=FP8_E4M3, workspace=ops.ContextWorkspace(),
-             kv_scale=0.5, fp8_weights=True, **({"check_every_call": False} if is_fast else {}), **backend),
+             kv_scale=0.5, fp8_weights=True, expand_by_module=True,
+             **({"check_every_call": False} if is_fast else {}), **backend),
         # scales of caches
         call("KVScale", value=0.5, source=ScaleSource.CHECKPOINT, device=CPU),
         method(ops.KVScale(), "choose", value=0.5, source=ScaleSource.CHECKPOINT),
