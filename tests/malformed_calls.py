@@ -217,6 +217,8 @@ def valid_calls(ops: ModuleType) -> list[Call]:
              | backend),
         call("quantize_weight", weight=torch.randn(3, 12, 24), per_head=False,
              **({"out": QuantizedWeight(stored(3, 12, 24), scale.clone())} if is_fast else {})),
+        call("expand_kv_by_module", kv_c_normed=torch.randn(6, 24), kv_b_proj=modules["kv_b_proj"], num_heads=3,
+             qk_nope_head_dim=12, v_head_dim=10),
         call("expand_kv", kv_c_normed=torch.randn(6, 24), w_uk=w_uk, w_uv=w_uv, workspace=torch.zeros(256 + 180)),
         call("rms_norm", x=torch.randn(6, 24), weight=torch.rand(24), eps=1e-6),
         # cache

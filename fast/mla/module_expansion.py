@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from reference.interfaces import check_int, check_tensor, linear_output
+from reference.interfaces import check_int, check_modules, check_tensor, linear_output
 
 from .. import backends
 
@@ -31,6 +31,7 @@ def expand_kv_by_module(
     """
     for name, value in (("num_heads", num_heads), ("qk_nope_head_dim", qk_nope_head_dim), ("v_head_dim", v_head_dim)):
         check_int(name, value)
+    check_modules(kv_b_proj=kv_b_proj)
     check_tensor("kv_c_normed", kv_c_normed, ("S", "Lkv"))
     with backends.CallsOfOthers():
         product = linear_output("kv_b_proj", kv_b_proj(kv_c_normed))

@@ -10,7 +10,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ..interfaces import check_int, check_tensor, linear_output
+from ..interfaces import check_int, check_modules, check_tensor, linear_output
 
 
 def expand_kv_by_module(
@@ -36,6 +36,7 @@ def expand_kv_by_module(
     """
     for name, value in (("num_heads", num_heads), ("qk_nope_head_dim", qk_nope_head_dim), ("v_head_dim", v_head_dim)):
         check_int(name, value)
+    check_modules(kv_b_proj=kv_b_proj)
     check_tensor("kv_c_normed", kv_c_normed, ("S", "Lkv"))
     product = linear_output("kv_b_proj", kv_b_proj(kv_c_normed))
     shape = kv_c_normed.shape[0], num_heads * (qk_nope_head_dim + v_head_dim)

@@ -52,6 +52,17 @@ class Rounding(WeightOnly):
         return (stored @ self.rows.float().T * scale * self.scale.T).to(x.dtype)
 
 
+class Fixed(nn.Module):
+    """A module whose output does not depend on its input."""
+
+    def __init__(self, output):
+        super().__init__()
+        self.output = output
+
+    def forward(self, x):
+        return self.output
+
+
 def make_layer(ops, config, dtype, kind=WeightOnly, **options):
     """Return a layer whose `kv_b_proj` is a quantised module; every call draws the same random weights."""
     torch.manual_seed(4)
@@ -123,9 +134,11 @@ def test_expansion_refuses(package, plain_errors):
     with pytest.raises(ValueError, match=r"^kv_b_proj\(kv_c_normed\): expected shape \[4, 66\], got \[4, 12\]$"):
         expand(latents, linear(torch.randn(12, 5)), 3, 12, 10)
     with pytest.raises(ValueError, match=r"^kv_b_proj\(kv_c_normed\): expected dtype torch.float32, got .*float64$"):
-        expand(latents, lambda x: x.double().new_zeros(4, 66), 3, 12, 10)
+        expand(latents, Fixed(torch.zeros(4, 66, dtype=torch.float64)), 3, 12, 10)
     with pytest.raises(ValueError, match="^kv_b_proj: expected no bias, got a bias beside the product$"):
-        expand(latents, lambda x: (x.new_zeros(4, 66), x), 3, 12, 10)
+        expand(latents, Fixed((torch.zeros(4, 66), torch.zeros(66))), 3, 12, 10)
+    with pytest.raises(TypeError, match="^kv_b_proj: expected a module, got function$"):
+        expand(latents, lambda x: x, 3, 12, 10)
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["forward", "forward_attention"])
