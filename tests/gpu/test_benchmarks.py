@@ -23,10 +23,10 @@ from fast.parity import Parity
 from reference.interfaces import FP8_DS_MLA, FP8_E4M3, AttentionState
 
 from ..benchmarks import bytes as moves
-from ..benchmarks import contest, decode, prefill, report, table_width, timing
+from ..benchmarks import contest, decode, prefill, report, table_width, timing, weights
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = {"decode": decode, "prefill": prefill, "bytes": moves}
+MODULES = {"decode": decode, "prefill": prefill, "bytes": moves, "weights": weights}
 CEILINGS = timing.Ceilings(copy_gb_s=4000.0, read_gb_s=4000.0, matmul_tflops=800.0, sustained_matmul_tflops=700.0)
 
 
@@ -89,7 +89,69 @@ def test_bytes_counts():
     assert moves.Row("merge_bfloat16", 65536).bytes == 3 * (2_147_483_648 + 33_554_432)
 
 
+def test_weights_counts():
+    """Count the work of products with 128 heads -> the numbers computed by hand.
+
+    A weight has 128 * 128 * 512 numbers: 16.8 MB in bfloat16. The dense weight of `kv_b_proj` has twice as many.
+    """
+    row = weights.Row("query_to_latent", 16, 128)
+    assert row.flops == 2 * 16 * 8_388_608
+    assert row.bytes_with(2, 0) == 16_777_216 + 2 * 16 * 128 * (128 + 512)
+    assert row.bytes_with(1, 512) == row.bytes_with(2, 0) - 8_388_608 + 512
+    assert weights.Row("latent_to_value", 16, 128).bytes_with(1, 512) == row.bytes_with(1, 512)
+    expansion = weights.Row("expand_kv", 512, 128)
+    assert expansion.bytes_with(2, 0) == 2 * 512 * 512 + 2 * 512 * 128 * 256 + 33_554_432
+    assert expansion.flops == 2 * 512 * 512 * 128 * 256
+
+
+@pytest.mark.parametrize("op", weights.OPS)
+def test_weights_errors(op, monkeypatch):
+    """Check a row -> the error of bfloat16 is far below that of e4m3; a weight of another head fails the check."""
+    case = weights.make_case(weights.Row(op, 19, 3), None, "cpu", device="cpu")
+    for contender in case.contenders.values():
+        who, output = contender.view(contender.calls[0]())
+        assert all(parity.passed for parity in case.check((who, output)))
+        right = case.figures["errors"][who]
+        assert not all(parity.passed for parity in case.check((who, output.roll(1, dims=1))))
+        assert case.figures["errors"][who] > 1  # the outputs of another head are independent numbers
+        case.figures["errors"][who] = right
+    errors = case.figures["errors"]
+    assert set(errors) == set(case.contenders) == set(case.figures["contender_bytes"])
+    coarse = [weights.ROUNDING] if op == weights.EXPANSION else [weights.PER_HEAD, weights.ONE_SCALE]
+    assert all(4 * errors["fast"] < errors[who] < 2**-4 for who in coarse)
+    held = case.figures["held_bytes"]
+    assert held["fast"] > 1.9 * held[coarse[0]]
+
+
+def test_errors_of_scales(monkeypatch):
+    """Give one head larger weights -> one scale loses digits of the other heads, one scale for each head does not.
+
+    The weights are a random layer, then those of every layer of the checkpoint.
+    """
+    names = [name for name, _ in weights.absorbed_weights()]
+    assert names[0] == "random, query_to_latent" and names[2] == "tiny-mla, layers.0, query_to_latent"
+    assert len(names) == len(set(names)) == 2 + 2 * 6
+    weight = torch.randn(4, 16, 32)
+    weight[2] *= 1e5
+    monkeypatch.setattr(weights, "absorbed_weights", lambda: iter([("unequal", weight)]))
+    (row,) = weights.scale_errors()["scales"]
+    one, each = row["one scale"], row["one for each head"]
+    assert (row["weight"], row["N"]) == ("unequal", 4)
+    assert one["worst head"] > 0.1 > 2**-4 > each["worst head"] and one["all"] < 2**-4
+
+
+def test_bytes_of_a_contender():
+    """Give contenders bytes of their own -> their GB/s are computed from these bytes."""
+    case = case_of()
+    case.figures["contender_bytes"] = {"slow": 10**8}
+    row = contest.contest(case, FakeClock(), ("flushed",))
+    contest.add_shares(row, CEILINGS, "read_gb_s")
+    assert row["times"]["flushed"]["fast"]["gb_s"] == pytest.approx(2000)
+    assert row["times"]["flushed"]["slow"]["gb_s"] == pytest.approx(400)
+
+
 def test_rows_are_the_published_ones():
+    assert {(row.T, row.N) for row in weights.ROWS[:16]} == {(t, n) for t in (1, 16, 128, 512) for n in (16, 128)}
     assert len(set(decode.ROWS)) == 23 and len(set(prefill.ROWS)) == 6 and len(set(moves.ROWS)) == 14
     assert {row.N for row in decode.ROWS} == {128, 64, 32, 16}
     assert decode.Row(1, 131072, 1, 16) in decode.ROWS and decode.Row(128, 4096, 2, 16) in decode.ROWS
@@ -122,6 +184,7 @@ SMALL = {
     "decode": [decode.Row(3, 70, 2, 5), decode.Row(1, 40, 1, 1)],
     "prefill": [prefill.Row(3, 40, 60, 5, "causal"), prefill.Row(1, 200, 200, 2, "full")],
     "bytes": [moves.Row(op, 1024) for op in moves.MAKERS if not op.startswith(("merge", "reorg"))],
+    "weights": [weights.Row(op, tokens, 3) for op in weights.OPS for tokens in (1, 37)],
 }
 
 
@@ -446,10 +509,14 @@ def test_whole_program(name, monkeypatch, tmp_path, capsys):
     said = capsys.readouterr()
     assert said.err == "" and "ceilings in this run: copy 4000 GB/s" in said.out
     figures = json.loads(path.read_text())
-    assert set(figures) == {"command", "ceilings", "bandwidth", "rows"}
+    more = {"weights": {"scales"}}.get(name, set())
+    assert set(figures) == {"command", "ceilings", "bandwidth", "rows"} | more
     assert figures["ceilings"]["matmul_size"] == timing.MATMUL_SIZE
     (found,) = figures["rows"]
-    assert set(found) == {"dims", "flops", "bytes", "passed", "parity", "absent", "times", "host_us", "fast_against"}
+    further = {"contender_bytes", "held_bytes", "errors"} if name == "weights" else set()
+    assert set(found) == {
+        "dims", "flops", "bytes", "passed", "parity", "absent", "times", "host_us", "fast_against", *further
+    }  # fmt: skip
     assert set(found["times"]["flushed"]["fast"]) == {
         "median_us", "quartiles_us", "runs", "tflops", "share_of_matmul", "gb_s", "share_of_bandwidth"
     }  # fmt: skip
@@ -502,6 +569,8 @@ def test_errors(name, argv, message, no_gpu, capsys):
         ("prefill", "1,4,4,1,maybe", "causal or full"),
         ("bytes", "gather,100", "a multiple of 1024 tokens"),
         ("bytes", "swap,1024", "one of gather, cache_write"),
+        ("weights", "absorb,16,128", "one of query_to_latent, latent_to_value, expand_kv"),
+        ("weights", "expand_kv,0,128", "sizes are at least 1"),
     ],
 )
 def test_bad_rows(name, text, reason, no_gpu, capsys):
