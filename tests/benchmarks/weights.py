@@ -54,6 +54,7 @@ from .timing import Call, input_sets
 
 LATENT, NOPE, VALUE = 512, 128, 128
 DTYPE = torch.bfloat16
+MOST_SETS = 256  # a weight of 16 heads in e4m3 has 1 MB
 EXPANSION = "expand_kv"
 OPS = ("query_to_latent", "latent_to_value", EXPANSION)
 PER_HEAD, ONE_SCALE = f"{OURS}, e4m3", f"{OURS}, e4m3, one scale"
@@ -264,7 +265,7 @@ def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: s
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if device == "cuda" else 1
     num_bytes = row.bytes_with(DTYPE.itemsize, 0)
     # the e4m3 weight is the smallest input: all sets together must not fit into the L2 cache
-    sets = input_sets(row.bytes_with(1, 0), l2_bytes)
+    sets = input_sets(row.bytes_with(1, 0), l2_bytes, MOST_SETS)
     products = (expansions if row.op == EXPANSION else absorbed_products)(row, sets, backend, device)
     errors: dict[str, float] = {}
 
