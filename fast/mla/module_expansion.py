@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from reference.interfaces import check_int, check_modules, check_tensor, linear_output
+from reference.interfaces import check_module_expansion, check_tensor, linear_output
 
 from .. import backends
 
@@ -27,12 +27,9 @@ def expand_kv_by_module(
         the values of a head follow its keys.
 
     Raises:
-        ValueError: the product of the module has another shape, dtype or device.
+        ValueError: the latents are not on the device of the module, or its product has another shape, dtype or device.
     """
-    for name, value in (("num_heads", num_heads), ("qk_nope_head_dim", qk_nope_head_dim), ("v_head_dim", v_head_dim)):
-        check_int(name, value)
-    check_modules(kv_b_proj=kv_b_proj)
-    check_tensor("kv_c_normed", kv_c_normed, ("S", "Lkv"))
+    check_module_expansion(kv_c_normed, kv_b_proj, num_heads, qk_nope_head_dim, v_head_dim)
     with backends.CallsOfOthers():
         product = linear_output("kv_b_proj", kv_b_proj(kv_c_normed))
     shape = kv_c_normed.shape[0], num_heads * (qk_nope_head_dim + v_head_dim)

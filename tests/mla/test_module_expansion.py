@@ -137,6 +137,8 @@ def test_expansion_refuses(package, plain_errors):
         expand(latents, Fixed(torch.zeros(4, 66, dtype=torch.float64)), 3, 12, 10)
     with pytest.raises(ValueError, match="^kv_b_proj: expected no bias, got a bias beside the product$"):
         expand(latents, Fixed((torch.zeros(4, 66), torch.zeros(66))), 3, 12, 10)
+    with pytest.raises(ValueError, match="^kv_c_normed: expected device cpu, got meta$"):
+        expand(latents.to("meta"), linear(torch.randn(66, 5)), 3, 12, 10)
     with pytest.raises(TypeError, match="^kv_b_proj: expected a module, got function$"):
         expand(latents, lambda x: x, 3, 12, 10)
 
