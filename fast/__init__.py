@@ -88,6 +88,7 @@ from .mla.decode import decode_programs as decode_programs  # in `fast` only
 from .mla.decode import mla_decode
 from .mla.decode import schedule_costs as schedule_costs  # in `fast` only
 from .mla.layer import MLAAttention, rms_norm
+from .mla.module_expansion import expand_kv_by_module
 from .mla.prefill import forward_prefill, gather_context, run_prefill_context_chunk, run_prefill_new_tokens
 from .mla.weights import (
     absorb,
@@ -177,6 +178,7 @@ __all__ = [
     "dense_weight",
     "dequantize_entries",
     "expand_kv",
+    "expand_kv_by_module",
     "flash_attn_varlen",
     "forward_prefill",
     "gather_and_maybe_dequant_cache",

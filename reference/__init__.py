@@ -76,6 +76,7 @@ from .mla.choose_path import choose_path, choose_paths
 from .mla.context_parallel import dcp_decode, dcp_gather_context
 from .mla.decode import mla_decode
 from .mla.layer import MLAAttention, rms_norm
+from .mla.module_expansion import expand_kv_by_module
 from .mla.prefill import forward_prefill, gather_context, run_prefill_context_chunk, run_prefill_new_tokens
 from .mla.weights import (
     absorb,
@@ -165,6 +166,7 @@ __all__ = [
     "dense_weight",
     "dequantize_entries",
     "expand_kv",
+    "expand_kv_by_module",
     "flash_attn_varlen",
     "forward_prefill",
     "gather_and_maybe_dequant_cache",

@@ -186,7 +186,8 @@ def valid_calls(ops: ModuleType) -> list[Call]:
              out_dtype=torch.float32, **backend),
         call("forward_prefill", q=torch.randn(5, 3, 20), kv_c_normed=torch.randn(5, 24), k_pe=torch.randn(5, 8),
              kv_cache=prefill_cache, metadata=prefill, w_uk=w_uk, w_uv=w_uv, softmax_scale=0.3,
-             gather=ops.gather_context, return_lse=True, **unscaled, **to_e4m3, workspace=ops.ContextWorkspace(),
+             gather=ops.gather_context, return_lse=True, **unscaled, **to_e4m3,
+             expand=lambda latents: ops.expand_kv(latents, w_uk, w_uv), workspace=ops.ContextWorkspace(),
              **out(5, 3, 10, dtype=E4M3), **backend),
         call("run_prefill_new_tokens", **expanded, softmax_scale=0.3, return_lse=True, **out(5, 3, 10), **backend),
         call("run_prefill_context_chunk", **expanded | dict(k_nope=torch.randn(keys, 3, 12),
@@ -217,6 +218,8 @@ def valid_calls(ops: ModuleType) -> list[Call]:
              | backend),
         call("quantize_weight", weight=torch.randn(3, 12, 24), per_head=False,
              **({"out": QuantizedWeight(stored(3, 12, 24), scale.clone())} if is_fast else {})),
+        call("expand_kv_by_module", kv_c_normed=torch.randn(6, 24), kv_b_proj=modules["kv_b_proj"], num_heads=3,
+             qk_nope_head_dim=12, v_head_dim=10),
         call("expand_kv", kv_c_normed=torch.randn(6, 24), w_uk=w_uk, w_uv=w_uv, workspace=torch.zeros(256 + 180)),
         call("rms_norm", x=torch.randn(6, 24), weight=torch.rand(24), eps=1e-6),
         # cache
@@ -298,7 +301,7 @@ def valid_calls(ops: ModuleType) -> list[Call]:
         # layer, builder, graph
         call("MLAAttention", config=DIRECT, **modules, workspace_tokens=64, context_parallel=ranks,
              cache_format=FP8_E4M3, workspace=ops.ContextWorkspace(),
-             kv_scale=0.5, fp8_weights=True, fp8_mode="fp8_query", q_scale=0.5,
+             kv_scale=0.5, fp8_weights=True, fp8_mode="fp8_query", q_scale=0.5, expand_by_module=True,
              **({"check_every_call": False} if is_fast else {}), **backend),
         # scales of caches
         call("KVScale", value=0.5, source=ScaleSource.CHECKPOINT, device=CPU),

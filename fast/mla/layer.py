@@ -56,8 +56,8 @@ from .context_parallel import DCP_DECODE_OPS, dcp_gather_context
 from .memory_profile import reserve_for_step, touch_largest
 from .new_tokens import NewTokens, frequencies_for, measure_step, write_tokens
 from .prefill import PREFILL_OPS, forward_prefill, gather_context, rows_of
-from .weight_views import AttentionWeights, WeightViews
-from .weights import absorb, quantize_weight, recover_weight, split_kv_b_proj
+from .weight_views import AttentionWeights, WeightViews, dense_weight_of, refresh
+from .weights import split_kv_b_proj
 
 _check_forward_attention = backends.CheckedOnce(check_forward_attention)
 _check_inputs = backends.CheckedOnce(check_layer_inputs)
@@ -118,6 +118,8 @@ class MLAAttention(nn.Module):
             rotated queries, so it converts their rope parts in a step of its own.
         q_scale: scale of queries in e4m3, only for these two modes: one number, or a tensor [N] with one for each of
             all N heads. None takes 1.0, with a warning (`reference.interfaces.query_scales`).
+        expand_by_module: whether prefills expand latents by calling `kv_b_proj` (`expand_kv_by_module`). Otherwise they
+            multiply by its dense weight (`expand_kv`).
         check_every_call: if True, every op checks all its arguments in every call. If False, an op may skip a check
             that an earlier call with the same shapes, strides and dtypes has passed (`fast.backends.checked_calls`).
         backend: name of a backend, mapping from op to backend name, or None. A name applies to the ops that the backend
@@ -156,6 +158,7 @@ class MLAAttention(nn.Module):
         fp8_weights: bool = False,
         fp8_mode: str = CONVERTED,
         q_scale: float | Tensor | None = None,
+        expand_by_module: bool = False,
         check_every_call: bool = False,
         backend: BackendChoice = None,
     ):
@@ -171,7 +174,8 @@ class MLAAttention(nn.Module):
         check_context_workspace("workspace", workspace)
         check_flag("check_every_call", check_every_call)
         check_flag("fp8_weights", fp8_weights)
-        self.check_every_call = check_every_call
+        check_flag("expand_by_module", expand_by_module)
+        self.check_every_call, self.expand_by_module = check_every_call, expand_by_module
         check_norm("kv_a_layernorm", kv_a_layernorm, config.kv_lora_rank)
         if q_a_layernorm is not None:
             check_norm("q_a_layernorm", q_a_layernorm, config.q_lora_rank)
@@ -214,25 +218,18 @@ class MLAAttention(nn.Module):
     def refresh_weights(self) -> None:
         """Read the weight of `kv_b_proj` again, after the caller changed this weight.
 
-        If `kv_b_proj` is not a plain linear module, the layer keeps a dense copy of its weight. This function updates
-        the copy and the `fp8_weights`, in place if device and dtype have not changed, and replaces them otherwise.
-        `reference.mla.layer.MLAAttention.refresh_weights` explains when a caller must call this function.
+        If `kv_b_proj` is not a plain linear module, the layer keeps a dense copy of its weight if a product reads it.
+        This function updates the copy and the `fp8_weights`, in place if device and dtype have not changed.
+        `reference.mla.layer.MLAAttention.refresh_weights` explains both.
 
         Raises:
             ValueError: `kv_b_proj` has a bias.
         """
-        self.recovered_kv_b_weight = recover_weight(
-            self.kv_b_proj, self.config.kv_lora_rank, self.kv_a_layernorm.weight.dtype, self.recovered_kv_b_weight
-        )
-        if self.fp8_weights is not None:
-            self.fp8_weights.store(*(quantize_weight(each, True) for each in absorb(*self.up_projections())))
+        refresh(self)
 
     def up_projections(self) -> tuple[Float[Tensor, "Lkv N P"], Float[Tensor, "Lkv N V"]]:
         """Return W_UK [Lkv, N, P] and W_UV [Lkv, N, V], views of the dense weight of `kv_b_proj`."""
-        weight = self.recovered_kv_b_weight
-        if weight is None:
-            weight = self.kv_b_proj.weight.detach()
-        c = self.local_config
+        weight, c = dense_weight_of(self), self.local_config
         return split_kv_b_proj(weight, c.num_heads, c.qk_nope_head_dim, c.v_head_dim)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> MLAAttention:
@@ -308,7 +305,7 @@ class MLAAttention(nn.Module):
             q = torch.cat((rows_of(q_nope, split, end), rows_of(q_pe, *expanded)), dim=-1)
         del q_nope, q_pe
         if metadata is None:
-            touch_largest(q, kv_c_normed, w_uk, w_uv, c, *largest, self.context_parallel)
+            touch_largest(q, kv_c_normed, w_uk, w_uv, c, *largest, self.context_parallel, weights.expand)
             output.zero_()
         elif end > split:
             entries = rows_of(kv_c_normed, *expanded), rows_of(k_pe, *expanded)
@@ -383,7 +380,7 @@ class MLAAttention(nn.Module):
         check_attention_output(c, output, w_uk, q, kv_c_normed, k_pe, kv_cache)
         if metadata is None:
             _, largest = reserve_for_step(self, None, q)
-            touch_largest(q, kv_c_normed, w_uk, w_uv, c, *largest, self.context_parallel)
+            touch_largest(q, kv_c_normed, w_uk, w_uv, c, *largest, self.context_parallel, weights.expand)
             output.zero_()
             return
         self._check_step(metadata, q, kv_cache)
@@ -420,5 +417,6 @@ class MLAAttention(nn.Module):
             gather = functools.partial(dcp_gather_context, context_parallel=self.context_parallel, backend=self.backend)
         forward_prefill(
             q, kv_c_normed, k_pe, kv_cache, metadata.prefill, weights.w_uk, weights.w_uv, self.config.softmax_scale,
-            gather, self.cache_format, False, weights.kv_scale, out=output, workspace=workspace, backend=self.backend,
+            gather, self.cache_format, False, weights.kv_scale, expand=weights.expand, out=output, workspace=workspace,
+            backend=self.backend,
         )  # fmt: skip

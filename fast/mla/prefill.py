@@ -33,6 +33,7 @@ from reference.interfaces import (
     check_prefill,
     check_rows,
     check_scale_values,
+    check_tensor,
     reserve_for_chunks,
     to_e4m3,
     wide_dtype,
@@ -205,6 +206,7 @@ def forward_prefill(
     *,
     output_scale: Float[Tensor, ""] | None = None,
     output_block_scale: Tensor | None = None,
+    expand: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
     out: Shaped[Tensor, "T N V"] | None = None,
     workspace: ContextWorkspace | None = None,
     backend: BackendChoice = None,
@@ -232,6 +234,9 @@ def forward_prefill(
         output_scale: float32 scale of an output in e4m3 (8 bits); None for an output in the dtype of `q`. The last
             merge of a request rounds the float32 output once; PyTorch rounds the output of requests without context.
         output_block_scale: must be None; block-scaled outputs are refused.
+        expand: function that expands latents [S, Lkv] into k_nope [S, N, P] and v [S, N, V], such as
+            `expand_kv_by_module` with a given module; it allocates the results. Only the shapes of `w_uk` and `w_uv`
+            are then used. None means `expand_kv` with `w_uk` and `w_uv`.
         out: tensor [T, N, V] that receives the output, with any strides; it must share no memory with the other
             tensors. Its dtype is e4m3 if `output_scale` is given, otherwise the dtype of `q`. None allocates a tensor.
         workspace: memory in which each chunk is gathered and expanded; None allocates new memory for each chunk.
@@ -249,11 +254,14 @@ def forward_prefill(
             `memory` that is too small. For CPU tensors also: a scale is not finite and positive.
         UnsupportedConfiguration: `output_block_scale` is given; no backend that `backend` allows can serve the call.
     """
-    if gather is not gather_context:  # its calls of ops are unknown: each op checks its arguments
+    if expand is not None:
+        check_function("expand", expand)
+    if gather is not gather_context or expand is not None:  # unknown calls of ops: each op checks its arguments
         check_function("gather", gather)
+        own_gather = None if gather is gather_context else gather
         return _forward_prefill(
-            q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, softmax_scale, gather, cache_format, return_lse,
-            kv_scale, output_scale, output_block_scale, out, workspace, backend,
+            q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, softmax_scale, own_gather, cache_format, return_lse,
+            kv_scale, output_scale, output_block_scale, expand, out, workspace, backend,
         )  # fmt: skip
     with _CALLS_INSIDE.given(
         q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, softmax_scale, cache_format, return_lse, kv_scale,
@@ -261,13 +269,13 @@ def forward_prefill(
     ):  # fmt: skip
         return _forward_prefill(
             q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, softmax_scale, None, cache_format, return_lse,
-            kv_scale, output_scale, output_block_scale, out, workspace, backend,
+            kv_scale, output_scale, output_block_scale, None, out, workspace, backend,
         )  # fmt: skip
 
 
 def _forward_prefill(
     q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, softmax_scale, gather, cache_format, return_lse, kv_scale,
-    output_scale, output_block_scale, out, workspace, backend,
+    output_scale, output_block_scale, expand, out, workspace, backend,
 ):  # fmt: skip
     """Compute `forward_prefill`; if `gather` is None, `gather_context` gathers the entries of a chunk."""
     _check_prefill(q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, cache_format, kv_scale)
@@ -291,7 +299,7 @@ def _forward_prefill(
         rows, expanded = reserve_for_chunks(workspace, chunks, kv_c_normed, k_pe, w_uk, w_uv)
         backends.confirm(rows, expanded)
         gather = functools.partial(gather, workspace=rows)
-    k_nope, v = expand_into(kv_c_normed, w_uk, w_uv, None)
+    k_nope, v = _expanded(expand, kv_c_normed, w_uk, w_uv, None)
     # a part: consecutive requests that all have context, or that all have none
     states = []  # for each part: an attention state, or only the final output
     parts = metadata.all_parts(q.shape[0])
@@ -310,7 +318,7 @@ def _forward_prefill(
     del k_nope, v, new_tokens
     for number, chunk in enumerate(chunks):
         context = gather(kv_cache, metadata, chunk, cache_format=cache_format, out_dtype=q.dtype)
-        k_nope, v = expand_into(context[:, :latent], w_uk, w_uv, expanded)
+        k_nope, v = _expanded(expand, context[:, :latent], w_uk, w_uv, expanded)
         for index, part in enumerate(parts):
             last = len(part.rows) - 1
             for place, (part_chunk, own) in enumerate(zip(part.plan.context_chunks, part.rows, strict=True)):
@@ -330,6 +338,19 @@ def _forward_prefill(
         return out
     lses = [state.lse for state in states]
     return AttentionState(out, lses[0] if len(lses) == 1 else torch.cat(lses, dim=1))
+
+
+def _expanded(
+    expand: Callable[[Tensor], tuple[Tensor, Tensor]] | None, latents: Tensor, w_uk: Tensor, w_uv: Tensor,
+    workspace: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return `expand(latents)`, or the product of the latents and the weights if `expand` is None."""
+    if expand is None:
+        return expand_into(latents, w_uk, w_uv, workspace)
+    k_nope, v = expand(latents)
+    for name, made, weight in (("k_nope", k_nope, w_uk), ("v", v, w_uv)):
+        check_tensor(f"expand: {name}", made, (latents.shape[0], *weight.shape[1:]), (latents.dtype,), latents.device)
+    return k_nope, v
 
 
 def _merge_into(

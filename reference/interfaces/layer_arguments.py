@@ -57,6 +57,20 @@ def check_no_bias(argument: str, linear: nn.Module) -> None:
     check(getattr(linear, "bias", None) is None, argument, "no bias", "a bias")
 
 
+def check_module_expansion(
+    kv_c_normed: Tensor, kv_b_proj: nn.Module, num_heads: int, qk_nope_head_dim: int, v_head_dim: int
+) -> None:
+    """Check the arguments of `expand_kv_by_module`: the latents must be on the device of the module.
+
+    Parameters on the device "meta" are not compared, because a module may load its weight when it is called.
+    """
+    for name, value in (("num_heads", num_heads), ("qk_nope_head_dim", qk_nope_head_dim), ("v_head_dim", v_head_dim)):
+        check_int(name, value)
+    check_modules(kv_b_proj=kv_b_proj)
+    held = (each.device for each in (*kv_b_proj.parameters(), *kv_b_proj.buffers()) if not each.is_meta)
+    check_tensor("kv_c_normed", kv_c_normed, ("S", "Lkv"), device=next(held, None))
+
+
 def check_rms_norm(x: Tensor, weight: Tensor, eps: float) -> None:
     """Check the arguments of `rms_norm`: x [T, L], weight [L], eps at least 0."""
     check_tensor("x", x, ("T", "L"))

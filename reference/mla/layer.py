@@ -56,6 +56,7 @@ from ..interfaces import (
 from .cascade import cascade_attention
 from .context_parallel import dcp_decode, dcp_gather_context
 from .decode import mla_decode
+from .module_expansion import expand_kv_by_module
 from .prefill import forward_prefill, gather_context
 from .weights import (
     absorb,
@@ -126,6 +127,9 @@ class MLAAttention(nn.Module):
             layer makes the queries of decodes in e4m3, in the ops that absorb and rotate them.
         q_scale: scale of queries in e4m3, only for these two modes: one number, or a tensor [N] with one for each of
             all N heads. None takes 1.0, with a warning (`reference.interfaces.query_scales`).
+        expand_by_module: whether prefills expand latents by calling `kv_b_proj` (`expand_kv_by_module`). Otherwise they
+            multiply by its dense weight (`expand_kv`). For a quantised module, the first product reads
+            fewer bytes and rounds as the module does; the second product writes into the workspace.
 
     Attributes:
         kv_scale: the scale as a `KVScale`, a buffer of the layer; None if the format has no such scale.
@@ -162,6 +166,7 @@ class MLAAttention(nn.Module):
         fp8_weights: bool = False,
         fp8_mode: str = CONVERTED,
         q_scale: float | Tensor | None = None,
+        expand_by_module: bool = False,
     ):
         super().__init__()
         check_projections(config, q_proj, q_a_proj, q_a_layernorm, q_b_proj)
@@ -173,6 +178,7 @@ class MLAAttention(nn.Module):
         check_int("workspace_tokens", workspace_tokens)
         check_format(cache_format)
         check_flag("fp8_weights", fp8_weights)
+        check_flag("expand_by_module", expand_by_module)
         check_context_workspace("workspace", workspace)
         check_norm("kv_a_layernorm", kv_a_layernorm, config.kv_lora_rank)
         if q_a_layernorm is not None:
@@ -188,6 +194,7 @@ class MLAAttention(nn.Module):
         self.q_scale = make_query_scale(fp8_mode, cache_format, q_scale, config.num_heads, kv_a_layernorm.weight.device)
         self.observed: list[Tensor] | None = None
         self.observed_queries: list[Tensor] | None = None
+        self.expand_by_module = expand_by_module
         self.register_buffer("recovered_kv_b_weight", None, persistent=False)
         self.fp8_weights = AbsorbedWeights() if fp8_weights else None
         self.refresh_weights()
@@ -216,12 +223,17 @@ class MLAAttention(nn.Module):
         wrapped or hooked, the layer keeps a dense copy of the weight (`dense_weight`), and this call updates the copy.
         With `fp8_weights`, this call quantises the absorbed weights again. Both happen in place if possible.
 
+        The layer keeps no dense copy if nothing reads it: with `expand_by_module`, prefills do not, and with
+        `fp8_weights`, decodes do not.
+
         Raises:
             ValueError: `kv_b_proj` has a bias.
         """
         dtype, held = self.kv_a_layernorm.weight.dtype, self.recovered_kv_b_weight
-        if is_plain_linear(self.kv_b_proj, dtype):
+        plain = is_plain_linear(self.kv_b_proj, dtype)
+        if plain:
             check_no_bias("kv_b_proj", self.kv_b_proj)
+        if plain or (self.expand_by_module and self.fp8_weights is not None):
             self.recovered_kv_b_weight = None
         else:
             weight = dense_weight(self.kv_b_proj, self.config.kv_lora_rank, dtype)
@@ -233,11 +245,13 @@ class MLAAttention(nn.Module):
             self.fp8_weights.store(*(quantize_weight(each, True) for each in absorb(*self.up_projections())))
 
     def up_projections(self) -> tuple[Float[Tensor, "Lkv N P"], Float[Tensor, "Lkv N V"]]:
-        """Return W_UK [Lkv, N, P] and W_UV [Lkv, N, V] of this rank's heads, as views of the weight of `kv_b_proj`."""
-        weight = self.recovered_kv_b_weight
+        """Return W_UK [Lkv, N, P] and W_UV [Lkv, N, V] of this rank's heads, as views of the weight of `kv_b_proj`.
+
+        If the layer keeps no dense copy (`refresh_weights`), this call recovers the weight.
+        """
+        weight, c = self.recovered_kv_b_weight, self.local_config
         if weight is None:
-            weight = self.kv_b_proj.weight.detach()
-        c = self.local_config
+            weight = dense_weight(self.kv_b_proj, c.kv_lora_rank, self.kv_a_layernorm.weight.dtype)
         return split_kv_b_proj(weight, c.num_heads, c.qk_nope_head_dim, c.v_head_dim)
 
     @torch.no_grad()
@@ -348,13 +362,20 @@ class MLAAttention(nn.Module):
         """
         c = self.local_config
         w_uk, w_uv = self.up_projections()
+        expand = None
+        if self.expand_by_module:
+            dims = dict(num_heads=c.num_heads, qk_nope_head_dim=c.qk_nope_head_dim, v_head_dim=c.v_head_dim)
+            expand = functools.partial(expand_kv_by_module, kv_b_proj=self.kv_b_proj, **dims)
         scale = None if self.kv_scale is None else self.kv_scale.value
         check_forward_attention(c, w_uk, q, kv_c_normed, k_pe, kv_cache, self.cache_format, scale)
         check_attention_output(c, output, w_uk, q, kv_c_normed, k_pe, kv_cache)
         if metadata is None:
             workspace = ContextWorkspace() if self.workspace is None else self.workspace
             context, expanded = self._reserve(workspace, self.workspace_tokens, q)
-            expand_kv(context[:, : c.kv_lora_rank].zero_(), w_uk, w_uv, workspace=expanded)
+            if expand is None:
+                expand_kv(context[:, : c.kv_lora_rank].zero_(), w_uk, w_uv, workspace=expanded)
+            else:
+                expand(context[:, : c.kv_lora_rank].zero_())
             output.zero_()
             return
         check_step(metadata, q.shape[0], kv_cache, self.workspace_tokens, self.cache_format, self.fp8_mode)
@@ -386,7 +407,7 @@ class MLAAttention(nn.Module):
                 gather = functools.partial(dcp_gather_context, context_parallel=self.context_parallel)
             output[rows] = forward_prefill(
                 q[rows], kv_c_normed[rows], k_pe[rows], kv_cache, metadata.prefill, w_uk, w_uv, c.softmax_scale, gather,
-                self.cache_format, return_lse=False, kv_scale=scale, workspace=workspace,
+                self.cache_format, return_lse=False, kv_scale=scale, expand=expand, workspace=workspace,
             )  # fmt: skip
         output[end:] = 0
 

@@ -31,6 +31,7 @@ from ..interfaces import (
     check_prefill,
     check_rows,
     check_scale_values,
+    check_tensor,
     reserve_for_chunks,
     to_e4m3,
     wide_dtype,
@@ -41,6 +42,19 @@ from .weights import expand_kv
 def _concat_key(k_nope: Float[Tensor, "S N P"], k_pe: Float[Tensor, "S R"]) -> Float[Tensor, "S N P+R"]:
     """Return the key of every head: the part without rope of this head, then the rope part that all heads share."""
     return torch.cat((k_nope, repeat(k_pe, "tokens rope -> tokens heads rope", heads=k_nope.shape[1])), dim=-1)
+
+
+def _expanded(
+    expand: Callable[[Tensor], tuple[Tensor, Tensor]] | None, latents: Tensor, w_uk: Tensor, w_uv: Tensor,
+    workspace: Tensor | None = None,
+) -> tuple[Float[Tensor, "S N P"], Float[Tensor, "S N V"]]:  # fmt: skip
+    """Return `expand(latents)`, or `expand_kv` of the latents and the weights if `expand` is None."""
+    if expand is None:
+        return expand_kv(latents, w_uk, w_uv, workspace=workspace)
+    k_nope, v = expand(latents)
+    for name, made, weight in (("k_nope", k_nope, w_uk), ("v", v, w_uv)):
+        check_tensor(f"expand: {name}", made, (len(latents), *weight.shape[1:]), (latents.dtype,), latents.device)
+    return k_nope, v
 
 
 def run_prefill_new_tokens(
@@ -179,6 +193,7 @@ def forward_prefill(
     *,
     output_scale: Float[Tensor, ""] | None = None,
     output_block_scale: Tensor | None = None,
+    expand: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
     workspace: ContextWorkspace | None = None,
 ) -> AttentionState | Shaped[Tensor, "T N V"]:
     """Compute the attention of new tokens over their cached context and over each other, on the expanded path.
@@ -207,6 +222,9 @@ def forward_prefill(
         output_scale: float32 scale of an output in e4m3 (8 bits); None for an output in the dtype of `q`. The float32
             output is divided by the scale and rounded once (float64 if `q` is float64).
         output_block_scale: must be None; block-scaled outputs are refused.
+        expand: function that expands latents [S, Lkv] into k_nope [S, N, P] and v [S, N, V], such as
+            `expand_kv_by_module` with a given module; it allocates the results. Only the shapes of `w_uk` and `w_uv`
+            are then used. None means `expand_kv` with `w_uk` and `w_uv`.
         workspace: memory in which each chunk is gathered and expanded; None allocates memory for every chunk.
 
     Returns:
@@ -223,6 +241,8 @@ def forward_prefill(
     """
     check_prefill(q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, cache_format, kv_scale)
     check_function("gather", gather)
+    if expand is not None:
+        check_function("expand", expand)
     check_flag("return_lse", return_lse)
     check_context_workspace("workspace", workspace)
     check_output_scale(output_scale, output_block_scale, q.device)
@@ -234,7 +254,7 @@ def forward_prefill(
         rows, expanded = reserve_for_chunks(workspace, chunks, kv_c_normed, k_pe, w_uk, w_uv)
         gather_options["workspace"] = rows
     parts = metadata.all_parts(q.shape[0])
-    k_nope, v = expand_kv(kv_c_normed, w_uk, w_uv)
+    k_nope, v = _expanded(expand, kv_c_normed, w_uk, w_uv)
     results = []  # for each part (consecutive requests): its attention state, or its final output
     for part in parts:
         tokens = slice(part.first_token, part.end_token)
@@ -247,7 +267,7 @@ def forward_prefill(
     del k_nope, v
     for number, chunk in enumerate(chunks):
         context = gather(kv_cache, metadata, chunk, cache_format=cache_format, out_dtype=q.dtype, **gather_options)
-        k_nope, v = expand_kv(context[:, :latent], w_uk, w_uv, workspace=expanded)
+        k_nope, v = _expanded(expand, context[:, :latent], w_uk, w_uv, expanded)
         for index, part in enumerate(parts):
             for part_chunk, rows in zip(part.plan.context_chunks, part.rows, strict=True):
                 if rows.chunk == number:

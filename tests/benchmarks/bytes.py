@@ -8,6 +8,15 @@ byte than a large copy. The output of every operation except merge must have exa
 output of a merge is compared with `reference` in float64. Its error must be within a budget, which is computed from the
 error of `reference` in the dtype of the inputs.
 
+The speed of an operation, as a multiple of the speed of this copy, is the fraction of the copy's bandwidth that the
+operation reaches. The bytes that must move count each input and each output once. For T tokens in blocks of 64, with e
+bytes for a stored entry (bfloat16 1152, fp8_e4m3 576, fp8_ds_mla 656):
+
+- gather: T (e + 1152) + 4 T / 64 for the block table.
+- cache_write: T (1152 + e) + 8 T for the slots.
+- fused_write: T (1152 + e) + 1152 T for the normed latents and rotated keys + 16 T for slots and positions
+  + 4096 T for the rope parts of the queries of 16 heads, read and written.
+
 The operations whose names end in a cache format read or write a cache of this format: gather_fp8_e4m3 dequantises the
 entries that it reads, and cache_write_fp8_e4m3 quantises the entries that it writes. fused_write (also with a format)
 rotates queries and keys and norms the latents, too, for a rank with 16 heads.

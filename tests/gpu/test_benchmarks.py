@@ -23,10 +23,10 @@ from fast.parity import Parity
 from reference.interfaces import FP8_DS_MLA, FP8_E4M3, AttentionState
 
 from ..benchmarks import bytes as moves
-from ..benchmarks import contest, decode, prefill, report, table_width, timing
+from ..benchmarks import contest, decode, prefill, report, table_width, timing, weights
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = {"decode": decode, "prefill": prefill, "bytes": moves}
+MODULES = {"decode": decode, "prefill": prefill, "bytes": moves, "weights": weights}
 CEILINGS = timing.Ceilings(copy_gb_s=4000.0, read_gb_s=4000.0, matmul_tflops=800.0, sustained_matmul_tflops=700.0)
 
 
@@ -89,7 +89,18 @@ def test_bytes_counts():
     assert moves.Row("merge_bfloat16", 65536).bytes == 3 * (2_147_483_648 + 33_554_432)
 
 
+def test_bytes_of_a_contender():
+    """Give contenders bytes of their own -> their GB/s are computed from these bytes."""
+    case = case_of()
+    case.figures["contender_bytes"] = {"slow": 10**8}
+    row = contest.contest(case, FakeClock(), ("flushed",))
+    contest.add_shares(row, CEILINGS, "read_gb_s")
+    assert row["times"]["flushed"]["fast"]["gb_s"] == pytest.approx(2000)
+    assert row["times"]["flushed"]["slow"]["gb_s"] == pytest.approx(400)
+
+
 def test_rows_are_the_published_ones():
+    assert {(row.T, row.N) for row in weights.ROWS[:16]} == {(t, n) for t in (1, 16, 128, 512) for n in (16, 128)}
     assert len(set(decode.ROWS)) == 23 and len(set(prefill.ROWS)) == 6 and len(set(moves.ROWS)) == 14
     assert {row.N for row in decode.ROWS} == {128, 64, 32, 16}
     assert decode.Row(1, 131072, 1, 16) in decode.ROWS and decode.Row(128, 4096, 2, 16) in decode.ROWS
@@ -122,6 +133,7 @@ SMALL = {
     "decode": [decode.Row(3, 70, 2, 5), decode.Row(1, 40, 1, 1)],
     "prefill": [prefill.Row(3, 40, 60, 5, "causal"), prefill.Row(1, 200, 200, 2, "full")],
     "bytes": [moves.Row(op, 1024) for op in moves.MAKERS if not op.startswith(("merge", "reorg"))],
+    "weights": [weights.Row(op, tokens, 3) for op in weights.OPS for tokens in (1, 37)],
 }
 
 
@@ -446,10 +458,14 @@ def test_whole_program(name, monkeypatch, tmp_path, capsys):
     said = capsys.readouterr()
     assert said.err == "" and "ceilings in this run: copy 4000 GB/s" in said.out
     figures = json.loads(path.read_text())
-    assert set(figures) == {"command", "ceilings", "bandwidth", "rows"}
+    more = {"weights": {"scales"}}.get(name, set())
+    assert set(figures) == {"command", "ceilings", "bandwidth", "rows"} | more
     assert figures["ceilings"]["matmul_size"] == timing.MATMUL_SIZE
     (found,) = figures["rows"]
-    assert set(found) == {"dims", "flops", "bytes", "passed", "parity", "absent", "times", "host_us", "fast_against"}
+    further = {"contender_bytes", "held_bytes", "errors"} if name == "weights" else set()
+    assert set(found) == {
+        "dims", "flops", "bytes", "passed", "parity", "absent", "times", "host_us", "fast_against", *further
+    }  # fmt: skip
     assert set(found["times"]["flushed"]["fast"]) == {
         "median_us", "quartiles_us", "runs", "tflops", "share_of_matmul", "gb_s", "share_of_bandwidth"
     }  # fmt: skip
@@ -502,6 +518,8 @@ def test_errors(name, argv, message, no_gpu, capsys):
         ("prefill", "1,4,4,1,maybe", "causal or full"),
         ("bytes", "gather,100", "a multiple of 1024 tokens"),
         ("bytes", "swap,1024", "one of gather, cache_write"),
+        ("weights", "absorb,16,128", "one of query_to_latent, latent_to_value, expand_kv"),
+        ("weights", "expand_kv,0,128", "sizes are at least 1"),
     ],
 )
 def test_bad_rows(name, text, reason, no_gpu, capsys):

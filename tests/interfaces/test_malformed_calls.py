@@ -51,7 +51,7 @@ LEGITIMATE = {
     (r"ContextWorkspace", r"memory", r"a vector|a meta tensor"): "a layer refuses memory that does not fit",
     (r"CommonAttentionMetadata.from_lens", r"seq_lens", r"a uint8 tensor"): "lengths may have any int dtype",
     (r"MLAAttention\..*", r"metadata\.schedule_choice\..*", r".*"): "a report of the planner; no op reads its numbers",
-    (r"forward_prefill|simulate", r"gather|program", r"a class"): "a class can be called; the class raises the error",
+    (r"forward_prefill|simulate", r"gather|expand|program", r"a class"): "the class is called and raises the error",
 }  # fmt: skip
 
 # Argument: name that messages use for an element of this argument.
