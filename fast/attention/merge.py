@@ -43,7 +43,7 @@ def merge_attn_states(
         prefix: state over the first set of keys, with out [T, N, Dv] and lse [N, T].
         suffix: state over the second set of keys, with the shapes and dtypes of `prefix`.
         output_scale: float32 scale of an output in e4m3 (8 bits); None for an output in the dtype of `prefix`.
-        output_block_scale: must be None; block-scaled outputs are refused.
+        output_block_scale: must be None: an output with one scale for each group of elements is not supported.
         out: state that receives the result; None allocates a state. Both tensors of `out` are contiguous and have the
             shapes of `prefix`. Its LSE has the dtype of the other LSEs; its output may have another dtype, to which the
             kernel rounds, and has e4m3 if `output_scale` is given. `out` may be `prefix` or `suffix` itself, but must

@@ -170,7 +170,7 @@ def mla_decode(
 
             - shapes, dtypes or devices do not match, or the plan was made for another block size;
             - the tensors are on the CPU, and an offset, a length, a visible length or a block of the plan is invalid;
-            - the queries do not have the dtype of the mode, or the format has no numbers in e4m3;
+            - the queries do not have the dtype that `fp8_mode` needs, or the cache has no e4m3 numbers for this mode;
             - the tensors are on the CPU, and a scale is not finite and positive.
 
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.

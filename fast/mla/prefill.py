@@ -231,7 +231,7 @@ def forward_prefill(
         kv_scale: float32 scale of the layer's cache; None if the format has no such scale (`CacheFormat.layer_scale`).
         output_scale: float32 scale of an output in e4m3 (8 bits); None for an output in the dtype of `q`. The last
             merge of a request rounds the float32 output once; PyTorch rounds the output of requests without context.
-        output_block_scale: must be None; block-scaled outputs are refused.
+        output_block_scale: must be None: an output with one scale for each group of elements is not supported.
         out: tensor [T, N, V] that receives the output, with any strides; it must share no memory with the other
             tensors. Its dtype is e4m3 if `output_scale` is given, otherwise the dtype of `q`. None allocates a tensor.
         workspace: memory in which each chunk is gathered and expanded; None allocates new memory for each chunk.

@@ -256,7 +256,7 @@ def latent_to_value(
         latent: [T, N, Lkv], output of `mla_decode`.
         w_uv: [N, Lkv, V], or this weight in e4m3 (`quantize_weight`).
         output_scale: float32 scale of an output in e4m3; None for an output in the dtype of `latent`.
-        output_block_scale: must be None; block-scaled outputs are refused.
+        output_block_scale: must be None: an output with one scale for each group of elements is not supported.
         out: tensor [T, N, V] that receives the result, with any strides; it must share no memory with the arguments.
             Its dtype is e4m3 if `output_scale` is given, otherwise the dtype of `latent`. None allocates a tensor.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).

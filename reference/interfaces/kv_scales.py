@@ -9,7 +9,8 @@ Only formats with `CacheFormat.layer_scale` have this scale. A layer takes it fr
 5. 1.0, with a warning, if a decode or a graph capture comes before any prefill.
 
 After the first write to the cache the scale is fixed, because the stored numbers mean something only with this scale.
-Padding tokens are not written, so they do not count. A memory-profile run writes nothing and chooses no scale.
+Padding tokens are not written, so their values do not influence the scale. A memory-profile run writes nothing and
+chooses no scale.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def make_kv_scale(cache_format: CacheFormat, value: float | Tensor | None, devic
 
     Raises:
         TypeError: `value` is neither a number, a tensor nor None.
-        ValueError: `value` is given and the format has no such scale, or it is not finite and positive.
+        ValueError: `value` is given for a format without such a scale, or `value` is not finite and positive.
     """
     if cache_format.layer_scale:
         return KVScale(None if value is None else scale_number("kv_scale", value), device=device)
@@ -147,16 +148,20 @@ def make_kv_scale(cache_format: CacheFormat, value: float | Tensor | None, devic
 
 
 def largest_entry(kv_c_normed: Tensor, k_pe: Tensor) -> Tensor:
-    """Return the largest absolute value of latents [T, Lkv] and rope parts [T, R], float32 []; without NaN and inf."""
+    """Return the largest absolute value of latents [T, Lkv] and rope parts [T, R], float32 [].
+
+    NaN and infinity are ignored.
+    """
     sizes = [torch.nan_to_num(x.float().abs(), nan=0.0, posinf=0.0).amax() for x in (kv_c_normed, k_pe) if x.numel()]
     return torch.stack(sizes).amax()
 
 
 def choose_kv_scale(layer: nn.Module, metadata: MLAMetadata, entries: Callable[[], tuple[Tensor, Tensor]]) -> None:
-    """Choose the scale of a layer's cache if a step is the first write, and record the step for a calibration.
+    """Choose the scale of a layer's cache before the first write to it.
 
-    Call this function after all checks of the step and before the write. Under context parallelism, all ranks get the
-    same largest value, so that their scales agree.
+    During a calibration, also record the largest absolute value of the step. Call this function after all checks of the
+    step and before the write. Under context parallelism, all ranks get the same largest value, so that their scales
+    agree.
 
     Args:
         layer: the `MLAAttention`, with the attributes `kv_scale`, `observed` and `context_parallel`.
@@ -203,7 +208,7 @@ def scale_number(argument: str, value: Any) -> float:
         value = float(value)
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         check_type(argument, value, float, "a number or a tensor []")
-    fits = 0 < value < 2.0**128  # PyTorch cannot convert an int of any size
+    fits = 0 < value < 2.0**128  # PyTorch cannot convert a very large int
     number = float(torch.tensor(value, dtype=torch.float32)) if fits else math.nan
     check(0 < number < math.inf, argument, "a finite number above 0", value)
     return number
@@ -212,7 +217,8 @@ def scale_number(argument: str, value: Any) -> float:
 def checkpoint_scale(module: nn.Module) -> Tensor | float | None:
     """Return the scale that a checkpoint stores for the cache of a module, or None.
 
-    compressed-tensors and other quantisation tools store it as `k_scale`, or as `kv_scale`, of the attention module.
+    Quantisation tools such as compressed-tensors store the scale as the attribute `k_scale` or `kv_scale` of the
+    module.
 
     Raises:
         ValueError: the module has both scales, and they differ.
@@ -226,19 +232,19 @@ def checkpoint_scale(module: nn.Module) -> Tensor | float | None:
 
 @contextlib.contextmanager
 def calibrate_kv_scales(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, float]]:
-    """Record the largest absolute value that each layer writes to its cache, and return scales at the end of the block.
+    """Compute a scale for each layer from the largest absolute value that the layer writes to its cache.
 
-    The layers may have a cache of any format. Run a few prompts inside the block.
+    Run a few prompts inside the `with` statement. The layers may have a cache of any format.
 
     Args:
         layers: mapping from the name of a layer to its `MLAAttention`.
 
     Yields:
-        Mapping from the name of a layer to its scale. It is empty until the block ends.
+        Mapping from the name of a layer to its scale. It is empty until the `with` statement ends.
 
     Raises:
         TypeError: `layers` is not a mapping to layers.
-        ValueError: a layer has written nothing in the block.
+        ValueError: a layer has written nothing inside the `with` statement.
     """
     check_type("layers", layers, Mapping)
     for name, layer in layers.items():
@@ -264,10 +270,10 @@ def save_kv_scales(path: str | os.PathLike, scales: Mapping[str, float], cache_f
     Args:
         path: the file; an existing file is replaced.
         scales: mapping from the name of a layer to its scale.
-        cache_format: format of the caches for which the scales are.
+        cache_format: format of the caches that use the scales.
 
     Raises:
-        ValueError: a scale is not finite and positive, or the format has no scale of a layer.
+        ValueError: a scale is not finite and positive, or the format does not have one scale for each layer.
     """
     check_path(path)
     check_format(cache_format)
@@ -283,7 +289,7 @@ def load_kv_scales(path: str | os.PathLike, cache_format: CacheFormat = FP8_E4M3
 
     Args:
         path: the file.
-        cache_format: format of the caches for which the scales are wanted.
+        cache_format: format of the caches that will use the scales.
 
     Returns:
         Mapping from the name of a layer to its scale.

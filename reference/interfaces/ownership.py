@@ -222,7 +222,7 @@ def dcp_gather_bytes(
         qk_rope_head_dim: R.
         context_parallel_size: D.
         cache_format: format of the cache.
-        dtype: dtype of the queries; it is the dtype of the entries if the format has no dtype of its own.
+        dtype: dtype of the queries. The entries have the same dtype if the format has no `storage_dtype`.
 
     Raises:
         TypeError: `cache_format` is not a `CacheFormat`.

@@ -204,9 +204,9 @@ def forward_prefill(
         cache_format: format of the cache.
         return_lse: whether the caller needs the log-sum-exp (LSE) of the result.
         kv_scale: float32 scale of the layer's cache; None if the format has no such scale (`CacheFormat.layer_scale`).
-        output_scale: float32 scale of an output in e4m3 (8 bits); None for an output in the dtype of `q`. The float32
-            output is divided by the scale and rounded once (float64 if `q` is float64).
-        output_block_scale: must be None; block-scaled outputs are refused.
+        output_scale: float32 scale of an output in e4m3 (8 bits); None for an output in the dtype of `q`. The output is
+            divided by the scale in float32 (float64 if `q` is float64), and is rounded once.
+        output_block_scale: must be None: an output with one scale for each group of elements is not supported.
         workspace: memory in which each chunk is gathered and expanded; None allocates memory for every chunk.
 
     Returns:
