@@ -25,7 +25,7 @@ ENTRY_OPS = (  # ops that write or read cache entries; they serve every cache fo
     "rope_norm_and_cache",
 )  # fmt: skip
 FORMATS = (COMPUTE_FORMAT.name, FP8_E4M3.name, FP8_DS_MLA.name)
-STORED_DTYPES = (FP8_E4M3.storage_dtype, FP8_DS_MLA.storage_dtype)  # dtypes of caches that no query has
+STORED_DTYPES = (FP8_E4M3.storage_dtype, FP8_DS_MLA.storage_dtype)  # dtypes of caches only, not of queries
 QUANTIZING_OPS = ("apply_rope", "merge_attn_states", "multiply_heads")  # ops whose output may be in e4m3
 READS = {"pack_attn_state": "merge_packed_attn_states"}  # op that writes a message: op that reads the message
 

@@ -152,8 +152,9 @@ def mla_decode(
             products of 16-bit queries in float16, which is exact for queries, keys and values.
         kv_scale: float32 scale of the layer's cache, []; None if the format has no such scale.
         fp8_mode: which products over a cache in e4m3 are computed in e4m3: `converted` (none), `fp8_query` or
-            `fp8_product`; `reference.mla_decode` explains them. A backend declares its modes, and no mode stands for
-            another. The backend "cpu" multiplies in float32 or float64, and rounds only probabilities (`fp8_product`).
+            `fp8_product`; `reference.mla_decode` explains them. A backend declares the modes that it supports, and
+            never computes in another mode. The backend "cpu" multiplies in float32 or float64, and rounds only
+            probabilities (`fp8_product`).
         q_scale: float32 scale of queries in e4m3, [] or [N]; None for `converted`.
         out: contiguous tensor [T, N, Lkv] in `out_dtype` that receives the output; it must share no memory with the
             other tensors. The backend "hopper" needs an address that is a multiple of 16 bytes. None allocates a

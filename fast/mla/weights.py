@@ -153,8 +153,8 @@ def quantize_weight(
     Args:
         weight: [N, K, M], from `absorb`.
         per_head: whether each head has its own scale.
-        out: quantised weight with the same shape, kind of scales and device, which is overwritten in place, because a
-            captured graph reads it. None allocates a quantised weight.
+        out: quantised weight that receives the result, with the same shape, kind of scales and device. A captured graph
+            that reads `out` then reads the new weight. None allocates a quantised weight.
 
     Returns:
         The quantised weight, with a scale [] or [N]; `out` if it is given.

@@ -362,9 +362,9 @@ def use_mla(
             model before this call: the model raises ValueError if its weights are replaced later. The model then
             accepts packed batches only, with plans for `context_parallel.ownership`.
         cache_format: format of the caches, as a `CacheFormat` or by its name, such as "fp8_e4m3".
-        kv_scales: scales of the caches, only for a format with one scale for each layer: a mapping from the name of a
-            layer, such as "layers.0.self_attn", to its scale, or the path of a file of `save_kv_scales`
-            (`calibrate_model` makes the scales). Each layer takes its scale from the first of these sources: the
+        kv_scales: scales of the caches, only for a format with one scale for each layer. The value is a mapping from
+            the name of a layer, such as "layers.0.self_attn", to its scale, or the path of a file of `save_kv_scales`.
+            `calibrate_model` computes the scales. Each layer takes its scale from the first of these sources: the
             mapping, the checkpoint, the file, the first prefill, and 1.0 with a warning.
         options: keyword arguments for `ops.MLAAttention.from_hf` (for example `backend` of `fast`).
 
