@@ -147,9 +147,7 @@ class Storage:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the keyword arguments of an op for this cache; an empty dictionary if the cache has the dtype of the
-        queries.
-        """
+        """Return the keyword arguments of an op for this cache; empty for the format `compute_dtype`."""
         if self.cache_format == COMPUTE_FORMAT:
             return {}
         return {"cache_format": self.cache_format, "kv_scale": self.kv_scale}
