@@ -31,7 +31,7 @@ READS = {"pack_attn_state": "merge_packed_attn_states"}  # op that writes a mess
 
 
 def missing(package: str, least: str | None = None) -> str | None:
-    """Return which package to install; None if it is installed, in version `least` or later. Import no package."""
+    """Return what to install; None if the package is installed, in version `least` or later. Import no package."""
     if least is None:
         return None if importlib.util.find_spec(package) else package
     try:

@@ -49,7 +49,7 @@ NEEDED = ("CommonAttentionMetadata", "MLAAttention", "allocate_kv_cache", "build
 
 @dataclass(frozen=True)
 class Options:
-    """Options of one call of `use_mla`; copies of a model share this object, as the module `ops` cannot be copied."""
+    """Options of one call of `use_mla`; copies of a model share them, because the module `ops` cannot be copied."""
 
     ops: ModuleType
     block_size: int
