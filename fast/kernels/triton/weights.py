@@ -45,8 +45,8 @@ def product_tile(tokens: int, heads: int, inner: int, width: int, dtype: torch.d
     """Return the tile for products of [T, N, K] and [N, K, M].
 
     The number of rows is the smallest power of two that is not below the number of tokens, but at most `MOST_ROWS`.
-    With all tokens in one tile, each part of the weight is read once. The number of columns is the largest that still
-    gives every multiprocessor a program.
+    With all tokens in one tile, each part of the weight is read once. If possible, the number of columns is so small
+    that every multiprocessor gets a program.
 
     Args:
         tokens: T.
