@@ -43,17 +43,17 @@ def merge_attn_states(
         prefix: state over the first set of keys, with out [T, N, Dv] and lse [N, T].
         suffix: state over the second set of keys, with the shapes and dtypes of `prefix`.
         output_scale: float32 scale of an output in e4m3 (8 bits); None for an output in the dtype of `prefix`.
-        output_block_scale: must be None; block-scaled outputs are refused.
+        output_block_scale: must be None: an output with one scale for each group of elements is not supported.
         out: state that receives the result; None allocates a state. Both tensors of `out` are contiguous and have the
-            shapes of `prefix`. Its LSE has the dtype of the other LSEs; its output may have another dtype, to which the
-            kernel rounds, and has e4m3 if `output_scale` is given. `out` may be `prefix` or `suffix` itself, but must
-            share no other memory with them.
+            shapes of `prefix`. The LSE has the dtype of the other LSEs. The output may have another dtype, to which the
+            kernel rounds; if `output_scale` is given, the output is in e4m3. `out` may be `prefix` or `suffix` itself,
+            but must share no other memory with them.
         graph: kind of the CUDA graph that captures this call; NONE without a graph.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
-        The state `out` if it is given; otherwise a new state with the shapes of `prefix`. Its dtypes are those of
-        `prefix`, except for an output in e4m3.
+        The state `out` if it is given; otherwise a new state with the shapes and dtypes of `prefix`. If `output_scale`
+        is given, the output of the new state is in e4m3.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match. For CPU tensors also: the scale is not finite and positive.
@@ -81,7 +81,8 @@ def merge_states(
 ) -> AttentionState:
     """Compute `merge_attn_states` without a check of `out` and `output_scale`.
 
-    See `merge_attn_states` for the arguments, the result and the errors. The caller must know that both are valid.
+    See `merge_attn_states` for the arguments, the result and the errors. The caller must have checked `out` and
+    `output_scale`.
     """
     if output_scale is not None and out is None:
         out = AttentionState(*(

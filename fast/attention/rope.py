@@ -129,7 +129,7 @@ def apply_rope(
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
-        The rotated `q_pe` and `k_pe`, new tensors of the same dtype; `q_pe` in e4m3 if `q_scale` is given.
+        The rotated `q_pe` and `k_pe`, new tensors of the same dtype. If `q_scale` is given, `q_pe` is in e4m3.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match. For CPU tensors also: the scale is not finite and positive.

@@ -25,13 +25,13 @@ ENTRY_OPS = (  # ops that write or read cache entries; they serve every cache fo
     "rope_norm_and_cache",
 )  # fmt: skip
 FORMATS = (COMPUTE_FORMAT.name, FP8_E4M3.name, FP8_DS_MLA.name)
-STORED_DTYPES = (FP8_E4M3.storage_dtype, FP8_DS_MLA.storage_dtype)  # dtypes of caches that no query has
+STORED_DTYPES = (FP8_E4M3.storage_dtype, FP8_DS_MLA.storage_dtype)  # dtypes of caches only, not of queries
 QUANTIZING_OPS = ("apply_rope", "merge_attn_states", "multiply_heads")  # ops whose output may be in e4m3
 READS = {"pack_attn_state": "merge_packed_attn_states"}  # op that writes a message: op that reads the message
 
 
 def missing(package: str, least: str | None = None) -> str | None:
-    """Return which package to install; None if it is installed, in version `least` or later. Import no package."""
+    """Return what to install; None if the package is installed, in version `least` or later. Import no package."""
     if least is None:
         return None if importlib.util.find_spec(package) else package
     try:

@@ -81,8 +81,8 @@ def swap_blocks(
         source: cache that is read.
         target: cache that is written, with the block size, entry width and dtype of `source`.
         block_mapping: [pairs, 2], (source block, target block).
-        source_scale: float32 scale of the source cache, if its format has one. The function reads both scales; on a
-            GPU the host waits for them.
+        source_scale: float32 scale of the source cache, if its format has one. The function reads both scales, so the
+            host waits for a scale on a GPU.
         target_scale: float32 scale of the target cache; it must equal `source_scale`.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 

@@ -102,8 +102,8 @@ def dequantize_entries(
     Args:
         entries: [S, columns], stored entries.
         cache_format: format of the cache.
-        out_dtype: dtype of the result; None means the dtype of `entries`, and is legal only if the format has no
-            storage dtype of its own.
+        out_dtype: dtype of the result; None means the dtype of `entries`; None is legal if the format has no
+            `storage_dtype`.
         kv_scale: float32 scale of the layer's cache; None if the format has no such scale.
         out: tensor [S, Lkv + R] in `out_dtype` that receives the result; it must share no memory with `entries`. None
             allocates a tensor.

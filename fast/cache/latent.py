@@ -122,11 +122,11 @@ def gather_and_maybe_dequant_cache(
         starts: [B], first gathered token of each request.
         num_tokens: number of gathered tokens of all requests, cu_seq_lens[-1].
         cache_format: format of the cache.
-        out_dtype: dtype of the result; None means the dtype of the cache. An `out_dtype` must be given if the cache
-            format has its own storage dtype. This storage dtype itself returns the stored entries, bit for bit.
+        out_dtype: dtype of the result; None means the dtype of the cache. If the cache format has a `storage_dtype`, an
+            `out_dtype` must be given. With `storage_dtype` itself, the result has the stored entries, bit for bit.
         kv_scale: float32 scale of the layer's cache; None if the format has no such scale.
-        out: tensor, as the result, that receives the result, for example the first rows of a workspace; None
-            allocates a tensor.
+        out: tensor that receives the result, with the shape and dtype of the result, for example the first rows of a
+            workspace; None allocates a tensor.
         bounded: if True, `num_tokens` may be larger than cu_seq_lens[-1], and the rows after the last request become 0.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 

@@ -181,7 +181,7 @@ def prompt_figures(job: Job, number: int, tokens: dict[str, list[list[int]]]) ->
 
 
 def compared_contenders(job: Job) -> list[str]:
-    """Return the contenders that must generate the same tokens: those whose caches stand for the same numbers."""
+    """Return the contenders that must generate the same tokens, because their caches stand for the same numbers."""
     return [*job.packages, *(["transformers"] if job.cache_format == COMPUTE_FORMAT else [])]
 
 
@@ -273,8 +273,8 @@ def cpu_name() -> str:
 def verdict(figures: dict[str, Any]) -> dict[str, Any]:
     """Return whether the job passed, as lines of text and as booleans.
 
-    Different tokens are a failure in float32 only: in narrower dtypes, rounding may change a token. Over a cache format
-    with other values than those of the model, the tokens of transformers are reported, but not required.
+    Different tokens are a failure in float32 only: in narrower dtypes, rounding may change a token. If the cache format
+    rounds the values of the model, the tokens of transformers are reported, but may differ.
     """
     parity, prompts, dtype = figures["parity"], figures["prompts"], figures["settings"]["dtype"]
     failed = [row["op"] for row in parity if not row["passed"]]

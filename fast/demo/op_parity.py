@@ -104,7 +104,7 @@ class Comparison:
 def widen(argument: Any) -> Any:
     """Convert a float tensor, an attention state or a module to float64; return other arguments unchanged.
 
-    Stored entries of a format with its own storage dtype are unchanged too: gold reads the same bytes.
+    Stored entries of a format with a `storage_dtype` stay unchanged too, because gold must read the same bytes.
     """
     if isinstance(argument, Tensor):
         return argument.double() if argument.dtype in FLOAT_DTYPES else argument
@@ -150,13 +150,13 @@ class Storage:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the keyword arguments of an op for this cache; none if the cache has the dtype of the queries."""
+        """Return the keyword arguments of an op for this cache; empty for the format `compute_dtype`."""
         if self.cache_format == COMPUTE_FORMAT:
             return {}
         return {"cache_format": self.cache_format, "kv_scale": self.kv_scale}
 
     def empty(self, like: Tensor, num_blocks: int, block_size: int, dims: tuple[int, int]) -> Tensor:
-        """Return a cache in which every byte is the poison byte of the format: NaN, so that a wrong read is seen."""
+        """Return a cache full of NaN (the poison byte of the format), so that a wrong read changes the result."""
         width = self.cache_format.entry_bytes(*dims, like.dtype)
         poisoned = torch.full((num_blocks, block_size, width), self.cache_format.poison, dtype=torch.uint8)
         return poisoned.view(self.cache_format.dtype_for(like.dtype)).to(like.device)
@@ -250,7 +250,7 @@ def run_parity(
         workspace_tokens: largest number of context tokens that a prefill expands at once.
         backend: `backend=` of `ops`: a name, a mapping from op to name, or None.
         cache_format: format of the cache.
-        kv_scale: scale of the cache; None if the format has no scale of a layer.
+        kv_scale: scale of the cache; None if the format has no such scale.
 
     Returns:
         One row for each result of each op.
@@ -274,8 +274,8 @@ def run_parity(
 
     rows, options = batch.rows_of_last(batch.query_lens), {} if backend is None else {"backend": backend}
     if cache_format.scaled:
-        # The layer writes nothing and reads the stored entries: otherwise a difference in the last bit of an activation
-        # could round to another e4m3 number, and no budget of the activations covers such a step.
+        # The layer writes nothing and reads the stored entries. If it wrote entries, two activations that differ in the
+        # last bit could become different e4m3 numbers. The budget does not cover such a difference.
         metadata = dataclasses.replace(metadata, slot_mapping=torch.full_like(metadata.slot_mapping, -1))
 
     def forward(module: Any, attention: nn.Module, hidden: Tensor, kv_cache: Tensor) -> Tensor:

@@ -18,8 +18,9 @@ def compare_bits_per_byte(job: Job) -> dict[str, Any] | None:
     """Compare the bits per byte over the job's cache format with those over a cache in the dtype of the model.
 
     Returns:
-        `cache_format`, the bits per byte `compute_dtype` and `over_format`, and the relative `increase` (0.01 is
-        1 percent). None if the job's format is the dtype of the model, or if the prompts have no token to predict.
+        Dictionary with the name `cache_format`, the bits per byte over both caches (`compute_dtype` and `over_format`),
+        and the relative `increase` (0.01 is 1 percent). None if the job's cache has the dtype of the model, or if the
+        prompts have no token to predict.
     """
     if job.cache_format == COMPUTE_FORMAT:
         return None
@@ -40,7 +41,7 @@ def bits_per_byte(job: Job, cache_format: CacheFormat) -> float | None:
     """Return the bits that the model needs to predict one byte of the prompts, or None if there is no byte.
 
     The first token of a prompt is not predicted. Each forward has `STEP_TOKENS` tokens on the absorbed path, so that
-    every key is read from the cache. One process computes all of it, also with context parallelism.
+    every key is read from the cache. One process computes the result alone, also with context parallelism.
     """
     from transformers.cache_utils import DynamicCache
 

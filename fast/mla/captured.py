@@ -73,8 +73,12 @@ def plan_captured_decodes(
         The plan; a `ContextParallelMetadata` if `ownership` is given.
 
     Raises:
-        ValueError: there is no request or no token; the query lengths do not fit `graph` or `max_query_len`; there are
-            fewer slots than tokens; `block_size` or `num_programs` is below its minimum.
+        ValueError: in one of these cases:
+
+            - there is no request or no token;
+            - a query length does not fit `graph` or `max_query_len`;
+            - there are fewer slots than tokens;
+            - `block_size` or `num_programs` is below its minimum.
         UnsupportedConfiguration: `backend` allows no backend that supports this kind of graph.
     """
     tokens = check_captured_lens(common, graph)

@@ -105,7 +105,7 @@ def dcp_gather_context(
         return reorg_kvcache(gathered, chunk, out=out, backend=backend)
     as_bytes = received.view(torch.uint8).view(ranks, padded, -1)
     gathered = context_parallel.cp_group.all_gather(sent.view(torch.uint8), out=as_bytes).view(stored)
-    # the entries in order overwrite the sent entries if there is enough memory
+    # if `free` has enough rows, the ordered entries overwrite the sent entries
     ordered = free[: chunk.num_tokens] if free.shape[0] >= chunk.num_tokens else None
     entries = reorg_kvcache(gathered, chunk, out=ordered, backend=backend)
     if cache_format.returns_stored(dtype):

@@ -162,8 +162,9 @@ def mla_decode(
             products of 16-bit queries in float16, which is exact for queries, keys and values.
         kv_scale: float32 scale of the layer's cache, []; None if the format has no such scale.
         fp8_mode: which products over a cache in e4m3 are computed in e4m3: `converted` (none), `fp8_query` or
-            `fp8_product`; `reference.mla_decode` explains them. A backend declares its modes, and no mode stands for
-            another. The backend "cpu" multiplies in float32 or float64, and rounds only probabilities (`fp8_product`).
+            `fp8_product`; `reference.mla_decode` explains them. A backend declares the modes that it supports, and
+            never computes in another mode. The backend "cpu" multiplies in float32 or float64, and rounds only
+            probabilities (`fp8_product`).
             The backend "triton" multiplies in float16 where a GPU cannot multiply e4m3 numbers.
         q_scale: float32 scale of queries in e4m3, [] or [N]; None for `converted`.
         out: contiguous tensor [T, N, Lkv] in `out_dtype` that receives the output; it must share no memory with the
@@ -181,7 +182,7 @@ def mla_decode(
 
             - shapes, dtypes or devices do not match, or the plan was made for another block size;
             - the tensors are on the CPU, and an offset, a length, a visible length or a block of the plan is invalid;
-            - the queries do not have the dtype of the mode, or the format has no numbers in e4m3;
+            - the queries do not have the dtype that `fp8_mode` needs, or the cache has no e4m3 numbers for this mode;
             - the tensors are on the CPU, and a scale is not finite and positive.
 
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.

@@ -233,7 +233,7 @@ def forward_prefill(
         kv_scale: float32 scale of the layer's cache; None if the format has no such scale (`CacheFormat.layer_scale`).
         output_scale: float32 scale of an output in e4m3 (8 bits); None for an output in the dtype of `q`. The last
             merge of a request rounds the float32 output once; PyTorch rounds the output of requests without context.
-        output_block_scale: must be None; block-scaled outputs are refused.
+        output_block_scale: must be None: an output with one scale for each group of elements is not supported.
         expand: function that expands latents [S, Lkv] into k_nope [S, N, P] and v [S, N, V], such as
             `expand_kv_by_module` with a given module; it allocates the results. Only the shapes of `w_uk` and `w_uv`
             are then used. None means `expand_kv` with `w_uk` and `w_uv`.

@@ -158,8 +158,8 @@ def quantize_weight(
     Args:
         weight: [N, K, M], from `absorb`.
         per_head: whether each head has its own scale.
-        out: quantised weight with the same shape, kind of scales and device, which is overwritten in place, because a
-            captured graph reads it. None allocates a quantised weight.
+        out: quantised weight that receives the result, with the same shape, kind of scales and device. A captured graph
+            that reads `out` then reads the new weight. None allocates a quantised weight.
 
     Returns:
         The quantised weight, with a scale [] or [N]; `out` if it is given.
@@ -261,7 +261,7 @@ def latent_to_value(
         latent: [T, N, Lkv], output of `mla_decode`.
         w_uv: [N, Lkv, V], or this weight in e4m3 (`quantize_weight`).
         output_scale: float32 scale of an output in e4m3; None for an output in the dtype of `latent`.
-        output_block_scale: must be None; block-scaled outputs are refused.
+        output_block_scale: must be None: an output with one scale for each group of elements is not supported.
         out: tensor [T, N, V] that receives the result, with any strides; it must share no memory with the arguments.
             Its dtype is e4m3 if `output_scale` is given, otherwise the dtype of `latent`. None allocates a tensor.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).

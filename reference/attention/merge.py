@@ -30,8 +30,8 @@ def merge_attn_states(
     The merge has these properties:
 
     - The merge is associative and commutative, up to rounding.
-    - If one state attended no keys for a query token and head (lse = -inf), the merged state has there the output and
-      the LSE of the other state, unchanged.
+    - If one state attended no keys for a query token and head (lse = -inf), the merged state gets the output and the
+      LSE of the other state for them, unchanged.
     - If one state has lse = +inf or NaN for a query token and head, the merged output and LSE are NaN there.
 
     Args:
@@ -39,10 +39,10 @@ def merge_attn_states(
         suffix: the other state, with the shapes and dtypes of `prefix`.
         output_scale: float32 scale of an output in e4m3 (8 bits); None for an output in the dtype of the arguments. The
             merged output is not rounded before it is divided by the scale.
-        output_block_scale: must be None; block-scaled outputs are refused.
+        output_block_scale: must be None: an output with one scale for each group of elements is not supported.
 
     Returns:
-        The merged state, in the dtypes of the arguments; its output is in e4m3 if `output_scale` is given.
+        The merged state, in the dtypes of the arguments. If `output_scale` is given, the output is in e4m3.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match; the scale is not finite and positive.

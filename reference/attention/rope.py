@@ -147,7 +147,7 @@ def apply_rope(
             `q_pe`. The rotated queries are not rounded before they are divided by the scale.
 
     Returns:
-        The rotated `q_pe` and `k_pe`, as new tensors of the same dtype; `q_pe` in e4m3 if `q_scale` is given.
+        The rotated `q_pe` and `k_pe`, as new tensors of the same dtype. If `q_scale` is given, `q_pe` is in e4m3.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match; the scale is not finite and positive.

@@ -56,8 +56,8 @@ def swap_blocks(
         target: [target_blocks, block_size, columns], the cache to write, in the dtype of `source`. `target` may be
             `source` itself.
         block_mapping: [pairs, 2], pairs of (source block, target block).
-        source_scale: float32 scale of the source cache, if its format has one (`CacheFormat.layer_scale`). The
-            function reads both scales; on a GPU the host waits for them.
+        source_scale: float32 scale of the source cache, if its format has one (`CacheFormat.layer_scale`). The function
+            reads both scales, so the host waits for a scale on a GPU.
         target_scale: float32 scale of the target cache; it must equal `source_scale`.
 
     Raises:

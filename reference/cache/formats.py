@@ -33,18 +33,18 @@ def _to_e4m3(x: Float[Tensor, "*any"], scale: Float[Tensor, "*scales"]) -> Shape
         scale: float32, broadcast to the shape of `x`.
     """
     quotient = (x.to(torch.float32) / scale).clamp(-E4M3_MAX, E4M3_MAX)
-    return torch.where(quotient.isnan(), torch.nan, quotient).to(E4M3)  # the NaN of torch.nan is positive
+    return torch.where(quotient.isnan(), torch.nan, quotient).to(E4M3)  # every NaN gets the sign bit 0
 
 
 def _tile_scales(latent: Float[Tensor, "T Lkv"], scale_tile: int) -> Float[Tensor, "T tiles"]:
-    """Return the float32 scale of each tile of a latent, with which the largest number of the tile becomes 448.
+    """Return one float32 scale for each group of `scale_tile` elements of a latent.
 
-    NaN is left out, and infinity counts as the largest float32 number. The scale is at least the smallest normal
-    float32 number, so that no quotient is 0 / 0.
+    The scale maps the largest absolute value of the group to 448. NaN is ignored, and infinity counts as the largest
+    float32 number. The scale is at least the smallest normal float32 number, so that no quotient is 0 / 0.
 
     Args:
         latent: [T, Lkv].
-        scale_tile: number of elements of a tile; it divides Lkv.
+        scale_tile: number of elements of a group; Lkv is a multiple of it.
     """
     limits = torch.finfo(torch.float32)
     sizes = torch.nan_to_num(latent.to(torch.float32).abs(), nan=0.0, posinf=limits.max)
@@ -99,8 +99,8 @@ def dequantize_entries(
     Args:
         entries: [S, columns], stored entries.
         cache_format: format of the cache.
-        out_dtype: dtype of the result; None means the dtype of `entries`, and is legal only if the format has no
-            storage dtype of its own.
+        out_dtype: dtype of the result; None means the dtype of `entries`; None is legal if the format has no
+            `storage_dtype`.
         kv_scale: float32 scale of the layer's cache; None if the format has no such scale.
 
     Returns:

@@ -39,7 +39,7 @@ def concat_and_cache_mla(
     Args:
         kv_c_normed: [T, Lkv], normed latents of T tokens.
         k_pe: [T, R], rotated rope parts of the keys of these tokens.
-        kv_cache: [num_blocks, block_size, Lkv + R], the cache of the layer, written in place.
+        kv_cache: [num_blocks, block_size, columns], the cache of the layer, written in place.
         slot_mapping: [at least T], slot of each token; -1 = the token is not written. Elements from index T on are
             ignored.
         cache_format: format of the cache.

@@ -28,7 +28,8 @@ def reorg_kvcache(
 
     Args:
         gathered: [D, `chunk.padded_tokens`, Lkv + R], cache entries of each rank: its rank-local tokens of the chunk,
-            one request after another, then padding. The entries may also be stored entries [D, padded_tokens, columns].
+            one request after another, then padding. If the ranks exchanged stored entries, the last dimension has
+            `columns` elements instead of Lkv + R.
         chunk: the context tokens whose cache entries were gathered.
 
     Returns:

@@ -62,7 +62,7 @@ def check_formatted_cache(
 
 
 def check_alignment(kv_cache: Tensor, cache_format: CacheFormat) -> None:
-    """Check that address and strides of a cache are multiples of the alignment of its format, if it has one."""
+    """Check that the address and the strides of a cache are multiples of `CacheFormat.alignment`."""
     bytes_ = cache_format.alignment
     if bytes_ == 1:
         return
@@ -88,7 +88,7 @@ def check_stored_cache(
         kv_scale: scale of the layer's cache, or None.
 
     Returns:
-        Width Lkv + R and dtype of the gathered entries.
+        The number of elements of a gathered entry, and its dtype.
     """
     check_format(cache_format)
     check_cache(kv_cache)
@@ -165,7 +165,7 @@ def check_gather(
     """Check shapes, dtypes and devices of the arguments of `gather_and_maybe_dequant_cache`; read no values.
 
     Returns:
-        Width Lkv + R and dtype of the gathered entries.
+        The number of elements of a gathered entry, and its dtype.
     """
     gathered = check_stored_cache(kv_cache, cache_format, out_dtype, kv_scale)
     device = kv_cache.device

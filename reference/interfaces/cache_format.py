@@ -1,13 +1,13 @@
 """Formats of the paged latent cache: the dtype, columns, parts and scales of a cache entry.
 
-The cache of a layer is a tensor [num_blocks, block_size, columns] with one cache entry for each token. For a token, the
-entry has the latent (Lkv elements) and then the rotated part of the key, the rope part (R elements).
+The cache of a layer is a tensor [num_blocks, block_size, columns] with one cache entry for each token. An entry has the
+latent (Lkv elements) and then the rope part: the rotated part of the key (R elements).
 
 | format | stored | scales | bytes of an entry, Lkv 512 and R 64 |
 |---|---|---|---|
 | `compute_dtype` | all elements in the dtype of the queries | none | 1152 in 16 bits |
 | `fp8_e4m3` | all elements in e4m3 | one float32 for the whole cache | 576 |
-| `fp8_ds_mla` | the latent in e4m3, the rope part in bfloat16 | one float32 for 128 elements of the latent | 656 |
+| `fp8_ds_mla` | the latent in e4m3, the rope part in bfloat16 | one float32 for every 128 latent elements | 656 |
 
 e4m3 is `torch.float8_e4m3fn`: 8 bits, the largest value is 448, no infinity.
 """
@@ -46,7 +46,7 @@ class EntryLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class CacheFormat:
-    """Layout of one cache entry. Functions that write or read a cache take its dtype and its columns from the format.
+    """Layout of one cache entry. The format determines the dtype and the columns of a cache.
 
     Attributes:
         name: name of the format, unique among formats.
@@ -59,8 +59,9 @@ class CacheFormat:
             element x is stored as x / kv_scale.
         scale_tile: number of consecutive elements of the latent that have one float32 scale in the entry; 0 if the
             entry has no scales.
-        alignment: number of bytes of which the address and the strides of a cache must be multiples.
-        poison: byte with which tests fill unowned entries; in e4m3, bfloat16 and float32, four such bytes are NaN.
+        alignment: the address and the strides of a cache must be multiples of this number of bytes.
+        poison: tests fill the cache entries that belong to no token with this byte. In e4m3, bfloat16 and float32, a
+            number whose bytes all have this value is NaN.
     """
 
     name: str
@@ -89,7 +90,7 @@ class CacheFormat:
 
     @property
     def scaled(self) -> bool:
-        """Return whether a stored number has a scale: the number that it stands for is the product of both."""
+        """Return whether the format has scales. A stored number then stands for its product with a scale."""
         return self.layer_scale or self.scale_tile > 0
 
     def dtype_for(self, query_dtype: torch.dtype) -> torch.dtype:
@@ -145,7 +146,8 @@ class CacheFormat:
         Args:
             cache_dtype: dtype of the cache tensor.
             out_dtype: dtype that the caller wants. None means the dtype of the cache tensor. If the format has a
-                `storage_dtype`, the caller must give a dtype; this `storage_dtype` itself means the stored entries.
+                `storage_dtype`, the caller must give a dtype. `storage_dtype` itself asks for the stored entries,
+                without a conversion.
 
         Raises:
             ValueError: the dtype is not in `query_dtypes`; `out_dtype` is None and the format has a `storage_dtype`.
@@ -191,7 +193,10 @@ CACHE_FORMATS: Mapping[str, CacheFormat] = {each.name: each for each in (COMPUTE
 
 
 def format_named(name: str) -> CacheFormat:
-    """Return the format of `CACHE_FORMATS` with this name. An op of torch.library takes a format as its name."""
+    """Return the format of `CACHE_FORMATS` with this name.
+
+    Ops of torch.library take this name, because they cannot take a `CacheFormat`.
+    """
     return CACHE_FORMATS[name]
 
 
@@ -227,13 +232,13 @@ def check_format(cache_format: CacheFormat) -> None:
 def check_kv_scale(
     cache_format: CacheFormat, kv_scale: Tensor | None, device: torch.device, argument: str = "kv_scale"
 ) -> None:
-    """Check the scale of a layer's cache: a float32 tensor [] on a device if the format needs it, otherwise None.
+    """Check the scale of a layer's cache: a float32 tensor [] if the format has one, otherwise None.
 
-    The check reads no value (`check_scale_value` does).
+    The check does not read the value; `check_scale_value` reads it.
 
     Raises:
         TypeError: the scale is neither a tensor nor None.
-        ValueError: the format needs a scale and there is none, or the reverse; shape, dtype or device are wrong.
+        ValueError: a scale is missing, or is given for a format without one; shape, dtype or device are wrong.
     """
     check_type(argument, kv_scale, (Tensor, type(None)), "a tensor or None")
     if not cache_format.layer_scale:

@@ -54,7 +54,9 @@ def layer_from_hf(layer_class: Callable[..., Any], module: nn.Module, options: d
 
 
 def parts_of_hf_attention(module: nn.Module, options: dict[str, Any]) -> HFAttention:
-    """Return the parts of an attention module of transformers; with context parallelism, those of this rank's heads.
+    """Return the parts of an attention module of transformers.
+
+    With context parallelism, the projections of heads keep only the heads of this rank.
 
     Args:
         module: the attention module, with the projections of all heads.

@@ -10,7 +10,8 @@ Only formats with `CacheFormat.layer_scale` have this scale. A layer takes it fr
 5. 1.0, with a warning, if a decode or a graph capture comes before any prefill.
 
 After the first write to the cache the scale is fixed, because the stored numbers mean something only with this scale.
-Padding tokens are not written, so they do not count. A memory-profile run writes nothing and chooses no scale.
+Padding tokens are not written, so their values do not influence the scale. A memory-profile run writes nothing and
+chooses no scale.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ def make_kv_scale(cache_format: CacheFormat, value: float | Tensor | None, devic
 
     Raises:
         TypeError: `value` is neither a number, a tensor nor None.
-        ValueError: `value` is given and the format has no such scale, or it is not finite and positive.
+        ValueError: `value` is given for a format without such a scale, or `value` is not finite and positive.
     """
     if cache_format.layer_scale:
         return KVScale(None if value is None else scale_number("kv_scale", value), device=device)
@@ -149,16 +150,20 @@ def make_kv_scale(cache_format: CacheFormat, value: float | Tensor | None, devic
 
 
 def largest_entry(kv_c_normed: Tensor, k_pe: Tensor) -> Tensor:
-    """Return the largest absolute value of latents [T, Lkv] and rope parts [T, R], float32 []; without NaN and inf."""
+    """Return the largest absolute value of latents [T, Lkv] and rope parts [T, R], float32 [].
+
+    NaN and infinity are ignored.
+    """
     sizes = [torch.nan_to_num(x.float().abs(), nan=0.0, posinf=0.0).amax() for x in (kv_c_normed, k_pe) if x.numel()]
     return torch.stack(sizes).amax()
 
 
 def choose_kv_scale(layer: nn.Module, metadata: MLAMetadata, entries: Callable[[], tuple[Tensor, Tensor]]) -> None:
-    """Choose the scale of a layer's cache if a step is the first write, and record the step for a calibration.
+    """Choose the scale of a layer's cache before the first write to it.
 
-    Call this function after all checks of the step and before the write. Under context parallelism, all ranks get the
-    same largest value, so that their scales agree.
+    During a calibration, also record the largest absolute value of the step. Call this function after all checks of the
+    step and before the write. Under context parallelism, all ranks get the same largest value, so that their scales
+    agree.
 
     Args:
         layer: the `MLAAttention`, with the attributes `kv_scale`, `observed` and `context_parallel`.
@@ -205,7 +210,7 @@ def scale_number(argument: str, value: Any) -> float:
         value = float(value)
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         check_type(argument, value, float, "a number or a tensor []")
-    fits = 0 < value < 2.0**128  # PyTorch cannot convert an int of any size
+    fits = 0 < value < 2.0**128  # PyTorch cannot convert a very large int
     number = float(torch.tensor(value, dtype=torch.float32)) if fits else math.nan
     check(0 < number < math.inf, argument, "a finite number above 0", value)
     return number
@@ -214,7 +219,8 @@ def scale_number(argument: str, value: Any) -> float:
 def checkpoint_scale(module: nn.Module) -> Tensor | float | None:
     """Return the scale that a checkpoint stores for the cache of a module, or None.
 
-    compressed-tensors and other quantisation tools store it as `k_scale`, or as `kv_scale`, of the attention module.
+    Quantisation tools such as compressed-tensors store the scale as the attribute `k_scale` or `kv_scale` of the
+    module.
 
     Raises:
         ValueError: the module has both scales, and they differ.
@@ -270,7 +276,7 @@ def calibrate_kv_scales(layers: Mapping[str, nn.Module]) -> Iterator[CalibratedS
 
     Raises:
         TypeError: `layers` is not a mapping to layers.
-        ValueError: a layer has written nothing in the block.
+        ValueError: a layer has written nothing inside the `with` statement.
     """
     check_type("layers", layers, Mapping)
     for name, layer in layers.items():
@@ -296,10 +302,10 @@ def save_kv_scales(path: str | os.PathLike, scales: Mapping[str, float], cache_f
         path: the file; an existing file is replaced.
         scales: mapping from the name of a layer to the scale of its cache. The file also gets the scales of queries if
             `scales` is a `CalibratedScales`.
-        cache_format: format of the caches for which the scales are. The scales of queries suit every format.
+        cache_format: format of the caches that use the scales. The scales of queries suit every format.
 
     Raises:
-        ValueError: a scale is not finite and positive, or the format has no scale of a layer.
+        ValueError: a scale is not finite and positive, or the format does not have one scale for each layer.
     """
     check_path(path)
     check_format(cache_format)
@@ -321,7 +327,7 @@ def load_kv_scales(path: str | os.PathLike, cache_format: CacheFormat = FP8_E4M3
 
     Args:
         path: the file.
-        cache_format: format of the caches for which the scales are wanted.
+        cache_format: format of the caches that will use the scales.
 
     Returns:
         Mapping from the name of a layer to the scale of its cache. Its attribute `queries` has the scales of queries;

@@ -167,13 +167,13 @@ def dcp_wire_bytes(
     | LSE | T N float32 values, of all heads | T n float32 values, of this rank's heads |
     | outputs of this rank's heads | T n Lkv elements | T n Lkv elements |
 
-    The outputs of "ag_rs" are exchanged by a reduce-scatter. The table has the least traffic that a reduce-scatter
-    needs.
+    With "ag_rs", a reduce-scatter exchanges the outputs. The table has the smallest number of bytes with which a
+    reduce-scatter is possible.
 
     Args:
         num_tokens: T, query tokens of the step.
-        num_heads: N, number of heads of the D ranks together. If a model divides its heads among TP ranks, N is the
-            number of heads of the model times D / TP.
+        num_heads: N, number of heads that the D ranks have together. If TP ranks divide the heads of a model among
+            themselves, N is D / TP times the number of heads of the model.
         kv_lora_rank: Lkv.
         qk_rope_head_dim: R.
         context_parallel_size: D.
@@ -226,7 +226,7 @@ def dcp_gather_bytes(
         qk_rope_head_dim: R.
         context_parallel_size: D.
         cache_format: format of the cache.
-        dtype: dtype of the queries; it is the dtype of the entries if the format has no dtype of its own.
+        dtype: dtype of the queries. The entries have the same dtype if the format has no `storage_dtype`.
 
     Raises:
         TypeError: `cache_format` is not a `CacheFormat`.

@@ -1,7 +1,7 @@
-"""Numbers in e4m3 (8 bits) outside of the cache: weights, queries and outputs, each with its float32 scales.
+"""Numbers in e4m3 (8 bits) outside of the cache: weights, queries and outputs, with float32 scales.
 
-A number x is stored as x / scale, rounded to the nearest e4m3 number (ties to even), and read as the stored number
-times the scale. A quotient beyond the largest e4m3 number becomes +448 or -448, and NaN stays NaN.
+A number x is stored as x / scale, rounded to the nearest e4m3 number (ties to even). The stored number stands for its
+product with the scale. A quotient beyond the largest e4m3 number becomes +448 or -448, and NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .errors import UnsupportedConfiguration
 
 CONVERTED = "converted"
 FP8_MODES = (CONVERTED, "fp8_query", "fp8_product")  # which products of a decode are computed in e4m3 (`mla_decode`)
-LEAST_WEIGHT = 1e-10  # smallest number that the scale of a weight makes the largest e4m3 number
+LEAST_WEIGHT = 1e-10  # lower bound of the largest absolute weight from which a scale is computed
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,11 @@ class AbsorbedWeights(nn.Module):
     w_uv: QuantizedWeight
 
     def store(self, w_uk_t: QuantizedWeight, w_uv: QuantizedWeight) -> None:
-        """Take new weights: in place if shapes and device have not changed, because captured graphs read the memory."""
+        """Store new weights.
+
+        If shapes and device have not changed, the old weights are overwritten, because captured graphs read their
+        memory.
+        """
         with torch.no_grad(), torch.inference_mode(False):  # an inference tensor could not be overwritten later
             for name, weight in (("w_uk_t", w_uk_t), ("w_uv", w_uv)):
                 for part, new in (("values", weight.values), ("scale", weight.scale)):
@@ -147,11 +151,11 @@ def check_scale_values(argument: str, scale: Tensor | None) -> None:
 def check_output_scale(
     output_scale: Tensor | None, output_block_scale: object, device: torch.device, num_heads: int | None = None
 ) -> None:
-    """Check the scale of an output in e4m3, and refuse scales of blocks of the output.
+    """Check the scale of an output in e4m3, and check that `output_block_scale` is None.
 
     Args:
         output_scale: float32 scale; None for an output without quantisation.
-        output_block_scale: scales of blocks of the output, which no function supports; None is the only legal value.
+        output_block_scale: must be None: no function supports an output with one scale for each group of elements.
         device: device of the output.
         num_heads: N if the scale may be [N]; None if it must be [].
 

@@ -83,8 +83,12 @@ def plan_captured_decodes(
         block table, the slots, the offsets (with ANY), and `seq_lens` (without `ownership`).
 
     Raises:
-        ValueError: the batch has no request or no token; its query lengths do not fit `graph` or `max_query_len`; there
-            are fewer slots than tokens; a number is below its smallest valid value.
+        ValueError: in one of the following cases:
+
+            - the batch has no request or no token;
+            - a query length does not fit `graph` or `max_query_len`;
+            - there are fewer slots than tokens;
+            - a number is below its smallest valid value.
     """
     tokens = check_captured_lens(common, graph)
     requests, query_len = common.num_reqs, common.max_query_len

@@ -51,8 +51,8 @@ def mla_decode(
     assigns the keys to the programs of a kernel. A schedule makes the decode faster if the requests have very different
     lengths.
 
-    A cache in e4m3 (8 bits) can be attended in three modes. In every mode, this function computes exactly with the
-    numbers that queries and cache stand for. A kernel rounds as the table says:
+    A cache in e4m3 (8 bits) can be attended in three modes. In every mode, this function multiplies the stored numbers
+    by their scales before it computes attention. A kernel may multiply the stored numbers themselves, in these dtypes:
 
     | `fp8_mode` | queries | product of queries and keys | product of probabilities and values |
     |---|---|---|---|
@@ -60,7 +60,7 @@ def mla_decode(
     | `fp8_query` | e4m3 with `q_scale` | in e4m3 | in 16 bits |
     | `fp8_product` | e4m3 with `q_scale` | in e4m3 | in e4m3: probabilities are rounded too |
 
-    The rope parts of an entry in 16 bits (format `fp8_ds_mla`) are multiplied in 16 bits in every mode.
+    `fp8_ds_mla` stores the rope parts in 16 bits, so every mode multiplies them in 16 bits.
 
     Args:
         ql_nope: [T, N, Lkv], queries with W_UK absorbed (`query_to_latent`).
@@ -89,7 +89,7 @@ def mla_decode(
             - the offsets decrease, or a length is above `max_seq_len`;
             - `visible_lens` of a query token is above the number of keys of its request;
             - a block is outside the cache;
-            - the queries do not have the dtype of the mode, or the format has no numbers in e4m3;
+            - the queries do not have the dtype that `fp8_mode` needs, or the cache has no e4m3 numbers for this mode;
             - a scale is not finite and positive.
     """
     check_decode(ql_nope, q_pe, kv_cache, metadata, cache_format, schedule, kv_scale, fp8_mode, q_scale, out_dtype)

@@ -140,10 +140,16 @@ class MLAAttention(nn.Module):
 
     Raises:
         TypeError: a projection is not a module, or an argument has another type.
-        ValueError: the query projections do not fit `config`; a norm has hooks or a wrong weight; N is not a multiple
-            of TP; ranks share the heads and `o_proj` has a bias; `o_proj` returns its bias instead of adding it;
-            `kv_b_proj` has a bias; `fp8_mode` is unknown or does not suit `cache_format`; a scale does not suit the
-            format or the mode.
+        ValueError: in one of the following cases:
+
+            - the query projections do not fit `config`;
+            - a norm has hooks or a wrong weight;
+            - N is not a multiple of TP;
+            - `o_proj` has a bias, and ranks share the heads;
+            - `o_proj` returns its bias instead of adding it;
+            - `kv_b_proj` has a bias;
+            - `fp8_mode` is unknown, or does not suit `cache_format`;
+            - a scale does not suit the format or the mode.
     """
 
     def __init__(

@@ -219,9 +219,9 @@ def forward_prefill(
         cache_format: format of the cache.
         return_lse: whether the caller needs the log-sum-exp (LSE) of the result.
         kv_scale: float32 scale of the layer's cache; None if the format has no such scale (`CacheFormat.layer_scale`).
-        output_scale: float32 scale of an output in e4m3 (8 bits); None for an output in the dtype of `q`. The float32
-            output is divided by the scale and rounded once (float64 if `q` is float64).
-        output_block_scale: must be None; block-scaled outputs are refused.
+        output_scale: float32 scale of an output in e4m3 (8 bits); None for an output in the dtype of `q`. The output is
+            divided by the scale in float32 (float64 if `q` is float64), and is rounded once.
+        output_block_scale: must be None: an output with one scale for each group of elements is not supported.
         expand: function that expands latents [S, Lkv] into k_nope [S, N, P] and v [S, N, V], such as
             `expand_kv_by_module` with a given module; it allocates the results. Only the shapes of `w_uk` and `w_uv`
             are then used. None means `expand_kv` with `w_uk` and `w_uv`.

@@ -125,14 +125,14 @@ def absorb(
 def quantize_weight(weight: Float[Tensor, "N K M"], per_head: bool = False) -> QuantizedWeight:
     """Store an absorbed weight in e4m3 (8 bits), with one scale for the weight or one scale for each head.
 
-    The largest absolute value becomes the largest e4m3 number, 448. A smaller largest value than 1e-10 counts as 1e-10,
-    so that a weight of zeros has a scale above 0. For the scale, NaN is left out, and infinity counts as the largest
-    float32 number.
+    The largest absolute value becomes the largest e4m3 number, 448. If the largest absolute value is below 1e-10, the
+    scale maps 1e-10 to 448, so that a weight of zeros has a scale above 0. For the scale, NaN is ignored, and infinity
+    counts as the largest float32 number.
 
     e4m3 has a relative error of at most 1/16 for quotients of at least 2^-6; smaller quotients lose digits. One scale
-    for the weight is therefore worse only if some heads have much smaller weights than the largest weight. The table
-    has the error of 15 heads of random weights (root of the mean square, relative to these weights), if the weights of
-    a 16th head are multiplied by a factor:
+    for the weight therefore costs precision in heads whose weights are much smaller than the largest weight. The table
+    shows this for 16 heads of random weights, after the weights of one head were multiplied by a factor. It has the
+    error of the other 15 heads: root mean square of the error / root mean square of their weights.
 
     | factor | one scale for the weight | one scale for each head |
     |---|---|---|
@@ -143,7 +143,7 @@ def quantize_weight(weight: Float[Tensor, "N K M"], per_head: bool = False) -> Q
 
     One scale for each head is never worse, and a product then reads only one more float32 number for each head. A layer
     with `fp8_weights` therefore has one scale for each head. One scale for the weight is the default of this function,
-    because other kernels and checkpoints know no other.
+    because many checkpoints and kernels of other projects have only this kind of scale.
 
     Args:
         weight: [N, K, M], from `absorb`.
@@ -163,7 +163,7 @@ def quantize_weight(weight: Float[Tensor, "N K M"], per_head: bool = False) -> Q
 
 
 def _for_heads(scale: Float[Tensor, "*heads"], pattern: str) -> Float[Tensor, "*any"]:
-    """Return a scale [N] in the shape of a pattern of einops; return a scale [] as it is."""
+    """Return a scale [N] rearranged by the einops `pattern`; return a scale [] unchanged."""
     return scale if scale.dim() == 0 else rearrange(scale, pattern)
 
 
@@ -233,7 +233,7 @@ def latent_to_value(
         w_uv: [N, Lkv, V], from `absorb`, or this weight in e4m3 (`quantize_weight`).
         output_scale: float32 scale of an output in e4m3; None for an output in the dtype of `latent`. The product is
             not rounded to 16 bits before it is divided by the scale.
-        output_block_scale: must be None; block-scaled outputs are refused.
+        output_block_scale: must be None: an output with one scale for each group of elements is not supported.
 
     Returns:
         [T, N, V], the output of each head; e4m3 if `output_scale` is given.

@@ -51,8 +51,8 @@ class DecodeGraph:
 
     Args:
         step: function (hidden_states [T, H], positions [T], plan) -> [T, H], such as one layer over its cache or all
-            layers of a model. The function must not change its arguments. A layer whose cache has a scale (`KVScale`)
-            must have this scale before its first decode: pass it, or run a prefill first.
+            layers of a model. The function must not change its arguments. If the cache of a layer has a scale
+            (`KVScale`), the scale must be chosen before the first run: pass it to the layer, or run a prefill first.
         builder: builder that plans the step (such as `MLAMetadataBuilder`). Under context parallelism every rank makes
             a `DecodeGraph` with its own builder. All ranks then run the same batches, each rank with its own slots.
         batch_sizes: numbers of requests to which batches are padded.

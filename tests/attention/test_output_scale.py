@@ -36,18 +36,18 @@ def make_states(dtype, tokens=21, heads=3, width=20):
 
 
 def assert_quantised(found, unquantised, scale):
-    """Assert that the output of a state has the bits of another state's output, quantised; the LSEs are the same."""
+    """Assert that `found` has the quantised output and the LSE of `unquantised`, bit for bit."""
     assert found.out.dtype == E4M3
     assert_same_bits(found.out.view(torch.uint8), to_e4m3(unquantised.out, scale).view(torch.uint8))
     assert_same_bits(found.lse, unquantised.lse)
     codes = found.out.view(torch.uint8)
-    assert ((codes & 0x7F) == 0x7F).any() and ((codes & 0x7F) == 0x7E).any()  # NaN; a number that is too large
+    assert ((codes & 0x7F) == 0x7F).any() and ((codes & 0x7F) == 0x7E).any()  # both NaN and 448 occur
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs no Triton")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_merge(ops, dtype):
-    """The output is the output of the merge in float32, divided by the scale and rounded once."""
+    """The e4m3 output is the float32 output of the merge, divided by the scale and rounded once."""
     prefix, suffix = make_states(dtype)
     scale = torch.tensor(0.013)
     wide = [AttentionState(x.out.to(x.lse.dtype), x.lse) for x in (prefix, suffix)]
@@ -81,7 +81,7 @@ def test_triton_merge(heads, width, dtype):
 
 @runs
 def test_triton_merge_without_a_scale():
-    """Without a scale, the kernel is within the rounding errors of the reference, as before."""
+    """Without a scale, the kernel differs from the reference by rounding only."""
     from fast.kernels.triton.merge import merge_attn_states
 
     prefix, suffix = make_states(torch.float32)
@@ -94,7 +94,7 @@ def test_triton_merge_without_a_scale():
 @pytest.mark.skipif(INTERPRETED or ON_GPU, reason="records launches with CPU tensors")
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)], ids=str)
 def test_compiles_for(capability, monkeypatch):
-    """Compile the kernel with a scale for a GPU; only from compute capability 8.9 on it converts with instructions."""
+    """Compile the kernel with a scale for a GPU; from compute capability 8.9 on, it uses the GPU's conversions."""
     from fast.kernels.device import DeviceFacts
     from fast.kernels.triton import fp8, merge
 

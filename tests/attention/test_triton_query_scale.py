@@ -24,7 +24,7 @@ def test_in_the_interpreter():
 
 
 def make_inputs(dtype, rope=24, latent=32, tokens=7):
-    """Return positions, rope parts of queries, latents, rope parts of keys, and frequencies; a query has NaN."""
+    """Return positions, rope parts of queries, latents, rope parts of keys, and frequencies; one query contains NaN."""
     q_pe = torch.randn(tokens, HEADS, rope).to(dtype)
     q_pe[2, 1, 3], q_pe[3] = torch.nan, q_pe[3] * 1000
     tensors = (
@@ -41,7 +41,7 @@ def assert_quantised(found, rotated, scale):
     assert found.dtype == E4M3
     wanted = to_e4m3(rotated.cpu(), scale.view(-1, 1)).view(torch.uint8)
     assert_same_bits(found.cpu().view(torch.uint8), wanted)
-    assert (wanted == 0x7F).any() and ((wanted & 0x7F) == 0x7E).any()  # NaN; a number that is too large
+    assert (wanted == 0x7F).any() and ((wanted & 0x7F) == 0x7E).any()  # both NaN and 448 occur
 
 
 @runs
@@ -90,7 +90,7 @@ def test_rope_norm_and_cache(cache_format, dtype, interleaved):
 @pytest.mark.skipif(INTERPRETED or ON_GPU, reason="records launches with CPU tensors")
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)], ids=str)
 def test_compiles_for(capability, monkeypatch):
-    """Compile both kernels with a scale for a GPU; only from compute capability 8.9 on they use its conversions."""
+    """Compile both kernels with a scale for a GPU; from compute capability 8.9 on, they use its conversions."""
     from fast.kernels.device import DeviceFacts
     from fast.kernels.triton import fp8, rope
 

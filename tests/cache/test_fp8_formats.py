@@ -1,8 +1,8 @@
 """Tests of the fp8 cache formats: every bit that they store, and the numbers that these bits stand for.
 
-The expected numbers come from the definition of e4m3 and not from PyTorch: 1 bit sign, 4 bits exponent e, 3 bits
-mantissa m. The value is 2^(e - 7) * (1 + m / 8), or 2^-9 * m for e = 0; e = 15 with m = 7 is NaN. Every byte of a cache
-that belongs to no token is 0xFF.
+The expected numbers come from the definition of e4m3 and not from PyTorch: 1 sign bit, 4 exponent bits (e), and 3
+mantissa bits (m). The value is 2^(e - 7) * (1 + m / 8), or 2^-9 * m for e = 0; e = 15 with m = 7 is NaN. Every byte of
+a cache that belongs to no token is 0xFF.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def test_saturation(ops, dtype):
 
 
 def test_the_quotient_is_rounded_once_to_float32(ops):
-    """Quantise with a scale that is no power of two -> the bits of the division in float32, then of the rounding.
+    """Quantise with a scale that is no power of two -> the quotient is rounded to float32, and then to e4m3.
 
     A multiplication with 1 / scale gives other codes for some of these numbers.
     """
@@ -98,7 +98,7 @@ def test_the_quotient_is_rounded_once_to_float32(ops):
     assert_same_bits(codes, quantized(ops, quotients))
 
 
-# Tests of the tile scales of fp8_ds_mla.
+# Tests of fp8_ds_mla: each group of 128 latent elements (a tile) has a scale.
 
 
 def in_tiles(ops, latent: torch.Tensor, dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,7 +109,7 @@ def in_tiles(ops, latent: torch.Tensor, dtype=torch.float32) -> tuple[torch.Tens
 
 
 def test_tile_scales(ops):
-    """Quantise four tiles -> each scale is the largest size of its tile / 448, and the largest number becomes 448."""
+    """Quantise four tiles -> a scale is the largest absolute value of a tile / 448, and this value becomes 448."""
     latent = torch.randn(512).mul(0.1).clamp(-1, 1)
     largest = torch.tensor([3.0, 1e-6, 250.0, 7e30])
     latent.view(4, 128)[torch.arange(4), torch.tensor([0, 127, 5, 64])] = torch.tensor([3.0, -1e-6, -250.0, 7e30])
@@ -123,7 +123,7 @@ def test_tile_scales(ops):
 @pytest.mark.parametrize(
     "written, scale, codes",
     [
-        ([], 2.0**-126, {}),  # a tile of zeros has the smallest normal scale, so no quotient is 0 / 0
+        ([], 2.0**-126, {}),  # zeros have the smallest normal scale, so no quotient is 0 / 0
         ([1e-44], 2.0**-126, {}),
         ([math.nan, 2.0], 2 / 448, {0: NAN_CODE, 1: LARGEST}),
         ([math.nan] * 128, 2.0**-126, dict.fromkeys(range(128), NAN_CODE)),
@@ -160,7 +160,7 @@ def test_rope_of_tiles_stays_in_bfloat16(ops):
 
 
 def test_bytes_of_an_entry():
-    """An entry has 50.0 % (fp8_e4m3) and 656 of 1152 (fp8_ds_mla) of the bytes of an entry in bfloat16."""
+    """Count bytes -> 50.0 % of an entry in bfloat16 for fp8_e4m3, and 656 of its 1152 bytes for fp8_ds_mla."""
     sizes = [each.entry_bytes(512, 64, torch.bfloat16) for each in (COMPUTE_FORMAT, FP8_E4M3, FP8_DS_MLA)]
     assert sizes == [1152, 576, 656]
 
@@ -214,7 +214,7 @@ def test_entries_at_any_address():
 def test_write_and_gather(ops, cache_format, latent, rope, strided, dtype):
     """Write new tokens into a poisoned cache -> the bytes of `quantize_entries` in their slots, and no other byte.
 
-    A gather returns the numbers of these bytes, or with the storage dtype the bytes themselves.
+    A gather returns the numbers that these bytes stand for. With the storage dtype, it returns the bytes themselves.
     """
     batch = make_batch((3, 20, 0), (5, 37, 9), block_size=8, padding=3)
     scale = scale_of(cache_format)

@@ -70,7 +70,7 @@ def test_every_op_is_replayed(dtype):
 
 
 def comparable(x: torch.Tensor) -> torch.Tensor:
-    """Return x with a number for NaN; a tensor in e4m3, in which PyTorch compares nothing, as bytes."""
+    """Return x with NaN replaced by a number; return an e4m3 tensor as bytes, because PyTorch cannot compare e4m3."""
     return x.view(torch.uint8) if x.dtype == E4M3 else x.nan_to_num(7)
 
 

@@ -157,7 +157,7 @@ def with_checkpoint_scales(model, name="k_scale"):
 
 
 def test_order_of_the_sources(model, ops, tmp_path):
-    """Give scales from several sources -> argument, then checkpoint, then calibration file, then the first prefill."""
+    """Give scales from several sources -> priority: argument, checkpoint, calibration file, first prefill."""
     path = tmp_path / "scales.json"
     save_kv_scales(path, SCALES)
     options = dict(ops=ops, block_size=BLOCK, workspace_tokens=16, cache_format="fp8_e4m3")

@@ -42,7 +42,7 @@ def batches_of(tokens: torch.Tensor) -> list[dict]:
 
 
 def job_of(ops, prompts: list[str]) -> SimpleNamespace:
-    """Return what `predictions.bits_per_byte` reads of a job of `python -m fast --cache-format fp8_e4m3`."""
+    """Return a job over fp8_e4m3 that has only the attributes that `predictions.bits_per_byte` reads."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT, local_files_only=True)
     job = SimpleNamespace(
         model=load(), tokenizer=tokenizer, prompt_ids=[encode(tokenizer, text) for text in prompts],

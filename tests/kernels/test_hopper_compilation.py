@@ -500,7 +500,7 @@ def test_queries_in_words():
 @pytest.mark.parametrize("query_len", [1, 3])
 @pytest.mark.parametrize("heads", [4, 20, 40, 64, 128])
 def test_warmup_knows_a_request_alone(heads, query_len):
-    """For a single request of any length, warm-up has launched the kernel and the combine kernel that are chosen."""
+    """Warm-up launches every decode kernel and combine kernel that a single request of any length needs."""
     rows = heads * query_len
 
     def launched(length: int) -> set[tuple]:

@@ -73,7 +73,7 @@ if ON_GPU or INTERPRETED:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("native", [False, True] if ON_GPU else [False])
 def test_every_code_is_converted_exactly(native, dtype):
-    """Each of the 256 codes becomes the number that torch says, in the dtype of the queries; NaN stays NaN."""
+    """Each of the 256 codes becomes the number that torch defines, in the dtype of the queries; NaN stays NaN."""
     codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
     values = torch.empty(256, dtype=dtype, device=DEVICE)
     _convert_kernel[(1,)](codes, values, native)
@@ -95,7 +95,7 @@ def test_lengths(lens, cache_format, widths, dtype):
 @pytest.mark.parametrize("heads", [3, 40])
 @pytest.mark.parametrize("form", FORMS)
 def test_forms(form, heads, cache_format, widths, monkeypatch):
-    """A decode is within the budget in every form in which requests are divided among programs."""
+    """A decode is within the budget for every way to divide requests among programs."""
     monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if form == "split" else 1)
     for dtype in DTYPES if heads == 3 else DTYPES[-1:]:
         check_parity(cache_format, [1, 0, 2, 1], [200, 9, 67, 0], heads, dtype, widths, form=form)
@@ -206,7 +206,7 @@ def test_values_outside_the_tensors(cache_format, widths):
 @runs
 @formats
 def test_strides(cache_format, widths):
-    """One layer of several gives the same bits as a contiguous cache, and so do columns with gaps if they are legal."""
+    """A strided view of one of several layers, or (if legal) columns with gaps, give the bits of a contiguous cache."""
     (ql, q_pe, cache, plan), kv_scale = make_stored_inputs(cache_format, [1, 2], [130, 64], 40, widths=widths)
     dense = launch((ql, q_pe, cache, plan), cache_format, kv_scale)
     codes = cache.view(torch.uint8)

@@ -15,7 +15,7 @@ from reference.interfaces import CACHE_FORMATS
 
 from ..support.decode_inputs import SCALE, make_inputs
 
-MOST = 3e-3  # largest relative error; e4m3 queries would have 3.6e-2
+MOST = 3e-3  # largest relative error; with e4m3 queries it would be 3.6e-2
 LENS = ([1, 1, 2], [700, 130, 64])
 
 
@@ -24,7 +24,7 @@ def relative(value: torch.Tensor, gold: torch.Tensor) -> float:
 
 
 def stored(cache: torch.Tensor, cache_format, kv_scale) -> torch.Tensor:
-    """Return the cache in a format; unowned entries, which are NaN, become the poison byte."""
+    """Return the cache in a format; entries of no token are NaN, and become poison bytes."""
     entries = cache.flatten(0, 1)
     kept = reference.quantize_entries(*entries.split([512, 64], dim=-1), cache_format, kv_scale).view(torch.uint8)
     kept[entries.isnan().any(-1)] = cache_format.poison
@@ -47,7 +47,7 @@ def test_error_of_converted_numbers(ops, dtype, name):
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_ds_mla"])
 def test_gold_reads_the_stored_bytes(name):
-    """Decode in float64 over the stored bytes -> the result of dequantised numbers in a cache in float64."""
+    """Decode in float64 over the stored bytes -> the result over a float64 cache with the dequantised numbers."""
     ql, q_pe, cache, plan = make_inputs(*LENS, dtype=torch.float64)
     storage = {"cache_format": CACHE_FORMATS[name], "kv_scale": torch.tensor(0.01) if name == "fp8_e4m3" else None}
     kv_cache = stored(cache, *storage.values())

@@ -1,7 +1,8 @@
 """Tests of layers over fp8 caches: both packages agree, and all ways to compute a step give the same output.
 
-The identities hold in float64 for entries that the format stores exactly (`exact_entries`). The prefill of a token uses
-its own entry before the conversion, and a decode uses the stored entry, so other entries give different outputs.
+The identities hold in float64 for entries that the format stores exactly (`exact_entries`). A prefill reads the entries
+of its new tokens before they are quantised, and a decode reads the stored entries. Entries that the format rounds
+therefore give different outputs.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def attend(ops, layer, batch, inputs, steps, cache, workspace_tokens=16):
     Args:
         ops: package of the layer.
         layer: the layer.
-        batch: the requests at the end, which give each token its slot.
+        batch: the requests after the last step; they determine the slot of each token.
         inputs: queries, latents and rope parts of the tokens of each request.
         steps: new tokens of each step; every request has the same steps.
         cache: the cache, written in place.
@@ -115,7 +116,7 @@ def test_every_partition_is_one_prefill(ops, format_config, partition):
 
 
 def test_entries_that_are_not_exact_are_rounded(format_config):
-    """With entries that the format rounds, a decode differs from a prefill: the identities test the stored entries."""
+    """If the format rounds the entries, a decode differs from a prefill: the identities test stored entries."""
     config, inputs = format_config[1], make_inputs(format_config[1], LENS, torch.float64, None, exact=False)
     weights, outputs = make_weights(config, torch.float64), []
     for steps in (LENS[:1], PARTITIONS["decodes"]):
@@ -154,7 +155,7 @@ def alone(name: str, scale: float | None) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("scale", ["given", "first prefill"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_whole_layers_agree(ops, name, scale):
-    """Both packages give the same output in float64 if hidden states are projected, with one chunk and with several."""
+    """Both packages compute the same float64 output from hidden states, with one chunk of context and with several."""
     cache_format, config, given = FORMATS[name]
     given = given if scale == "given" else None
     for workspace_tokens in (4096, 64):
@@ -384,9 +385,10 @@ def test_cache_that_is_not_of_the_format(ops, format_config, wrong):
 
 
 def test_repeated_calls_reuse_their_checks(format_config):
-    """A layer whose ops reuse earlier checks gives the bits of a layer that checks every call, also when it chooses.
+    """A layer whose ops reuse earlier checks gives the bits of a layer that checks every call.
 
-    The first call of a layer without a scale computes the entries before the write; later calls do not.
+    This holds also for the first call of a layer without a scale. Only this call computes the entries before the write,
+    to choose the scale.
     """
     cache_format, config, _ = format_config
     weights, batch = make_weights(config, torch.float32), make_batch(LENS, LENS)
@@ -454,8 +456,8 @@ if cache_format.layer_scale:  # a scale that was given, before its first write
 def test_compiled_layer(name):
     """`torch.compile` traces a layer with a chosen scale in one graph, and gives the bits of the layer.
 
-    It cannot choose a scale: a layer without a scale raises before it writes. The test runs in a process without the
-    run-time shape checks of the tests, which `torch.compile` cannot trace.
+    A compiled layer cannot choose a scale: without a scale it raises before it writes. The test runs in a process
+    without the run-time shape checks of the tests, which `torch.compile` cannot trace.
     """
     code, said = run([sys.executable, "-c", COMPILE, name, str(torch.get_default_device())], 300)
     assert code == 0, said

@@ -88,7 +88,8 @@ def test_reference(case, scale, mode):
 def test_cpu(case, scale, mode, out_dtype):
     """The backend "cpu" is within the budget of the reference; `fp8_product` rounds probabilities too.
 
-    Their rounding has a relative error of at most 1/16, and the error of the output is on average much smaller.
+    The rounding of a probability has a relative error of at most 1/16, and the error of the output is on average much
+    smaller.
     """
     ql, q_pe, cache, plan, options = case
     stored, exact = quantised(ql, q_pe, scale)
@@ -189,7 +190,7 @@ def test_refusals(ops, case, plain_errors):
 
 
 def test_backends_declare_their_modes(case, monkeypatch):
-    """A backend without a mode is refused by name, and without a name only a backend that has the mode is chosen.
+    """Naming a backend without the mode is an error; without a name, only a backend with the mode is chosen.
 
     A call without `fp8_mode` is in `converted` mode with every backend.
     """
@@ -267,7 +268,7 @@ def test_fused_write(scale, plain_errors):
 
 
 def test_whole_path(case):
-    """Queries made by `query_to_latent` and `apply_rope` in e4m3 decode to about the output of exact queries."""
+    """Decode e4m3 queries of `query_to_latent` and `apply_rope` -> about the output of exact queries."""
     ql, q_pe, cache, plan, options = case
     tokens, heads, latent = ql.shape
     rope, scale = RopeConfig(), torch.tensor(4.0 / 448)

@@ -42,7 +42,7 @@ def with_rounded_weights(config, weights):
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_exact_weights(ops, config):
-    """If e4m3 represents the weights exactly, decodes are those of a layer with the weights themselves."""
+    """If e4m3 represents the weights exactly, decodes give the output of a layer with the original weights."""
     weights = with_rounded_weights(config, make_weights(config, torch.float64))
     plain, quantised = (make_layer(ops, config, weights, torch.float64, fp8_weights=each) for each in (False, True))
     assert plain.fp8_weights is None
@@ -59,7 +59,7 @@ def test_packages_agree(dtype):
                              for each in (torch.float64, dtype))  # fmt: skip
     gold, low = (run(reference, layer, config, layer.o_proj.weight.dtype) for layer in (gold_layer, low_layer))
     found = run(fast, make_layer(fast, config, weights, dtype, fp8_weights=True), config, dtype)
-    if dtype == torch.float32:  # the inputs of the float64 run are other numbers if they are not rounded to bfloat16
+    if dtype == torch.float32:  # `run` rounds its inputs to the dtype, so gold has the same inputs only in float32
         parity = compare("layer", found, low, gold.float().double())
         assert parity.max_error < 1e-2
     assert (found.float() - low.float()).abs().max() <= 2 * torch.finfo(dtype).eps ** 0.5 * low.float().abs().max()
@@ -96,7 +96,7 @@ class Half(nn.Module):
 
 
 def test_a_module_that_is_no_linear(ops):
-    """A recovered weight is quantised too, also in inference mode, and can be refreshed outside of it."""
+    """A recovered weight is quantised too, even in inference mode. It can be refreshed outside inference mode."""
     config = CONFIGS["direct"]
     weights = make_weights(config, torch.float32)
     modules = {name: linear(w) if w.dim() == 2 else norm(w) for name, w in weights.items()}
@@ -151,7 +151,7 @@ def test_refusals(ops, plain_errors):
 
 
 def test_a_backend_without_the_product():
-    """A layer with a named backend chooses the backend of `multiply_heads` itself if the named one has no such op."""
+    """If the named backend of a layer has no op `multiply_heads`, the layer uses another backend for this op."""
     config = CONFIGS["direct"]
     weights = make_weights(config, torch.float32)
     layers = [make_layer(fast, config, weights, torch.float32, fp8_weights=True, backend=backend)

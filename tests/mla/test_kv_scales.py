@@ -117,7 +117,7 @@ def test_argument(ops):
                                     {"kv_scale": torch.tensor(0.5), "k_scale": torch.tensor(0.5)},
                                     {"k_scale": 0.5, "q_scale": 0.125, "v_scale": 8.0}], ids=str)  # fmt: skip
 def test_checkpoint(ops, scales):
-    """`from_hf` takes the scale of the checkpoint, which an argument replaces."""
+    """`from_hf` takes the scale of the checkpoint; an argument has priority over it."""
     module = hf_module(SMALL, **scales)
     layer = ops.MLAAttention.from_hf(module, cache_format=FP8_E4M3)
     assert layer.kv_scale.value.item() == 0.5 and layer.kv_scale.source is ScaleSource.CHECKPOINT
@@ -365,7 +365,7 @@ def test_scale_stays_float32(ops):
 
 
 def test_copy_of_a_layer(ops):
-    """A deep copy has the scale of the layer, and a choice of its own if the layer has no scale yet."""
+    """A deep copy has the scale of the layer; if the layer has no scale yet, the copy chooses its own."""
     case = Case(ops)
     other = copy.deepcopy(case.layer)
     case.prefill()
@@ -492,7 +492,7 @@ def test_no_attention_module(ops):
 
 
 def test_scale_object():
-    """`KVScale` alone: its buffer, its source and the choice of a tiny largest value."""
+    """Use a `KVScale` without a layer -> its buffer, its source, and its scale for a tiny largest value."""
     scale = KVScale()
     assert scale.value.item() == 1.0 and scale.source is None
     assert scale.before_write(True, lambda: torch.tensor(1e-44)).item() == torch.finfo(torch.float32).tiny

@@ -20,7 +20,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def nearest_e4m3(x, scale):
-    """Return the e4m3 code of each quotient x / scale: the nearest number, the even code of two, 0x7F for NaN."""
+    """Return the e4m3 code nearest to each quotient x / scale; the even code if two are equally near; 0x7F for NaN."""
     quotients = (x.float() / scale).double().clamp(-448, 448)
     codes = torch.arange(127, dtype=torch.int64)
     exponents, mantissas = codes // 8, codes % 8
@@ -192,7 +192,7 @@ def test_refusals(ops, plain_errors):
 
 
 def test_a_backend_without_the_product(monkeypatch):
-    """A named backend without `multiply_heads` is refused by name, and serves products without e4m3 as before."""
+    """Name a backend without `multiply_heads` -> an error for products in e4m3, and none for other products."""
     latent, weight = torch.randn(5, 3, 24), torch.randn(3, 24, 10)
     with pytest.raises(UnsupportedConfiguration, match="^hopper: has no kernel for multiply_heads"):
         fast.latent_to_value(latent, fast.quantize_weight(weight), backend="hopper")
@@ -200,7 +200,7 @@ def test_a_backend_without_the_product(monkeypatch):
 
 
 def relative_error(weight, quantised, heads):
-    """Return the root of the mean square error of some heads, relative to the weights of these heads."""
+    """Return the root mean square error of some heads / the root mean square of the weights of these heads."""
     error, size = (dense(quantised) - weight.double())[heads], weight.double()[heads]
     return float((error.square().mean() / size.square().mean()).sqrt())
 

@@ -82,7 +82,7 @@ def whole_numbers(*shape):
 def test_results_in_e4m3(quantised, per_head, dtype):
     """Results in e4m3 have the bits of the exact product divided by the scale; NaN stays, and large numbers saturate.
 
-    Where the product is not exact, the result has the bits of the kernel's own float32 result, quantised.
+    If the product is not exact, the result has the bits of the kernel's own float32 result, quantised.
     """
     x, weight = whole_numbers(21, 3, 24).to(dtype).to(DEVICE), whole_numbers(3, 24, 10).to(DEVICE)
     x[3, 1], x[4, 2, 0] = x[3, 1] * 2000, torch.nan
@@ -146,7 +146,7 @@ def launches(monkeypatch):
     return recorded
 
 
-CHIPS = {(8, 0): (108, 166912), (8, 9): (128, 101376), (9, 0): (132, 232448)}  # processors, bytes of shared memory
+CHIPS = {(8, 0): (108, 166912), (8, 9): (128, 101376), (9, 0): (132, 232448)}  # multiprocessors, bytes of shared memory
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
@@ -184,7 +184,7 @@ def test_compiles_for(capability, dtype, launches, monkeypatch):
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 @pytest.mark.parametrize("dims", [*PRESETS, (1, 512, 128), (8, 128, 512)], ids=str)
 def test_variants(dims):
-    """The tokens of `variant_tokens` have all tiles that 1 to 256 tokens have, and no tile twice."""
+    """`variant_tokens` covers each `ProductTile` of 1 to 256 tokens exactly once."""
     from fast.kernels.triton.weights import product_tile, variant_tokens
 
     def tiles(tokens):

@@ -126,12 +126,13 @@ def test_commands():
     assert (ROOT / "fast" / "__main__.py").exists()
 
 
-# Line of a shell block in the README: the command of `.ci/run` that finds this line in the README.
+# A key is a line of a shell block in the README. The value is the command of `.ci/run` that finds this line.
 RUN_BY_CI = {
     'pip install -c constraints.txt -e ".[hf]" && python -m fast': 'main_line=$(readme_line "python -m fast")',
     'pip install -c constraints.txt -e ".[test]" && pytest': "test_line=$(readme_line pytest)",
 }
-# Line of a shell block that a test of this file runs: pattern that its output must contain, least number of matches.
+# A key is a line of a shell block that a test of this file runs. The value is a pattern for the output of the line, and
+# the least number of matches.
 RUN_HERE = {
     "python -m fast --help": (r"--context-parallel", 1),
     'python -m fast --prompt "import os" --max-new-tokens 8 --no-picture': (r"parity", 1),

@@ -486,7 +486,7 @@ def copied_docs(tmp_path) -> Path:
 
 
 def test_performance_page_holds_the_results(copied_docs):
-    """Draw the page Performance -> it has the times, highest rates, dates, versions, commands of the results files."""
+    """Draw the page Performance -> it has the times, rates, dates, versions and commands of the results files."""
     page = drawn(copied_docs)
     assert "<!-- results:" not in page
     results = {path.name: json.loads(path.read_text()) for path in copied_docs.glob("results/*.json")}

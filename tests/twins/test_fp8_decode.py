@@ -78,7 +78,7 @@ def test_arguments_that_are_refused(ops, plain_errors):
 
 
 def test_who_serves_the_formats():
-    """The backends "cpu" and "triton" serve every format in all ops of a decode; "hopper" names the format."""
+    """The backends "cpu" and "triton" serve every format in all ops of a decode; "hopper" serves no fp8 format."""
     config = replace(DIRECT, kv_lora_rank=512, qk_rope_head_dim=64)
     served = {"device": "cpu", "dtype": torch.float32, "block_size": 16}
     for cache_format in (FP8_E4M3, FP8_DS_MLA):

@@ -51,7 +51,7 @@ NEEDED = ("CommonAttentionMetadata", "MLAAttention", "allocate_kv_cache", "build
 
 @dataclass(frozen=True)
 class Options:
-    """Options of one call of `use_mla`; copies of a model share this object, as the module `ops` cannot be copied."""
+    """Options of one call of `use_mla`; copies of a model share them, because the module `ops` cannot be copied."""
 
     ops: ModuleType
     block_size: int
@@ -359,9 +359,9 @@ def use_mla(
             model before this call: the model raises ValueError if its weights are replaced later. The model then
             accepts packed batches only, with plans for `context_parallel.ownership`.
         cache_format: format of the caches, as a `CacheFormat` or by its name, such as "fp8_e4m3".
-        kv_scales: scales of the caches, only for a format with one scale for each layer: a mapping from the name of a
-            layer, such as "layers.0.self_attn", to its scale, or the path of a file of `save_kv_scales`
-            (`calibrate_model` makes the scales). Each layer takes its scale from the first of these sources: the
+        kv_scales: scales of the caches, only for a format with one scale for each layer. The value is a mapping from
+            the name of a layer, such as "layers.0.self_attn", to its scale, or the path of a file of `save_kv_scales`.
+            `calibrate_model` computes the scales. Each layer takes its scale from the first of these sources: the
             mapping, the checkpoint, the file, the first prefill, and 1.0 with a warning.
         fp8_mode: mode of decodes over a cache in e4m3 (`ops.mla_decode`).
         q_scales: scales of queries in e4m3, in the same forms as `kv_scales`; None takes those of the calibration

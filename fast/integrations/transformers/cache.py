@@ -96,7 +96,7 @@ class LatentCacheLayer(CacheLayerMixin):
         super().__init__()
         self.record, self.leads = record, leads
         self.kv_cache: Shaped[Tensor, "num_blocks block_size columns"] | None = None
-        self.scale: Tensor | None = None  # of the cached tokens; None if the format of the cache has no such scale
+        self.scale: Tensor | None = None  # scale of the cached tokens; None if the cache format has no such scale
         self.rows = 0
 
     def reserve(
@@ -133,7 +133,10 @@ class LatentCacheLayer(CacheLayerMixin):
         return new
 
     def _check_scale(self, scale: Tensor | None) -> None:
-        """Check that a layer has the scale of the cached tokens; both scales are read only if the layer is another."""
+        """Check that a layer has the scale of the cached tokens.
+
+        Both scales are read, unless `scale` is the tensor with which the tokens were stored.
+        """
         if scale is self.scale or self.record.length == 0:
             return
         values = [None if each is None else float(each) for each in (self.scale, scale)]

@@ -50,8 +50,8 @@ def read_scales(
 ) -> dict[str, float | Tensor]:
     """Return the scales that `kv_scales` gives to the layers of a model, by the name of the layer.
 
-    The scales of a mapping have priority over those of the checkpoint. The scales of a file do not: the result leaves
-    out each layer for which the checkpoint has a scale.
+    A scale in a mapping has priority over the scale of the checkpoint. The scale of the checkpoint has priority over a
+    file: the result then leaves out the layer.
 
     Args:
         kv_scales: mapping from the name of a layer to its scale, path of a file of `save_kv_scales`, or None.
@@ -61,8 +61,8 @@ def read_scales(
     Raises:
         TypeError: `kv_scales` has another type.
         OSError: the file cannot be read.
-        ValueError: the format has no scale of a layer; the file is for another format or is invalid; a layer has no
-            scale in the file or mapping; a name belongs to no layer.
+        ValueError: the format does not have one scale for each layer; the file is for another format or is invalid; a
+            layer has no scale in the file or mapping; a name belongs to no layer.
     """
     if kv_scales is None:
         return {}

@@ -37,7 +37,8 @@ def calibrate_model(
         model: a DeepseekV2 or DeepseekV3 model for causal language modelling, in eval mode and not under `use_mla`.
         prompts: batches of prompts, such as the results of a tokenizer: keyword arguments of `model.generate`.
         ops: package that computes the attention, as in `use_mla`.
-        max_new_tokens: upper bound of the tokens that the model generates for each batch; their values count too.
+        max_new_tokens: upper bound of the tokens that the model generates for each batch. The values of these tokens
+            count too.
         options: further keyword arguments of `use_mla`, except formats, modes and scales.
 
     Returns:

@@ -176,7 +176,7 @@ class _BlockReader:
 
 
 class _StoredBlockReader:
-    """Reader of the blocks of a cache whose numbers have scales; `read` is that of `_BlockReader`."""
+    """Reader of the blocks of a cache whose numbers have scales; it has the method `read` of `_BlockReader`."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class _StoredBlockReader:
         cache_format: CacheFormat,
         kv_scale: Tensor | None,
     ):
-        self.codes, self.dtype = kv_cache.view(torch.uint8), kv_cache.dtype  # PyTorch selects no blocks of e4m3
+        self.codes, self.dtype = kv_cache.view(torch.uint8), kv_cache.dtype  # index_select refuses e4m3
         self.cache_format, self.kv_scale = cache_format, kv_scale
         self.buffer = self.codes.new_empty(chunk_blocks, *kv_cache.shape[1:])
         self.entries = torch.empty(chunk_blocks * kv_cache.shape[1], width, dtype=wide, device=kv_cache.device)

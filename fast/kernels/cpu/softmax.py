@@ -21,8 +21,8 @@ class OnlineSoftmax:
         dtype: dtype of the sums, float32 or float64.
         device: device of the tensors.
         rounds_to_e4m3: whether the weights of the values are rounded to e4m3 (8 bits). The weights exp(score - largest)
-            are at most 1. They are multiplied by 2^8 before they are rounded, so that e4m3 numbers with all their
-            digits reach down to a weight of 2^-14. The sum of exponentials is not rounded.
+            are at most 1. They are multiplied by 2^8 before they are rounded, so that a weight of at least 2^-14
+            becomes a normal e4m3 number, with all digits. The sum of exponentials is not rounded.
     """
 
     def __init__(

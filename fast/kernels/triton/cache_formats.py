@@ -6,9 +6,9 @@ format:
 | format | scales | rope part |
 |---|---|---|
 | one scale for the layer (SCALE_TILE is 0) | `kv_scale`, outside the cache | e4m3, with the scale of the layer |
-| one scale for SCALE_TILE elements of the latent | float32, from byte SCALES of the entry | bfloat16, from byte KEY |
+| one scale for every SCALE_TILE elements of the latent | float32, at byte SCALES of the entry | bfloat16, at byte KEY |
 
-The kernels get the cache as bytes. A slot or a block outside the cache is skipped, as in `cache`.
+The kernels get the cache as bytes. Slots and blocks outside the cache are skipped, as in the module `cache`.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def dequantize_entries(entries: Tensor, out: Tensor, cache_format: CacheFormat, 
 
 
 def _aligned(entries: Tensor, cache_format: CacheFormat) -> Tensor:
-    """Return the entries [S, columns], or a copy of them if they are not aligned as the format needs it."""
+    """Return the entries [S, columns], or a copy if their alignment does not fit the format."""
     unit, (row, column) = cache_format.alignment, entries.stride()
     if unit == 1 or (column == 1 and row % unit == 0 and entries.data_ptr() % unit == 0):
         return entries
@@ -159,7 +159,7 @@ def _write_constants(kv_c: Tensor, k_pe: Tensor, cache_format: CacheFormat) -> d
 def _read_constants(entries: Tensor, out: Tensor, cache_format: CacheFormat) -> dict[str, int]:
     """Return the constants and options of a kernel that reads entries; `entries` has columns of one byte.
 
-    If all elements of an entry are stored alike, the entry is divided into two tiles, such as 576 = 512 + 64.
+    If the latent and the rope part have the same dtype, the entry is divided into two tiles, such as 576 = 512 + 64.
     Otherwise the tiles are the latent and the rope part.
     """
     width = out.shape[1]
@@ -189,7 +189,7 @@ def float32_to_bfloat16_bits(values):
 @triton.jit
 @no_type_check
 def parts_of_entries(entries, entry_rows, FIRST: tl.constexpr, TYPE: tl.constexpr):
-    """Return pointers [ROWS, 1] to values of the dtype TYPE, from byte FIRST of the entries at `entry_rows` on."""
+    """Return pointers [ROWS, 1] of the dtype TYPE to byte FIRST of each entry at `entry_rows`."""
     return (entries + entry_rows + FIRST).to(tl.pointer_type(TYPE), bitcast=True)[:, None]
 
 
@@ -236,8 +236,8 @@ def store_keys(
 ):  # fmt: skip
     """Store rotated keys [ROWS, TILE] in the rope parts of the entries at `entry_rows` [ROWS].
 
-    `columns` [TILE] are the places of the elements in the rope part, and `held` [TILE] is false for elements that do
-    not exist. A row with `written` [ROWS] false is not stored.
+    `columns` [TILE] are indices into the rope part. `held` [TILE] is false for an index past its end. A row with
+    `written` [ROWS] false is not stored.
     """
     mask = written[:, None] & held[None, :]
     if SCALE_TILE > 0:
@@ -262,8 +262,8 @@ def _quantize_rows(
 ):  # fmt: skip
     """Quantise the latents and keys of `tokens` [ROWS], and store them in the entries at `entry_rows` [ROWS].
 
-    Rows with `inside` false are not read, and rows with `written` false are not stored. The loads do not depend on
-    `written`, because they would wait for the slots.
+    Rows with `inside` false are not read, and rows with `written` false are not stored. The loads do not use `written`:
+    otherwise they would begin only after the slots are loaded.
     """
     read = inside[:, None] & (tl.arange(0, LATENT_TILE) < LATENT)[None, :]
     latents = tl.load(row_pointers(kv_c, tokens, kv_c_row, kv_c_column, 0, LATENT_TILE), read, 0.0)
@@ -344,7 +344,7 @@ def _dequantize_rows(
         else:
             tail = (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
-        scale = tl.where(read, tl.load(kv_scale), 0.0)[:, None]  # 0 also if the scale is NaN or infinite
+        scale = tl.where(read, tl.load(kv_scale), 0.0)[:, None]  # 0 * NaN would be NaN
         head = head * scale
         if HEAD < WIDTH:
             codes = tl.load(row_pointers(entries, entry_rows, 1, column_stride, KEY, TAIL), rest, 0)

@@ -34,7 +34,7 @@ EXPONENT_SHIFT = tl.constexpr(
 def converts_natively(device: torch.device) -> bool:
     """Return whether kernels on a device may convert with the GPU's instructions for e4m3 (NATIVE).
 
-    Triton's interpreter rounds differently in its own conversions, so it gets the integer path.
+    Triton's interpreter rounds differently in its own conversions, so its kernels convert with integers.
     """
     facts = device_facts(device)
     return facts.capability >= NATIVE_CAPABILITY and not facts.interpreted

@@ -31,7 +31,7 @@ def merge_attn_states(
 
     If `out` and `lse` are given, the result is written there. `out` and `lse` may be the tensors of one of the states,
     because a program loads all elements of its rows before it stores the result. If `output_scale` is given, the merged
-    output is divided by this scale and rounded to e4m3, in which `out` is.
+    output is divided by this scale and rounded to e4m3, the dtype of `out`.
     """
     tokens, heads, value_dim = prefix_out.shape
     if out is None:

@@ -137,8 +137,9 @@ def rope_norm_and_cache(
             dtype of `q_pe`.
 
     Returns:
-        Rotated q_pe [T, N, R], normed latents [T, Lkv] and rotated k_pe [T, R], all contiguous. The entries in the
-        cache have the bits of these latents and of this k_pe, or the bits of `quantize_entries` of both.
+        Rotated q_pe [T, N, R], normed latents [T, Lkv] and rotated k_pe [T, R], all contiguous. The cache entries have
+        the bits of these latents and of this k_pe. In a format with scales, they have the bits that `quantize_entries`
+        returns for both.
     """
     q_out = _new_queries(q_pe, q_scale)
     normed, k_out = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (kv_c, k_pe))
@@ -348,7 +349,7 @@ def _rope_norm_quantize_kernel(
     ROPE: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
     SCALES: tl.constexpr, KEY: tl.constexpr, SCALE_TILE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """As `_rope_norm_cache_kernel`, for a format with scales: the entry has the quantised outputs of the token."""
+    """Do the work of `_rope_norm_cache_kernel` for a format with scales: quantise the cache entries."""
     token, number = tl.program_id(0).to(tl.int64) // token_programs, tl.program_id(0) % token_programs
     if number == 0:  # the cache entry: latent and shared key; vectors of one row, as in `cache_formats`
         row = token + tl.arange(0, 1)

@@ -44,8 +44,9 @@ class ProductTile(NamedTuple):
 def product_tile(tokens: int, heads: int, inner: int, width: int, dtype: torch.dtype, processors: int) -> ProductTile:
     """Return the tile for products of [T, N, K] and [N, K, M].
 
-    The number of rows is the smallest power of two that holds all tokens, so that a program reads its part of the
-    weight once, up to `MOST_ROWS`. The columns are as many as leave a program for each multiprocessor.
+    The number of rows is the smallest power of two that is not below the number of tokens, but at most `MOST_ROWS`.
+    With all tokens in one tile, each part of the weight is read once. If possible, the number of columns is so small
+    that every multiprocessor gets a program.
 
     Args:
         tokens: T.
@@ -64,10 +65,10 @@ def product_tile(tokens: int, heads: int, inner: int, width: int, dtype: torch.d
 
 
 def variant_tokens(most_tokens: int) -> list[int]:
-    """Return numbers of tokens that together launch every variant which up to `most_tokens` tokens can launch.
+    """Return numbers of tokens that together need every variant that 1 to `most_tokens` tokens can need.
 
     A variant is the kernel compiled for one `ProductTile`; only the number of rows depends on the number of tokens. For
-    example, batches of 1 to 256 tokens launch the variants of 1, 17 and 33 tokens.
+    example, batches of 1 to 256 tokens need only the variants of 1, 17 and 33 tokens.
     """
     found, rows = [1], LEAST
     while rows < min(most_tokens, MOST_ROWS):
@@ -145,8 +146,8 @@ def _multiply_heads_kernel(
         if weight_scale is not None:
             right = _e4m3_to(right, left.dtype, NATIVE)
         if left.dtype == tl.float32:
-            # Sums of DEPTH terms are added, which rounds less than adding term by term to one sum. Triton would turn
-            # `sums + tl.dot(...)` into a dot that adds term by term, but leaves `tl.fma` alone.
+            # Each `tl.dot` sums DEPTH terms, and `tl.fma` adds this sum. This rounds less than adding every term to
+            # `sums`, which is what Triton would make of `sums + tl.dot(...)`. Triton does not change `tl.fma`.
             sums = tl.fma(tl.dot(left, right, input_precision="ieee"), 1.0, sums)
         else:
             sums = tl.dot(left, right, acc=sums)

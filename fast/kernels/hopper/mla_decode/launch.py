@@ -84,8 +84,8 @@ def mla_decode(
 ) -> tuple[Tensor, Tensor]:
     """Compute the absorbed attention of a few query tokens per request over its cached latents.
 
-    `reference.mla_decode` defines the result. T is the number of query tokens, N of heads, B of requests and W of block
-    table columns; Lkv is the latent width and R the rope width.
+    `reference.mla_decode` defines the result. T, N, B and W are the numbers of query tokens, heads, requests and block
+    table columns. Lkv is the latent width, and R is the rope width.
 
     Args:
         ql_nope: [T, N, Lkv], bfloat16 or float16; Lkv is 256 or 512.
