@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextvars
 import importlib
+import itertools
 import logging
 import os
 import re
@@ -215,6 +216,12 @@ KERNELS = {
 }  # fmt: skip
 
 
+# cache format, and whether the absorbed weights are in e4m3
+MODE_CASES = [("fp8_e4m3", True), ("fp8_ds_mla", False)]
+if os.environ.get("HYPOTHESIS_PROFILE") == "deep":
+    MODE_CASES = list(itertools.product(FORMATS, (False, True)))
+
+
 @pytest.fixture
 def launches(monkeypatch):
     """Return the recorded launches of the Triton kernels.
@@ -280,8 +287,7 @@ def test_product_tokens():
     assert variant_tokens(10**6) == list(compilation.PRODUCT_TOKENS)
 
 
-@pytest.mark.parametrize("fp8_weights", [False, True])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name, fp8_weights", MODE_CASES)
 def test_warmup_specialises_for_modes(launches, name, fp8_weights):
     """Warm up for queries in e4m3 -> the kernels that make them have only variants of warm-up, in mixed steps too."""
     cache_format, config, _ = FORMATS[name]

@@ -125,7 +125,7 @@ def test_kernel_sets_in_three_lines(run):
     verbose = run("--max-new-tokens", "2", "--verbose")
     words = " ".join(kernel_lines(verbose.out))
     assert all(" ".join(line.split()) in words for line in verbose.figures["kernels"]["lines"])
-    assert len(verbose.figures["kernels"]["lines"]) == 21
+    assert len(verbose.figures["kernels"]["lines"]) == 22
     assert "hopper: serves kv_lora_rank in (256, 512), got 64" in words
 
 

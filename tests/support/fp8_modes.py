@@ -97,15 +97,21 @@ def _rounded(weights: Tensor, scales: Tensor, in_entries: bool, mode: str) -> Te
 
 
 def _products(q: Tensor, k: Tensor, in_e4m3: bool) -> Tensor:
-    """Return q k^T in float64. With `in_e4m3`, sums within a block of columns are cut as Tensor Cores cut them."""
-    if not in_e4m3:
+    """Return q k^T in float64. With `in_e4m3`, sums within a block of columns are cut as Tensor Cores cut them.
+
+    A Tensor Core adds 32 products to a sum in one step. It gives all 33 numbers the exponent of the largest one, and
+    cuts each of them to `KEPT_DIGITS` digits behind the point.
+    """
+    if not in_e4m3 or q.shape[-1] == 0:
         return q @ k.T
     total = q.new_zeros(q.shape[0], k.shape[0])
     for q_block, k_block in zip(q.split(BLOCK_COLUMNS, -1), k.split(BLOCK_COLUMNS, -1), strict=True):
         sums = torch.zeros_like(total)
         for one, other in zip(q_block.split(PRODUCT_COLUMNS, -1), k_block.split(PRODUCT_COLUMNS, -1), strict=True):
-            largest = torch.maximum((one.abs()[:, None] * other.abs()).amax(-1), sums.abs())
+            products = one[:, None] * other
+            largest = torch.maximum(products.abs().amax(-1), sums.abs())
             step = torch.exp2(torch.floor(torch.log2(largest.clamp(min=1e-30))) - KEPT_DIGITS)
-            sums = torch.trunc((sums + one @ other.T) / step) * step
+            cut = torch.trunc(products / step[..., None]).sum(-1) + torch.trunc(sums / step)
+            sums = cut * step
         total += sums
     return total

@@ -31,12 +31,12 @@ probabilities are rounded to e4m3, and the sum of the exponentials is not:
 A product with a scale is rounded even if the probability is 1. With scales in the entries, `fp8_product` therefore has
 an error also in rows that attend one key alone.
 
-Tensor Cores that multiply e4m3 numbers keep about 13 binary digits behind the point of their sums, and cut off the
-others. A sum over a long request would lose a digit with every doubling of its length. So an e4m3 product always begins
-with a sum of zero: it adds at most 128 columns or the keys of one tile. The result is then added to the other sums in
-float32. `max_num_imprecise_acc`, the number of terms that may be added with few digits, is set to the length of the
-product. With its default on GPUs other than Hopper, which is 0, the compiler would make the addition in float32 a part
-of the product.
+Tensor Cores that multiply e4m3 numbers give all summands the exponent of the largest one, keep about 13 binary digits
+behind the point, and cut off the others. A sum over a long request would lose a digit with every doubling of its
+length. So an e4m3 product always begins with a sum of zero: it adds at most 128 columns or the keys of one tile. The
+result is then added to the other sums in float32. `max_num_imprecise_acc`, the number of terms that may be added with
+few digits, is set to the length of the product. With its default on GPUs other than Hopper, which is 0, the compiler
+would make the addition in float32 a part of the product.
 """
 
 from __future__ import annotations
