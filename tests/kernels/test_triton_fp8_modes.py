@@ -69,10 +69,10 @@ def launch(queries, cache, plan, out_dtype=torch.float32, schedule=None, scale=S
     return AttentionState(*(x.cpu() for x in state))
 
 
-def verdict(state, queries, cache, plan, scale=SCALE, **options):
-    """Assert that a state is within its budget."""
+def verdict(state, queries, cache, plan, scale=SCALE, query_len=1, **options):
+    """Assert that a state is within its budget; a row block has the rows of up to `query_len` query tokens."""
     given = [options[name] for name in ("cache_format", "kv_scale", "fp8_mode", "q_scale")]
-    facts, rows = device_facts(DEVICE), queries[0].shape[1]
+    facts, rows = device_facts(DEVICE), queries[0].shape[1] * query_len
     rows = 64 if facts.capability[0] == 9 and rows > 16 else 16
     in_e4m3 = ON_GPU and decode_shapes.multiplies_e4m3(facts.capability, rows, 32, options["fp8_mode"])
     low = rounded_decode(queries, cache, plan, *given, state.out.dtype, in_e4m3, scale)
@@ -384,4 +384,4 @@ def test_graph_replays_with_another_scale(heads, cache_format, widths, mode):
         scale.mul_(2)
         options["kv_scale"] = kv_scale * 2
     graph.replay()
-    verdict(AttentionState(out.cpu(), lse.cpu()), queries, cache, other, **options)
+    verdict(AttentionState(out.cpu(), lse.cpu()), queries, cache, other, query_len=2, **options)
