@@ -95,10 +95,8 @@ class Comparison:
     def exact(self, op: str, call: Callable[..., Any], *arguments: Any) -> None:
         """Call an op of both packages, and compare the two results (tensors or plans) bit by bit."""
         value, expected = (flatten(call(module, *arguments)) for module in (self.ops, self.oracle))
-        if value.shape != expected.shape:
-            self.rows.append(Parity(op, math.inf, math.inf, 0.0, 0.0, same_infinities=False))
-        else:
-            self.rows.append(compare_exact(op, value, expected))
+        differs = Parity(op, math.inf, math.inf, 0.0, 0.0, same_infinities=False)
+        self.rows.append(compare_exact(op, value, expected) if value.shape == expected.shape else differs)
 
 
 def widen(argument: Any) -> Any:
@@ -119,10 +117,8 @@ def flatten(value: Any) -> Tensor:
     """Return all numbers of a tensor or plan as one vector; leave out the workspace of a plan."""
     if isinstance(value, Tensor):
         return value.flatten()
-    if isinstance(value, CacheFormat):
-        value = list(CACHE_FORMATS).index(value.name)
-    if isinstance(value, str):  # the mode of the decodes
-        value = FP8_MODES.index(value)
+    value = list(CACHE_FORMATS).index(value.name) if isinstance(value, CacheFormat) else value
+    value = FP8_MODES.index(value) if isinstance(value, str) else value  # the mode of the decodes
     if dataclasses.is_dataclass(value):
         value = [getattr(value, each.name) for each in dataclasses.fields(value)]
     if isinstance(value, enum.Enum):

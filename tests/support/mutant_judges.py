@@ -114,8 +114,8 @@ ADAPTER = Judge(
     "not (pieces or assisted or continues_from or sampling or beams or yarn-greedy or half or v2-yarn or wrong_rope)",
 )
 ADAPTER_FORMATS = Judge(
-    ("integrations/test_cache_formats", "integrations/test_fp8_modes", *ADAPTER.modules),
-    f"{ADAPTER.selection} or test_cache_formats or test_fp8_modes",
+    ("integrations/test_cache_formats", "integrations/test_fp8_modes_of_models", *ADAPTER.modules),
+    f"{ADAPTER.selection} or test_cache_formats or test_fp8_modes_of_models",
 )
 PRODUCTS = Judge(("mla/test_quantized_weights", "mla/test_fp8_weights_of_a_layer"))
 TABLE = {
