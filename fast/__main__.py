@@ -23,7 +23,7 @@ from fast.demo.job import ASSETS, DTYPES, check_outputs, one_line, prepare
 from fast.demo.measure import measure
 from fast.demo.parallel import serve_in_parallel
 from fast.demo.report import draw, show, write_json
-from reference.interfaces import MERGES
+from reference.interfaces import CACHE_FORMATS, COMPUTE_FORMAT, MERGES
 
 DURATION = "Without options it takes about 20 s on two CPU cores."
 
@@ -68,6 +68,12 @@ def make_parser() -> argparse.ArgumentParser:
         ),
         "--dtype": dict(
             choices=tuple(DTYPES), help="dtype of weights and cache (default: float32 on a CPU, bfloat16 on a GPU)"
+        ),
+        "--cache-format": dict(
+            choices=tuple(CACHE_FORMATS),
+            default=COMPUTE_FORMAT.name,
+            help="format of the cache (default: %(default)s). With another format, `fast` and `reference` must "
+            "generate the same tokens over this format, and the job reports the bits per byte of the prompts over both",
         ),
         "--backend": dict(
             metavar="NAME",

@@ -26,6 +26,7 @@ from reference.distributed.groups import ContextParallel
 from reference.distributed.simulation import simulate, thread_state
 from reference.interfaces import (
     COMPUTE_FORMAT,
+    CONVERTED,
     MERGES,
     CacheFormat,
     CommonAttentionMetadata,
@@ -36,13 +37,15 @@ from reference.interfaces import (
     check_config,
     check_device,
     check_dtype,
-    check_format,
+    check_flag,
     check_int,
+    check_mode_of_format,
 )
 
 from . import backends
 from .backends import BackendChoice
 from .cache.blocks import copy_blocks, swap_blocks
+from .cache.formats import dequantize_entries, quantize_entries
 from .mla.device_choices import DecodeLayer
 from .mla.layer import MLAAttention
 from .mla.metadata import build_mla_metadata
@@ -61,6 +64,9 @@ CASCADE_TOKENS = (2, 3, 7, 16, 32, 64, 128, 256, 512, 513)
 CASCADE_PREFIXES = (1, 1024, 8192, 16384)
 # number of requests -> numbers of programs of a schedule; together they launch all variants of the combine kernel
 PLANNED_PROGRAMS = {1: (1, 16), 2: (4, 40, 200)}
+# Batches with these numbers of tokens launch all variants of the product of heads, whose tiles have 16, 32 or 64 rows:
+# `variant_tokens` of the backend "triton", which this module must not import.
+PRODUCT_TOKENS = (1, 17, 33)
 MOST_THREADS = 4  # more threads are hardly faster, and each thread needs a second to create its own cuBLAS handle
 
 Launch = Callable[[], object]  # a function that runs a layer or an op once
@@ -76,6 +82,8 @@ def warmup(
     batch_invariant: bool = False,
     context_parallel: ContextParallel | None = None,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    fp8_weights: bool = False,
+    fp8_mode: str = CONVERTED,
     backend: BackendChoice = None,
     threads: int | None = None,
     progress: bool | None = None,
@@ -84,7 +92,8 @@ def warmup(
 
     The function runs a layer whose projections return zeros: decodes with and without splits and schedules, cascades,
     and prefills with and without context. It also runs the ops outside a layer, such as `copy_blocks`. A CUDA graph
-    needs no further kernels. Triton also stores compiled kernels on disk.
+    needs no further kernels. Triton also stores compiled kernels on disk. The function chooses no scale of a layer
+    of the caller (`KVScale`): its own layer has the scale 1.0.
 
     Args:
         config: configuration of the layer.
@@ -96,6 +105,8 @@ def warmup(
         context_parallel: groups of ranks that share heads and sequences, or None. Each process simulates all ranks
             (`simulate`) and exchanges no data, so a process can call `warmup` alone.
         cache_format: format of the layer's cache.
+        fp8_weights: whether the absorbed weights of the layer are in e4m3 (8 bits).
+        fp8_mode: the layer's mode of decodes over a cache in e4m3 (`mla_decode`).
         backend: the layer's `backend=`: a name, a mapping from op to name, or None (`fast.backends`).
         threads: number of threads that launch kernels; None takes the number of processor cores, at most
             `MOST_THREADS`. On a CPU or with `context_parallel`, the function uses one thread only.
@@ -114,7 +125,8 @@ def warmup(
     check_int("decode_threshold", decode_threshold, 1, "at least 1")
     check_invariant_merge(None, batch_invariant)
     check_groups(context_parallel)
-    check_format(cache_format)
+    check_flag("fp8_weights", fp8_weights)
+    check_mode_of_format(fp8_mode, cache_format)
     device = check_device("device", device)
     seen = device.type != "cuda" or (device.index or 0) < torch.cuda.device_count()
     check(seen, "device", f"one of the {torch.cuda.device_count()} CUDA devices that torch sees", device)
@@ -124,7 +136,8 @@ def warmup(
     check_int("threads", threads, 1, "at least 1, or None")
     check(progress is None or isinstance(progress, bool), "progress", "a bool or None", progress)
 
-    given = (config, device, dtype, block_size, decode_threshold, batch_invariant, cache_format, backends.bind(backend))
+    formats = cache_format, fp8_weights, fp8_mode
+    given = (config, device, dtype, block_size, decode_threshold, batch_invariant, *formats, backends.bind(backend))
     with _compiling_ahead() as compiled, _progress_bar(progress) as bar:
         if context_parallel is None:
             _run(_launches(None, *given), threads if device.type == "cuda" else 1, bar)
@@ -212,6 +225,8 @@ def _launches(
     decode_threshold: int,
     batch_invariant: bool,
     cache_format: CacheFormat,
+    fp8_weights: bool,
+    fp8_mode: str,
     backend: BackendChoice,
 ) -> list[Launch]:
     """Return functions that launch every kernel of a layer on one rank; `ranks` is None without context parallelism."""
@@ -222,9 +237,15 @@ def _launches(
     if ranks is not None:
         ownership, heads, local = ranks.ownership, ranks.gathered_heads(heads), ranks.local_config(config)
     projections = _projections_of_zeros(local, dtype, device)
-    layer = MLAAttention(config, **projections, context_parallel=ranks, cache_format=cache_format, backend=backend)
+    kv_scale, q_scale = 1.0 if cache_format.layer_scale else None, None if fp8_mode == CONVERTED else 1.0
+    layer = MLAAttention(
+        config, **projections, context_parallel=ranks, cache_format=cache_format, kv_scale=kv_scale,
+        fp8_weights=fp8_weights, fp8_mode=fp8_mode, q_scale=q_scale, backend=backend,
+    )  # fmt: skip
     size = 1 if ownership is None else ownership.size
-    decoded = DecodeLayer(dataclasses.replace(config, num_heads=heads), device, dtype, block_size, cache_format)
+    decoded = DecodeLayer(
+        dataclasses.replace(config, num_heads=heads), device, dtype, block_size, cache_format, fp8_mode
+    )
     costs = decoded.programs_and_costs(1, 0, None, backend, batch_invariant=True).costs
 
     launches: list[Launch] = []
@@ -234,7 +255,10 @@ def _launches(
     ) -> None:
         common = _batch(query_lens, seq_lens, -(-max(seq_lens) // block_size), num_blocks, device)
         workspace = 4 * block_size * size * len(query_lens)
-        plan = build_mla_metadata(common, block_size, workspace, threshold, ownership=ownership)
+        plan = build_mla_metadata(
+            common, block_size, workspace, threshold, ownership=ownership, cache_format=cache_format, dtype=dtype,
+            fp8_mode=fp8_mode,
+        )  # fmt: skip
         tokens = sum(query_lens)
 
         def inputs() -> tuple[Tensor, Tensor]:
@@ -269,7 +293,10 @@ def _launches(
     def cascade(requests: int, prefix: int, query_len: int) -> None:
         lens = [prefix + query_len + 1] * requests
         common = _batch([query_len] * requests, lens, -(-lens[0] // block_size), num_blocks, device)
-        plan = build_mla_metadata(common, block_size, block_size, decode_threshold, num_programs=0)
+        plan = build_mla_metadata(
+            common, block_size, block_size, decode_threshold, num_programs=0, cache_format=cache_format, dtype=dtype,
+            fp8_mode=fp8_mode,
+        )  # fmt: skip
         plan = dataclasses.replace(plan, cascade=split_shared_prefix(plan.decode, prefix, block_size))
         tokens = requests * query_len
         hidden_states = torch.zeros(tokens, config.hidden_size, dtype=dtype, device=device)
@@ -295,6 +322,13 @@ def _launches(
         pairs = torch.tensor([[0, 1]], dtype=torch.int64, device=device)
         copy_blocks([kv_cache], pairs, backend=backend)
         swap_blocks(kv_cache, torch.empty_like(kv_cache[:2]), pairs, backend=backend)
+
+    def convert() -> None:  # conversions of entries outside a cache, such as entries from other ranks
+        widths = (config.kv_lora_rank, config.qk_rope_head_dim)
+        latents, keys = (torch.zeros(2, width, dtype=dtype, device=device) for width in widths)
+        scale = torch.ones((), dtype=torch.float32, device=device) if cache_format.layer_scale else None
+        entries = quantize_entries(latents, keys, cache_format, scale, backend=backend)
+        dequantize_entries(entries, cache_format, dtype, scale, backend=backend)
 
     # Triton compiles another variant of a kernel if a stride is divisible by 16. Some strides depend on the number of
     # tokens, so there are batches of 1 and of 16 requests. Two long requests can have so many splits that the combine
@@ -324,7 +358,13 @@ def _launches(
             step([long_query], [long_query + context])
     launches.extend(functools.partial(advance, ids) for ids in (torch.int32, torch.int64))
     step([long_query] * 3, [long_query, long_query + 3, long_query])  # requests with and without context
-    launches.append(copy)
+    if fp8_weights or fp8_mode != CONVERTED:  # products of heads with a weight or a result in e4m3
+        for tokens in PRODUCT_TOKENS:
+            step([1] * tokens, [1] * tokens, scheduled=False)
+    if fp8_mode != CONVERTED:  # in a step with decodes and prefills, each has a call of the fused write
+        for decodes in (1, 2, 16):
+            step([1] * decodes + [long_query], [2] * decodes + [long_query], scheduled=False)
+    launches.extend((copy, convert))
     return launches
 
 

@@ -8,15 +8,19 @@ from .attention.merge import merge_attn_states
 from .attention.rope import apply_rope, rotary_cos_sin, rotary_frequencies, rotate
 from .attention.varlen import flash_attn_varlen
 from .cache.blocks import copy_blocks, swap_blocks
+from .cache.formats import dequantize_entries, quantize_entries
 from .cache.latent import concat_and_cache_mla, gather_and_maybe_dequant_cache
 from .distributed.groups import ContextParallel, verify_group
 from .distributed.merge import cp_lse_a2a, cp_lse_ag_out_rs
 from .distributed.reorg import reorg_kvcache
 from .distributed.simulation import simulate
 from .interfaces import (
+    CACHE_FORMATS,
     PRESETS,
     AttentionState,
     BatchSplit,
+    CacheFormat,
+    CalibratedScales,
     CascadeMetadata,
     ChunkRows,
     CommonAttentionMetadata,
@@ -32,28 +36,36 @@ from .interfaces import (
     GraphSupport,
     GroupError,
     InvariantSplitRule,
+    KVScale,
     MLAConfig,
     MLAMetadata,
     PathCosts,
     PrefillMetadata,
     PrefillPart,
+    QuantizedWeight,
     QueryLenSupport,
+    QueryScale,
     RopeConfig,
+    ScaleSource,
     ScheduleChoice,
     ScheduleCosts,
     TokenOwnership,
     UnsupportedConfiguration,
     YarnConfig,
     allocate_kv_cache,
+    calibrate_kv_scales,
     choose_schedule,
     chunked_prefill_workspace_size,
     context_workspace_size,
+    dcp_gather_bytes,
     dcp_wire_bytes,
     get_dcp_local_seq_lens,
     infer_global_hyperparameters,
     is_plain_linear,
     kv_cache_shape,
+    load_kv_scales,
     reorder_batch_threshold,
+    save_kv_scales,
     stride_order,
 )
 from .interfaces._version import __version__ as __version__
@@ -64,12 +76,14 @@ from .mla.choose_path import choose_path, choose_paths
 from .mla.context_parallel import dcp_decode, dcp_gather_context
 from .mla.decode import mla_decode
 from .mla.layer import MLAAttention, rms_norm
+from .mla.module_expansion import expand_kv_by_module
 from .mla.prefill import forward_prefill, gather_context, run_prefill_context_chunk, run_prefill_new_tokens
 from .mla.weights import (
     absorb,
     dense_weight,
     expand_kv,
     latent_to_value,
+    quantize_weight,
     query_to_latent,
     split_kv_b_proj,
 )
@@ -84,9 +98,12 @@ from .planning.slots import dcp_slot_mapping, slot_mapping
 from .planning.visible_lens import compute_visible_lens
 
 __all__ = [
+    "CACHE_FORMATS",
     "PRESETS",
     "AttentionState",
     "BatchSplit",
+    "CacheFormat",
+    "CalibratedScales",
     "CascadeMetadata",
     "ChunkRows",
     "CommonAttentionMetadata",
@@ -104,6 +121,7 @@ __all__ = [
     "GraphSupport",
     "GroupError",
     "InvariantSplitRule",
+    "KVScale",
     "MLAAttention",
     "MLAConfig",
     "MLAMetadata",
@@ -111,8 +129,11 @@ __all__ = [
     "PathCosts",
     "PrefillMetadata",
     "PrefillPart",
+    "QuantizedWeight",
     "QueryLenSupport",
+    "QueryScale",
     "RopeConfig",
+    "ScaleSource",
     "ScheduleChoice",
     "ScheduleCosts",
     "TokenOwnership",
@@ -123,6 +144,7 @@ __all__ = [
     "allocate_kv_cache",
     "apply_rope",
     "build_mla_metadata",
+    "calibrate_kv_scales",
     "cascade_attention",
     "choose_path",
     "choose_paths",
@@ -137,11 +159,14 @@ __all__ = [
     "cp_lse_a2a",
     "cp_lse_ag_out_rs",
     "dcp_decode",
+    "dcp_gather_bytes",
     "dcp_gather_context",
     "dcp_slot_mapping",
     "dcp_wire_bytes",
     "dense_weight",
+    "dequantize_entries",
     "expand_kv",
+    "expand_kv_by_module",
     "flash_attn_varlen",
     "forward_prefill",
     "gather_and_maybe_dequant_cache",
@@ -151,12 +176,15 @@ __all__ = [
     "is_plain_linear",
     "kv_cache_shape",
     "latent_to_value",
+    "load_kv_scales",
     "make_local_attention_virtual_batches",
     "merge_attn_states",
     "mla_decode",
     "plan_captured_decodes",
     "plan_context_chunks",
     "plan_decode",
+    "quantize_entries",
+    "quantize_weight",
     "query_to_latent",
     "rank_local_chunk",
     "reorder_batch_threshold",
@@ -168,6 +196,7 @@ __all__ = [
     "rotate",
     "run_prefill_context_chunk",
     "run_prefill_new_tokens",
+    "save_kv_scales",
     "simulate",
     "slot_mapping",
     "split_decodes_and_prefills",

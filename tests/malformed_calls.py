@@ -9,12 +9,15 @@ the annotations of its arguments.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import importlib
 import inspect
 import json
 import signal
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -25,13 +28,19 @@ from torch import Tensor, nn
 
 from reference.interfaces import (
     COMPUTE_FORMAT,
+    CONVERTED,
+    E4M3,
+    FP8_DS_MLA,
+    FP8_E4M3,
     AttentionState,
     GraphSupport,
     InvariantSplitRule,
     MLAConfig,
     PathCosts,
+    QuantizedWeight,
     QueryLenSupport,
     RopeConfig,
+    ScaleSource,
     ScheduleCosts,
     TokenOwnership,
 )
@@ -83,14 +92,19 @@ def valid_calls(ops: ModuleType) -> list[Call]:
     is_fast = ops.__name__ == "fast"
     backend = {"backend": "cpu"} if is_fast else {}
     captured_op = {"graph": GraphSupport.NONE, **backend} if is_fast else {}
-    formats = {"cache_format": COMPUTE_FORMAT, "dtype": torch.float32}
+    formats = {"cache_format": FP8_E4M3, "dtype": torch.float32, "fp8_mode": "fp8_query"}
     batch = make_batch([1, 2, 3], [20, 33, 16])
     common, decodes = batch.common, make_batch([1, 1], [20, 33])
     cache = new_cache(batch, DIRECT.head_size, torch.float32)
+    eighths = torch.ones(cache.shape).to(E4M3)
+    in_eighths = {"cache_format": FP8_E4M3, "kv_scale": torch.tensor(2.0**-8)}  # no element becomes 0
     plan = ops.build_mla_metadata(common, 16, 4096, 8).decode
     schedule = ops.plan_decode(plan.seq_lens, 2)
     prefill = ops.build_mla_metadata(make_batch([2, 3], [33, 40]).common, 16, 64).prefill
     prefill_cache = torch.randn(8, 16, DIRECT.head_size)
+    unscaled = {"kv_scale": None}
+    scale, scales = torch.tensor(0.5), torch.full((3,), 0.5)
+    to_e4m3 = {"output_scale": scale, "output_block_scale": None}
     w_uk, w_uv = make_up_projections(DIRECT, torch.float32)
     ql_nope, q_pe = torch.randn(6, 3, 24), torch.randn(6, 3, 8)
     ownership = TokenOwnership(2, 0, 2)
@@ -132,8 +146,14 @@ def valid_calls(ops: ModuleType) -> list[Call]:
     slots = dict(query_start_loc=common.query_start_loc, seq_lens=common.seq_lens, block_table=common.block_table,
                  block_size=16, num_tokens=6)  # fmt: skip
 
-    def out(*shape):
-        return {"out": torch.zeros(*shape)} if is_fast else {}
+    def out(*shape, dtype=torch.float32):
+        return {"out": torch.zeros(*shape).to(dtype)} if is_fast else {}
+
+    def stored(*shape):
+        return (1 + torch.rand(shape)).to(E4M3)  # no element becomes 0
+
+    def weight(*shape):
+        return QuantizedWeight(stored(*shape), scales.clone())
 
     def call(name: str, /, hidden=None, **arguments: Any) -> Call:
         target: Any = ops
@@ -154,25 +174,33 @@ def valid_calls(ops: ModuleType) -> list[Call]:
         call("flash_attn_varlen", q=torch.randn(6, 3, 8), k=torch.randn(7, 3, 8), v=torch.randn(7, 3, 5),
              cu_seqlens_q=offsets([4, 2]), cu_seqlens_k=offsets([5, 2]), max_seqlen_q=4, max_seqlen_k=5,
              softmax_scale=0.3, causal=True, out_dtype=torch.float32, **backend),
-        call("merge_attn_states", prefix=state(), suffix=state(), **({"out": state()} if is_fast else {}),
-             **captured_op),
-        call("mla_decode", **absorbed, schedule=schedule, out_dtype=torch.float32, **out(6, 3, 24), **backend),
-        call("cascade_attention", ql_nope=torch.randn(2, 3, 24), q_pe=torch.randn(2, 3, 8),
-             kv_cache=torch.randn(12, 16, 32), metadata=cascade, softmax_scale=0.3, **backend),
+        call("merge_attn_states", prefix=state(), suffix=state(), **to_e4m3,
+             **({"out": AttentionState(stored(6, 4, 5), torch.randn(4, 6))} if is_fast else {}), **captured_op),
+        call("mla_decode", **absorbed, schedule=schedule, out_dtype=torch.float32, **unscaled, fp8_mode=CONVERTED,
+             q_scale=None, **out(6, 3, 24), **backend),
+        Call("mla_decode of queries in e4m3", ops.mla_decode, absorbed | dict(ql_nope=stored(6, 3, 24),
+             q_pe=stored(6, 3, 8), kv_cache=eighths, schedule=schedule, out_dtype=torch.float32, **in_eighths,
+             fp8_mode="fp8_product", q_scale=scales) | out(6, 3, 24) | backend),
+        call("cascade_attention", ql_nope=stored(2, 3, 24), q_pe=stored(2, 3, 8), kv_cache=stored(12, 16, 32),
+             metadata=cascade, softmax_scale=0.3, **in_eighths, fp8_mode="fp8_query", q_scale=scales,
+             out_dtype=torch.float32, **backend),
         call("forward_prefill", q=torch.randn(5, 3, 20), kv_c_normed=torch.randn(5, 24), k_pe=torch.randn(5, 8),
              kv_cache=prefill_cache, metadata=prefill, w_uk=w_uk, w_uv=w_uv, softmax_scale=0.3,
-             gather=ops.gather_context, return_lse=True, workspace=ops.ContextWorkspace(), **out(5, 3, 10), **backend),
+             gather=ops.gather_context, return_lse=True, **unscaled, **to_e4m3,
+             expand=lambda latents: ops.expand_kv(latents, w_uk, w_uv), workspace=ops.ContextWorkspace(),
+             **out(5, 3, 10, dtype=E4M3), **backend),
         call("run_prefill_new_tokens", **expanded, softmax_scale=0.3, return_lse=True, **out(5, 3, 10), **backend),
         call("run_prefill_context_chunk", **expanded | dict(k_nope=torch.randn(keys, 3, 12),
              k_pe=torch.randn(keys, 8), v=torch.randn(keys, 3, 10)), chunk=context, softmax_scale=0.3, **backend),
-        call("gather_context", kv_cache=prefill_cache, metadata=prefill, chunk=context,
+        call("gather_context", kv_cache=stored(*prefill_cache.shape), metadata=prefill, chunk=context, **in_eighths,
              workspace=torch.zeros(keys, 32), **backend),
         call("ContextWorkspace", memory=torch.zeros(100)),
         method(ops.ContextWorkspace(), "reserve", elements=100, dtype=torch.float32, device=CPU),
         call("context_workspace_size", config=DIRECT, workspace_tokens=64, context_parallel_size=2),
         # rotary, weights, norms
         call("apply_rope", positions=torch.arange(6), q_pe=torch.randn(6, 3, 8), k_pe=torch.randn(6, 8),
-             rope=RopeConfig(yarn=YARN), **({"frequencies": torch.rand(4)} if is_fast else {}), **captured_op),
+             rope=RopeConfig(yarn=YARN), q_scale=scales, **({"frequencies": torch.rand(4)} if is_fast else {}),
+             **captured_op),
         call("rotary_cos_sin", positions=torch.arange(6), rope=RopeConfig(yarn=YARN), dim=8, dtype=torch.float32),
         call("rotary_frequencies", rope=RopeConfig(yarn=YARN), dim=8, dtype=torch.float32),
         call("rotate", x=torch.randn(6, 3, 8), cos=torch.randn(6, 4), sin=torch.randn(6, 4), interleaved=True),
@@ -180,8 +208,18 @@ def valid_calls(ops: ModuleType) -> list[Call]:
         call("dense_weight", linear=modules["kv_b_proj"], in_features=24, dtype=torch.float32),
         call("is_plain_linear", linear=modules["kv_b_proj"], dtype=torch.float32),
         call("split_kv_b_proj", kv_b_weight=torch.randn(66, 24), num_heads=3, qk_nope_head_dim=12, v_head_dim=10),
-        call("query_to_latent", q_nope=torch.randn(6, 3, 12), w_uk_t=torch.randn(3, 12, 24)),
-        call("latent_to_value", latent=torch.randn(6, 3, 24), w_uv=torch.randn(3, 24, 10), **out(6, 3, 10)),
+        call("query_to_latent", q_nope=torch.randn(6, 3, 12), w_uk_t=torch.randn(3, 12, 24), q_scale=scales, **backend),
+        call("latent_to_value", latent=torch.randn(6, 3, 24), w_uv=torch.randn(3, 24, 10), output_scale=None,
+             output_block_scale=None, **out(6, 3, 10), **backend),
+        Call("query_to_latent of a weight in e4m3", ops.query_to_latent,
+             dict(q_nope=torch.randn(6, 3, 12), w_uk_t=weight(3, 12, 24), q_scale=None) | backend),
+        Call("latent_to_value of a weight in e4m3", ops.latent_to_value,
+             dict(latent=torch.randn(6, 3, 24), w_uv=weight(3, 24, 10)) | to_e4m3 | out(6, 3, 10, dtype=E4M3)
+             | backend),
+        call("quantize_weight", weight=torch.randn(3, 12, 24), per_head=False,
+             **({"out": QuantizedWeight(stored(3, 12, 24), scale.clone())} if is_fast else {})),
+        call("expand_kv_by_module", kv_c_normed=torch.randn(6, 24), kv_b_proj=modules["kv_b_proj"], num_heads=3,
+             qk_nope_head_dim=12, v_head_dim=10),
         call("expand_kv", kv_c_normed=torch.randn(6, 24), w_uk=w_uk, w_uv=w_uv, workspace=torch.zeros(256 + 180)),
         call("rms_norm", x=torch.randn(6, 24), weight=torch.rand(24), eps=1e-6),
         # cache
@@ -190,14 +228,17 @@ def valid_calls(ops: ModuleType) -> list[Call]:
         call("kv_cache_shape", num_blocks=3, block_size=16, head_size=32, num_layers=2),
         call("stride_order", include_layers=True, layout="blocks_first"),
         call("infer_global_hyperparameters", layers={"first": DIRECT, "second": layer}),
-        call("concat_and_cache_mla", kv_c_normed=torch.randn(6, 24), k_pe=torch.randn(6, 8), kv_cache=cache,
-             slot_mapping=common.slot_mapping, **captured_op),
-        call("gather_and_maybe_dequant_cache", kv_cache=cache, block_table=common.block_table,
-             cu_seq_lens=offsets([20, 3, 0]), starts=integers(0, 16, 0), num_tokens=23, **out(23, 32),
+        call("concat_and_cache_mla", kv_c_normed=torch.randn(6, 24), k_pe=torch.randn(6, 8), kv_cache=eighths,
+             slot_mapping=common.slot_mapping, **in_eighths, **captured_op),
+        call("gather_and_maybe_dequant_cache", kv_cache=eighths, block_table=common.block_table,
+             cu_seq_lens=offsets([20, 3, 0]), starts=integers(0, 16, 0), num_tokens=23, **in_eighths, **out(23, 32),
              **({"bounded": False} if is_fast else {}), **backend),
+        call("quantize_entries", kv_c_normed=torch.randn(6, 24), k_pe=torch.randn(6, 8), **in_eighths, **backend),
+        call("dequantize_entries", entries=eighths[0], **in_eighths, **out(16, 32), **backend),
         call("copy_blocks", kv_caches=list(torch.randn(2, 4, 2, 3)), block_mapping=torch.tensor([[0, 1]]), **backend),
         call("swap_blocks", source=torch.randn(4, 2, 3), target=torch.randn(5, 2, 3),
-             block_mapping=torch.tensor([[0, 4]]), **backend),
+             block_mapping=torch.tensor([[0, 4]]), source_scale=torch.tensor(0.5), target_scale=torch.tensor(0.5),
+             **backend),
         # batches and plans
         call("slot_mapping", **slots),
         call("advance_step", sampled_token_ids=torch.tensor([5, 6, 7]), input_ids=torch.arange(6),
@@ -214,7 +255,8 @@ def valid_calls(ops: ModuleType) -> list[Call]:
         call("plan_decode", seq_lens=integers(20, 0, 33), num_programs=2, costs=ScheduleCosts(), batch_invariant=False,
              **({"graph": GraphSupport.NONE} if is_fast else {}), **backend),
         call("plan_captured_decodes", common=decodes.common, block_size=16, num_programs=2, costs=ScheduleCosts(),
-             batch_invariant=False, ownership=None, graph=GraphSupport.ANY, **backend),
+             batch_invariant=False, ownership=None, graph=GraphSupport.ANY, cache_format=FP8_E4M3,
+             fp8_mode="fp8_query", **backend),
         call("compute_visible_lens", query_start_loc=common.query_start_loc, seq_lens=common.seq_lens, num_tokens=8,
              ownership=ownership, **captured_op),
         call("choose_schedule", seq_lens=integers(20, 0, 3300), num_programs=2, costs=ScheduleCosts(),
@@ -242,21 +284,38 @@ def valid_calls(ops: ModuleType) -> list[Call]:
         call("get_dcp_local_seq_lens", seq_lens=integers(20, 0, 33), context_parallel_size=2, rank=1, interleave=2),
         call("dcp_slot_mapping", **slots, context_parallel_size=2, rank=1, interleave=2),
         call("dcp_wire_bytes", num_tokens=4, num_heads=16, kv_lora_rank=24, qk_rope_head_dim=8,
-             context_parallel_size=2, merge="a2a", element_size=2, lse_size=4),
+             context_parallel_size=2, merge="a2a", element_size=2, lse_size=4, query_size=1),
+        call("dcp_gather_bytes", padded_tokens=4, kv_lora_rank=24, qk_rope_head_dim=8, context_parallel_size=2,
+             cache_format=COMPUTE_FORMAT, dtype=torch.float32),
         call("reorg_kvcache", gathered=torch.randn(2, shared.padded_tokens, 32), chunk=shared,
              **out(shared.num_tokens, 32), **backend),
-        call("dcp_gather_context", kv_cache=prefill_cache, metadata=prefill, chunk=alone, context_parallel=ranks,
-             workspace=torch.zeros(2 * alone.padded_tokens, 32), **backend),
+        call("dcp_gather_context", kv_cache=stored(*prefill_cache.shape), metadata=prefill, chunk=alone,
+             context_parallel=ranks, **in_eighths, workspace=torch.zeros(2 * alone.padded_tokens, 32), **backend),
         call("cp_lse_ag_out_rs", state=state(), group=ranks.cp_group, **captured_op),
         call("cp_lse_a2a", state=state(), group=ranks.cp_group, **captured_op),
-        call("dcp_decode", **absorbed, context_parallel=ranks, schedule=schedule, out_dtype=torch.float32,
-             **backend),
+        call("dcp_decode", **absorbed | dict(kv_cache=eighths), context_parallel=ranks, schedule=schedule,
+             out_dtype=torch.float32, **in_eighths, fp8_mode=CONVERTED, q_scale=None, **backend),
         call("verify_group", context_parallel=ranks),
         call("simulate", context_parallel_size=1, interleave=1, program=lambda ranks: None, tensor_parallel_size=2,
              merge="a2a"),
         # layer, builder, graph
         call("MLAAttention", config=DIRECT, **modules, workspace_tokens=64, context_parallel=ranks,
-             workspace=ops.ContextWorkspace(), **backend),
+             cache_format=FP8_E4M3, workspace=ops.ContextWorkspace(),
+             kv_scale=0.5, fp8_weights=True, fp8_mode="fp8_query", q_scale=0.5, expand_by_module=True,
+             **({"check_every_call": False} if is_fast else {}), **backend),
+        # scales of caches
+        call("KVScale", value=0.5, source=ScaleSource.CHECKPOINT, device=CPU),
+        method(ops.KVScale(), "choose", value=0.5, source=ScaleSource.CHECKPOINT),
+        call("QueryScale", value=torch.ones(3), num_heads=3, source=ScaleSource.CHECKPOINT, device=CPU),
+        method(ops.QueryScale(0.5, 3), "choose", value=0.5, source=ScaleSource.CHECKPOINT),
+        Call("CalibratedScales", ops.CalibratedScales, dict(caches={"first": 0.5}, queries={"first": 0.5}),
+             {"caches": "dict | None", "queries": "dict | None"}),
+        Call("calibrate_kv_scales", lambda layers: ops.calibrate_kv_scales(layers).__enter__(),
+             {"layers": {"first": layer}}, {"layers": "Mapping"}),
+        # `load_kv_scales` finds the files that `save_kv_scales` wrote, also the file of the malformed value "a str"
+        Call("save_kv_scales", in_folder(ops.save_kv_scales),
+             dict(path="scales.json", scales={"first": 0.5}, cache_format=FP8_E4M3), {"scales": "dict"}),
+        Call("load_kv_scales", in_folder(ops.load_kv_scales), dict(path="scales.json", cache_format=FP8_E4M3)),
         method(layer, "forward", hidden_states=hidden, positions=positions, kv_cache=step_cache, metadata=step_plan),
         method(layer, "project", hidden_states=hidden, positions=positions),
         method(layer, "forward_attention", q=torch.randn(14, 3, 20), kv_c_normed=torch.randn(14, 24),
@@ -271,10 +330,12 @@ def valid_calls(ops: ModuleType) -> list[Call]:
         method(builder, "can_run_in_cudagraph", common=decodes.common),
         method(builder, "reorder_batch", query_lens=integers(9, 1), context_lens=integers(5, 100)),
         call("DecodeGraph", step=run_step, builder=builder, batch_sizes=(2, 4), max_blocks=8,
-             hidden_size=DIRECT.hidden_size, dtype=torch.float32, device=CPU, query_len=1),
+             hidden_size=DIRECT.hidden_size, dtype=torch.float32, device=CPU, query_len=1, layers=[]),
         method(graph, "run", hidden_states=torch.randn(2, DIRECT.hidden_size), positions=torch.arange(2),
                common=decodes.common),
         # classes whose constructor checks the fields
+        call("CacheFormat", **{field.name: getattr(FP8_DS_MLA, field.name)
+                               for field in dataclasses.fields(FP8_DS_MLA)}),
         call("InvariantSplitRule", small_tiles=4, small_splits=32, large_tiles=16, max_splits=128),
         call("ScheduleCosts", request_cost=5, split_cost=1, split_rule=InvariantSplitRule(4, 32, 16, 128),
              invariant_starts=4,
@@ -309,17 +370,18 @@ def calls_of_fast(call: Callable[..., Call], method: Callable[..., Call], backen
             f"{module.rpartition('.')[2]}.{name}", getattr(importlib.import_module(f"fast.{module}"), name), arguments
         )
 
+    formats = dict(cache_format=FP8_E4M3, fp8_mode="fp8_query")
     served = dict(config=DIRECT, device=CPU, dtype=torch.float32, block_size=16)
     allocator = BlockAllocator(8)
     taken = allocator.allocate(2)
     calls = [
-        call("decode_programs", **served, query_len=1, cache_format=COMPUTE_FORMAT, **backend),
-        call("schedule_costs", **served, cache_format=COMPUTE_FORMAT, **backend),
+        call("decode_programs", **served, query_len=1, **formats, **backend),
+        call("schedule_costs", **served, **formats, **backend),
         Call("warmup", importlib.import_module("fast").warmup, dict(
             **served, decode_threshold=1, batch_invariant=False, context_parallel=None,
-            cache_format=COMPUTE_FORMAT, threads=1, progress=False, **backend), runs=False),
+            **formats, fp8_weights=False, threads=1, progress=False, **backend), runs=False),
         method(graph, "replay", size=2),
-        within("backends", "explain", **served, cache_format=COMPUTE_FORMAT, **backend),
+        within("backends", "explain", **served, **formats, **backend),
         within("backends", "select", request=backends.KernelRequest("merge_attn_states", CPU, torch.float32),
                **backend),
         within("demo.blocks", "BlockAllocator", num_blocks=4, order=[3, 1, 0, 2]),
@@ -399,6 +461,20 @@ def tiny_model() -> nn.Module | None:
         pad_token_id=None,
     )  # fmt: skip
     return transformers.DeepseekV3ForCausalLM(config).eval()
+
+
+FOLDER = tempfile.TemporaryDirectory()
+
+
+def in_folder(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls `function` in a temporary folder, so that relative paths are in this folder."""
+
+    @functools.wraps(function)
+    def call(**arguments):
+        with contextlib.chdir(FOLDER.name):
+            return function(**arguments)
+
+    return call
 
 
 # Calls with malformed arguments.

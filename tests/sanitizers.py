@@ -25,10 +25,10 @@ Two kinds of reports are not failures:
 - A few reports name neither kernel nor line (fewer than 1 %). The shard with such a report runs again, at most `AGAIN`
   times. A report without kernel and line in the last run is a failure.
 
-Limits: racecheck does not check asynchronous copies, copies by TMA (the GPU's bulk copy engine), and the reads of
-matrix products. In the form in which every thread arrives, each arrival waits for the asynchronous copies of its
-thread; the ordinary form has no such wait. Launches run one after another, so racecheck cannot find a race between two
-kernels.
+Limits: racecheck does not check asynchronous copies, copies by TMA (the GPU's bulk copy engine), or the reads of matrix
+    products. In the form in which every thread arrives, each arrival waits for the asynchronous copies of its thread;
+    the ordinary form has no such wait. Launches run one after another, so racecheck cannot find a race between two
+    kernels.
 """
 
 from __future__ import annotations

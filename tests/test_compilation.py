@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextvars
 import importlib
+import itertools
 import logging
 import os
 import re
@@ -26,11 +27,12 @@ import fast
 from fast import compilation
 from fast.kernels import cpu
 from fast.kernels.schedule_costs import measured_schedule_costs
-from reference.interfaces import DecodeSchedule, MLAConfig
+from reference.interfaces import COMPUTE_FORMAT, DecodeSchedule, MLAConfig
 
 from .support.backends import cpu_backend, with_backends
 from .support.compiled import Recorded, compiled
-from .support.factories import CONFIGS, DIRECT, LOW_RANK, make_batch, make_layer, make_weights, new_cache
+from .support.factories import CONFIGS, DIRECT, LOW_RANK, make_batch, make_layer, make_weights
+from .support.format_caches import FORMATS, SMALL, poisoned_cache
 
 gpu_only = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -48,7 +50,7 @@ def test_every_kernel_of_a_set_is_launched(monkeypatch, config):
 
     kernels = {name: noting(name, launch) for name, launch in cpu.KERNELS.items()}
     with_backends(monkeypatch, cpu_backend(kernels))
-    settings = {"device": "cpu", "dtype": torch.float32, "block_size": 16, "decode_threshold": 2}
+    settings = {"device": "cpu", "dtype": torch.float32, "block_size": 16, "decode_threshold": 2, "fp8_weights": True}
     assert fast.warmup(config, **settings) == []
     between_ranks = {"merge_packed_attn_states", "pack_attn_state", "reorg_kvcache", "weight_attn_out"}
     assert launched == set(cpu.KERNELS) - between_ranks
@@ -63,6 +65,10 @@ def test_refusals(plain_errors):
         fast.warmup(DIRECT, device="cpu", dtype=torch.int8)
     with pytest.raises(ValueError, match="^block_size: expected at least 1, got 0$"):
         fast.warmup(DIRECT, device="cpu", block_size=0)
+    with pytest.raises(ValueError, match="^fp8_mode: expected converted for format compute_dtype, got fp8_query$"):
+        fast.warmup(DIRECT, device="cpu", fp8_mode="fp8_query")
+    with pytest.raises(TypeError, match="^fp8_weights: expected True or False, got int$"):
+        fast.warmup(DIRECT, device="cpu", fp8_weights=1)
     with pytest.raises(ValueError, match="^device: expected one of the . CUDA devices that torch sees, got cuda:9$"):
         fast.warmup(DIRECT, device="cuda:9")
     with pytest.raises(ValueError, match="^decode_threshold: expected at least 1, got 0$"):
@@ -116,22 +122,33 @@ STEPS = (
 )  # fmt: skip
 
 
-def serve(config, dtype, threshold, batch_invariant=False):
+def layer_of(config, dtype, cache_format, **options):
+    """Return a layer of `fast` with random weights; a cache with one scale has the scale 0.5."""
+    options |= {"cache_format": cache_format, "kv_scale": 0.5 if cache_format.layer_scale else None}
+    return make_layer(fast, config, make_weights(config, dtype), dtype, **options)
+
+
+def serve(config, dtype, threshold, batch_invariant=False, cache_format=COMPUTE_FORMAT, **options):
     """Run a layer in all steps of `STEPS`, with several plans for a step.
 
     - The plan of `build_mla_metadata`.
     - If the step has decodes only: the plan that a captured CUDA graph has, and a plan for a shared prefix (cascade).
     - A plan with a schedule of `plan_decode`. The schedule is batch-invariant if `batch_invariant` is true.
     - With `batch_invariant`: a plan whose schedule is batch-invariant and has no work items.
+
+    `options` are options of the layer.
     """
-    layer = make_layer(fast, config, make_weights(config, dtype), dtype)
+    layer = layer_of(config, dtype, cache_format, **options)
     costs = measured_schedule_costs(config.num_heads)
     for query_lens, seq_lens in STEPS:
         batch = make_batch(query_lens, seq_lens, padding=len(query_lens) % 2)
-        cache = new_cache(batch, config.head_size, dtype)
+        cache = poisoned_cache(batch.num_blocks, 16, config, cache_format, dtype)
         asked = None if sum(query_lens) % 2 else config
         programs = 0 if batch_invariant else None  # 0: no schedule; batch-invariant steps get their schedule below
-        plan = fast.build_mla_metadata(batch.common, 16, 16 * len(query_lens), threshold, asked, num_programs=programs)
+        plan = fast.build_mla_metadata(
+            batch.common, 16, 16 * len(query_lens), threshold, asked, num_programs=programs, cache_format=cache_format,
+            fp8_mode=layer.fp8_mode,
+        )  # fmt: skip
         tokens = batch.common.slot_mapping.shape[0]
         inputs = torch.randn(tokens, config.hidden_size).to(dtype), torch.arange(tokens), cache
         layer(*inputs, plan)
@@ -140,7 +157,9 @@ def serve(config, dtype, threshold, batch_invariant=False):
             layer(*inputs, replace(plan, cascade=fast.split_shared_prefix(plan.decode, shared, 16)))
         if max(query_lens) <= threshold:
             tokens = sum(query_lens)
-            captured = fast.plan_captured_decodes(batch.common, 16, 0, costs, batch_invariant)
+            captured = fast.plan_captured_decodes(
+                batch.common, 16, 0, costs, batch_invariant, cache_format=cache_format, fp8_mode=layer.fp8_mode
+            )
             visible = plan.decode.visible_lens  # the kernel that computes the mask was recorded and did not run
             captured = replace(captured, decode=replace(captured.decode, visible_lens=visible))
             layer(inputs[0][:tokens], inputs[1][:tokens], cache, captured)
@@ -153,10 +172,13 @@ def serve(config, dtype, threshold, batch_invariant=False):
 GRAPH_SIZES = (1, 2, 3, 4, 8, 16, 17, 64, 130, 513)
 
 
-def serve_captured(config, dtype, threshold, batch_invariant=False, sizes=GRAPH_SIZES, longest=4096):
+def serve_captured(
+    config, dtype, threshold, batch_invariant=False, sizes=GRAPH_SIZES, longest=4096, cache_format=COMPUTE_FORMAT,
+    **options,
+):  # fmt: skip
     """Run `DecodeGraph`s of every query length and of many batch sizes, for requests of at most `longest` tokens."""
-    layer = make_layer(fast, config, make_weights(config, dtype), dtype)
-    cache = torch.zeros(4, 16, config.head_size, dtype=dtype)
+    layer = layer_of(config, dtype, cache_format, **options)
+    cache = poisoned_cache(4, 16, config, cache_format, dtype)
     columns = longest // 16
     builder = fast.MLAMetadataBuilder(
         config,
@@ -166,6 +188,8 @@ def serve_captured(config, dtype, threshold, batch_invariant=False, sizes=GRAPH_
         num_speculative_tokens=threshold - 1,
         batch_invariant=batch_invariant,
         dtype=dtype,
+        cache_format=cache_format,
+        fp8_mode=layer.fp8_mode,
     )
 
     def step(hidden_states, positions, plan):
@@ -179,8 +203,10 @@ def serve_captured(config, dtype, threshold, batch_invariant=False, sizes=GRAPH_
 
 
 LAUNCHERS = (
-    "combine.launch", "triton.advance", "triton.attention", "triton.cache", "triton.decode", "triton.merge",
+    "combine.launch", "triton.advance", "triton.attention", "triton.cache", "triton.cache_formats",
+    "triton.decode", "triton.merge",
     "triton.padding_tokens", "triton.rope", "triton.schedule", "triton.scheduled_decode", "triton.visible_lens",
+    "triton.weights",
 )  # fmt: skip
 KERNELS = {
     "_advance_step_kernel", "_combine_scheduled_kernel", "_combine_splits_kernel", "_copy_blocks_kernel",
@@ -188,6 +214,12 @@ KERNELS = {
     "_rope_kernel", "_rope_norm_cache_kernel", "_scheduled_decode_kernel", "_visible_lens_kernel", "_write_kernel",
     "_zero_padding_kernel",
 }  # fmt: skip
+
+
+# cache format, and whether the absorbed weights are in e4m3
+MODE_CASES = [("fp8_e4m3", True), ("fp8_ds_mla", False)]
+if os.environ.get("HYPOTHESIS_PROFILE") == "deep":
+    MODE_CASES = list(itertools.product(FORMATS, (False, True)))
 
 
 @pytest.fixture
@@ -219,6 +251,52 @@ def test_warmup_specialises_for_every_step(launches, config, dtype):
     serve(config, dtype, 3)
     assert set(launches) == ahead
     serve_captured(config, dtype, 3)
+    assert set(launches) == ahead
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_warmup_specialises_for_formats(launches, name):
+    """Warm up for an fp8 format -> steps over such a cache launch only kernel variants that warm-up launched."""
+    cache_format, config, _ = FORMATS[name]
+    fast.warmup(
+        config, device="cpu", dtype=torch.bfloat16, block_size=16, decode_threshold=2, cache_format=cache_format
+    )
+    ahead = set(launches)
+    serve(config, torch.bfloat16, 2, cache_format=cache_format)
+    serve_captured(config, torch.bfloat16, 2, cache_format=cache_format)
+    assert set(launches) == ahead
+
+
+def test_warmup_specialises_for_fp8_weights(launches):
+    """Warm up for absorbed weights in e4m3 -> steps of any number of tokens launch only variants of warm-up."""
+    given = dict(cache_format=FORMATS["fp8_e4m3"][0], fp8_weights=True)
+    fast.warmup(SMALL, device="cpu", dtype=torch.bfloat16, block_size=16, decode_threshold=2, **given)
+    ahead = set(launches)
+    products = {key for key in ahead if key[0] == "_multiply_heads_kernel"}
+    assert len(products) == 2 * len(compilation.PRODUCT_TOKENS)  # for W_UK and for W_UV
+    serve(SMALL, torch.bfloat16, 2, **given)
+    serve_captured(SMALL, torch.bfloat16, 2, **given)
+    assert set(launches) == ahead
+
+
+def test_product_tokens():
+    """`PRODUCT_TOKENS` has the numbers that launch all variants of the product of heads."""
+    pytest.importorskip("triton")
+    from fast.kernels.triton.weights import variant_tokens
+
+    assert variant_tokens(10**6) == list(compilation.PRODUCT_TOKENS)
+
+
+@pytest.mark.parametrize("name, fp8_weights", MODE_CASES)
+def test_warmup_specialises_for_modes(launches, name, fp8_weights):
+    """Warm up for queries in e4m3 -> the kernels that make them have only variants of warm-up, in mixed steps too."""
+    cache_format, config, _ = FORMATS[name]
+    given = dict(cache_format=cache_format, fp8_weights=fp8_weights, fp8_mode="fp8_query")
+    fast.warmup(config, device="cpu", dtype=torch.bfloat16, block_size=16, decode_threshold=2, **given)
+    ahead = set(launches)
+    assert {"_multiply_heads_kernel", "_rope_norm_quantize_kernel"} <= {key[0] for key in ahead}
+    serve(config, torch.bfloat16, 2, **given, q_scale=0.5)
+    serve_captured(config, torch.bfloat16, 2, **given, q_scale=0.5)
     assert set(launches) == ahead
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 DIMS = {  # name of a dimension in a results file: word on the page
     "B": "requests", "S": "tokens", "Sq": "new tokens", "Skv": "keys", "N": "heads", "lens": "lengths", "W": "columns",
-    "mask": "mask", "op": "op", "tokens": "tokens", "decodes": "decodes", "prefills": "prefills",
+    "mask": "mask", "op": "op", "tokens": "tokens", "T": "tokens", "decodes": "decodes", "prefills": "prefills",
     "programs": "programs",
 }  # fmt: skip
 

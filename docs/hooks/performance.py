@@ -25,6 +25,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import Files
 from mkdocs.structure.pages import Page
 from steps import NOT_MEASURED, host_table, not_measured, step_bars, step_table
+from weights import expansions_table, products_table, scales_table
 
 OURS = "fast"
 OURS_BEST = "fast, the best way of each shape"
@@ -171,13 +172,20 @@ class Results:
         ]
         words += [f"all rows have {', '.join(said)}"] if said else []
         words += (
-            ["the outputs of every row passed the comparison with `reference` before the measurement"]
+            ["the outputs of `fast` passed the comparison with `reference` in every row before the measurement"]
+            if any(not found["passed"] for row in rows for each in row.get("parity", {}).values() for found in each)
+            else ["the outputs of every row passed the comparison with `reference` before the measurement"]
             if all(row["passed"] for row in rows)
             else []
         )
         words += sorted(
             {f"{NONE} means that {who} was not measured: {why}" for row in rows for who, why in row["absent"].items()}
         )
+        over = sorted(
+            {who for row in rows for who, found in row.get("parity", {}).items()
+             if not is_ours(who) and not all(comparison["passed"] for comparison in found)}
+        )  # fmt: skip
+        words += [f"the error of {' and '.join(over)} exceeds the budget"] if over else []
         columns = [head, ratio, *map(code, who)]
         if not peers and all(row["passed"] for row in rows):
             columns, lines = [columns[0], *columns[2:]], [[line[0], *line[2:]] for line in lines]
@@ -234,6 +242,20 @@ class Results:
     def host(self, name: str) -> str:
         """Return the facts, table and command of a file of tests.benchmarks.host (times on the CPU)."""
         return self._whole(name, host_table)
+
+    def weights(self, name: str, part: str) -> str:
+        """Return one part of a file of tests.benchmarks.weights, with facts and command.
+
+        `part` is "products" (absorbed weights), "expansions" (latents to keys and values) or "scales".
+        """
+        drawings = {"products": products_table, "expansions": expansions_table, "scales": scales_table}
+        return self._whole(name, drawings[part])
+
+    def measured(self, name: str, *ways: str) -> str:
+        """Return the facts, one table of times for each way, and the command of a file of a benchmark with rows."""
+        return self._whole(
+            name, *(lambda report, way=way: f"**{way.capitalize()}**\n\n{self.times(name, '.', way)}" for way in ways)
+        )
 
     def _whole(self, name: str, *drawings: Callable[[dict[str, Any]], str]) -> str:
         """Return the facts, drawings and command of a file; a note if the file is missing and in NOT_MEASURED."""

@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from reference.interfaces import (
+    E4M3,
     GraphSupport,
     RopeConfig,
     check,
     check_dtype,
     check_flag,
     check_int,
+    check_scale,
+    check_scale_values,
     check_tensor,
     check_type,
     wide_dtype,
@@ -106,11 +109,12 @@ def apply_rope(
     q_pe: Float[Tensor, "T N R"],
     k_pe: Float[Tensor, "T R"],
     rope: RopeConfig,
+    q_scale: Float[Tensor, "*heads"] | None = None,
     *,
     frequencies: Float[Tensor, " R/2"] | None = None,
     graph: GraphSupport = GraphSupport.NONE,
     backend: BackendChoice = None,
-) -> tuple[Float[Tensor, "T N R"], Float[Tensor, "T R"]]:
+) -> tuple[Shaped[Tensor, "T N R"], Float[Tensor, "T R"]]:
     """Rotate the rope parts of queries and keys.
 
     Args:
@@ -118,30 +122,35 @@ def apply_rope(
         q_pe: [T, N, R], rope part of the queries.
         k_pe: [T, R], rope part of the keys, which all heads share.
         rope: rotary parameters.
-        frequencies: [R/2], result of `rotary_frequencies`, on the device of `q_pe`. The dtype is float64 if `q_pe` is
-            float64, and float32 otherwise. None computes the frequencies in each call.
+        q_scale: float32 scale of queries in e4m3 (8 bits), [] or [N]; None for queries in the dtype of `q_pe`.
+        frequencies: [R/2], result of `rotary_frequencies`, on the device of `q_pe`: float64 if `q_pe` is float64,
+            float32 otherwise. None computes the frequencies in each call.
         graph: kind of the CUDA graph that captures this call; NONE without a graph.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
-        The rotated `q_pe` and the rotated `k_pe`: new tensors with the dtype of `q_pe`.
+        The rotated `q_pe` and `k_pe`, new tensors of the same dtype. If `q_scale` is given, `q_pe` is in e4m3.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match.
+        ValueError: shapes, dtypes or devices do not match. For CPU tensors also: the scale is not finite and positive.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
-    signature = _ROTATIONS.signature(positions, q_pe, k_pe, rope, frequencies, graph, backend)
+    signature = _ROTATIONS.signature(positions, q_pe, k_pe, rope, q_scale, frequencies, graph, backend)
     chosen = _ROTATIONS.backend_of(signature)
     if chosen is None:
         check_tensor("q_pe", q_pe, ("T", "N", "R"))
         check_tensor("k_pe", k_pe, (q_pe.shape[0], q_pe.shape[2]), (q_pe.dtype,), q_pe.device)
         check_angles(positions, q_pe, rope, frequencies)
+        if q_scale is not None:
+            check_scale("q_scale", q_scale, q_pe.shape[1], q_pe.device)
         widths = (("qk_rope_head_dim", q_pe.shape[2]),)
         check_type("graph", graph, GraphSupport)
-        request = backends.KernelRequest("apply_rope", q_pe.device, q_pe.dtype, widths, graph=graph)
+        request = backends.KernelRequest(
+            "apply_rope", q_pe.device, q_pe.dtype, widths, out_dtype=None if q_scale is None else E4M3, graph=graph
+        )
         chosen = backends.select(request, backend).name
     frequencies, magnitude = angles_of(q_pe, rope, frequencies)
-    return _ROTATIONS.run(signature, chosen, positions, q_pe, k_pe, frequencies, magnitude, rope.interleaved)
+    return _ROTATIONS.run(signature, chosen, positions, q_pe, k_pe, frequencies, magnitude, rope.interleaved, q_scale)
 
 
 def check_angles(
@@ -184,8 +193,10 @@ def angles_of(
     return frequencies, 1.0 if rope.yarn is None else rope.yarn.cos_sin_scale
 
 
-def _launch_rotation(positions, q_pe, k_pe, frequencies, magnitude, interleaved, backend):
-    return backends.kernel(backend, "apply_rope")(positions, q_pe, k_pe, frequencies, magnitude, interleaved)
+def _launch_rotation(positions, q_pe, k_pe, frequencies, magnitude, interleaved, q_scale, backend):
+    check_scale_values("q_scale", q_scale)
+    scale = () if q_scale is None else (q_scale,)
+    return backends.kernel(backend, "apply_rope")(positions, q_pe, k_pe, frequencies, magnitude, interleaved, *scale)
 
 
 _apply_rope = torch.library.custom_op(
@@ -193,11 +204,11 @@ _apply_rope = torch.library.custom_op(
     _launch_rotation,
     mutates_args=(),
     schema="(Tensor positions, Tensor q_pe, Tensor k_pe, Tensor frequencies, float magnitude, bool interleaved,"
-    " str backend) -> (Tensor, Tensor)",
+    " Tensor? q_scale, str backend) -> (Tensor, Tensor)",
 )
 _ROTATIONS = backends.CheckedCalls(torch.ops.mla_twins.apply_rope, _launch_rotation)
 
 
 @_apply_rope.register_fake
-def _(positions, q_pe, k_pe, frequencies, magnitude, interleaved, backend):
-    return q_pe.new_empty(q_pe.shape), k_pe.new_empty(k_pe.shape)
+def _(positions, q_pe, k_pe, frequencies, magnitude, interleaved, q_scale, backend):
+    return q_pe.new_empty(q_pe.shape, dtype=q_pe.dtype if q_scale is None else E4M3), k_pe.new_empty(k_pe.shape)

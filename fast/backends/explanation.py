@@ -6,14 +6,16 @@ import torch
 
 from reference.interfaces import (
     COMPUTE_FORMAT,
+    CONVERTED,
+    E4M3,
     CacheFormat,
     MLAConfig,
     QueryLenSupport,
     UnsupportedConfiguration,
     check_config,
     check_device,
-    check_format,
     check_int,
+    check_mode_of_format,
     check_type,
 )
 
@@ -21,11 +23,13 @@ from .own import DECODES
 from .registry import KernelRequest, registered
 from .selection import BackendChoice, all_ops, bind, decode_request, name_for, select
 
-CACHE_OPS = (
+CACHE_OPS = (  # ops that read or write cache entries in a cache
     "concat_and_cache_mla",
     "gather_and_maybe_dequant_cache",
     "rope_norm_and_cache",
-)  # ops that read or write cache entries
+)
+CONVERSIONS = ("dequantize_entries", "quantize_entries")  # ops on cache entries outside a cache
+QUERY_OPS = ("multiply_heads", "rope_norm_and_cache")  # ops that make queries in e4m3
 COPY_OPS = ("copy_blocks", "swap_blocks")  # ops that copy cache entries unchanged
 INTEGER_OPS = ("advance_step", "compute_visible_lens", "plan_decode")  # ops that compute with integers only
 
@@ -36,6 +40,7 @@ def layer_requests(
     dtype: torch.dtype,
     block_size: int,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    fp8_mode: str = CONVERTED,
 ) -> list[KernelRequest]:
     """Return one `KernelRequest` (the capabilities that a backend needs) for each op of a layer, sorted by op.
 
@@ -47,26 +52,38 @@ def layer_requests(
         dtype: dtype of the layer's tensors.
         block_size: tokens of a cache block.
         cache_format: format of the layer's cache.
+        fp8_mode: the layer's mode of decodes over a cache in e4m3.
     """
     latent, rope = config.kv_lora_rank, config.qk_rope_head_dim
     entry = (("kv_lora_rank", latent), ("qk_rope_head_dim", rope))
-    widths = {  # op: widths of its tensors; every other op has one width, the columns of a cache entry
+    columns = (("head_dim", cache_format.columns(latent, rope)),)
+    widths = {  # op: widths of its tensors; every other op has one width, the columns of a stored entry
         "apply_rope": (("qk_rope_head_dim", rope),),
         "merge_packed_attn_states": (("head_dim", latent),),
         "concat_and_cache_mla": entry,
         "flash_attn_varlen": (("qk_head_dim", config.qk_head_dim), ("v_head_dim", config.v_head_dim)),
         "merge_attn_states": (("head_dim", config.v_head_dim),),
         "pack_attn_state": (("head_dim", latent),),
+        "quantize_entries": entry,
         "rope_norm_and_cache": entry,
         "weight_attn_out": (("head_dim", latent),),
         "zero_padding_tokens": (("head_dim", config.v_head_dim),),
     }
-    requests = []
+    requests, in_e4m3 = [], fp8_mode != CONVERTED
     for op in all_ops():
         if op in DECODES:
             requests.append(
                 decode_request(
-                    device, dtype, latent, rope, block_size, QueryLenSupport.VARLEN, op=op, cache_format=cache_format
+                    device,
+                    dtype,
+                    latent,
+                    rope,
+                    block_size,
+                    QueryLenSupport.VARLEN,
+                    op=op,
+                    cache_format=cache_format,
+                    fp8_mode=fp8_mode,
+                    out_dtype=dtype if in_e4m3 and op == "mla_decode" else None,
                 )
             )
         elif op in INTEGER_OPS:
@@ -75,13 +92,17 @@ def layer_requests(
             more = {"dtype": dtype}
             if op in CACHE_OPS:
                 more |= {"block_size": block_size, "cache_format": cache_format}
+            elif op in CONVERSIONS:
+                more |= {"cache_format": cache_format}
             elif op in COPY_OPS:
                 more = {"block_size": block_size}
+            elif op == "reorg_kvcache":  # ranks exchange stored entries
+                more = {"dtype": cache_format.storage_dtype or dtype}
             elif op == "flash_attn_varlen":
                 more |= {"query_lens": QueryLenSupport.VARLEN, "mask": "causal", "lse": True}
-            requests.append(
-                KernelRequest(op, device, head_dims=widths.get(op, (("head_dim", config.head_size),)), **more)
-            )
+            if in_e4m3 and op in QUERY_OPS:
+                more |= {"out_dtype": E4M3}
+            requests.append(KernelRequest(op, device, head_dims=widths.get(op, columns), **more))
     return requests
 
 
@@ -92,6 +113,7 @@ def explain(
     dtype: torch.dtype,
     block_size: int = 64,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    fp8_mode: str = CONVERTED,
     backend: BackendChoice = None,
 ) -> str:
     """Return one line for each op of a layer: the backend that serves the op, and the reasons against other backends.
@@ -105,6 +127,7 @@ def explain(
         dtype: dtype of the layer.
         block_size: tokens of a cache block.
         cache_format: format of the layer's cache.
+        fp8_mode: the layer's mode of decodes over a cache in e4m3.
         backend: the layer's `backend=`: a name, a mapping from op to name, or None (`fast.backends`).
 
     Raises:
@@ -114,9 +137,9 @@ def explain(
     device = check_device("device", device)
     check_type("dtype", dtype, torch.dtype)
     check_int("block_size", block_size)
-    check_format(cache_format)
+    check_mode_of_format(fp8_mode, cache_format)
     bound, lines = bind(backend), []
-    for request in layer_requests(config, device, dtype, block_size, cache_format):
+    for request in layer_requests(config, device, dtype, block_size, cache_format, fp8_mode):
         name = name_for(request.op, bound)
         how = "" if bound is None else ", chosen" if name is None else ", bound"
         try:

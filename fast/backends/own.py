@@ -8,21 +8,30 @@ import re
 
 import torch
 
+from reference.interfaces import COMPUTE_FORMAT, E4M3, FLOAT_DTYPES, FP8_DS_MLA, FP8_E4M3, FP8_MODES
+
 from .registry import Backend, OpSupport, register
 
 DECODES = ("mla_decode", "decode_programs", "schedule_costs")  # one backend serves all three ops of a decode
 MESSAGES = ("pack_attn_state", "merge_packed_attn_states")  # one backend writes and reads a message
 OPS = (  # every op that a backend can serve
     "advance_step", "apply_rope", "compute_visible_lens", "concat_and_cache_mla", "copy_blocks", "decode_programs",
-    "flash_attn_varlen", "gather_and_maybe_dequant_cache", "merge_attn_states", "merge_packed_attn_states",
-    "mla_decode", "pack_attn_state", "plan_decode", "reorg_kvcache", "rope_norm_and_cache", "schedule_costs",
-    "swap_blocks", "weight_attn_out", "zero_padding_tokens",
+    "dequantize_entries", "flash_attn_varlen", "gather_and_maybe_dequant_cache", "merge_attn_states",
+    "merge_packed_attn_states", "mla_decode", "multiply_heads", "pack_attn_state", "plan_decode", "quantize_entries",
+    "reorg_kvcache", "rope_norm_and_cache", "schedule_costs", "swap_blocks", "weight_attn_out", "zero_padding_tokens",
 )  # fmt: skip
+ENTRY_OPS = (  # ops that write or read cache entries; they serve every cache format
+    "concat_and_cache_mla", "dequantize_entries", "gather_and_maybe_dequant_cache", "quantize_entries",
+    "rope_norm_and_cache",
+)  # fmt: skip
+FORMATS = (COMPUTE_FORMAT.name, FP8_E4M3.name, FP8_DS_MLA.name)
+STORED_DTYPES = (FP8_E4M3.storage_dtype, FP8_DS_MLA.storage_dtype)  # dtypes of caches only, not of queries
+QUANTIZING_OPS = ("apply_rope", "merge_attn_states", "multiply_heads")  # ops whose output may be in e4m3
 READS = {"pack_attn_state": "merge_packed_attn_states"}  # op that writes a message: op that reads the message
 
 
 def missing(package: str, least: str | None = None) -> str | None:
-    """Return which package to install; None if it is installed, in version `least` or later. Import no package."""
+    """Return what to install; None if the package is installed, in version `least` or later. Import no package."""
     if least is None:
         return None if importlib.util.find_spec(package) else package
     try:
@@ -38,13 +47,34 @@ def _ops_of(package: str, names: tuple[str, ...], **declared) -> dict[str, OpSup
     return {op: OpSupport(f"fast.kernels.{package}:{op}", reads=READS.get(op), **declared) for op in names}
 
 
-CPU = Backend(name="cpu", priority=0, device_type="cpu", ops=_ops_of("cpu", OPS))
+def _ops_of_all(package: str, dtypes: tuple[torch.dtype, ...]) -> dict[str, OpSupport]:
+    """Declare the support for `OPS`.
+
+    `ENTRY_OPS` and `DECODES` serve every cache format, and a decode every fp8 mode. A reorder serves every stored
+    dtype. The output of `QUANTIZING_OPS` may also be in e4m3.
+    """
+    return (
+        _ops_of(package, OPS, dtypes=dtypes)
+        | _ops_of(package, ENTRY_OPS, dtypes=dtypes, cache_formats=FORMATS)
+        | _ops_of(package, DECODES, dtypes=dtypes, cache_formats=FORMATS, fp8_modes=FP8_MODES)
+        | _ops_of(package, ("reorg_kvcache",), dtypes=(*dtypes, *STORED_DTYPES))
+        | _ops_of(package, QUANTIZING_OPS, dtypes=dtypes, out_dtypes=(*dtypes, E4M3))
+        | _ops_of(package, ("rope_norm_and_cache",), dtypes=dtypes, out_dtypes=(*dtypes, E4M3), cache_formats=FORMATS)
+    )
+
+
+CPU = Backend(
+    name="cpu",
+    priority=0,
+    device_type="cpu",
+    ops=_ops_of_all("cpu", FLOAT_DTYPES),
+)
 TRITON = Backend(
     name="triton",
     priority=10,
     device_type="cuda",
     capability=(8, 0),
-    ops=_ops_of("triton", OPS, dtypes=(torch.float32, torch.bfloat16, torch.float16)),
+    ops=_ops_of_all("triton", (torch.float32, torch.bfloat16, torch.float16)),
     missing_package=missing("triton"),
 )
 HOPPER = Backend(

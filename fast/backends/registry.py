@@ -14,12 +14,14 @@ import torch
 
 from reference.interfaces import (
     COMPUTE_FORMAT,
+    CONVERTED,
     FLOAT_DTYPES,
     CacheFormat,
     GraphSupport,
     QueryLenSupport,
     check,
     check_flag,
+    check_fp8_mode,
     check_int,
     check_type,
 )
@@ -50,6 +52,7 @@ class KernelRequest:
         mask: one of `MASKS`; None for an op without a mask.
         graph: kind of the CUDA graph that captures the call.
         lse: True if the caller needs the LSE in addition to the output.
+        fp8_mode: one of `FP8_MODES`, for a decode over a cache in e4m3. `dtype` is None if the queries are in e4m3.
     """
 
     op: str
@@ -65,6 +68,7 @@ class KernelRequest:
     mask: str | None = None
     graph: GraphSupport = GraphSupport.NONE
     lse: bool = False
+    fp8_mode: str = CONVERTED
 
 
 def check_request(request: KernelRequest) -> None:
@@ -82,6 +86,7 @@ def check_request(request: KernelRequest) -> None:
     check_flag("request.batch_invariant", request.batch_invariant)
     check_flag("request.cache_in_words", request.cache_in_words)
     check_flag("request.lse", request.lse)
+    check_fp8_mode(request.fp8_mode, "request.fp8_mode")
     if request.block_size is not None:
         check_int("request.block_size", request.block_size, 0)
 
@@ -108,6 +113,7 @@ class OpSupport:
         reads: if this op writes a message for other ranks: name of the op that reads the message, which the backend
             must declare too. None for all other ops.
         priority: priority for this op; None for the priority of the backend.
+        fp8_modes: supported modes of a decode over a cache in e4m3, from `FP8_MODES`.
     """
 
     launcher: str | Callable
@@ -124,19 +130,22 @@ class OpSupport:
     needs_words: bool = False
     reads: str | None = None
     priority: int | None = None
+    fp8_modes: tuple[str, ...] = (CONVERTED,)
 
     def __post_init__(self):
         path = isinstance(self.launcher, str) and re.fullmatch(r"[\w.]+:\w+", self.launcher)
         check(
             bool(path) or callable(self.launcher), "launcher", 'a function or "package.module:function"', self.launcher
         )
-        for name in ("dtypes", "cache_formats", "masks"):
+        for name in ("dtypes", "cache_formats", "masks", "fp8_modes"):
             check_type(name, getattr(self, name), tuple, "a tuple")
         for name in ("out_dtypes", "block_sizes"):
             check_type(name, getattr(self, name), (tuple, type(None)), "a tuple or None")
         check_type("head_dims", self.head_dims, (Mapping, type(None)), "a mapping from name to sizes, or None")
         unknown = sorted(set(self.head_dims or ()) - set(HEAD_DIMS))
         check(not unknown, "head_dims", f"names among {', '.join(HEAD_DIMS)}", ", ".join(map(str, unknown)))
+        for mode in self.fp8_modes:
+            check_fp8_mode(mode)
         check(set(self.masks) <= set(MASKS), "masks", f"some of {', '.join(MASKS)}", self.masks)
         check_flag("batch_invariant", self.batch_invariant)
         check_flag("lse", self.lse)
@@ -169,6 +178,8 @@ class OpSupport:
             found.append(f"serves {self.query_lens.value} query lengths, got {request.query_lens.value}")
         if request.mask is not None and request.mask not in self.masks:
             found.append(f"applies the masks {', '.join(self.masks) or 'none'}, got {request.mask}")
+        if request.fp8_mode not in self.fp8_modes:
+            found.append(f"decodes in the fp8 modes {', '.join(self.fp8_modes)}, got {request.fp8_mode}")
         if request.batch_invariant and not self.batch_invariant:
             found.append("is not batch-invariant")
         if request.lse and not self.lse:

@@ -12,6 +12,7 @@ import torch
 
 from reference.interfaces import (
     COMPUTE_FORMAT,
+    CONVERTED,
     CacheFormat,
     GraphSupport,
     QueryLenSupport,
@@ -161,12 +162,13 @@ def decode_request(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     batch_invariant: bool = False,
     graph: GraphSupport = GraphSupport.NONE,
+    fp8_mode: str = CONVERTED,
 ) -> KernelRequest:
     """Return the request for a call of `mla_decode`, or of another op of `DECODES`."""
     return KernelRequest(
         op=op,
         device=device,
-        dtype=dtype,
+        dtype=dtype if fp8_mode == CONVERTED else None,
         head_dims=(("kv_lora_rank", kv_lora_rank), ("qk_rope_head_dim", qk_rope_head_dim)),
         block_size=block_size,
         query_lens=query_lens,
@@ -177,19 +179,23 @@ def decode_request(
         graph=graph,
         mask="visible_lens" if op == "mla_decode" else None,
         lse=op == "mla_decode",
+        fp8_mode=fp8_mode,
     )
 
 
-def state_request(op: str, out: torch.Tensor, graph: GraphSupport = GraphSupport.NONE) -> KernelRequest:
+def state_request(
+    op: str, out: torch.Tensor, graph: GraphSupport = GraphSupport.NONE, out_dtype: torch.dtype | None = None
+) -> KernelRequest:
     """Return the request for a call of an op on attention states.
 
     Args:
         op: name of the op.
         out: [T, N, Dv], output of a state.
         graph: kind of the CUDA graph that captures the call; NONE without a graph.
+        out_dtype: dtype of the result; None if it needs no special support of the backend.
     """
     check_type("graph", graph, GraphSupport)
-    return KernelRequest(op, out.device, out.dtype, (("head_dim", out.shape[2]),), graph=graph)
+    return KernelRequest(op, out.device, out.dtype, (("head_dim", out.shape[2]),), out_dtype=out_dtype, graph=graph)
 
 
 def cache_request(
@@ -221,16 +227,18 @@ def cache_request(
     )  # fmt: skip
 
 
-def copy_request(op: str, kv_cache: torch.Tensor) -> KernelRequest:
-    """Return the request for a call of an op that copies whole cache entries, of any dtype and format.
+def copy_request(op: str, kv_cache: torch.Tensor, cache_format: CacheFormat | None = None) -> KernelRequest:
+    """Return the request for a call of an op that copies whole cache entries, of any dtype.
 
     Args:
         op: name of the op.
         kv_cache: [num_blocks, block_size, columns].
+        cache_format: format of the cache; None for an op that copies entries of any format.
     """
     return KernelRequest(
-        op, kv_cache.device, head_dims=(("head_dim", kv_cache.shape[2]),), block_size=kv_cache.shape[1]
-    )
+        op, kv_cache.device, head_dims=(("head_dim", kv_cache.shape[2]),), block_size=kv_cache.shape[1],
+        cache_format=cache_format,
+    )  # fmt: skip
 
 
 def cache_in_words(kv_cache: torch.Tensor) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Int64, Shaped
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from reference.interfaces import (
     check_block_mapping,
     check_cache,
+    check_equal_scales,
     check_readable,
     check_swap,
     check_tensor,
@@ -69,6 +70,8 @@ def swap_blocks(
     source: Shaped[Tensor, "source_blocks block_size columns"],
     target: Shaped[Tensor, "target_blocks block_size columns"],
     block_mapping: Int64[Tensor, "pairs 2"],
+    source_scale: Float[Tensor, ""] | None = None,
+    target_scale: Float[Tensor, ""] | None = None,
     *,
     backend: BackendChoice = None,
 ) -> None:
@@ -78,14 +81,18 @@ def swap_blocks(
         source: cache that is read.
         target: cache that is written, with the block size, entry width and dtype of `source`.
         block_mapping: [pairs, 2], (source block, target block).
+        source_scale: float32 scale of the source cache, if its format has one. The function reads both scales, so the
+            host waits for a scale on a GPU.
+        target_scale: float32 scale of the target cache; it must equal `source_scale`.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Raises:
-        ValueError: the caches do not match. For CPU tensors also: a block is outside its cache or is written twice.
-            Nothing has been written when the error is raised.
+        ValueError: the caches or their scales do not match. For CPU tensors also: a block is outside its cache or is
+            written twice. Nothing has been written when the error is raised.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     check_swap(source, target, block_mapping)
+    check_equal_scales(source_scale, target_scale)
     served = target if source.device.type == "cpu" else source  # between CPU and GPU, the backend of the GPU copies
     chosen = backends.select(backends.copy_request("swap_blocks", served), backend)
     torch.ops.mla_twins.swap_blocks(source, target, block_mapping, chosen.name)

@@ -20,8 +20,10 @@ from reference.interfaces import (
     check_flag,
     check_gather,
     check_offsets,
+    check_scale_value,
     check_slots,
     check_tensor,
+    format_named,
 )
 
 from .. import backends
@@ -34,11 +36,14 @@ def concat_and_cache_mla(
     kv_cache: Shaped[Tensor, "num_blocks block_size columns"],
     slot_mapping: Int64[Tensor, " slots"],
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    kv_scale: Float[Tensor, ""] | None = None,
     *,
     graph: GraphSupport = GraphSupport.NONE,
     backend: BackendChoice = None,
 ) -> None:
-    """Write the latent and the rotated key of each token into the token's slot, bit for bit.
+    """Write the latent and the rotated key of each token into the token's slot.
+
+    A format with scales converts the values (`quantize_entries`). Any other format copies the values bit for bit.
 
     Args:
         kv_c_normed: [T, Lkv], RMS-normed latents.
@@ -47,43 +52,48 @@ def concat_and_cache_mla(
         slot_mapping: [at least T], slot of each token. A token with slot -1 is not written. Slots after the first T
             are ignored.
         cache_format: format of the cache.
+        kv_scale: float32 scale of the layer's cache; None if the format has no such scale.
         graph: kind of the CUDA graph that captures this call; NONE without a graph.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match. For CPU tensors also: a slot is outside the cache. Nothing
-            has been written when the error is raised.
+        ValueError: shapes, dtypes or devices do not match. For CPU tensors also: a slot is outside the cache, or the
+            scale is not finite and positive. Nothing has been written when the error is raised.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
-    signature = _WRITES.signature(kv_c_normed, k_pe, kv_cache, slot_mapping, cache_format, graph, backend)
+    signature = _WRITES.signature(kv_c_normed, k_pe, kv_cache, slot_mapping, cache_format, kv_scale, graph, backend)
     chosen = _WRITES.backend_of(signature)
     if chosen is None:
-        check_cache_write(kv_c_normed, k_pe, kv_cache, slot_mapping, cache_format)
+        check_cache_write(kv_c_normed, k_pe, kv_cache, slot_mapping, cache_format, kv_scale)
         widths = (("kv_lora_rank", kv_c_normed.shape[1]), ("qk_rope_head_dim", k_pe.shape[1]))
         request = backends.cache_request(
             "concat_and_cache_mla", kv_cache, widths, cache_format, kv_c_normed.dtype, graph=graph
         )
         chosen = backends.select(request, backend).name
-    _WRITES.run(signature, chosen, kv_c_normed, k_pe, kv_cache, slot_mapping)
+    _WRITES.run(signature, chosen, kv_c_normed, k_pe, kv_cache, slot_mapping, cache_format.name, kv_scale)
 
 
-def _launch_write(kv_c_normed, k_pe, kv_cache, slot_mapping, backend):
+def _launch_write(kv_c_normed, k_pe, kv_cache, slot_mapping, cache_format, kv_scale, backend):
     if kv_cache.device.type == "cpu":
         check_slots(slot_mapping[: kv_c_normed.shape[0]], kv_cache.shape[0] * kv_cache.shape[1])
-    backends.kernel(backend, "concat_and_cache_mla")(kv_c_normed, k_pe, kv_cache, slot_mapping)
+        check_scale_value("kv_scale", kv_scale)
+    backends.kernel(backend, "concat_and_cache_mla")(
+        kv_c_normed, k_pe, kv_cache, slot_mapping, format_named(cache_format), kv_scale
+    )
 
 
 _concat_and_cache_mla = torch.library.custom_op(
     "mla_twins::concat_and_cache_mla",
     _launch_write,
     mutates_args=("kv_cache",),
-    schema="(Tensor kv_c_normed, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping, str backend) -> ()",
+    schema="(Tensor kv_c_normed, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping, str cache_format,"
+    " Tensor? kv_scale, str backend) -> ()",
 )
 _WRITES = backends.CheckedCalls(torch.ops.mla_twins.concat_and_cache_mla, _launch_write, mutates=(2,))
 
 
 @_concat_and_cache_mla.register_fake
-def _(kv_c_normed, k_pe, kv_cache, slot_mapping, backend):
+def _(kv_c_normed, k_pe, kv_cache, slot_mapping, cache_format, kv_scale, backend):
     return None
 
 
@@ -95,11 +105,12 @@ def gather_and_maybe_dequant_cache(
     num_tokens: int,
     cache_format: CacheFormat = COMPUTE_FORMAT,
     out_dtype: torch.dtype | None = None,
+    kv_scale: Float[Tensor, ""] | None = None,
     *,
-    out: Float[Tensor, "num_tokens head_size"] | None = None,
+    out: Shaped[Tensor, "num_tokens head_size"] | None = None,
     bounded: bool = False,
     backend: BackendChoice = None,
-) -> Float[Tensor, "num_tokens head_size"]:
+) -> Shaped[Tensor, "num_tokens head_size"]:
     """Copy the cache entries of a range of tokens of each request to one tensor, one request after another.
 
     See `reference.cache.latent.gather_and_maybe_dequant_cache` for the ranges and for the conversion of dtypes.
@@ -111,73 +122,90 @@ def gather_and_maybe_dequant_cache(
         starts: [B], first gathered token of each request.
         num_tokens: number of gathered tokens of all requests, cu_seq_lens[-1].
         cache_format: format of the cache.
-        out_dtype: dtype of the result; None means the dtype of the cache. An `out_dtype` must be given if the cache
-            format has its own storage dtype.
-        out: tensor [num_tokens, Lkv + R] that receives the result, for example the first rows of a workspace; None
-            allocates a tensor.
+        out_dtype: dtype of the result; None means the dtype of the cache. If the cache format has a `storage_dtype`, an
+            `out_dtype` must be given. With `storage_dtype` itself, the result has the stored entries, bit for bit.
+        kv_scale: float32 scale of the layer's cache; None if the format has no such scale.
+        out: tensor that receives the result, with the shape and dtype of the result, for example the first rows of a
+            workspace; None allocates a tensor.
         bounded: if True, `num_tokens` may be larger than cu_seq_lens[-1], and the rows after the last request become 0.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
-        The tensor `out` if it is given; otherwise a new tensor [num_tokens, Lkv + R] in `out_dtype`.
+        The tensor `out` if it is given; otherwise a new tensor [num_tokens, Lkv + R] in `out_dtype`. Stored entries
+        have the number of columns of the cache instead of Lkv + R.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match. For CPU tensors also: `cu_seq_lens` decreases, or a block is
-            outside the cache. Nothing has been written when the error is raised.
+        ValueError: shapes, dtypes or devices do not match. For CPU tensors also: `cu_seq_lens` decreases, a block is
+            outside the cache, or the scale is not finite and positive. Nothing has been written when the error is
+            raised.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     calls = _GATHERS if out is None else _GATHERS_INTO
     signature = calls.signature(
-        kv_cache, block_table, cu_seq_lens, starts, num_tokens, cache_format, out_dtype, out, bounded, backend
+        kv_cache, block_table, cu_seq_lens, starts, num_tokens, cache_format, out_dtype, kv_scale, out, bounded, backend
     )
     chosen = calls.backend_of(signature)
     if chosen is None:
-        width, dtype = check_gather(kv_cache, block_table, cu_seq_lens, starts, num_tokens, cache_format, out_dtype)
+        width, dtype = check_gather(
+            kv_cache, block_table, cu_seq_lens, starts, num_tokens, cache_format, out_dtype, kv_scale
+        )
         if out is not None:
             check_tensor("out", out, (num_tokens, width), (dtype,), kv_cache.device)
         check_flag("bounded", bounded)
-        request = backends.cache_request(
-            "gather_and_maybe_dequant_cache", kv_cache, cache_format=cache_format, dtype=dtype, out_dtype=dtype
-        )
+        op = "gather_and_maybe_dequant_cache"
+        if cache_format.returns_stored(dtype):
+            request = backends.copy_request(op, kv_cache, cache_format)
+        else:
+            request = backends.cache_request(op, kv_cache, cache_format=cache_format, dtype=dtype, out_dtype=dtype)
         chosen = backends.select(request, backend).name
     if not bounded:
         check_eager_offsets("cu_seq_lens", cu_seq_lens, num_tokens)
     if out is not None:
-        _GATHERS_INTO.run(signature, chosen, kv_cache, block_table, cu_seq_lens, starts, out)
+        _GATHERS_INTO.run(
+            signature, chosen, kv_cache, block_table, cu_seq_lens, starts, cache_format.name, kv_scale, out
+        )
         return out
-    width = cache_format.gathered_width(kv_cache.shape[2])
+    width = cache_format.gathered_width(kv_cache.shape[2], out_dtype)
     dtype = cache_format.gathered_dtype(kv_cache.dtype, out_dtype)
-    return _GATHERS.run(signature, chosen, kv_cache, block_table, cu_seq_lens, starts, num_tokens, width, dtype)
+    return _GATHERS.run(
+        signature, chosen, kv_cache, block_table, cu_seq_lens, starts, num_tokens, width, dtype, cache_format.name,
+        kv_scale,
+    )  # fmt: skip
 
 
-def _launch_gather_into(kv_cache, block_table, cu_seq_lens, starts, out, backend):
+def _launch_gather_into(kv_cache, block_table, cu_seq_lens, starts, cache_format, kv_scale, out, backend):
     if kv_cache.device.type == "cpu":
         check_offsets("cu_seq_lens", cu_seq_lens, most=out.shape[0])
         check(not bool((starts < 0).any()), "starts", "values >= 0", starts.tolist())
         lengths = cu_seq_lens.diff().long()
         ends = torch.where(lengths > 0, starts + lengths, 0).tolist()
         check_blocks(block_table, ends, kv_cache.shape[1], kv_cache.shape[0])
-    backends.kernel(backend, "gather_and_maybe_dequant_cache")(kv_cache, block_table, cu_seq_lens, starts, out)
+        check_scale_value("kv_scale", kv_scale)
+    backends.kernel(backend, "gather_and_maybe_dequant_cache")(
+        kv_cache, block_table, cu_seq_lens, starts, out, format_named(cache_format), kv_scale
+    )
 
 
 _gather_cache_out = torch.library.custom_op(
     "mla_twins::gather_cache_out",
     _launch_gather_into,
     mutates_args=("out",),
-    schema="(Tensor kv_cache, Tensor block_table, Tensor cu_seq_lens, Tensor starts, Tensor(a!) out, str backend)"
-    " -> ()",
+    schema="(Tensor kv_cache, Tensor block_table, Tensor cu_seq_lens, Tensor starts, str cache_format,"
+    " Tensor? kv_scale, Tensor(a!) out, str backend) -> ()",
 )
-_GATHERS_INTO = backends.CheckedCalls(torch.ops.mla_twins.gather_cache_out, _launch_gather_into, mutates=(4,))
+_GATHERS_INTO = backends.CheckedCalls(torch.ops.mla_twins.gather_cache_out, _launch_gather_into, mutates=(6,))
 
 
 @_gather_cache_out.register_fake
-def _(kv_cache, block_table, cu_seq_lens, starts, out, backend):
+def _(kv_cache, block_table, cu_seq_lens, starts, cache_format, kv_scale, out, backend):
     return None
 
 
-def _launch_gather(kv_cache, block_table, cu_seq_lens, starts, num_tokens, width, out_dtype, backend):
+def _launch_gather(
+    kv_cache, block_table, cu_seq_lens, starts, num_tokens, width, out_dtype, cache_format, kv_scale, backend
+):  # fmt: skip
     out = kv_cache.new_empty(num_tokens, width, dtype=out_dtype)
-    _launch_gather_into(kv_cache, block_table, cu_seq_lens, starts, out, backend)
+    _launch_gather_into(kv_cache, block_table, cu_seq_lens, starts, cache_format, kv_scale, out, backend)
     return out
 
 
@@ -186,11 +214,11 @@ _gather_cache = torch.library.custom_op(
     _launch_gather,
     mutates_args=(),
     schema="(Tensor kv_cache, Tensor block_table, Tensor cu_seq_lens, Tensor starts, SymInt num_tokens, SymInt width,"
-    " ScalarType out_dtype, str backend) -> Tensor",
+    " ScalarType out_dtype, str cache_format, Tensor? kv_scale, str backend) -> Tensor",
 )
 _GATHERS = backends.CheckedCalls(torch.ops.mla_twins.gather_cache, _launch_gather)
 
 
 @_gather_cache.register_fake
-def _(kv_cache, block_table, cu_seq_lens, starts, num_tokens, width, out_dtype, backend):
+def _(kv_cache, block_table, cu_seq_lens, starts, num_tokens, width, out_dtype, cache_format, kv_scale, backend):
     return kv_cache.new_empty(num_tokens, width, dtype=out_dtype)

@@ -1,4 +1,4 @@
-"""Repetition of the KeyboardInterrupt that Ctrl-C raises, because Python may discard the first one."""
+"""Repeat the KeyboardInterrupt that Ctrl-C raises, because Python may discard the first one."""
 
 from __future__ import annotations
 

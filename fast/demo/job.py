@@ -16,7 +16,16 @@ import torch
 from torch import nn
 
 from reference.distributed.groups import ContextParallel
-from reference.interfaces import GroupError, MLAConfig, UnsupportedConfiguration, check
+from reference.interfaces import (
+    CACHE_FORMATS,
+    COMPUTE_FORMAT,
+    CacheFormat,
+    GroupError,
+    MLAConfig,
+    UnsupportedConfiguration,
+    check,
+    checkpoint_scale,
+)
 
 from .. import backends
 from ..integrations._required import missing_transformers
@@ -43,6 +52,8 @@ class Job:
         packages: the packages that serve (`reference`, `fast` or both), by name.
         loops: one serving loop for each package; each loop has all prompts in its queue.
         context_parallel: groups of ranks that divide heads and sequences among themselves, or None.
+        cache_format: format of the caches.
+        kv_scales: scale of each layer's cache by the name of the layer; None if the format has no such scale.
     """
 
     args: argparse.Namespace
@@ -57,10 +68,17 @@ class Job:
     packages: dict[str, ModuleType]
     loops: dict[str, ServingLoop] = field(default_factory=dict)
     context_parallel: ContextParallel | None = None
+    cache_format: CacheFormat = COMPUTE_FORMAT
+    kv_scales: dict[str, float] | None = None
 
     def patch_options(self, name: str) -> dict[str, Any]:
         """Return the keyword arguments of `use_mla` for one package."""
-        options = {"block_size": self.args.block_size, "workspace_tokens": self.args.workspace_tokens}
+        options = {
+            "block_size": self.args.block_size,
+            "workspace_tokens": self.args.workspace_tokens,
+            "cache_format": self.cache_format,
+            "kv_scales": self.kv_scales,
+        }
         if name == "fast" and self.args.backend is not None:
             options["backend"] = self.args.backend
         if self.context_parallel is not None:
@@ -161,7 +179,8 @@ def prepare(
     source, local = locate(args.model)
     hf_config = read(lambda: AutoConfig.from_pretrained(source, local_files_only=local))
     config = MLAConfig.from_hf(hf_config)
-    device, dtype = choose_device(args, config, packages)
+    cache_format = CACHE_FORMATS[args.cache_format]
+    device, dtype = choose_device(args, config, packages, cache_format)
     tokenizer = read(lambda: AutoTokenizer.from_pretrained(source, local_files_only=local))
     model = load_model(source, local, dtype).to(device).eval()
     eos = model.generation_config.eos_token_id
@@ -172,15 +191,21 @@ def prepare(
         check(len(ids) + args.max_new_tokens <= positions, "--max-new-tokens",
               f"prompt and new tokens within the model's {positions} positions",
               f"{len(ids)} + {args.max_new_tokens}")  # fmt: skip
-    job = Job(args, model, config, tokenizer, texts, prompt_ids, device, dtype, eos, packages, {}, context_parallel)
+    job = Job(
+        args, model, config, tokenizer, texts, prompt_ids, device, dtype, eos, packages, {}, context_parallel,
+        cache_format,
+    )  # fmt: skip
+    job.kv_scales = choose_scales(job)
     for name, package in packages.items():
-        restore(use_mla(model, ops=package, **job.patch_options(name)))
-        try:
+        use_mla(model, ops=package, **job.patch_options(name))
+        try:  # the loop reads the cache format and the backend of the layers
             job.loops[name] = job.make_loop(name, prompt_ids, args.max_new_tokens)
         except GroupError:
             raise
         except (RuntimeError, MemoryError) as error:
             raise ValueError(f"--block-size: expected a cache that fits in memory, got: {one_line(error)}") from error
+        finally:
+            restore(model)
     return job
 
 
@@ -227,8 +252,33 @@ def load_model(source: str, local: bool, dtype: torch.dtype) -> nn.Module:
     return model
 
 
+def choose_scales(job: Job) -> dict[str, float] | None:
+    """Return a scale for the cache of each layer, or None if the format of the caches has no such scale.
+
+    All packages and ranks get the same scales, so that they store the same numbers. A layer takes the scale of the
+    checkpoint; if the checkpoint has none, the scale comes from a calibration on the prompts.
+    """
+    from ..integrations.transformers import calibrate_model
+    from ..integrations.transformers.models import attention_modules
+
+    if not job.cache_format.layer_scale:
+        return None
+    found = {name: checkpoint_scale(module) for name, module in attention_modules(job.model).items()}
+    if all(scale is not None for scale in found.values()):
+        return {name: float(scale) for name, scale in found.items()}
+    batches = [torch.tensor([ids], device=job.device) for ids in job.prompt_ids]
+    name, package = list(job.packages.items())[-1]
+    excluded = ("cache_format", "kv_scales", "context_parallel")  # each rank calibrates alone, with the same result
+    options = {key: value for key, value in job.patch_options(name).items() if key not in excluded}
+    calibrated = calibrate_model(
+        job.model, [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in batches], package,
+        max_new_tokens=1, **options,
+    )  # fmt: skip
+    return {name: calibrated[name] if scale is None else float(scale) for name, scale in found.items()}
+
+
 def choose_device(
-    args: argparse.Namespace, config: MLAConfig, packages: dict[str, ModuleType]
+    args: argparse.Namespace, config: MLAConfig, packages: dict[str, ModuleType], cache_format: CacheFormat
 ) -> tuple[torch.device, torch.dtype]:
     """Return the device and the dtype of the job.
 
@@ -236,8 +286,12 @@ def choose_device(
 
     Raises:
         UnsupportedConfiguration: `fast` cannot serve the model on this device; the error lists every reason.
-        ValueError: the device or the backend is unknown.
+        ValueError: the device or the backend is unknown; the cache format does not support the model.
     """
+    try:
+        cache_format.columns(config.kv_lora_rank, config.qk_rope_head_dim)
+    except ValueError as error:
+        raise ValueError(f"--cache-format: {error}") from None
 
     def dtype_on(device: torch.device) -> torch.dtype:
         return DTYPES[args.dtype or ("float32" if device.type == "cpu" else "bfloat16")]
@@ -247,7 +301,7 @@ def choose_device(
             return []
         found: list[str] = []
         bound = backends.bind(args.backend)
-        for request in backends.layer_requests(config, device, dtype_on(device), args.block_size):
+        for request in backends.layer_requests(config, device, dtype_on(device), args.block_size, cache_format):
             try:
                 backends.select(request, bound)
             except UnsupportedConfiguration as error:

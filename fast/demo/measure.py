@@ -22,6 +22,7 @@ from .. import backends
 from ..compilation import warmup
 from .job import Job
 from .op_parity import run_parity
+from .predictions import compare_bits_per_byte, in_words
 from .requests import Request, StepReport
 
 PARITY_TOKENS = 512  # tokens of the batch with which ops are compared
@@ -93,14 +94,21 @@ def measure(job: Job, console: Console) -> dict[str, Any]:
             parity = run_parity(
                 job.model.base_model.layers[0].self_attn, layer_input(job), job.packages["fast"],
                 job.packages["reference"], job.args.block_size, job.args.workspace_tokens, job.args.backend,
+                job.cache_format, None if job.kv_scales is None else next(iter(job.kv_scales.values())),
             )  # fmt: skip
             advance(1)
+        if job.cache_format != COMPUTE_FORMAT:
+            bar("bits per byte of the prompts", 1)
+        bits = compare_bits_per_byte(job)
     rows = [{**vars(row), "passed": row.passed} for row in parity]
     figures = {
         **surroundings(job),
         "served": list(job.packages),
+        "compared": compared_contenders(job),
         "prompts": [prompt_figures(job, number, tokens) for number in range(len(job.texts))],
         "parity": rows,
+        "bits_per_byte": bits,
+        "kv_scales": job.kv_scales,
         "cache": cache_figures(job, schedules),
         "speed": speed,
         "schedule": schedules,
@@ -114,8 +122,8 @@ def compile_ahead(job: Job, console: Console) -> None:
     started = time.perf_counter()
     compiled = warmup(
         job.config, device=job.device, dtype=job.dtype, block_size=job.args.block_size,
-        decode_threshold=LONGEST_DECODE, context_parallel=job.context_parallel, backend=job.args.backend,
-        progress=False,
+        decode_threshold=LONGEST_DECODE, context_parallel=job.context_parallel, cache_format=job.cache_format,
+        backend=job.args.backend, progress=False,
     )  # fmt: skip
     console.print(f"compiled {len(compiled)} kernels in {time.perf_counter() - started:.0f} s")
 
@@ -153,24 +161,34 @@ def prompt_figures(job: Job, number: int, tokens: dict[str, list[list[int]]]) ->
     """Return the figures of one prompt: its text, its lengths, and the tokens that each package generated for it.
 
     Transformers counts as a package here. `differs_at` is the index of the first generated token that is not the same
-    for all packages, or None.
+    for all compared packages, or None. Transformers is compared only if the cache has the dtype of the model. Otherwise
+    the cache has other values, and `differs_from_transformers_at` is the index of the first token that transformers
+    does not generate.
     """
     answers = {name: ids[number] for name, ids in tokens.items()}
-    differs = [
-        index
-        for index, column in enumerate(itertools.zip_longest(*answers.values()))
-        if any(token != column[0] for token in column)
-    ]
     shown = answers["fast" if "fast" in answers else "reference"]
+    compared = [answers[name] for name in compared_contenders(job)]
     return {
         "text": job.texts[number],
         "prompt_tokens": len(job.prompt_ids[number]),
         "new_tokens": len(shown),
         "continuation": job.tokenizer.decode(shown, skip_special_tokens=True),
         "tokens": answers,
-        "identical": not differs,
-        "differs_at": differs[0] if differs else None,
+        "identical": first_difference(compared) is None,
+        "differs_at": first_difference(compared),
+        "differs_from_transformers_at": first_difference([shown, answers["transformers"]]),
     }
+
+
+def compared_contenders(job: Job) -> list[str]:
+    """Return the contenders that must generate the same tokens, because their caches stand for the same numbers."""
+    return [*job.packages, *(["transformers"] if job.cache_format == COMPUTE_FORMAT else [])]
+
+
+def first_difference(answers: list[list[int]]) -> int | None:
+    """Return the index of the first token that is not the same in all answers, or None."""
+    columns = enumerate(itertools.zip_longest(*answers))
+    return next((index for index, column in columns if any(token != column[0] for token in column)), None)
 
 
 def cache_figures(job: Job, schedules: dict[str, dict[str, int]]) -> dict[str, Any]:
@@ -179,7 +197,7 @@ def cache_figures(job: Job, schedules: dict[str, dict[str, int]]) -> dict[str, A
     The first figure is for latents, the second for keys and values of every head.
     """
     c, entries = job.config, job.model.config.num_hidden_layers * 1000
-    latent = entries * COMPUTE_FORMAT.entry_bytes(c.kv_lora_rank, c.qk_rope_head_dim, job.dtype)
+    latent = entries * job.cache_format.entry_bytes(c.kv_lora_rank, c.qk_rope_head_dim, job.dtype)
     expanded = entries * c.num_heads * (c.qk_head_dim + c.v_head_dim) * element_bytes(job.dtype)
     return {
         "latent_bytes_per_1000_tokens": latent,
@@ -221,12 +239,14 @@ def kernels(job: Job) -> dict[str, list[str]]:
         return {"lines": lines, "summary": lines}
     c, block = job.config, job.args.block_size
     lines = backends.explain(
-        c, device=job.device, dtype=job.dtype, block_size=block, backend=job.args.backend
-    ).splitlines()
+        c, device=job.device, dtype=job.dtype, block_size=block, cache_format=job.cache_format,
+        backend=job.args.backend,
+    ).splitlines()  # fmt: skip
     chosen = dict(re.findall(r"^(\w+): (\w+)", "\n".join(lines), re.MULTILINE))  # op -> backend that serves the op
     decode = backends.decode_request(
-        job.device, job.dtype, c.kv_lora_rank, c.qk_rope_head_dim, block, QueryLenSupport.VARLEN
-    )
+        job.device, job.dtype, c.kv_lora_rank, c.qk_rope_head_dim, block, QueryLenSupport.VARLEN,
+        cache_format=job.cache_format,
+    )  # fmt: skip
     summary = []
     for candidate in backends.registered():
         ops = [op for op, name in chosen.items() if name == candidate.name]
@@ -253,7 +273,8 @@ def cpu_name() -> str:
 def verdict(figures: dict[str, Any]) -> dict[str, Any]:
     """Return whether the job passed, as lines of text and as booleans.
 
-    Different tokens are a failure in float32 only: in narrower dtypes, rounding may change a token.
+    Different tokens are a failure in float32 only: in narrower dtypes, rounding may change a token. If the cache format
+    rounds the values of the model, the tokens of transformers are reported, but may differ.
     """
     parity, prompts, dtype = figures["parity"], figures["prompts"], figures["settings"]["dtype"]
     failed = [row["op"] for row in parity if not row["passed"]]
@@ -261,9 +282,17 @@ def verdict(figures: dict[str, Any]) -> dict[str, Any]:
     required = dtype == "float32"
     lines = ["parity: not run" if not parity else f"parity: {len(parity) - len(failed)} of {len(parity)} within budget"
              + (f"; FAILED: {', '.join(failed)}" if failed else "")]  # fmt: skip
+    alone = len(figures["compared"]) == 1
     line = f"greedy tokens: identical for {len(prompts) - len(different)} of {len(prompts)} prompts"
     if different:
         line += f"; differ for {', '.join(different)}" + ("" if required else f" (not required in {dtype})")
-    lines.append(line)
+    lines.append(f"greedy tokens: not compared, because only {figures['served'][0]} ran" if alone else line)
+    if "transformers" not in figures["compared"]:
+        same = sum(prompt["differs_from_transformers_at"] is None for prompt in prompts)
+        lines.append(
+            f"tokens as transformers without a quantised cache: {same} of {len(prompts)} prompts (not required)"
+        )
+    if figures["bits_per_byte"] is not None:
+        lines.append(in_words(figures["bits_per_byte"]))
     return {"parity_passed": not failed, "tokens_identical": not different,
             "passed": not failed and not (different and required), "lines": lines}  # fmt: skip

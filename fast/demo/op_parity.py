@@ -23,7 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from reference.interfaces import (
+    CACHE_FORMATS,
+    COMPUTE_FORMAT,
+    FLOAT_DTYPES,
+    FP8_MODES,
     AttentionState,
+    CacheFormat,
     CommonAttentionMetadata,
     ContextWorkspace,
     MLAConfig,
@@ -90,16 +95,17 @@ class Comparison:
     def exact(self, op: str, call: Callable[..., Any], *arguments: Any) -> None:
         """Call an op of both packages, and compare the two results (tensors or plans) bit by bit."""
         value, expected = (flatten(call(module, *arguments)) for module in (self.ops, self.oracle))
-        if value.shape != expected.shape:
-            self.rows.append(Parity(op, math.inf, math.inf, 0.0, 0.0, same_infinities=False))
-        else:
-            self.rows.append(compare_exact(op, value, expected))
+        differs = Parity(op, math.inf, math.inf, 0.0, 0.0, same_infinities=False)
+        self.rows.append(compare_exact(op, value, expected) if value.shape == expected.shape else differs)
 
 
 def widen(argument: Any) -> Any:
-    """Convert a float tensor, an attention state or a module to float64; return other arguments unchanged."""
+    """Convert a float tensor, an attention state or a module to float64; return other arguments unchanged.
+
+    Stored entries of a format with a `storage_dtype` stay unchanged too, because gold must read the same bytes.
+    """
     if isinstance(argument, Tensor):
-        return argument.double() if argument.is_floating_point() else argument
+        return argument.double() if argument.dtype in FLOAT_DTYPES else argument
     if isinstance(argument, AttentionState):
         return AttentionState(argument.out.double(), argument.lse.double())
     if isinstance(argument, nn.Module):
@@ -111,6 +117,8 @@ def flatten(value: Any) -> Tensor:
     """Return all numbers of a tensor or plan as one vector; leave out the workspace of a plan."""
     if isinstance(value, Tensor):
         return value.flatten()
+    value = list(CACHE_FORMATS).index(value.name) if isinstance(value, CacheFormat) else value
+    value = FP8_MODES.index(value) if isinstance(value, str) else value  # the mode of the decodes
     if dataclasses.is_dataclass(value):
         value = [getattr(value, each.name) for each in dataclasses.fields(value)]
     if isinstance(value, enum.Enum):
@@ -122,6 +130,32 @@ def flatten(value: Any) -> Tensor:
     if value is None or isinstance(value, ContextWorkspace):
         return torch.empty(0)
     return torch.tensor([value])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Storage:
+    """How the cache of the compared layer stores its entries.
+
+    Attributes:
+        cache_format: format of the cache.
+        kv_scale: float32 scale of the cache, a tensor []; None if the format has no such scale.
+    """
+
+    cache_format: CacheFormat
+    kv_scale: Tensor | None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return the keyword arguments of an op for this cache; empty for the format `compute_dtype`."""
+        if self.cache_format == COMPUTE_FORMAT:
+            return {}
+        return {"cache_format": self.cache_format, "kv_scale": self.kv_scale}
+
+    def empty(self, like: Tensor, num_blocks: int, block_size: int, dims: tuple[int, int]) -> Tensor:
+        """Return a cache full of NaN (the poison byte of the format), so that a wrong read changes the result."""
+        width = self.cache_format.entry_bytes(*dims, like.dtype)
+        poisoned = torch.full((num_blocks, block_size, width), self.cache_format.poison, dtype=torch.uint8)
+        return poisoned.view(self.cache_format.dtype_for(like.dtype)).to(like.device)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -197,6 +231,8 @@ def run_parity(
     block_size: int,
     workspace_tokens: int,
     backend: BackendChoice = None,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
+    kv_scale: float | None = None,
 ) -> list[Parity]:
     """Compare two packages op by op.
 
@@ -209,6 +245,8 @@ def run_parity(
         block_size: tokens of a block.
         workspace_tokens: largest number of context tokens that a prefill expands at once.
         backend: `backend=` of `ops`: a name, a mapping from op to name, or None.
+        cache_format: format of the cache.
+        kv_scale: scale of the cache; None if the format has no such scale.
 
     Returns:
         One row for each result of each op.
@@ -224,15 +262,20 @@ def run_parity(
 
     plans(compared, batch, workspace_tokens, layer.config)
     q, kv_c_normed, k_pe = projections(compared, layer, hidden_states, batch)
-    kv_cache = caches(compared, kv_c_normed, k_pe, batch)
-    metadata = oracle.build_mla_metadata(batch.common(oracle, batch.query_lens), block_size, workspace_tokens)
-    attentions(compared, layer, q, kv_c_normed, k_pe, kv_cache, batch, metadata)
+    storage = Storage(cache_format, None if kv_scale is None else torch.tensor(kv_scale, device=device))
+    kv_cache = caches(compared, kv_c_normed, k_pe, batch, storage)
+    common = batch.common(oracle, batch.query_lens)
+    metadata = oracle.build_mla_metadata(common, block_size, workspace_tokens, cache_format=cache_format)
+    attentions(compared, layer, q, kv_c_normed, k_pe, kv_cache, batch, metadata, storage)
 
-    rows = batch.rows_of_last(batch.query_lens)
-    options = {} if backend is None else {"backend": backend}
+    rows, options = batch.rows_of_last(batch.query_lens), {} if backend is None else {"backend": backend}
+    if cache_format.scaled:
+        # The layer writes nothing and reads the stored entries. If it wrote entries, two activations that differ in the
+        # last bit could become different e4m3 numbers. The budget does not cover such a difference.
+        metadata = dataclasses.replace(metadata, slot_mapping=torch.full_like(metadata.slot_mapping, -1))
 
     def forward(module: Any, attention: nn.Module, hidden: Tensor, kv_cache: Tensor) -> Tensor:
-        chosen = options if module is compared.ops else {}
+        chosen = {**storage.options, **(options if module is compared.ops else {})}
         layer = module.MLAAttention.from_hf(attention, **chosen)
         return layer(hidden, batch.positions[rows], kv_cache.clone(), metadata)
 
@@ -292,31 +335,32 @@ def projections(
     return q, kv_c_normed, k_pe
 
 
-def caches(compared: Comparison, kv_c_normed: Tensor, k_pe: Tensor, batch: Batch) -> Tensor:
+def caches(compared: Comparison, kv_c_normed: Tensor, k_pe: Tensor, batch: Batch, storage: Storage) -> Tensor:
     """Compare cache writes, gathers and copies bit by bit.
 
     Returns:
         A cache with the entries of all tokens. All other slots are NaN, so that the comparison detects an op that reads
         one of them.
     """
-    head_size = kv_c_normed.shape[1] + k_pe.shape[1]
     slots = batch.common(compared.oracle, batch.lens).slot_mapping
-    empty = kv_c_normed.new_full((batch.num_blocks, batch.block_size, head_size), math.nan)
+    dims = kv_c_normed.shape[1], k_pe.shape[1]
+    empty = storage.empty(kv_c_normed, batch.num_blocks, batch.block_size, dims)
 
     def write(module: Any) -> Tensor:
         kv_cache = empty.clone()
-        module.concat_and_cache_mla(kv_c_normed, k_pe, kv_cache, slots)
+        module.concat_and_cache_mla(kv_c_normed, k_pe, kv_cache, slots, **storage.options)
         return kv_cache
 
     compared.exact("concat_and_cache_mla", write)
     kv_cache = write(compared.oracle)
+    options = storage.options and {**storage.options, "out_dtype": kv_c_normed.dtype}
 
     starts = torch.tensor([length // 4 for length in batch.lens], dtype=torch.int32)
     gathered = batch.offsets([length // 2 for length in batch.lens]).to(kv_cache.device)
 
     def gather(module: Any) -> Tensor:
         return module.gather_and_maybe_dequant_cache(
-            kv_cache, batch.block_table, gathered, starts.to(kv_cache.device), int(gathered[-1])
+            kv_cache, batch.block_table, gathered, starts.to(kv_cache.device), int(gathered[-1]), **options
         )
 
     compared.exact("gather_and_maybe_dequant_cache", gather)
@@ -329,7 +373,7 @@ def caches(compared: Comparison, kv_c_normed: Tensor, k_pe: Tensor, batch: Batch
 
     def swap(module: Any) -> Tensor:
         target = empty.clone()
-        module.swap_blocks(kv_cache, target, pairs)
+        module.swap_blocks(kv_cache, target, pairs, storage.kv_scale, storage.kv_scale)
         return target
 
     compared.exact("copy_blocks", copy_within)
@@ -346,6 +390,7 @@ def attentions(
     kv_cache: Tensor,
     batch: Batch,
     metadata: MLAMetadata,
+    storage: Storage,
 ) -> None:
     """Compare attention of packed sequences, merge, decode and prefill."""
     c, oracle, device = layer.config, compared.oracle, q.device
@@ -382,21 +427,23 @@ def attentions(
         ql_nope = oracle.query_to_latent(q[rows][..., : c.qk_nope_head_dim], w_uk_t)
         q_pe = q[rows][..., c.qk_nope_head_dim :]
         compared.within_budget(
-            op, lambda m, *tensors, plan=plan: m.mla_decode(*tensors, plan, scale), ql_nope, q_pe, kv_cache
-        )
+            op,
+            lambda m, *tensors, plan=plan: m.mla_decode(*tensors, plan, scale, **storage.options),
+            ql_nope, q_pe, kv_cache,
+        )  # fmt: skip
     schedule = oracle.plan_decode(plan.seq_lens, PROGRAMS)
     compared.within_budget(
-        "mla_decode (scheduled)", lambda m, *tensors: m.mla_decode(*tensors, plan, scale, schedule),
+        "mla_decode (scheduled)", lambda m, *tensors: m.mla_decode(*tensors, plan, scale, schedule, **storage.options),
         ql_nope, q_pe, kv_cache,
     )  # fmt: skip
-    latent = oracle.mla_decode(ql_nope, q_pe, kv_cache, plan, scale).out
+    latent = oracle.mla_decode(ql_nope, q_pe, kv_cache, plan, scale, **storage.options).out
     compared.within_budget("latent_to_value", lambda m, *tensors: m.latent_to_value(*tensors), latent, w_uv_absorbed)
 
     rows = new_rows[metadata.num_decode_tokens :]
     compared.within_budget(
         "forward_prefill",
         lambda m, q, kv_c, k_pe, kv_cache, w_uk, w_uv: m.forward_prefill(
-            q, kv_c, k_pe, kv_cache, metadata.prefill, w_uk, w_uv, scale
+            q, kv_c, k_pe, kv_cache, metadata.prefill, w_uk, w_uv, scale, **storage.options
         ),
         q[rows], kv_c_normed[rows], k_pe[rows], kv_cache, w_uk, w_uv,
     )  # fmt: skip

@@ -22,6 +22,7 @@ from reference.interfaces import GroupError, check
 
 from .job import Job, check_outputs, one_line, prepare
 from .measure import compile_ahead, kernels, rate, summary
+from .predictions import compare_bits_per_byte, in_words
 from .report import show_kernels, write_json
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # set by torchrun
@@ -66,6 +67,7 @@ def serve_in_parallel(args: argparse.Namespace, ops: ModuleType, oracle: ModuleT
     if job.context_parallel.tp_group.rank > 0:
         return 0
     alone = alone_tokens(job)
+    figures["bits_per_byte"] = compare_bits_per_byte(job)
     for name, row in figures["wings"].items():
         row["identical"] = row["tokens"] == alone[name]
     console = Console()
@@ -150,6 +152,8 @@ def serve(job: Job) -> dict[str, Any]:
         "merge": cp.merge,
         "device": job.device.type,
         "dtype": str(job.dtype).removeprefix("torch."),
+        "cache_format": job.cache_format.name,
+        "kv_scales": job.kv_scales,
         "block_size": job.args.block_size,
         "tokens_per_block": job.args.block_size * cp.size,
         "kernels": {"device": job.device.type, **kernels(job)},
@@ -180,7 +184,8 @@ def show(figures: dict[str, Any], console: Console) -> None:
     """Print a table with one line for each package."""
     title = (
         f"{figures['ranks']} ranks share the heads, {figures['context_parallel_size']} share each sequence "
-        f"(interleave {figures['interleave']}, merge {figures['merge']}, {figures['device']}, {figures['dtype']})"
+        f"(interleave {figures['interleave']}, merge {figures['merge']}, {figures['device']}, {figures['dtype']}, "
+        f"cache format {figures['cache_format']})"
     )
     table = Table("package", "tokens/s", "peak cache per rank", "received per rank", "tokens as on one rank",
                   title=title)  # fmt: skip
@@ -191,3 +196,5 @@ def show(figures: dict[str, Any], console: Console) -> None:
             f"{received / 1e6:.2f} MB", "identical" if row["identical"] else "DIFFERENT",
         )  # fmt: skip
     console.print(table)
+    if figures["bits_per_byte"] is not None:
+        console.print(in_words(figures["bits_per_byte"]), markup=False)

@@ -68,17 +68,24 @@ def printable(text: str) -> str:
 
 
 def show_identity(console: Console, figures: dict[str, Any]) -> None:
-    """Print for each prompt whether all packages and transformers generated the same tokens."""
-    served = figures["served"]
-    table = Table(title=f"greedy tokens, prompt by prompt ({figures['settings']['dtype']})")
+    """Print for each prompt whether the compared packages, and transformers, generated the same tokens."""
+    compared, settings = figures["compared"], figures["settings"]
+    apart = "transformers" not in compared  # the cache has other values than those of transformers
+    title = f"greedy tokens, prompt by prompt ({settings['dtype']}, cache format {settings['cache_format']})"
+    table = Table(title=title)
     table.add_column("prompt", justify="right")
     table.add_column("prompt tokens", justify="right")
     table.add_column("new tokens", justify="right")
-    table.add_column(" = ".join((*served, "transformers")), justify="center")
+    if len(compared) > 1:
+        table.add_column(" = ".join(compared), justify="center")
+    if apart:
+        table.add_column("= transformers", justify="center")
     for number, prompt in enumerate(figures["prompts"], 1):
         same = prompt["identical"]
         verdict = Text("identical", "green") if same else Text(f"differ at token {prompt['differs_at']}", "bold red")
-        table.add_row(str(number), str(prompt["prompt_tokens"]), str(prompt["new_tokens"]), verdict)
+        at = prompt["differs_from_transformers_at"]
+        cells = [verdict] * (len(compared) > 1) + ["yes" if at is None else f"differs at token {at}"] * apart
+        table.add_row(str(number), str(prompt["prompt_tokens"]), str(prompt["new_tokens"]), *cells)
     console.print(table)
 
 
@@ -164,8 +171,8 @@ def draw(figures: dict[str, Any], path: Path) -> None:
         figure.suptitle(
             f"mla-twins: {len(figures['prompts'])} prompts, {settings['max_new_tokens']} new tokens each, "
             f"{settings['device']}, {settings['dtype']}\n"
-            f"greedy tokens of {', '.join(figures['served'])} and transformers: identical for {identical} of "
-            f"{len(figures['prompts'])} prompts",
+            f"greedy tokens of {' and '.join(figures['compared'])}: identical for {identical} of "
+            f"{len(figures['prompts'])} prompts, cache format {settings['cache_format']}",
             fontsize=11,
         )
         figure.savefig(path, dpi=150, format="png")

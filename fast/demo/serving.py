@@ -77,7 +77,8 @@ class ServingLoop:
     """Loop that serves requests together, in mixed batches of decodes and prefills.
 
     Args:
-        model: causal language model under `fast.integrations.transformers.use_mla`. The cache has its device and dtype.
+        model: causal language model under `fast.integrations.transformers.use_mla`. The caches have the device of the
+            model, and the cache format that `use_mla` got.
         config: config of the model's attention layers.
         ops: module that plans and allocates: `reference`, `fast`, or another module with the same functions.
         num_blocks: blocks of the cache of each layer.
@@ -130,6 +131,8 @@ class ServingLoop:
         self.context_parallel, self.eos = context_parallel, frozenset()
         if eos is not None:
             self.eos = frozenset((eos,) if isinstance(eos, int) else eos)
+        layers = _layers_of(model)
+        self.cache_format = getattr(layers[0], "cache_format", COMPUTE_FORMAT) if layers else COMPUTE_FORMAT
         # The ranks compare their arguments first: if one rank raised alone, the other ranks would wait for it.
         if context_parallel is not None:
             with deadline(context_parallel, ()):
@@ -138,7 +141,7 @@ class ServingLoop:
                     max_num_seqs=max_num_seqs, token_budget=token_budget, workspace_tokens=workspace_tokens,
                     decode_threshold=decode_threshold, eos=sorted(self.eos), costs=costs, block_order=block_order,
                     num_layers=model.config.num_hidden_layers, ops=getattr(ops, "__name__", type(ops).__name__),
-                    device=model.device.type, vocab_size=model.config.vocab_size,
+                    device=model.device.type, vocab_size=model.config.vocab_size, cache_format=self.cache_format.name,
                 )  # fmt: skip
         check_config(config)
         check_costs(costs)
@@ -154,22 +157,22 @@ class ServingLoop:
         unit = context_unit(block_size, owned.size, owned.interleave)
         check_int("workspace_tokens", workspace_tokens, unit, f"at least one unit of {unit} tokens")
         takes_backend = "backend" in inspect.signature(ops.build_mla_metadata).parameters  # `reference` has no backends
-        self._planning = {"dtype": model.dtype}
-        for attention in _layers_of(model):
+        self._planning = {"dtype": model.dtype, "cache_format": self.cache_format}
+        for attention in layers:
             if takes_backend:
                 self._planning["backend"] = getattr(attention, "backend", None)
             check(workspace_tokens <= attention.workspace_tokens, "workspace_tokens",
                   f"at most the {attention.workspace_tokens} of the model's layers (use_mla(workspace_tokens=))",
                   workspace_tokens)  # fmt: skip
         self.allocator = BlockAllocator(num_blocks, block_order)
-        self.tokens_per_block = block_size * owned.size  # tokens of a sequence in one block of every rank together
+        self.tokens_per_block = block_size * owned.size  # tokens of a sequence in one block on each rank
         self.model, self.config, self.ops = model, config, ops
         self.block_size, self.max_num_seqs, self.token_budget = block_size, max_num_seqs, token_budget
         self.workspace_tokens, self.decode_threshold, self.costs = workspace_tokens, decode_threshold, costs
         self.device = model.device
         dims = config.kv_lora_rank, config.qk_rope_head_dim
-        columns, dtype = COMPUTE_FORMAT.columns(*dims), COMPUTE_FORMAT.dtype_for(model.dtype)
-        self._entry_bytes = COMPUTE_FORMAT.entry_bytes(*dims, model.dtype)
+        columns, dtype = self.cache_format.columns(*dims), self.cache_format.dtype_for(model.dtype)
+        self._entry_bytes = self.cache_format.entry_bytes(*dims, model.dtype)
         self.kv_caches = [
             ops.allocate_kv_cache(num_blocks, block_size, columns, dtype, self.device)
             for _ in range(model.config.num_hidden_layers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Shaped
 from torch import Tensor
 
 from reference.interfaces import (
@@ -19,19 +19,19 @@ from ..backends import BackendChoice
 
 
 def reorg_kvcache(
-    gathered: Float[Tensor, "D padded head_size"],
+    gathered: Shaped[Tensor, "D padded head_size"],
     chunk: ContextParallelChunk,
     *,
-    out: Float[Tensor, "S head_size"] | None = None,
+    out: Shaped[Tensor, "S head_size"] | None = None,
     backend: BackendChoice = None,
-) -> Float[Tensor, "S head_size"]:
+) -> Shaped[Tensor, "S head_size"]:
     """Put the cache entries of a chunk, gathered from D ranks, into the order of requests and of tokens in a request.
 
     `reference.distributed.reorg.reorg_kvcache` explains the layout, and how vLLM's function of this name differs.
 
     Args:
         gathered: [D, chunk.padded_tokens, Lkv + R], the cache entries that each rank sent (Lkv: width of a latent, R:
-            width of the rope key).
+            width of the rope key), or stored cache entries [D, chunk.padded_tokens, columns].
         chunk: the gathered chunk of context.
         out: tensor [chunk.num_tokens, Lkv + R] that receives the result; it must share no memory with `gathered`. None
             allocates a tensor.

@@ -16,6 +16,7 @@ from reference.distributed.arguments import check_invariant_merge
 from reference.distributed.groups import ContextParallel
 from reference.interfaces import (
     COMPUTE_FORMAT,
+    CONVERTED,
     MOST_WORKSPACE_TOKENS,
     ONE_RANK,
     CacheFormat,
@@ -38,10 +39,10 @@ from reference.interfaces import (
     check_costs,
     check_dtype,
     check_flag,
-    check_format,
     check_graph_support,
     check_int,
     check_interleave,
+    check_mode_of_format,
     check_schedule_costs,
     chunked_prefill_workspace_size,
     context_unit,
@@ -93,11 +94,14 @@ class MLAMetadataBuilder:
             of whole sequences and the slots of this rank, and no plan has a cascade.
         schedule_costs: costs from which schedules are computed; None takes the costs of the device (`schedule_costs`).
         cache_format: format of the cache. It influences `choose_path`, the choice of a cascade, and the schedule.
+            Layers with another format refuse the plans.
         dtype: dtype of queries and keys. It influences the same choices as `cache_format`. A plan is valid for any
             dtype.
         graph_support: batches for which a captured CUDA graph can be replayed (`GraphSupport`). None takes
             ONE_QUERY_LEN if `query_len_support` is UNIFORM, and ANY otherwise. If all requests have one token, the plan
             is of the kind ONE_QUERY_LEN, which more backends support.
+        fp8_mode: mode of decodes over a cache in e4m3 (`mla_decode`). It influences the schedule and its backend.
+            Layers with another mode refuse the plans.
         backend: backend of the ops `compute_visible_lens`, `decode_programs`, `schedule_costs` and `plan_decode`: a
             name, a mapping from op to backend name, or None. A name applies to the ops that the backend declares. For
             every other op, the backend is chosen automatically (`fast.backends`).
@@ -111,7 +115,8 @@ class MLAMetadataBuilder:
             - a number is below its minimum;
             - the number of tensor-parallel ranks does not divide the number of heads;
             - `batch_invariant` is True and the ranks merge with "ag_rs";
-            - `graph_support` is ANY and `query_len_support` is UNIFORM.
+            - `graph_support` is ANY and `query_len_support` is UNIFORM;
+            - `fp8_mode` is unknown or does not suit `cache_format`.
     """
 
     def __init__(
@@ -131,6 +136,7 @@ class MLAMetadataBuilder:
         cache_format: CacheFormat = COMPUTE_FORMAT,
         dtype: torch.dtype = torch.bfloat16,
         graph_support: GraphSupport | None = None,
+        fp8_mode: str = CONVERTED,
         *,
         backend: BackendChoice = None,
     ):
@@ -155,8 +161,9 @@ class MLAMetadataBuilder:
         self.num_programs, self.batch_invariant = num_programs, batch_invariant
         self.schedule_costs = schedule_costs
         check_dtype("dtype", dtype)
-        check_format(cache_format)
-        self.dtype, self.cache_format, self.backend = dtype, cache_format, bind(backend, PLANNING_OPS)
+        check_mode_of_format(fp8_mode, cache_format)
+        self.dtype, self.cache_format, self.fp8_mode = dtype, cache_format, fp8_mode
+        self.backend = bind(backend, PLANNING_OPS)
         self._path_config = None if batch_invariant else config  # passed to `choose_path`; None disables the choice
         if workspace_tokens is None:  # a multiple of `unit`, and at most the default of a layer
             workspace_tokens = min(smallest, max(1, MOST_WORKSPACE_TOKENS // unit) * unit)
@@ -193,8 +200,7 @@ class MLAMetadataBuilder:
         metadata = build_mla_metadata(
             common, self.block_size, self.workspace_tokens, self.reorder_batch_threshold, self._path_config,
             self.costs, self.query_len_support, require_order=True, ownership=self.ownership, num_programs=0,
-            cache_format=self.cache_format, dtype=self.dtype,
-            staging=self._staging,
+            cache_format=self.cache_format, dtype=self.dtype, fp8_mode=self.fp8_mode, staging=self._staging,
         )  # fmt: skip
         if metadata.prefill.context_chunks:
             metadata = dataclasses.replace(metadata, workspace=self.workspace)
@@ -226,7 +232,7 @@ class MLAMetadataBuilder:
             check_int("num_programs", programs, 0, "a function that gives at least 0")
         elif programs is not None and query_len > self.reorder_batch_threshold:
             programs = 0
-        layer = DecodeLayer(self._decode_config, device, self.dtype, self.block_size, self.cache_format)
+        layer = DecodeLayer(self._decode_config, device, self.dtype, self.block_size, self.cache_format, self.fp8_mode)
         return layer.programs_and_costs(
             query_len, programs, self.schedule_costs, self.backend, batch_invariant=self.batch_invariant
         )
@@ -255,8 +261,9 @@ class MLAMetadataBuilder:
         """Return the plan of a captured batch; no request of a replay is longer than `common.max_seq_len`."""
         programs, costs = self._programs_and_costs(common.max_query_len, common.block_table.device)
         return plan_captured_decodes(
-            common, self.block_size, programs, costs, self.batch_invariant, self.ownership, graph, backend=self.backend
-        )
+            common, self.block_size, programs, costs, self.batch_invariant, self.ownership, graph, self.cache_format,
+            self.fp8_mode, backend=self.backend,
+        )  # fmt: skip
 
     def update_captured(self, captured: MLAMetadata, common: CommonAttentionMetadata) -> None:
         """Write the plan of the next replay's batch into the tensors of the captured plan, which the graph reads.

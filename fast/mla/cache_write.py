@@ -11,13 +11,19 @@ from torch import Tensor
 
 from reference.interfaces import (
     COMPUTE_FORMAT,
+    E4M3,
     CacheFormat,
     GraphSupport,
     RopeConfig,
+    check,
     check_formatted_cache,
     check_number,
+    check_scale,
+    check_scale_value,
+    check_scale_values,
     check_slots,
     check_tensor,
+    format_named,
 )
 
 from .. import backends
@@ -36,11 +42,13 @@ def rope_norm_and_cache(
     eps: float,
     rope: RopeConfig,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    kv_scale: Float[Tensor, ""] | None = None,
+    q_scale: Float[Tensor, "*heads"] | None = None,
     *,
     frequencies: Float[Tensor, " R/2"] | None = None,
     graph: GraphSupport = GraphSupport.NONE,
     backend: BackendChoice = None,
-) -> tuple[Float[Tensor, "T N R"], Float[Tensor, "T Lkv"], Float[Tensor, "T R"]]:
+) -> tuple[Shaped[Tensor, "T N R"], Float[Tensor, "T Lkv"], Float[Tensor, "T R"]]:
     """Compute `apply_rope`, `rms_norm` of the latents and `concat_and_cache_mla` in one kernel.
 
     Args:
@@ -54,23 +62,27 @@ def rope_norm_and_cache(
         norm_weight: [Lkv].
         eps: epsilon of the norm.
         rope: rotary parameters.
-        cache_format: format of the cache.
+        cache_format: format of the cache. A format with scales stores the bits of `quantize_entries` of the results.
+        kv_scale: float32 scale of the layer's cache; None if the format has no such scale.
+        q_scale: float32 scale of queries in e4m3 (8 bits), [] or [N], only for a format with scales; None for queries
+            in the dtype of `q_pe`.
         frequencies: result of `rotary_frequencies` in float32 or float64 on the device of `q_pe`; None computes the
             frequencies in this call.
         graph: kind of the CUDA graph that contains the call; NONE if no graph contains the call.
         backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
-        Rotated q_pe [T, N, R], normed latents [T, Lkv] and rotated k_pe [T, R], all new tensors.
+        Rotated q_pe [T, N, R], normed latents [T, Lkv] and rotated k_pe [T, R], all new tensors. q_pe is in e4m3 if
+        `q_scale` is given.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match; for CPU tensors, a slot is outside the cache. Nothing has
-            been written then.
+        ValueError: shapes, dtypes or devices do not match; for CPU tensors, a slot is outside the cache or a scale is
+            not finite and positive. Nothing has been written then.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     signature = _WRITES.signature(
-        positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight, eps, rope, cache_format, frequencies, graph,
-        backend,
+        positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight, eps, rope, cache_format, kv_scale,
+        q_scale, frequencies, graph, backend,
     )  # fmt: skip
     chosen = _WRITES.backend_of(signature)
     if chosen is None:
@@ -78,30 +90,41 @@ def rope_norm_and_cache(
         tokens, latent = kv_c.shape
         check_tensor("q_pe", q_pe, (tokens, "N", "R"), (kv_c.dtype,), kv_c.device)
         check_tensor("k_pe", k_pe, (tokens, q_pe.shape[2]), (kv_c.dtype,), kv_c.device)
-        check_formatted_cache(kv_cache, cache_format, latent, k_pe.shape[1], kv_c.dtype, kv_c.device)
+        check_formatted_cache(kv_cache, cache_format, latent, k_pe.shape[1], kv_c.dtype, kv_c.device, kv_scale)
         check_tensor("slot_mapping", slot_mapping, ("slots",), (torch.int64,), kv_c.device)
         check_tensor("norm_weight", norm_weight, (latent,), device=kv_c.device)
         check_number("eps", eps, 0)
         check_angles(positions, q_pe, rope, frequencies)
+        out_dtype = None
+        if q_scale is not None:
+            check_scale("q_scale", q_scale, q_pe.shape[1], q_pe.device)
+            check(cache_format.scaled, "q_scale", f"None for format {cache_format.name}", "a scale")
+            out_dtype = E4M3
         widths = (("kv_lora_rank", kv_c.shape[1]), ("qk_rope_head_dim", k_pe.shape[1]))
-        request = backends.cache_request("rope_norm_and_cache", kv_cache, widths, cache_format, kv_c.dtype, graph=graph)
+        request = backends.cache_request(
+            "rope_norm_and_cache", kv_cache, widths, cache_format, kv_c.dtype, out_dtype, graph
+        )
         chosen = backends.select(request, backend).name
     frequencies, magnitude = angles_of(q_pe, rope, frequencies)
     if norm_weight.dtype is not kv_c.dtype:
         norm_weight = norm_weight.to(kv_c.dtype)
     return _WRITES.run(
         signature, chosen, positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight, eps, frequencies,
-        magnitude, rope.interleaved,
+        magnitude, rope.interleaved, cache_format.name, kv_scale, q_scale,
     )  # fmt: skip
 
 
 def _launch_write(positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight, eps, frequencies, magnitude,
-                  interleaved, backend):  # fmt: skip
+                  interleaved, cache_format, kv_scale, q_scale, backend):  # fmt: skip
     if kv_cache.device.type == "cpu":
         check_slots(slot_mapping[: kv_c.shape[0]], kv_cache.shape[0] * kv_cache.shape[1])
+        check_scale_value("kv_scale", kv_scale)
+        check_scale_values("q_scale", q_scale)
+    scale = () if q_scale is None else (q_scale,)
     return backends.kernel(backend, "rope_norm_and_cache")(
-        positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight, eps, frequencies, magnitude, interleaved
-    )
+        positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight, eps, frequencies, magnitude, interleaved,
+        format_named(cache_format), kv_scale, *scale,
+    )  # fmt: skip
 
 
 _rope_norm_and_cache = torch.library.custom_op(
@@ -109,13 +132,14 @@ _rope_norm_and_cache = torch.library.custom_op(
     _launch_write,
     mutates_args=("kv_cache",),
     schema="(Tensor positions, Tensor q_pe, Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping,"
-    " Tensor norm_weight, float eps, Tensor frequencies, float magnitude, bool interleaved, str backend)"
-    " -> (Tensor, Tensor, Tensor)",
+    " Tensor norm_weight, float eps, Tensor frequencies, float magnitude, bool interleaved, str cache_format,"
+    " Tensor? kv_scale, Tensor? q_scale, str backend) -> (Tensor, Tensor, Tensor)",
 )
 _WRITES = backends.CheckedCalls(torch.ops.mla_twins.rope_norm_and_cache, _launch_write, mutates=(4,))
 
 
 @_rope_norm_and_cache.register_fake
 def _(positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight, eps, frequencies, magnitude, interleaved,
-      backend):  # fmt: skip
-    return q_pe.new_empty(q_pe.shape), kv_c.new_empty(kv_c.shape), k_pe.new_empty(k_pe.shape)
+      cache_format, kv_scale, q_scale, backend):  # fmt: skip
+    q_dtype = q_pe.dtype if q_scale is None else E4M3
+    return q_pe.new_empty(q_pe.shape, dtype=q_dtype), kv_c.new_empty(kv_c.shape), k_pe.new_empty(k_pe.shape)

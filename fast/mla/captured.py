@@ -8,6 +8,9 @@ from __future__ import annotations
 import torch
 
 from reference.interfaces import (
+    COMPUTE_FORMAT,
+    CONVERTED,
+    CacheFormat,
     CommonAttentionMetadata,
     ContextParallelMetadata,
     DecodeMetadata,
@@ -21,6 +24,7 @@ from reference.interfaces import (
     check_captured_lens,
     check_flag,
     check_int,
+    check_mode_of_format,
     check_ownership,
     check_schedule_costs,
     get_dcp_local_seq_lens,
@@ -39,6 +43,8 @@ def plan_captured_decodes(
     batch_invariant: bool = False,
     ownership: TokenOwnership | None = None,
     graph: GraphSupport = GraphSupport.ANY,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
+    fp8_mode: str = CONVERTED,
     *,
     backend: BackendChoice = None,
 ) -> MLAMetadata:
@@ -58,6 +64,8 @@ def plan_captured_decodes(
         ownership: the tokens that this context-parallel rank owns; None if one rank owns all tokens. With `ownership`,
             `common` has the lengths of the whole sequences and the slots of this rank.
         graph: kind of the graph: ANY for mixed query lengths, ONE_QUERY_LEN for one query length.
+        cache_format: format of the caches of the layers that use the plan.
+        fp8_mode: mode of the decodes of these layers (`mla_decode`).
         backend: backend of `plan_decode` and `compute_visible_lens`: a name, a mapping from op to backend name, or None
             for an automatic choice (`fast.backends`).
 
@@ -65,8 +73,12 @@ def plan_captured_decodes(
         The plan; a `ContextParallelMetadata` if `ownership` is given.
 
     Raises:
-        ValueError: there is no request or no token; the query lengths do not fit `graph` or `max_query_len`; there are
-            fewer slots than tokens; `block_size` or `num_programs` is below its minimum.
+        ValueError: in one of these cases:
+
+            - there is no request or no token;
+            - a query length does not fit `graph` or `max_query_len`;
+            - there are fewer slots than tokens;
+            - `block_size` or `num_programs` is below its minimum.
         UnsupportedConfiguration: `backend` allows no backend that supports this kind of graph.
     """
     tokens = check_captured_lens(common, graph)
@@ -76,6 +88,7 @@ def plan_captured_decodes(
     costs = check_schedule_costs(costs)
     check_flag("batch_invariant", batch_invariant)
     check_ownership(ownership)
+    check_mode_of_format(fp8_mode, cache_format)
     seq_lens, longest, kind, which = common.seq_lens, common.max_seq_len, MLAMetadata, {}
     visible_lens = compute_visible_lens(
         common.query_start_loc, seq_lens, tokens, ownership, graph=graph, backend=backend
@@ -116,5 +129,7 @@ def plan_captured_decodes(
         ),
         workspace_tokens=0,  # no context is expanded
         schedule=schedule,
+        cache_format=cache_format,
+        fp8_mode=fp8_mode,
         schedule_choice=ScheduleChoice(num_programs, requests, 0, 0, planned=num_programs > 0),
     )

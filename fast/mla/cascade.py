@@ -11,6 +11,7 @@ from torch import Tensor
 
 from reference.interfaces import (
     COMPUTE_FORMAT,
+    CONVERTED,
     FLOPS_PER_BYTE,
     AttentionState,
     CacheFormat,
@@ -82,12 +83,16 @@ def use_cascade_attention(
 
 
 def cascade_attention(
-    ql_nope: Float[Tensor, "T N Lkv"],
-    q_pe: Float[Tensor, "T N R"],
+    ql_nope: Shaped[Tensor, "T N Lkv"],
+    q_pe: Shaped[Tensor, "T N R"],
     kv_cache: Shaped[Tensor, "num_blocks block_size columns"],
     metadata: CascadeMetadata,
     softmax_scale: float,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    kv_scale: Float[Tensor, ""] | None = None,
+    fp8_mode: str = CONVERTED,
+    q_scale: Float[Tensor, "*heads"] | None = None,
+    out_dtype: torch.dtype | None = None,
     *,
     backend: BackendChoice = None,
 ) -> AttentionState:
@@ -100,38 +105,29 @@ def cascade_attention(
         metadata: plans of prefix and suffix (`split_shared_prefix`).
         softmax_scale: (P + R)^-1/2, times YaRN's factor.
         cache_format: format of the cache.
+        kv_scale: float32 scale of the layer's cache; None if the format has no such scale (`CacheFormat.layer_scale`).
+        fp8_mode: one of `converted`, `fp8_query` and `fp8_product` (`mla_decode`).
+        q_scale: float32 scale of queries in e4m3, [] or [N]; None for `converted`.
+        out_dtype: dtype of `out`; None means the dtype of `ql_nope`, and is refused for queries in e4m3.
         backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
-        out [T, N, Lkv] in the dtype of `ql_nope`, lse [N, T].
+        out [T, N, Lkv] in `out_dtype`, lse [N, T].
 
     Raises:
         ValueError: for the same reasons as `mla_decode`.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     check_type("metadata", metadata, CascadeMetadata)
-    check_decode(ql_nope, q_pe, kv_cache, metadata.prefix, cache_format)
+    given = cache_format, kv_scale, fp8_mode, q_scale
+    check_decode(ql_nope, q_pe, kv_cache, metadata.prefix, cache_format, None, *given[1:], out_dtype)
     backend = backends.bind(backend, ("mla_decode", "merge_attn_states"))
-    wide = wide_dtype(ql_nope.dtype)
-    prefix = mla_decode(
-        ql_nope,
-        q_pe,
-        kv_cache,
-        metadata.prefix,
-        softmax_scale,
-        out_dtype=wide,
-        cache_format=cache_format,
-        backend=backend,
-    )
-    suffix = mla_decode(
-        ql_nope,
-        q_pe,
-        kv_cache,
-        metadata.suffix,
-        softmax_scale,
-        out_dtype=wide,
-        cache_format=cache_format,
-        backend=backend,
+    out_dtype = ql_nope.dtype if out_dtype is None else out_dtype
+    check_dtype("out_dtype", out_dtype)
+    wide = wide_dtype(out_dtype)
+    prefix, suffix = (
+        mla_decode(ql_nope, q_pe, kv_cache, plan, softmax_scale, None, wide, *given, backend=backend)
+        for plan in (metadata.prefix, metadata.suffix)
     )
     state = merge_attn_states(prefix, suffix, backend=backend)
-    return AttentionState(state.out.to(ql_nope.dtype), state.lse)
+    return AttentionState(state.out.to(out_dtype), state.lse)

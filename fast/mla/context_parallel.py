@@ -13,6 +13,8 @@ from reference.distributed.arguments import check_chunk_ownership
 from reference.distributed.groups import ContextParallel
 from reference.interfaces import (
     COMPUTE_FORMAT,
+    CONVERTED,
+    E4M3,
     AttentionState,
     CacheFormat,
     ContextParallelChunk,
@@ -24,11 +26,13 @@ from reference.interfaces import (
     check_dtype,
     check_number,
     check_rows,
+    check_scale_values,
     check_type,
 )
 
 from .. import backends
 from ..backends import BackendChoice
+from ..cache.formats import dequantize_entries
 from ..cache.latent import gather_and_maybe_dequant_cache
 from ..distributed.merge import MERGE_OVER_RANKS
 from ..distributed.reorg import reorg_kvcache
@@ -42,11 +46,15 @@ def dcp_gather_context(
     context_parallel: ContextParallel,
     cache_format: CacheFormat = COMPUTE_FORMAT,
     out_dtype: torch.dtype | None = None,
+    kv_scale: Float[Tensor, ""] | None = None,
     *,
     workspace: Float[Tensor, "rows head_size"] | None = None,
     backend: BackendChoice = None,
 ) -> Float[Tensor, "S head_size"]:
     """Gather the cache entries of one chunk from all ranks, in the order of the tokens, for a prefill.
+
+    If the format has a dtype of its own, the ranks exchange the stored bytes. Each rank then converts the entries that
+    it received (`dequantize_entries`).
 
     Args:
         kv_cache: cache of this rank.
@@ -54,7 +62,8 @@ def dcp_gather_context(
         chunk: the chunk to gather.
         context_parallel: the groups of ranks.
         cache_format: format of the cache.
-        out_dtype: dtype of the result and of the exchange; None takes the dtype of the cache.
+        out_dtype: dtype of the result; None takes the dtype of the cache.
+        kv_scale: float32 scale of the layer's cache; None if the format has no such scale (`CacheFormat.layer_scale`).
         workspace: contiguous tensor [rows, Lkv + R] in `out_dtype` for the entries that this rank sends and receives.
             It needs at least (D + 1) * `chunk.padded_tokens` rows. With `chunk.num_tokens` further rows, its first rows
             receive the result. None allocates tensors.
@@ -69,32 +78,47 @@ def dcp_gather_context(
         GroupError: the exchange failed.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
-    width, dtype = check_context(kv_cache, metadata, chunk, cache_format, out_dtype)
+    width, dtype = check_context(kv_cache, metadata, chunk, cache_format, out_dtype, kv_scale)
     check_chunk_ownership(chunk, context_parallel)
-    backend = backends.bind(backend, ("gather_and_maybe_dequant_cache", "reorg_kvcache"))
-    group, padded = context_parallel.cp_group, chunk.padded_tokens
-    exchanged = (group.size + 1) * padded
+    backend = backends.bind(backend, ("dequantize_entries", "gather_and_maybe_dequant_cache", "reorg_kvcache"))
+    ranks, padded, stored = context_parallel.size, chunk.padded_tokens, cache_format.storage_dtype
+    exchanged, columns = (ranks + 1) * padded, width if stored is None else kv_cache.shape[2]
     if workspace is None:
-        workspace = kv_cache.new_empty(exchanged, width, dtype=dtype)
-    check_rows(workspace, width, exchanged, dtype, kv_cache.device)
-    has_room = workspace.shape[0] >= chunk.num_tokens + exchanged
-    exchange = workspace[chunk.num_tokens if has_room else 0 :]
-    received, sent = exchange[: group.size * padded], exchange[group.size * padded : exchanged]
+        kept, out = kv_cache.new_empty(exchanged, columns, dtype=stored or dtype), None
+    else:
+        check_rows(workspace, width, exchanged, dtype, kv_cache.device)
+        has_room = workspace.shape[0] >= chunk.num_tokens + exchanged
+        kept = workspace[chunk.num_tokens if has_room else 0 :]
+        out = workspace[: chunk.num_tokens] if has_room else None
+    if stored is not None and kept.dtype != stored:
+        elements = kept.view(-1).view(stored)
+        kept = elements[: elements.shape[0] // columns * columns].view(-1, columns)
+    received, free = kept[: ranks * padded], kept[ranks * padded :]
+    sent = free[:padded]
     starts, offsets = chunk.held
     gather_and_maybe_dequant_cache(  # the later rows of `sent` are padding, which no rank reads
-        kv_cache, metadata.block_table, offsets, starts, chunk.local_tokens, cache_format, dtype,
+        kv_cache, metadata.block_table, offsets, starts, chunk.local_tokens, cache_format, stored or dtype,
         out=sent[: chunk.local_tokens], bounded=chunk.bounded, backend=backend,
     )  # fmt: skip
-    gathered = group.all_gather(sent, out=received.view(group.size, padded, width))
-    return reorg_kvcache(gathered, chunk, out=workspace[: chunk.num_tokens] if has_room else None, backend=backend)
+    if stored is None:
+        gathered = context_parallel.cp_group.all_gather(sent, out=received.view(ranks, padded, columns))
+        return reorg_kvcache(gathered, chunk, out=out, backend=backend)
+    as_bytes = received.view(torch.uint8).view(ranks, padded, -1)
+    gathered = context_parallel.cp_group.all_gather(sent.view(torch.uint8), out=as_bytes).view(stored)
+    # if `free` has enough rows, the ordered entries overwrite the sent entries
+    ordered = free[: chunk.num_tokens] if free.shape[0] >= chunk.num_tokens else None
+    entries = reorg_kvcache(gathered, chunk, out=ordered, backend=backend)
+    if cache_format.returns_stored(dtype):
+        return entries if out is None else out.copy_(entries)
+    return dequantize_entries(entries, cache_format, dtype, kv_scale, out=out, backend=backend)
 
 
 DCP_DECODE_OPS = ("mla_decode", "weight_attn_out", *backends.MESSAGES)
 
 
 def dcp_decode(
-    ql_nope: Float[Tensor, "T N Lkv"],
-    q_pe: Float[Tensor, "T N R"],
+    ql_nope: Shaped[Tensor, "T N Lkv"],
+    q_pe: Shaped[Tensor, "T N R"],
     kv_cache: Shaped[Tensor, "num_blocks block_size columns"],
     metadata: DecodeMetadata,
     softmax_scale: float,
@@ -102,6 +126,9 @@ def dcp_decode(
     schedule: DecodeSchedule | None = None,
     out_dtype: torch.dtype | None = None,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    kv_scale: Float[Tensor, ""] | None = None,
+    fp8_mode: str = CONVERTED,
+    q_scale: Float[Tensor, "*heads"] | None = None,
     *,
     backend: BackendChoice = None,
 ) -> AttentionState:
@@ -120,8 +147,14 @@ def dcp_decode(
         softmax_scale: (P + R)^-1/2, times YaRN's factor.
         context_parallel: the groups of ranks and the kind of merge.
         schedule: schedule of this rank's decode, which has the D * N / TP gathered heads.
-        out_dtype: dtype of `out` and of the exchange; None takes the dtype of `ql_nope`.
+        out_dtype: dtype of `out` and of the exchange; None takes the dtype of `ql_nope`, and is refused for
+            queries in e4m3.
         cache_format: format of the cache.
+        kv_scale: float32 scale of the layer's cache; None if the format has no such scale (`CacheFormat.layer_scale`).
+        fp8_mode: one of `converted`, `fp8_query` and `fp8_product` (`mla_decode`). In the last two, the ranks gather
+            queries in e4m3.
+        q_scale: float32 scale of queries in e4m3, the same on all ranks: [], or [D * N / TP] for one scale for each
+            gathered head (`ContextParallel.heads_of_group`). None for `converted`.
         backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
@@ -132,17 +165,25 @@ def dcp_decode(
         GroupError: an exchange failed.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
-    check_decode(ql_nope, q_pe, kv_cache, metadata, cache_format, schedule)
     check_type("context_parallel", context_parallel, ContextParallel)
+    check_decode(
+        ql_nope, q_pe, kv_cache, metadata, cache_format, schedule, kv_scale, fp8_mode, q_scale, out_dtype,
+        context_parallel.size,
+    )  # fmt: skip
+    check_scale_values("q_scale", q_scale)
     check_number("softmax_scale", softmax_scale)
     check_dtype("out_dtype", ql_nope.dtype if out_dtype is None else out_dtype)
     backend = backends.bind(backend, DCP_DECODE_OPS)
     latent, group = ql_nope.shape[2], context_parallel.cp_group
     # [heads, T, Lkv + R]: the all-gather appends the heads of all ranks, so that no copy has to reorder the heads
-    q = torch.cat((ql_nope.transpose(0, 1), q_pe.transpose(0, 1)), dim=-1)
-    q = group.all_gather(q).flatten(0, 1).transpose(0, 1)
+    parts = ql_nope.transpose(0, 1), q_pe.transpose(0, 1)
+    if fp8_mode == CONVERTED:
+        q = group.all_gather(torch.cat(parts, dim=-1))
+    else:  # as bytes, because groups know no e4m3
+        q = group.all_gather(torch.cat([x.view(torch.uint8) for x in parts], dim=-1)).view(E4M3)
+    q = q.flatten(0, 1).transpose(0, 1)
     state = mla_decode(
         q[..., :latent], q[..., latent:], kv_cache, metadata, softmax_scale, schedule, out_dtype, cache_format,
-        backend=backend,
+        kv_scale, fp8_mode, q_scale, backend=backend,
     )  # fmt: skip
     return MERGE_OVER_RANKS[context_parallel.merge](state, group, graph=metadata.graph, backend=backend)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from reference.interfaces import (
     COMPUTE_FORMAT,
+    CONVERTED,
     NEUTRAL_SPLIT_RULE,
     AttentionState,
     CacheFormat,
@@ -26,11 +27,14 @@ from reference.interfaces import (
     check_device,
     check_dtype,
     check_eager_offsets,
-    check_format,
     check_int,
+    check_mode_of_format,
     check_number,
     check_out,
+    check_scale_value,
+    check_scale_values,
     check_type,
+    format_named,
     invariant_split_rule,
     wide_dtype,
 )
@@ -47,6 +51,7 @@ def decode_programs(
     block_size: int,
     query_len: int = 1,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    fp8_mode: str = CONVERTED,
     backend: BackendChoice = None,
 ) -> int:
     """Return how many programs of the decode kernel a device runs at the same time.
@@ -61,14 +66,16 @@ def decode_programs(
         block_size: tokens per cache block.
         query_len: length of the longest query in the decode.
         cache_format: format of the cache.
+        fp8_mode: mode of decodes over a cache in e4m3 (`mla_decode`).
         backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Raises:
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     check_int("query_len", query_len)
-    launch, shape = _launch_and_shape("decode_programs", config, device, dtype, block_size, cache_format, backend)
-    return launch(*shape, query_len)
+    given = config, device, dtype, block_size, cache_format, fp8_mode, backend
+    launch, shape, mode = _launch_and_shape("decode_programs", *given)
+    return launch(*shape, query_len, cache_format, **mode)
 
 
 def schedule_costs(
@@ -78,6 +85,7 @@ def schedule_costs(
     dtype: torch.dtype,
     block_size: int,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    fp8_mode: str = CONVERTED,
     backend: BackendChoice = None,
 ) -> ScheduleCosts:
     """Return the measured costs of a device's decode kernel, from which `plan_decode` computes a schedule.
@@ -90,39 +98,48 @@ def schedule_costs(
         dtype: dtype of the queries.
         block_size: tokens per cache block.
         cache_format: format of the cache.
+        fp8_mode: mode of decodes over a cache in e4m3 (`mla_decode`).
         backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Raises:
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
-    launch, shape = _launch_and_shape("schedule_costs", config, device, dtype, block_size, cache_format, backend)
-    return launch(*shape)
+    given = config, device, dtype, block_size, cache_format, fp8_mode, backend
+    launch, shape, mode = _launch_and_shape("schedule_costs", *given)
+    return launch(*shape, cache_format, **mode)
 
 
-def _launch_and_shape(op, config, device, dtype, block_size, cache_format, backend):
-    """Return the chosen backend's function for `op`, and the positional arguments of this function."""
+def _launch_and_shape(op, config, device, dtype, block_size, cache_format, fp8_mode, backend):
+    """Return the chosen backend's function for `op`, its positional arguments, and its mode as a keyword argument.
+
+    The function gets no mode for `converted`, so a backend that has no other mode need not take the argument.
+    """
     check_config(config)
     device = check_device("device", device)
     check_type("dtype", dtype, torch.dtype)
     check_int("block_size", block_size)
-    check_format(cache_format)
+    check_mode_of_format(fp8_mode, cache_format)
     widths = config.kv_lora_rank, config.qk_rope_head_dim
     request = backends.decode_request(
-        device, dtype, *widths, block_size, QueryLenSupport.VARLEN, op=op, cache_format=cache_format
+        device, dtype, *widths, block_size, QueryLenSupport.VARLEN, op=op, cache_format=cache_format, fp8_mode=fp8_mode
     )
     launch = backends.kernel(backends.select(request, backend).name, op)
-    return launch, (device, dtype, config.num_heads, *widths, block_size)
+    mode = {} if fp8_mode == CONVERTED else {"fp8_mode": fp8_mode}
+    return launch, (device, dtype, config.num_heads, *widths, block_size), mode
 
 
 def mla_decode(
-    ql_nope: Float[Tensor, "T N Lkv"],
-    q_pe: Float[Tensor, "T N R"],
+    ql_nope: Shaped[Tensor, "T N Lkv"],
+    q_pe: Shaped[Tensor, "T N R"],
     kv_cache: Shaped[Tensor, "num_blocks block_size columns"],
     metadata: DecodeMetadata,
     softmax_scale: float,
     schedule: DecodeSchedule | None = None,
     out_dtype: torch.dtype | None = None,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    kv_scale: Float[Tensor, ""] | None = None,
+    fp8_mode: str = CONVERTED,
+    q_scale: Float[Tensor, "*heads"] | None = None,
     *,
     out: Float[Tensor, "T N Lkv"] | None = None,
     backend: BackendChoice = None,
@@ -140,8 +157,16 @@ def mla_decode(
         softmax_scale: (P + R)^-1/2, times YaRN's factor; not (Lkv + R)^-1/2.
         schedule: schedule (`plan_decode`), which assigns keys to the programs of the kernel. With None, the kernel
             divides the keys itself. A schedule changes results by rounding alone. The backend "cpu" ignores it.
-        out_dtype: dtype of `out`; None takes the dtype of `ql_nope`.
-        cache_format: format of the cache.
+        out_dtype: dtype of `out`; None takes the dtype of `ql_nope`, and is refused for queries in e4m3.
+        cache_format: format of the cache. If the numbers of a cache have scales, the backend "triton" computes the
+            products of 16-bit queries in float16, which is exact for queries, keys and values.
+        kv_scale: float32 scale of the layer's cache, []; None if the format has no such scale.
+        fp8_mode: which products over a cache in e4m3 are computed in e4m3: `converted` (none), `fp8_query` or
+            `fp8_product`; `reference.mla_decode` explains them. A backend declares the modes that it supports, and
+            never computes in another mode. The backend "cpu" multiplies in float32 or float64, and rounds only
+            probabilities (`fp8_product`).
+            The backend "triton" multiplies in float16 where a GPU cannot multiply e4m3 numbers.
+        q_scale: float32 scale of queries in e4m3, [] or [N]; None for `converted`.
         out: contiguous tensor [T, N, Lkv] in `out_dtype` that receives the output; it must share no memory with the
             other tensors. The backend "hopper" needs an address that is a multiple of 16 bytes. None allocates a
             tensor.
@@ -156,17 +181,20 @@ def mla_decode(
         ValueError: in one of these cases:
 
             - shapes, dtypes or devices do not match, or the plan was made for another block size;
-            - the tensors are on the CPU, and an offset, a length, a visible length or a block of the plan is invalid.
+            - the tensors are on the CPU, and an offset, a length, a visible length or a block of the plan is invalid;
+            - the queries do not have the dtype that `fp8_mode` needs, or the cache has no e4m3 numbers for this mode;
+            - the tensors are on the CPU, and a scale is not finite and positive.
 
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     calls = _DECODES if out is None else _DECODES_INTO
     signature = calls.signature(
-        ql_nope, q_pe, kv_cache, metadata, softmax_scale, schedule, out_dtype, cache_format, out, backend
-    )
+        ql_nope, q_pe, kv_cache, metadata, softmax_scale, schedule, out_dtype, cache_format, kv_scale,
+        fp8_mode, q_scale, out, backend,
+    )  # fmt: skip
     chosen = calls.backend_of(signature)
     if chosen is None:
-        check_decode(ql_nope, q_pe, kv_cache, metadata, cache_format, schedule)
+        check_decode(ql_nope, q_pe, kv_cache, metadata, cache_format, schedule, kv_scale, fp8_mode, q_scale, out_dtype)
         check_number("softmax_scale", softmax_scale)
         if out_dtype is not None:
             check_dtype("out_dtype", out_dtype)
@@ -177,7 +205,7 @@ def mla_decode(
             else backends.query_lens_of(ql_nope.shape[0], metadata.seq_lens.shape[0], metadata.max_query_len),
             backends.cache_in_words(kv_cache), out_dtype=ql_nope.dtype if out_dtype is None else out_dtype,
             cache_format=cache_format, batch_invariant=schedule is not None and schedule.batch_invariant,
-            graph=metadata.graph,
+            graph=metadata.graph, fp8_mode=fp8_mode,
         )  # fmt: skip
         chosen = backends.select(request, backend).name
     out_dtype = ql_nope.dtype if out_dtype is None else out_dtype
@@ -193,7 +221,8 @@ def mla_decode(
     )  # fmt: skip
     arguments = (
         *inputs, metadata.max_query_len, metadata.max_seq_len, softmax_scale, out_dtype, tile_ranges, split_offsets,
-        batch_invariant, list(split_rule.numbers),
+        batch_invariant, list(split_rule.numbers), cache_format.name, kv_scale, fp8_mode,
+        q_scale,
     )  # fmt: skip
     if out is None:
         return AttentionState(*_DECODES.run(signature, chosen, *arguments))
@@ -204,7 +233,8 @@ def mla_decode(
 
 def _launch_decode(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, backend, *out,
+    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, cache_format, kv_scale, fp8_mode,
+    q_scale, backend, *out,
 ):  # fmt: skip
     if ql_nope.device.type == "cpu":
         metadata = DecodeMetadata(
@@ -212,9 +242,13 @@ def _launch_decode(
             GraphSupport.ANY,  # allows padding tokens; `mla_decode` has rejected them where they are not allowed
         )  # fmt: skip
         check_decode_values(metadata, ql_nope.shape[0], kv_cache.shape[1], kv_cache.shape[0])
+        check_scale_value("kv_scale", kv_scale)
+        check_scale_values("q_scale", q_scale)
+    modes = {} if fp8_mode == CONVERTED else {"fp8_mode": fp8_mode, "q_scale": q_scale}
     return backends.kernel(backend, "mla_decode")(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, invariant_split_rule(*split_rule), *out,
+        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, invariant_split_rule(*split_rule),
+        format_named(cache_format), kv_scale, *out, **modes,
     )  # fmt: skip
 
 
@@ -230,8 +264,8 @@ _mla_decode = torch.library.custom_op(
     schema="(Tensor ql_nope, Tensor q_pe, Tensor kv_cache, Tensor block_table, Tensor seq_lens,"
     " Tensor query_start_loc, Tensor visible_lens, SymInt max_query_len, SymInt max_seq_len,"
     " float softmax_scale, ScalarType out_dtype,"
-    " Tensor? tile_ranges, Tensor? split_offsets, bool batch_invariant, SymInt[] split_rule, str backend)"
-    " -> (Tensor, Tensor)",
+    " Tensor? tile_ranges, Tensor? split_offsets, bool batch_invariant, SymInt[] split_rule,"
+    " str cache_format, Tensor? kv_scale, str fp8_mode, Tensor? q_scale, str backend) -> (Tensor, Tensor)",
 )
 _DECODES = backends.CheckedCalls(torch.ops.mla_twins.mla_decode, _launch_decode)
 
@@ -239,7 +273,8 @@ _DECODES = backends.CheckedCalls(torch.ops.mla_twins.mla_decode, _launch_decode)
 @_mla_decode.register_fake
 def _(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, backend,
+    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, cache_format, kv_scale, fp8_mode,
+    q_scale, backend,
 ):  # fmt: skip
     tokens, heads, _ = ql_nope.shape
     out = ql_nope.new_empty(ql_nope.shape, dtype=out_dtype)
@@ -253,16 +288,17 @@ _mla_decode_out = torch.library.custom_op(
     schema="(Tensor ql_nope, Tensor q_pe, Tensor kv_cache, Tensor block_table, Tensor seq_lens,"
     " Tensor query_start_loc, Tensor visible_lens, SymInt max_query_len, SymInt max_seq_len,"
     " float softmax_scale, ScalarType out_dtype,"
-    " Tensor? tile_ranges, Tensor? split_offsets, bool batch_invariant, SymInt[] split_rule, Tensor(a!) out,"
-    " str backend) -> Tensor",
+    " Tensor? tile_ranges, Tensor? split_offsets, bool batch_invariant, SymInt[] split_rule,"
+    " str cache_format, Tensor? kv_scale, str fp8_mode, Tensor? q_scale, Tensor(a!) out, str backend) -> Tensor",
 )
-_DECODES_INTO = backends.CheckedCalls(torch.ops.mla_twins.mla_decode_out, _launch_decode_into, mutates=(15,))
+_DECODES_INTO = backends.CheckedCalls(torch.ops.mla_twins.mla_decode_out, _launch_decode_into, mutates=(19,))
 
 
 @_mla_decode_out.register_fake
 def _(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, out, backend,
+    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, cache_format, kv_scale, fp8_mode,
+    q_scale, out, backend,
 ):  # fmt: skip
     tokens, heads, _ = ql_nope.shape
     return ql_nope.new_empty(heads, tokens, dtype=wide_dtype(out_dtype))

@@ -10,7 +10,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from reference.interfaces import NEUTRAL_COSTS, CacheFormat, MLAConfig, ScheduleCosts, UnsupportedConfiguration
+from reference.interfaces import (
+    CONVERTED,
+    NEUTRAL_COSTS,
+    CacheFormat,
+    MLAConfig,
+    ScheduleCosts,
+    UnsupportedConfiguration,
+)
 
 from ..backends import BackendChoice, on_change
 from .decode import decode_programs, schedule_costs
@@ -32,6 +39,7 @@ class DecodeLayer(NamedTuple):
         dtype: dtype of the queries.
         block_size: tokens per block.
         cache_format: format of the cache.
+        fp8_mode: mode of decodes over a cache in e4m3 (`mla_decode`).
     """
 
     config: MLAConfig
@@ -39,6 +47,7 @@ class DecodeLayer(NamedTuple):
     dtype: torch.dtype
     block_size: int
     cache_format: CacheFormat
+    fp8_mode: str = CONVERTED
 
     def programs_and_costs(
         self,

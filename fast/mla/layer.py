@@ -5,7 +5,6 @@ docs/glossary.md explains the terms and the letters of shapes. `torch.compile(fu
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -18,13 +17,14 @@ from reference.distributed.arguments import check_output_projection, check_step_
 from reference.distributed.groups import ContextParallel
 from reference.interfaces import (
     COMPUTE_FORMAT,
+    CONVERTED,
     MOST_WORKSPACE_TOKENS,
+    AbsorbedWeights,
     CacheFormat,
     ContextWorkspace,
     GraphSupport,
     MLAConfig,
     MLAMetadata,
-    UnsupportedConfiguration,
     check_attention_output,
     check_context_workspace,
     check_flag,
@@ -38,33 +38,34 @@ from reference.interfaces import (
     check_rms_norm,
     check_step,
     check_step_values,
-    is_plain_linear,
-    latent_norm_eps,
+    choose_kv_scale,
+    layer_from_hf,
     linear_output,
-    wide_dtype,
+    make_kv_scale,
+    make_query_scale,
+    observe_queries,
+    to_e4m3,
 )
 
 from .. import backends
 from ..attention.rope import apply_rope, rotary_frequencies
 from ..backends import BackendChoice
 from ..cache.latent import concat_and_cache_mla
-from .cache_write import rope_norm_and_cache
-from .cascade import cascade_attention
-from .context_parallel import DCP_DECODE_OPS, dcp_decode, dcp_gather_context
-from .decode import mla_decode
+from .absorbed_path import absorbed_queries, decode
+from .context_parallel import DCP_DECODE_OPS, dcp_gather_context
 from .memory_profile import reserve_for_step, touch_largest
-from .padding_tokens import zero_padding_tokens
+from .new_tokens import NewTokens, frequencies_for, measure_step, write_tokens
 from .prefill import PREFILL_OPS, forward_prefill, gather_context, rows_of
-from .weight_views import AttentionWeights, WeightViews
-from .weights import dense_weight, multiply_heads, split_kv_b_proj, write_values
+from .weight_views import AttentionWeights, WeightViews, dense_weight_of, refresh
+from .weights import split_kv_b_proj
 
 _check_forward_attention = backends.CheckedOnce(check_forward_attention)
 _check_inputs = backends.CheckedOnce(check_layer_inputs)
 _check_rms_norm = backends.CheckedOnce(check_rms_norm)
 _check_step = backends.CheckedOnce(check_step)
 LAYER_OPS = (
-    "apply_rope", "concat_and_cache_mla", "reorg_kvcache", "rope_norm_and_cache", "zero_padding_tokens",
-    *DCP_DECODE_OPS, *PREFILL_OPS,
+    "apply_rope", "concat_and_cache_mla", "dequantize_entries", "multiply_heads", "reorg_kvcache",
+    "rope_norm_and_cache", "zero_padding_tokens", *DCP_DECODE_OPS, *PREFILL_OPS,
 )  # fmt: skip
 
 
@@ -108,13 +109,32 @@ class MLAAttention(nn.Module):
         cache_format: format of the layer's cache.
         workspace: memory in which a prefill gathers and expands one chunk; all layers of a model can share it. None
             takes the workspace of the plan. A memory-profile run has no plan: it allocates a workspace and frees it.
+        kv_scale: scale of the layer's cache, only for a format with `CacheFormat.layer_scale`. None leaves the choice
+            to the first step with a prefill (`reference.interfaces.kv_scales`).
+        fp8_weights: whether the absorbed weights are stored in e4m3 (8 bits), with one scale for each head
+            (`quantize_weight`). They are read by the constructor and by `refresh_weights`.
+        fp8_mode: mode of decodes over a cache in e4m3 (`mla_decode`). In the modes `fp8_query` and `fp8_product`, the
+            kernels that absorb and rotate the queries of decodes make these queries in e4m3. `forward_attention` gets
+            rotated queries, so it converts their rope parts in a step of its own.
+        q_scale: scale of queries in e4m3, only for these two modes: one number, or a tensor [N] with one for each of
+            all N heads. None takes 1.0, with a warning (`reference.interfaces.query_scales`).
+        expand_by_module: whether prefills expand latents by calling `kv_b_proj` (`expand_kv_by_module`). Otherwise they
+            multiply by its dense weight (`expand_kv`).
         check_every_call: if True, every op checks all its arguments in every call. If False, an op may skip a check
             that an earlier call with the same shapes, strides and dtypes has passed (`fast.backends.checked_calls`).
         backend: name of a backend, mapping from op to backend name, or None. A name applies to the ops that the backend
             declares. For every other op, the backend is chosen automatically in each call (`fast.backends`).
 
+    Attributes:
+        kv_scale: the scale as a `KVScale`, a buffer of the layer; None if the format has no such scale.
+        q_scale: the scale of queries in e4m3 as a `QueryScale`, a buffer of the layer; None in the mode `converted`.
+        observed: largest absolute value that each step wrote, while `calibrate_kv_scales` records; otherwise None.
+        observed_queries: largest absolute value of the absorbed queries of each step, in the same calibration.
+        fp8_weights: the absorbed weights in e4m3; None without the option `fp8_weights`.
+
     Raises:
-        ValueError: the projections do not match the config, or `backend` has an unknown name or an unknown op.
+        ValueError: the projections do not match the config, `kv_b_proj` has a bias, `fp8_mode` or `kv_scale` does not
+            fit `cache_format`, `q_scale` does not fit `fp8_mode`, or `backend` has an unknown name or an unknown op.
         UnsupportedConfiguration: the named backend declares no op of a layer.
     """
 
@@ -134,6 +154,11 @@ class MLAAttention(nn.Module):
         cache_format: CacheFormat = COMPUTE_FORMAT,
         *,
         workspace: ContextWorkspace | None = None,
+        kv_scale: float | Tensor | None = None,
+        fp8_weights: bool = False,
+        fp8_mode: str = CONVERTED,
+        q_scale: float | Tensor | None = None,
+        expand_by_module: bool = False,
         check_every_call: bool = False,
         backend: BackendChoice = None,
     ):
@@ -148,7 +173,9 @@ class MLAAttention(nn.Module):
         check_format(cache_format)
         check_context_workspace("workspace", workspace)
         check_flag("check_every_call", check_every_call)
-        self.check_every_call = check_every_call
+        check_flag("fp8_weights", fp8_weights)
+        check_flag("expand_by_module", expand_by_module)
+        self.check_every_call, self.expand_by_module = check_every_call, expand_by_module
         check_norm("kv_a_layernorm", kv_a_layernorm, config.kv_lora_rank)
         if q_a_layernorm is not None:
             check_norm("q_a_layernorm", q_a_layernorm, config.q_lora_rank)
@@ -158,8 +185,14 @@ class MLAAttention(nn.Module):
         self.kv_a_proj_with_mqa, self.kv_b_proj, self.o_proj = kv_a_proj_with_mqa, kv_b_proj, o_proj
         self.q_a_layernorm, self.kv_a_layernorm = q_a_layernorm, kv_a_layernorm
         self.workspace_tokens, self.cache_format, self.workspace = workspace_tokens, cache_format, workspace
+        self.kv_scale = make_kv_scale(cache_format, kv_scale, kv_a_layernorm.weight.device)
+        self.fp8_mode = fp8_mode
+        self.q_scale = make_query_scale(fp8_mode, cache_format, q_scale, config.num_heads, kv_a_layernorm.weight.device)
+        self.observed: list[Tensor] | None = None
+        self.observed_queries: list[Tensor] | None = None
         self.backend = backends.bind(backend, LAYER_OPS)
         self.register_buffer("recovered_kv_b_weight", None, persistent=False)
+        self.fp8_weights = AbsorbedWeights() if fp8_weights else None
         self._frequencies = rotary_frequencies(config.rope, config.qk_rope_head_dim)
         self._weight_views = WeightViews()
         self.refresh_weights()
@@ -172,63 +205,31 @@ class MLAAttention(nn.Module):
             module: the attention module; its projections have all heads. The layer takes the epsilon from the norms of
                 the module. With `context_parallel`, the layer uses views of the weights that belong to the heads of
                 this rank.
-            options: keyword arguments of the constructor (`workspace_tokens`, `context_parallel`, `cache_format`,
-                `workspace`, `check_every_call`, `backend`).
+            options: keyword arguments of the constructor, such as `cache_format` and `backend`. If `kv_scale` or
+                `q_scale` is not given, the layer takes the scale that the checkpoint stores for the cache or for the
+                queries.
 
         Raises:
             UnsupportedConfiguration: `MLAConfig.from_hf` raises it; the two norms have different epsilons; the weight
                 of a projection cannot be divided by heads.
         """
-        if not hasattr(module, "config") or not hasattr(module, "kv_a_layernorm"):
-            wanted = "module: expected a DeepseekV2Attention or DeepseekV3Attention"
-            raise UnsupportedConfiguration([f"{wanted}, got {type(module).__name__}"])
-        if getattr(module, "is_causal", True) is False:
-            raise UnsupportedConfiguration(["module.is_causal: only causal attention is implemented, got False"])
-        config = MLAConfig.from_hf(module.config)
-        low_rank = config.q_lora_rank is not None
-        eps = latent_norm_eps(module.kv_a_layernorm, module.q_a_layernorm if low_rank else None)
-        config = dataclasses.replace(config, latent_norm_eps=eps)
-        # for each projection: the dimension of its weight along which the heads lie
-        with_heads = {"kv_b_proj": 0, "o_proj": 1, "q_b_proj" if low_rank else "q_proj": 0}
-        projections = {name: getattr(module, name) for name in with_heads}
-        if (context_parallel := options.get("context_parallel")) is not None:
-            projections = {
-                name: context_parallel.shard_linear(name, projections[name], dim, config.num_heads)
-                for name, dim in with_heads.items()
-            }
-        return cls(
-            config,
-            kv_a_proj_with_mqa=module.kv_a_proj_with_mqa,
-            kv_a_layernorm=module.kv_a_layernorm,
-            q_a_proj=module.q_a_proj if low_rank else None,
-            q_a_layernorm=module.q_a_layernorm if low_rank else None,
-            **projections,
-            **options,
-        )
+        return layer_from_hf(cls, module, options)
 
     def refresh_weights(self) -> None:
         """Read the weight of `kv_b_proj` again, after the caller changed this weight.
 
-        If `kv_b_proj` is not a plain linear module, the layer keeps a dense copy of its weight. This function
-        overwrites the copy in place if device and dtype have not changed, and replaces the copy otherwise.
-        `reference.mla.layer.MLAAttention.refresh_weights` explains when a caller must call this function.
+        If `kv_b_proj` is not a plain linear module, the layer keeps a dense copy of its weight if a product reads it.
+        This function updates the copy and the `fp8_weights`, in place if device and dtype have not changed.
+        `reference.mla.layer.MLAAttention.refresh_weights` explains both.
+
+        Raises:
+            ValueError: `kv_b_proj` has a bias.
         """
-        dtype = self.kv_a_layernorm.weight.dtype
-        if is_plain_linear(self.kv_b_proj, dtype):
-            self.recovered_kv_b_weight = None
-            return
-        weight, held = dense_weight(self.kv_b_proj, self.config.kv_lora_rank, dtype), self.recovered_kv_b_weight
-        if held is not None and held.device == weight.device and held.dtype == weight.dtype:
-            held.copy_(weight)
-        else:
-            self.recovered_kv_b_weight = weight
+        refresh(self)
 
     def up_projections(self) -> tuple[Float[Tensor, "Lkv N P"], Float[Tensor, "Lkv N V"]]:
         """Return W_UK [Lkv, N, P] and W_UV [Lkv, N, V], views of the dense weight of `kv_b_proj`."""
-        weight = self.recovered_kv_b_weight
-        if weight is None:
-            weight = self.kv_b_proj.weight.detach()
-        c = self.local_config
+        weight, c = dense_weight_of(self), self.local_config
         return split_kv_b_proj(weight, c.num_heads, c.qk_nope_head_dim, c.v_head_dim)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> MLAAttention:
@@ -265,7 +266,8 @@ class MLAAttention(nn.Module):
         weights = self._weight_views.of(self)
         with weights.calls_inside(hidden_states, positions, kv_cache, metadata):
             output = self._attend(hidden_states, positions, kv_cache, metadata, weights)
-        return self._project_out(output)
+        hidden = linear_output("o_proj", self.o_proj(output.flatten(1)))
+        return hidden if self.context_parallel is None else self.context_parallel.tp_group.all_reduce(hidden)
 
     def _attend(self, hidden_states, positions, kv_cache, metadata, weights: AttentionWeights) -> Tensor:
         """Compute the output [T, N, V] of the heads, before `o_proj`."""
@@ -275,7 +277,7 @@ class MLAAttention(nn.Module):
             c, (q, kv_c, k_pe) = self.local_config, self._down_project(hidden_states)
         backends.confirm(q, kv_c, k_pe)
         output = q.new_empty(q.shape[0], c.num_heads, c.v_head_dim)
-        _check_forward_attention(c, w_uk, q, kv_c, k_pe, kv_cache, self.cache_format)
+        _check_forward_attention(c, w_uk, q, kv_c, k_pe, kv_cache, self.cache_format, weights.kv_scale)
         if metadata is None:
             slots, graph = positions.new_empty(0, dtype=torch.int64), GraphSupport.NONE  # write nothing
         else:
@@ -283,32 +285,34 @@ class MLAAttention(nn.Module):
             slots, graph = rows_of(metadata.slot_mapping, 0, metadata.num_actual_tokens), metadata.decode.graph
         workspace, largest = reserve_for_step(self, metadata, q)
         q_nope, q_pe = q.split_with_sizes([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
-        q_pe, kv_c_normed, k_pe = rope_norm_and_cache(
-            positions, q_pe, kv_c, k_pe, kv_cache, slots, self.kv_a_layernorm.weight, c.latent_norm_eps, c.rope,
-            cache_format=self.cache_format, frequencies=self._frequencies_for(q), graph=graph, backend=self.backend,
-        )  # fmt: skip
-        del kv_c  # the last tensor that keeps the memory of the down-projection
+        new = NewTokens(positions, q_pe, kv_c, k_pe)
+        if metadata is not None and (self.kv_scale is not None or self.observed is not None):
+            measure_step(self, metadata, new, q_nope, kv_cache, weights)
         split, end = (0, q.shape[0]) if metadata is None else (metadata.num_decode_tokens, metadata.num_actual_tokens)
+        in_e4m3 = 0 if weights.q_scale is None else split  # number of tokens whose queries are made in e4m3
+        if in_e4m3 > 0:
+            decoded = new.rows(0, split), rows_of(slots, 0, split)
+            q_e4m3, *_ = write_tokens(self, *decoded, kv_cache, graph, weights, weights.q_scale)
+            new, slots = new.rows(split, q.shape[0]), rows_of(slots, split, end)
+        q_pe, kv_c_normed, k_pe = new.q_pe, new.kv_c, new.k_pe
+        if in_e4m3 < q.shape[0] or in_e4m3 == 0:
+            q_pe, kv_c_normed, k_pe = write_tokens(self, new, slots, kv_cache, graph, weights)
+        del kv_c, new  # the last tensors that keep the memory of the down-projection
         if split > 0:
-            self._decode(q_nope, q_pe, kv_cache, metadata, output, weights)
+            decode(self, q_nope, q_e4m3 if in_e4m3 else q_pe, kv_cache, metadata, output, weights)
+        expanded = split - in_e4m3, end - in_e4m3  # the rows of the prefills in the tensors of the second write
         if end > split:  # only the expanded path needs both parts of a query in one tensor
-            q = torch.cat((rows_of(q_nope, split, end), rows_of(q_pe, split, end)), dim=-1)
+            q = torch.cat((rows_of(q_nope, split, end), rows_of(q_pe, *expanded)), dim=-1)
         del q_nope, q_pe
         if metadata is None:
-            touch_largest(q, kv_c_normed, w_uk, w_uv, c, *largest, self.context_parallel)
+            touch_largest(q, kv_c_normed, w_uk, w_uv, c, *largest, self.context_parallel, weights.expand)
             output.zero_()
         elif end > split:
-            self._prefill(q, kv_c_normed, k_pe, kv_cache, metadata, output, w_uk, w_uv, workspace)
+            entries = rows_of(kv_c_normed, *expanded), rows_of(k_pe, *expanded)
+            self._prefill(q, *entries, kv_cache, metadata, rows_of(output, split, end), weights, workspace)
         if end < output.shape[0]:
             output[end:] = 0
         return output
-
-    def _project_out(self, output: Tensor) -> Tensor:
-        """Apply `o_proj` to the heads of this rank, and sum the products of all tensor-parallel ranks."""
-        hidden_states = linear_output("o_proj", self.o_proj(output.flatten(1)))
-        if self.context_parallel is None:
-            return hidden_states
-        return self.context_parallel.tp_group.all_reduce(hidden_states)
 
     @backends.with_wanted_checks
     def project(
@@ -324,7 +328,7 @@ class MLAAttention(nn.Module):
         kv_c_normed = rms_norm(kv_c, self.kv_a_layernorm.weight, c.latent_norm_eps)
         q_nope, q_pe = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
         q_pe, k_pe = apply_rope(
-            positions, q_pe, k_pe, c.rope, frequencies=self._frequencies_for(q), backend=self.backend
+            positions, q_pe, k_pe, c.rope, frequencies=frequencies_for(self, q), backend=self.backend
         )
         return torch.cat((q_nope, q_pe), dim=-1), kv_c_normed, k_pe
 
@@ -340,14 +344,6 @@ class MLAAttention(nn.Module):
         return q.reshape(-1, c.num_heads, c.qk_head_dim), *down.split_with_sizes(
             [c.kv_lora_rank, c.qk_rope_head_dim], dim=-1
         )
-
-    def _frequencies_for(self, q: Tensor) -> Tensor:
-        """Return the cached rotary frequencies, on the device of `q` (float64 if `q` is float64, otherwise float32)."""
-        wide = wide_dtype(q.dtype)
-        if self._frequencies.device != q.device or self._frequencies.dtype != wide:
-            c = self.local_config
-            self._frequencies = rotary_frequencies(c.rope, c.qk_rope_head_dim, wide).to(q.device)
-        return self._frequencies
 
     @backends.with_wanted_checks
     @backends.without_gradients
@@ -380,70 +376,47 @@ class MLAAttention(nn.Module):
     def _write_and_attend(self, q, kv_c_normed, k_pe, kv_cache, metadata, output, weights) -> None:
         """Compute `forward_attention` with the given views of the weights."""
         c, w_uk, w_uv = self.local_config, weights.w_uk, weights.w_uv
-        _check_forward_attention(c, w_uk, q, kv_c_normed, k_pe, kv_cache, self.cache_format)
+        _check_forward_attention(c, w_uk, q, kv_c_normed, k_pe, kv_cache, self.cache_format, weights.kv_scale)
         check_attention_output(c, output, w_uk, q, kv_c_normed, k_pe, kv_cache)
         if metadata is None:
             _, largest = reserve_for_step(self, None, q)
-            touch_largest(q, kv_c_normed, w_uk, w_uv, c, *largest, self.context_parallel)
+            touch_largest(q, kv_c_normed, w_uk, w_uv, c, *largest, self.context_parallel, weights.expand)
             output.zero_()
             return
         self._check_step(metadata, q, kv_cache)
         workspace, _ = reserve_for_step(self, metadata, q)
         split, end = metadata.num_decode_tokens, metadata.num_actual_tokens
+        q_nope, q_pe = q.split_with_sizes([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
+        if self.kv_scale is not None or self.observed is not None:
+            choose_kv_scale(self, metadata, lambda: (kv_c_normed, k_pe))
+            observe_queries(self, metadata, lambda: (absorbed_queries(self, q_nope, weights), q_pe))
         concat_and_cache_mla(
             rows_of(kv_c_normed, 0, end), rows_of(k_pe, 0, end), kv_cache, metadata.slot_mapping, self.cache_format,
-            graph=metadata.decode.graph, backend=self.backend,
+            weights.kv_scale, graph=metadata.decode.graph, backend=self.backend,
         )  # fmt: skip
         if split > 0:
-            queries = q.split_with_sizes([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
-            self._decode(*queries, kv_cache, metadata, output, weights)
+            if weights.q_scale is not None:
+                q_pe = to_e4m3(rows_of(q_pe, 0, split), weights.q_scale.unsqueeze(-1))
+            decode(self, q_nope, q_pe, kv_cache, metadata, output, weights)
         if end > split:
-            self._prefill(q[split:end], kv_c_normed, k_pe, kv_cache, metadata, output, w_uk, w_uv, workspace)
+            parts = [rows_of(x, split, end) for x in (q, kv_c_normed, k_pe)]
+            self._prefill(*parts, kv_cache, metadata, rows_of(output, split, end), weights, workspace)
         if end < output.shape[0]:
             output[end:] = 0
 
     def _check_step(self, metadata: MLAMetadata, q: Tensor, kv_cache: Tensor) -> None:
         """Raise if the plan of a step does not fit the layer, the queries or the cache."""
-        _check_step(metadata, q.shape[0], kv_cache, self.workspace_tokens)
+        _check_step(metadata, q.shape[0], kv_cache, self.workspace_tokens, self.cache_format, self.fp8_mode)
         check_step_values(metadata, kv_cache)
         check_step_ownership(metadata, self.context_parallel)
 
-    def _prefill(self, q, kv_c_normed, k_pe, kv_cache, metadata, output, w_uk, w_uv, workspace) -> None:
-        """Compute the expanded path for the query tokens of the prefills, and write their rows of `output`.
-
-        `q` has only the query tokens of the prefills; `kv_c_normed`, `k_pe` and `output` have all tokens of the step.
-        """
+    def _prefill(self, q, kv_c_normed, k_pe, kv_cache, metadata, output, weights, workspace) -> None:
+        """Compute the expanded path; all tensors except the cache have the tokens of the prefills alone."""
         gather = gather_context
         if self.context_parallel is not None:
             gather = functools.partial(dcp_gather_context, context_parallel=self.context_parallel, backend=self.backend)
-        tokens = metadata.num_decode_tokens, metadata.num_actual_tokens
-        kv_c_normed, k_pe, output = (rows_of(x, *tokens) for x in (kv_c_normed, k_pe, output))
         forward_prefill(
-            q, kv_c_normed, k_pe, kv_cache, metadata.prefill, w_uk, w_uv, self.config.softmax_scale, gather,
-            self.cache_format, return_lse=False, out=output, workspace=workspace, backend=self.backend,
+            q, kv_c_normed, k_pe, kv_cache, metadata.prefill, weights.w_uk, weights.w_uv, self.config.softmax_scale,
+            gather, self.cache_format, False, weights.kv_scale, expand=weights.expand, out=output, workspace=workspace,
+            backend=self.backend,
         )  # fmt: skip
-
-    def _decode(self, q_nope, q_pe, kv_cache, metadata, output, weights) -> None:
-        """Compute the absorbed path for the query tokens of the decodes, and write their rows of `output`."""
-        c = self.local_config
-        q_nope, q_pe, output = (rows_of(x, 0, metadata.num_decode_tokens) for x in (q_nope, q_pe, output))
-        ql_nope = multiply_heads(q_nope, weights.w_uk_t)
-        if metadata.cascade is not None:
-            state = cascade_attention(
-                ql_nope, q_pe, kv_cache, metadata.cascade, c.softmax_scale, self.cache_format, backend=self.backend
-            )
-        elif self.context_parallel is not None:
-            state = dcp_decode(
-                ql_nope, q_pe, kv_cache, metadata.decode, c.softmax_scale, self.context_parallel, metadata.schedule,
-                cache_format=self.cache_format, backend=self.backend,
-            )  # fmt: skip
-        else:
-            state = mla_decode(
-                ql_nope, q_pe, kv_cache, metadata.decode, c.softmax_scale, metadata.schedule,
-                cache_format=self.cache_format, backend=self.backend,
-            )  # fmt: skip
-        write_values(state.out, weights.w_uv_by_head, output)
-        if metadata.decode.graph is GraphSupport.ANY:  # the decode leaves the rows of padding tokens undefined
-            zero_padding_tokens(
-                output, metadata.decode.query_start_loc, graph=metadata.decode.graph, backend=self.backend
-            )

@@ -7,6 +7,8 @@ engine can measure the peak memory before it allocates the cache. docs/glossary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -62,6 +64,7 @@ def touch_largest(
     context: Float[Tensor, "S head_size"],
     expanded: Float[Tensor, " elements"],
     context_parallel: ContextParallel | None,
+    expand: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
 ) -> None:
     """Allocate and free the buffers of a step of T tokens, so that a measurement of peak memory includes them.
 
@@ -77,19 +80,22 @@ def touch_largest(
         context: [S, Lkv + R], memory for the context tokens of the largest chunk (`reserve_largest`).
         expanded: memory for the keys and values of these S tokens.
         context_parallel: groups of the ranks that share sequences, or None.
+        expand: function that allocates expanded keys and values; None to expand with `w_uk` and `w_uv`.
     """
-    expand_into(context.zero_()[:, : config.kv_lora_rank], w_uk, w_uv, expanded)
-
+    chunk = context.zero_()[:, : config.kv_lora_rank]
+    if expand is None:
+        expand_into(chunk, w_uk, w_uv, expanded)
     (tokens, heads, _), wide = q.shape, wide_dtype(q.dtype)
 
     def state() -> tuple[Tensor, Tensor]:
         return q.new_empty(tokens, heads, config.v_head_dim, dtype=wide), q.new_empty(heads, tokens, dtype=wide)
 
-    keys = expand_into(kv_c_normed, w_uk, w_uv, None)
+    keys = expand_into(kv_c_normed, w_uk, w_uv, None) if expand is None else expand(kv_c_normed)
     states = [state()]  # attention over the new tokens
     del keys
+    keys = None if expand is None else expand(chunk)
     states.append(state())  # attention over one chunk; the merge overwrites the first state
-    del states
+    del states, keys
 
     rotated = q.new_empty(tokens, heads, config.qk_rope_head_dim)
     queries = q.new_empty(tokens, heads, config.kv_lora_rank)

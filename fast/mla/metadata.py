@@ -18,6 +18,7 @@ from torch import Tensor
 
 from reference.interfaces import (
     COMPUTE_FORMAT,
+    CONVERTED,
     MOST_PARTS,
     ONE_RANK,
     CacheFormat,
@@ -43,9 +44,9 @@ from reference.interfaces import (
     check_costs,
     check_dtype,
     check_flag,
-    check_format,
     check_int,
     check_interleave,
+    check_mode_of_format,
     check_no_prefill_padding,
     check_ownership,
     check_rank_local_slots,
@@ -87,6 +88,7 @@ def build_mla_metadata(
     schedule_costs: ScheduleCosts | None = None,
     cache_format: CacheFormat = COMPUTE_FORMAT,
     dtype: torch.dtype = torch.bfloat16,
+    fp8_mode: str = CONVERTED,
     *,
     staging: StagingBuffer | None = None,
     backend: BackendChoice = None,
@@ -116,8 +118,11 @@ def build_mla_metadata(
             if `choose_schedule` expects that the schedule saves time.
         schedule_costs: costs from which the schedule is computed; None takes the costs of the device
             (`schedule_costs`).
-        cache_format: format of the cache. It influences `choose_path` and the schedule.
+        cache_format: format of the cache. It influences `choose_path` and the schedule. Layers with another format
+            refuse the plan.
         dtype: dtype of queries and keys. It influences `choose_path` and the schedule. A plan is valid for any dtype.
+        fp8_mode: mode of decodes over a cache in e4m3 (`mla_decode`). It influences the schedule and its backend.
+            Layers with another mode refuse the plan.
         staging: pinned memory through which plans are copied to a GPU; None takes pinned memory from PyTorch's
             allocator in each call.
         backend: backend of the ops `compute_visible_lens`, `decode_programs`, `schedule_costs` and `plan_decode`: a
@@ -141,7 +146,7 @@ def build_mla_metadata(
     """
     backend = bind(backend, PLANNING_OPS)
     check_dtype("dtype", dtype)
-    check_format(cache_format)
+    check_mode_of_format(fp8_mode, cache_format)
     check_threshold(decode_threshold, query_len_support)
     if num_programs is not None:
         check_int("num_programs", num_programs, 0, "an int >= 0 or None")
@@ -250,13 +255,15 @@ def build_mla_metadata(
             parts=parts,
         ),
         workspace_tokens=workspace_tokens,
+        cache_format=cache_format,
+        fp8_mode=fp8_mode,
     )
     if not host_lens:
         metadata = _with_device_lens(metadata, given, ownership, one_each, backend)
     if config is None or decode_tokens == 0 or num_programs == 0:
         return metadata
     query_len = metadata.decode.max_query_len
-    layer = DecodeLayer(config, common.block_table.device, dtype, block_size, cache_format)
+    layer = DecodeLayer(config, common.block_table.device, dtype, block_size, cache_format, fp8_mode)
     num_programs, costs = layer.programs_and_costs(
         query_len, num_programs, schedule_costs, backend, batch_invariant=False
     )

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from reference.interfaces import (
     COMPUTE_FORMAT,
+    E4M3,
     AttentionState,
     CacheFormat,
     ContextChunk,
@@ -28,9 +29,13 @@ from reference.interfaces import (
     check_flag,
     check_function,
     check_out,
+    check_output_scale,
     check_prefill,
     check_rows,
+    check_scale_values,
+    check_tensor,
     reserve_for_chunks,
+    to_e4m3,
     wide_dtype,
 )
 
@@ -148,6 +153,7 @@ def gather_context(
     chunk: ContextChunk,
     cache_format: CacheFormat = COMPUTE_FORMAT,
     out_dtype: torch.dtype | None = None,
+    kv_scale: Float[Tensor, ""] | None = None,
     *,
     workspace: Float[Tensor, "rows head_size"] | None = None,
     backend: BackendChoice = None,
@@ -160,6 +166,7 @@ def gather_context(
         chunk: the chunk to gather.
         cache_format: format of the cache.
         out_dtype: dtype of the result; None takes the dtype of the cache.
+        kv_scale: float32 scale of the layer's cache; None if the format has no such scale (`CacheFormat.layer_scale`).
         workspace: contiguous tensor [at least S, Lkv + R] in `out_dtype`, whose first S rows receive the result; None
             allocates a tensor.
         backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
@@ -173,12 +180,13 @@ def gather_context(
             too few rows.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
-    width, dtype = _check_context(kv_cache, metadata, chunk, cache_format, out_dtype)
+    width, dtype = _check_context(kv_cache, metadata, chunk, cache_format, out_dtype, kv_scale)
     if workspace is not None:
         _check_rows(workspace, width, chunk.num_tokens, dtype, kv_cache.device)
     return gather_and_maybe_dequant_cache(
         kv_cache, metadata.block_table, chunk.cu_seq_lens, chunk.starts, chunk.num_tokens, cache_format, out_dtype,
-        out=None if workspace is None else workspace[: chunk.num_tokens], bounded=chunk.bounded, backend=backend,
+        kv_scale, out=None if workspace is None else workspace[: chunk.num_tokens], bounded=chunk.bounded,
+        backend=backend,
     )  # fmt: skip
 
 
@@ -194,11 +202,15 @@ def forward_prefill(
     gather: Callable[..., Tensor] = gather_context,
     cache_format: CacheFormat = COMPUTE_FORMAT,
     return_lse: bool = True,
+    kv_scale: Float[Tensor, ""] | None = None,
     *,
-    out: Float[Tensor, "T N V"] | None = None,
+    output_scale: Float[Tensor, ""] | None = None,
+    output_block_scale: Tensor | None = None,
+    expand: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
+    out: Shaped[Tensor, "T N V"] | None = None,
     workspace: ContextWorkspace | None = None,
     backend: BackendChoice = None,
-) -> AttentionState | Float[Tensor, "T N V"]:
+) -> AttentionState | Shaped[Tensor, "T N V"]:
     """Compute attention of new tokens over the cached context and the new tokens, on the expanded path.
 
     If `metadata.parts` separates the requests without context, one kernel computes their output in its final dtype. For
@@ -214,79 +226,99 @@ def forward_prefill(
         w_uv: [Lkv, N, V].
         softmax_scale: (P + R)^-1/2, times YaRN's factor.
         gather: function `(kv_cache, metadata, chunk, cache_format=, out_dtype=) -> [S, Lkv + R]` that returns the cache
-            entries of a chunk. `out_dtype` is the dtype of `q`. If `workspace` is given, the function also gets
-            `workspace=`. Under context parallelism, pass `dcp_gather_context`.
+            entries of a chunk. `out_dtype` is the dtype of `q`. If `workspace` or `kv_scale` is given, the function
+            also gets it by name. Under context parallelism, pass `dcp_gather_context`.
         cache_format: format of the cache.
         return_lse: whether the caller needs the LSE of the result.
-        out: tensor [T, N, V] in the dtype of `q` that receives the output, with any strides; it must share no memory
-            with the other tensors. None allocates a tensor.
+        kv_scale: float32 scale of the layer's cache; None if the format has no such scale (`CacheFormat.layer_scale`).
+        output_scale: float32 scale of an output in e4m3 (8 bits); None for an output in the dtype of `q`. The last
+            merge of a request rounds the float32 output once; PyTorch rounds the output of requests without context.
+        output_block_scale: must be None: an output with one scale for each group of elements is not supported.
+        expand: function that expands latents [S, Lkv] into k_nope [S, N, P] and v [S, N, V], such as
+            `expand_kv_by_module` with a given module; it allocates the results. Only the shapes of `w_uk` and `w_uv`
+            are then used. None means `expand_kv` with `w_uk` and `w_uv`.
+        out: tensor [T, N, V] that receives the output, with any strides; it must share no memory with the other
+            tensors. Its dtype is e4m3 if `output_scale` is given, otherwise the dtype of `q`. None allocates a tensor.
         workspace: memory in which each chunk is gathered and expanded; None allocates new memory for each chunk.
         backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
-        With `return_lse`, an `AttentionState`: out [T, N, V] in the dtype of `q`, and lse [N, T].
+        With `return_lse`, an `AttentionState`: out [T, N, V] in the dtype of `q`, or in e4m3 if `output_scale` is
+        given, and lse [N, T].
 
-        Without `return_lse`, a tensor: out [T, N, V] in the dtype of `q`.
+        Without `return_lse`, this output alone.
 
     Raises:
         TypeError: `return_lse` is not a bool, or `workspace` is not a `ContextWorkspace`.
         ValueError: shapes, dtypes or devices do not match; `out` overlaps another tensor; `workspace` was made with a
-            `memory` that is too small.
-        UnsupportedConfiguration: no backend that `backend` allows can serve the call.
+            `memory` that is too small. For CPU tensors also: a scale is not finite and positive.
+        UnsupportedConfiguration: `output_block_scale` is given; no backend that `backend` allows can serve the call.
     """
-    if gather is not gather_context:  # its calls of ops are unknown: each op checks its arguments
+    if expand is not None:
+        check_function("expand", expand)
+    if gather is not gather_context or expand is not None:  # unknown calls of ops: each op checks its arguments
         check_function("gather", gather)
+        own_gather = None if gather is gather_context else gather
         return _forward_prefill(
-            q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, softmax_scale, gather, cache_format, return_lse, out,
-            workspace, backend,
+            q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, softmax_scale, own_gather, cache_format, return_lse,
+            kv_scale, output_scale, output_block_scale, expand, out, workspace, backend,
         )  # fmt: skip
     with _CALLS_INSIDE.given(
-        q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, softmax_scale, cache_format, return_lse, out, backend
-    ):
+        q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, softmax_scale, cache_format, return_lse, kv_scale,
+        output_scale, out, backend,
+    ):  # fmt: skip
         return _forward_prefill(
-            q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, softmax_scale, None, cache_format, return_lse, out,
-            workspace, backend,
+            q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, softmax_scale, None, cache_format, return_lse,
+            kv_scale, output_scale, output_block_scale, None, out, workspace, backend,
         )  # fmt: skip
 
 
 def _forward_prefill(
-    q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, softmax_scale, gather, cache_format, return_lse, out,
-    workspace, backend,
+    q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, softmax_scale, gather, cache_format, return_lse, kv_scale,
+    output_scale, output_block_scale, expand, out, workspace, backend,
 ):  # fmt: skip
     """Compute `forward_prefill`; if `gather` is None, `gather_context` gathers the entries of a chunk."""
-    _check_prefill(q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, cache_format)
+    _check_prefill(q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, cache_format, kv_scale)
     check_flag("return_lse", return_lse)
     check_context_workspace("workspace", workspace)
-    shape = (*q.shape[:2], w_uv.shape[2])
+    check_output_scale(output_scale, output_block_scale, q.device)
+    check_scale_values("output_scale", output_scale)
+    shape, out_dtype = (*q.shape[:2], w_uv.shape[2]), q.dtype if output_scale is None else E4M3
     if out is None:
-        out = q.new_empty(shape)
+        out = q.new_empty(shape, dtype=out_dtype)
     else:
-        check_out("out", out, shape, q.dtype, q.device, q, kv_c_normed, k_pe, kv_cache, w_uk, w_uv)
+        check_out("out", out, shape, out_dtype, q.device, q, kv_c_normed, k_pe, kv_cache, w_uk, w_uv)
     backend = backends.bind(backend, PREFILL_OPS)
     latent, chunks = kv_c_normed.shape[1], metadata.context_chunks
     if gather is None:
         gather = functools.partial(gather_context, backend=backend)
+    if kv_scale is not None:
+        gather = functools.partial(gather, kv_scale=kv_scale)
     expanded = None
     if workspace is not None and chunks:
         rows, expanded = reserve_for_chunks(workspace, chunks, kv_c_normed, k_pe, w_uk, w_uv)
         backends.confirm(rows, expanded)
         gather = functools.partial(gather, workspace=rows)
-    k_nope, v = expand_into(kv_c_normed, w_uk, w_uv, None)
+    k_nope, v = _expanded(expand, kv_c_normed, w_uk, w_uv, None)
     # a part: consecutive requests that all have context, or that all have none
     states = []  # for each part: an attention state, or only the final output
     parts = metadata.all_parts(q.shape[0])
     for part in parts:
         tokens = part.first_token, part.end_token
-        dtype, final = (wide_dtype(q.dtype), None) if part.rows else (q.dtype, rows_of(out, *tokens))
+        dtype, final = wide_dtype(q.dtype), None
+        if not part.rows and output_scale is None:
+            dtype, final = q.dtype, rows_of(out, *tokens)
         new_tokens = [rows_of(x, *tokens) for x in (q, k_nope, k_pe, v)]
         states.append(_attend_new_tokens(
             *new_tokens, part.plan, softmax_scale, dtype, return_lse or final is None, final, backend,
             out_is_checked=True,
         ))  # fmt: skip
+        if not part.rows and output_scale is not None:
+            rows_of(out, *tokens).copy_(to_e4m3(states[-1].out, output_scale))
     del k_nope, v, new_tokens
     for number, chunk in enumerate(chunks):
         context = gather(kv_cache, metadata, chunk, cache_format=cache_format, out_dtype=q.dtype)
-        k_nope, v = expand_into(context[:, :latent], w_uk, w_uv, expanded)
+        k_nope, v = _expanded(expand, context[:, :latent], w_uk, w_uv, expanded)
         for index, part in enumerate(parts):
             last = len(part.rows) - 1
             for place, (part_chunk, own) in enumerate(zip(part.plan.context_chunks, part.rows, strict=True)):
@@ -296,8 +328,10 @@ def _forward_prefill(
                     chunk_state = _attend_context(
                         rows_of(q, *tokens), *keys, part.plan, part_chunk, softmax_scale, backend
                     )
-                    target = rows_of(out, *tokens) if place == last else states[index].out
-                    states[index] = _merge_into(target, chunk_state, states[index], backend)
+                    target, scale = (
+                        (rows_of(out, *tokens), output_scale) if place == last else (states[index].out, None)
+                    )
+                    states[index] = _merge_into(target, chunk_state, states[index], backend, scale)
                     del chunk_state, keys
         del k_nope, v, context  # free the memory of this chunk before the next chunk is expanded
     if not return_lse:
@@ -306,10 +340,31 @@ def _forward_prefill(
     return AttentionState(out, lses[0] if len(lses) == 1 else torch.cat(lses, dim=1))
 
 
-def _merge_into(target: Tensor, chunk_state: AttentionState, state: AttentionState, backend: BackendChoice):
+def _expanded(
+    expand: Callable[[Tensor], tuple[Tensor, Tensor]] | None, latents: Tensor, w_uk: Tensor, w_uv: Tensor,
+    workspace: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return `expand(latents)`, or the product of the latents and the weights if `expand` is None."""
+    if expand is None:
+        return expand_into(latents, w_uk, w_uv, workspace)
+    k_nope, v = expand(latents)
+    for name, made, weight in (("k_nope", k_nope, w_uk), ("v", v, w_uv)):
+        check_tensor(f"expand: {name}", made, (latents.shape[0], *weight.shape[1:]), (latents.dtype,), latents.device)
+    return k_nope, v
+
+
+def _merge_into(
+    target: Tensor,
+    chunk_state: AttentionState,
+    state: AttentionState,
+    backend: BackendChoice,
+    output_scale: Tensor | None,
+) -> AttentionState:
     """Merge two states: write the output to `target` and the LSE to `state.lse`; return the merged state."""
     made = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
-    merged = merge_states(chunk_state, state, AttentionState(made, state.lse), backend=backend)
+    merged = merge_states(
+        chunk_state, state, AttentionState(made, state.lse), backend=backend, output_scale=output_scale
+    )
     if made is not target:
         target.copy_(made)
     return merged

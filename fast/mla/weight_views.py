@@ -8,14 +8,19 @@ layer skip their checks (`fast.backends.nested_calls`).
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from reference.interfaces import CacheFormat, MLAConfig
+from reference.interfaces import CacheFormat, MLAConfig, QuantizedWeight, is_plain_linear
 
 from .. import backends
+from .module_expansion import expand_kv_by_module
+from .weights import absorb, dense_weight, quantize_weight, recover_weight
 
 _CALLS_INSIDE = backends.CallsInside()
 
@@ -27,12 +32,15 @@ class LayerSignature:
     Attributes:
         config: config with all heads.
         cache_format: format of the cache.
+        fp8_mode: mode of the decodes.
         workspace_tokens: largest number of context tokens of a chunk.
-        parts: signatures (shapes, strides, dtypes, devices) of the weights, and the names of the backends.
+        parts: signatures (shapes, strides, dtypes, devices) of the weights and of the scales, and the names of the
+            backends.
     """
 
     config: MLAConfig
     cache_format: CacheFormat
+    fp8_mode: str
     workspace_tokens: int
     parts: tuple
 
@@ -43,13 +51,16 @@ class AttentionWeights(NamedTuple):
     N is the number of heads, Lkv the latent width, P and V the widths of keys (without rope part) and values of a head.
 
     Attributes:
-        weight: weight of `kv_b_proj`, [N (P + V), Lkv].
+        weight: weight of `kv_b_proj`, [N (P + V), Lkv]; if the layer keeps no dense weight, the values of `w_uk_t`.
         norm_weight: weight of `kv_a_layernorm`, [Lkv].
         made_from: layouts of the two weights, and the settings of the layer; None if the views must not be kept.
-        w_uk: [Lkv, N, P].
-        w_uv: [Lkv, N, V].
-        w_uk_t: [N, P, Lkv], which turns queries into absorbed queries.
-        w_uv_by_head: [N, Lkv, V].
+        w_uk: [Lkv, N, P]; if the layer keeps no dense weight, a tensor of this shape in which one NaN is repeated.
+        w_uv: [Lkv, N, V]; likewise.
+        w_uk_t: [N, P, Lkv], which turns queries into absorbed queries; in e4m3 if the layer has `fp8_weights`.
+        w_uv_by_head: [N, Lkv, V]; in e4m3 if the layer has `fp8_weights`.
+        kv_scale: float32 scale of the layer's cache, []; None if the format has no such scale.
+        q_scale: float32 scale of this rank's queries in e4m3, [] or [N]; None in the mode `converted`.
+        expand: function that expands latents by the product of `kv_b_proj`; None to multiply by `w_uk` and `w_uv`.
         signature: signature of the layer; None if the ops of the layer must check their arguments in every call.
     """
 
@@ -58,8 +69,11 @@ class AttentionWeights(NamedTuple):
     made_from: tuple | None
     w_uk: Tensor
     w_uv: Tensor
-    w_uk_t: Tensor
-    w_uv_by_head: Tensor
+    w_uk_t: Tensor | QuantizedWeight
+    w_uv_by_head: Tensor | QuantizedWeight
+    kv_scale: Tensor | None
+    q_scale: Tensor | None
+    expand: Callable[[Tensor], tuple[Tensor, Tensor]] | None
     signature: LayerSignature | None
 
     def calls_inside(self, *arguments: Any) -> contextlib.AbstractContextManager[None]:
@@ -81,22 +95,27 @@ class WeightViews:
         """Return the views of the current weights of an `MLAAttention`."""
         weight = layer.recovered_kv_b_weight
         if weight is None:
-            weight = layer.kv_b_proj.weight
-        norm_weight = layer.kv_a_layernorm.weight
+            weight = layer.kv_b_proj.weight if layer.has_dense_weight else layer.fp8_weights.w_uk_t.values
+        norm_weight, kv_scale = layer.kv_a_layernorm.weight, layer.kv_scale
+        if kv_scale is not None:
+            kv_scale = kv_scale.value
         if backends.must_be_dispatched():  # for example in `torch.compile`, where tensors may have no address
-            return _make(layer, weight, norm_weight, None)
+            return _make(layer, weight, norm_weight, kv_scale, None)
         kept = self._kept
         made_from = (
             _layout(weight), _layout(norm_weight), layer.config, layer.cache_format, layer.workspace_tokens,
-            layer.backend, layer.context_parallel,
+            layer.backend, layer.context_parallel, None if layer.fp8_weights is None else layer.fp8_weights.w_uk_t,
+            None if layer.q_scale is None else (layer.fp8_mode, *_layout(layer.q_scale.value)),
+            layer.kv_b_proj if layer.expand_by_module else None,
         )  # fmt: skip
         if (
             kept is None
             or kept.weight is not weight
             or kept.norm_weight is not norm_weight
+            or kept.kv_scale is not kv_scale
             or kept.made_from != made_from
         ):
-            kept = self._kept = _make(layer, weight, norm_weight, made_from)
+            kept = self._kept = _make(layer, weight, norm_weight, kv_scale, made_from)
         return kept
 
     def __getstate__(self) -> dict[str, None]:
@@ -109,14 +128,57 @@ def _layout(weight: Tensor) -> tuple:
     return weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
 
 
-def _make(layer: nn.Module, weight: Tensor, norm_weight: Tensor, made_from: tuple | None) -> AttentionWeights:
+def _make(
+    layer: nn.Module, weight: Tensor, norm_weight: Tensor, kv_scale: Tensor | None, made_from: tuple | None
+) -> AttentionWeights:
     """Return the views of the layer's weights; without `made_from`, they get no signature."""
-    w_uk, w_uv = layer.up_projections()
-    signature = None
-    if made_from is not None and layer.context_parallel is None:  # checks on every rank, because ranks exchange data
+    w_uk, w_uv = layer.up_projections() if layer.has_dense_weight else _stand_ins(layer)
+    signature, fp8_weights, ranks = None, layer.fp8_weights, layer.context_parallel
+    q_scale = None if layer.q_scale is None else layer.q_scale.value
+    if q_scale is not None and q_scale.dim() == 1 and ranks is not None:
+        q_scale = ranks.own_heads(q_scale)
+    if fp8_weights is None:
+        w_uk_t, w_uv_by_head = w_uk.permute(1, 2, 0), w_uv.transpose(0, 1)
+    else:
+        w_uk_t, w_uv_by_head = fp8_weights.w_uk_t, fp8_weights.w_uv
+    if made_from is not None and ranks is None:  # checks on every rank, because ranks exchange data
         with contextlib.suppress(backends.NoSignature):
-            parts = backends.signature_of((w_uk, norm_weight, layer.backend))
-            signature = LayerSignature(layer.config, layer.cache_format, layer.workspace_tokens, parts)
+            parts = backends.signature_of((w_uk, norm_weight, layer.backend, kv_scale, w_uk_t, w_uv_by_head, q_scale))
+            signature = LayerSignature(layer.config, layer.cache_format, layer.fp8_mode, layer.workspace_tokens, parts)
+    expand = None
+    if layer.expand_by_module:
+        c = layer.local_config
+        dims = {"num_heads": c.num_heads, "qk_nope_head_dim": c.qk_nope_head_dim, "v_head_dim": c.v_head_dim}
+        expand = functools.partial(expand_kv_by_module, kv_b_proj=layer.kv_b_proj, **dims)
     return AttentionWeights(
-        weight, norm_weight, made_from, w_uk, w_uv, w_uk.permute(1, 2, 0), w_uv.transpose(0, 1), signature
+        weight, norm_weight, made_from, w_uk, w_uv, w_uk_t, w_uv_by_head, kv_scale, q_scale, expand, signature
     )
+
+
+def _stand_ins(layer: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return tensors without memory of their own in the shapes, dtype and device of W_UK and W_UV.
+
+    The checks of the layer read these properties. A product with the numbers of a stand-in would be NaN.
+    """
+    c, one = layer.local_config, layer.kv_a_layernorm.weight.new_full((), torch.nan)
+    return tuple(one.expand(c.kv_lora_rank, c.num_heads, width) for width in (c.qk_nope_head_dim, c.v_head_dim))
+
+
+def dense_weight_of(layer: nn.Module) -> Tensor:
+    """Return the dense weight of `kv_b_proj`, [N (P + V), Lkv]; recover it if the layer does not keep it."""
+    if layer.recovered_kv_b_weight is not None:
+        return layer.recovered_kv_b_weight
+    if layer.has_dense_weight:
+        return layer.kv_b_proj.weight.detach()
+    return dense_weight(layer.kv_b_proj, layer.config.kv_lora_rank, layer.kv_a_layernorm.weight.dtype)
+
+
+def refresh(layer: nn.Module) -> None:
+    """Read the weight of `kv_b_proj` again, as `MLAAttention.refresh_weights` does, and set `has_dense_weight`."""
+    latent, dtype, held = layer.config.kv_lora_rank, layer.kv_a_layernorm.weight.dtype, layer.recovered_kv_b_weight
+    unread = layer.expand_by_module and layer.fp8_weights is not None
+    layer.has_dense_weight = not unread or is_plain_linear(layer.kv_b_proj, dtype)
+    recovered = recover_weight(layer.kv_b_proj, latent, dtype, held) if layer.has_dense_weight else None
+    layer.recovered_kv_b_weight = recovered
+    if layer.fp8_weights is not None:
+        layer.fp8_weights.store(*(quantize_weight(each, True) for each in absorb(*layer.up_projections())))

@@ -1,29 +1,43 @@
 """The up-projections of the latent, for keys and for values (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
 The matrices W_UK and W_UV are views of the weight of `kv_b_proj`, so nothing is copied. Each product is one `torch.bmm`
-over the heads. `reference.mla.weights` explains the algebra; docs/glossary.md explains the letters of shapes.
+over the heads. A product with a weight or a result in e4m3 (8 bits) is the op `multiply_heads` of a backend.
+`reference.mla.weights` explains the algebra; docs/glossary.md explains the letters of shapes.
 """
 
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from reference.interfaces import (
+    E4M3,
+    LEAST_WEIGHT,
+    QuantizedWeight,
     check,
     check_dtype,
     check_expansion,
     check_int,
+    check_no_bias,
     check_no_overlap,
     check_out,
+    check_output_scale,
+    check_scale,
+    check_scale_values,
     check_tensor,
+    check_type,
+    check_weight,
+    check_weight_to_quantize,
+    e4m3_scale,
     is_plain_linear,
     linear_output,
     split_for_keys,
+    to_e4m3,
 )
 
 from .. import backends
+from ..backends import BackendChoice
 
 
 def dense_weight(linear: nn.Module, in_features: int, dtype: torch.dtype) -> Float[Tensor, "out Lkv"]:
@@ -55,6 +69,23 @@ def dense_weight(linear: nn.Module, in_features: int, dtype: torch.dtype) -> Flo
         check_tensor("linear(identity)", products, (in_features + 1, "out"))
         check(not products[0].any(), "linear", "no bias", "a bias")
         return products[1:].to(dtype).T.contiguous()
+
+
+def recover_weight(linear: nn.Module, in_features: int, dtype: torch.dtype, held: Tensor | None) -> Tensor | None:
+    """Return the dense weight of a module that is not a plain linear of `dtype`; None for a plain linear.
+
+    If `held`, an earlier result, has the device and dtype of the weight, it is overwritten in place and returned.
+
+    Raises:
+        ValueError: the module has a bias.
+    """
+    if is_plain_linear(linear, dtype):
+        check_no_bias("kv_b_proj", linear)
+        return None
+    weight = dense_weight(linear, in_features, dtype)
+    if held is None or held.device != weight.device or held.dtype != weight.dtype:
+        return weight
+    return held.copy_(weight)
 
 
 def _tensors_of(linear: nn.Module) -> list[Tensor]:
@@ -117,67 +148,220 @@ def _check_absorption(w_uk, w_uv):
     check_tensor("w_uv", w_uv, (*w_uk.shape[:2], "V"), (w_uk.dtype,), w_uk.device)
 
 
-def query_to_latent(q_nope: Float[Tensor, "T N P"], w_uk_t: Float[Tensor, "N P Lkv"]) -> Float[Tensor, "T N Lkv"]:
-    """Multiply the query of each head by W_UK of this head: [T, N, P] -> [T, N, Lkv]. FLOPs: 2 T N P Lkv.
+def quantize_weight(
+    weight: Float[Tensor, "N K M"], per_head: bool = False, *, out: QuantizedWeight | None = None
+) -> QuantizedWeight:
+    """Store an absorbed weight in e4m3 (8 bits), with one scale for the weight or one scale for each head.
+
+    See `reference.mla.weights.quantize_weight` for the scales, and for the errors of both kinds of scales.
+
+    Args:
+        weight: [N, K, M], from `absorb`.
+        per_head: whether each head has its own scale.
+        out: quantised weight that receives the result, with the same shape, kind of scales and device. A captured graph
+            that reads `out` then reads the new weight. None allocates a quantised weight.
+
+    Returns:
+        The quantised weight, with a scale [] or [N]; `out` if it is given.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match.
+        ValueError: shape or dtype do not match, or `out` does not fit the weight.
     """
-    _check_queries(q_nope, w_uk_t)
-    return multiply_heads(q_nope, w_uk_t)
+    check_weight_to_quantize(weight, per_head)
+    if out is not None:
+        check_type("out", out, QuantizedWeight, "a QuantizedWeight or None")
+        check_out("out.values", out.values, tuple(weight.shape), E4M3, weight.device, weight)
+        check_out("out.scale", out.scale, weight.shape[:1] if per_head else (), torch.float32, weight.device, weight)
+    numbers = weight.detach().to(torch.float32)
+    sizes = numbers.abs().nan_to_num_(nan=0.0, posinf=torch.finfo(torch.float32).max)
+    largest = sizes.amax((1, 2)) if per_head else sizes.amax()
+    scale = e4m3_scale(largest.clamp_(min=LEAST_WEIGHT))
+    values = to_e4m3(numbers, scale[:, None, None] if per_head else scale)
+    if out is None:
+        return QuantizedWeight(values, scale)
+    out.values.copy_(values)
+    out.scale.copy_(scale)
+    return out
+
+
+def query_to_latent(
+    q_nope: Float[Tensor, "T N P"],
+    w_uk_t: Float[Tensor, "N P Lkv"] | QuantizedWeight,
+    q_scale: Float[Tensor, "*heads"] | None = None,
+    *,
+    backend: BackendChoice = None,
+) -> Shaped[Tensor, "T N Lkv"]:
+    """Multiply the query of each head by W_UK of this head: [T, N, P] -> [T, N, Lkv]. FLOPs: 2 T N P Lkv.
+
+    Args:
+        q_nope: [T, N, P].
+        w_uk_t: [N, P, Lkv], or this weight in e4m3 (`quantize_weight`).
+        q_scale: float32 scale of queries in e4m3, [] or [N]; None for queries in the dtype of `q_nope`.
+        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+            PyTorch multiplies if neither the weight nor the result is in e4m3.
+
+    Returns:
+        [T, N, Lkv]; e4m3 if `q_scale` is given.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not match. For CPU tensors also: a scale is not finite and positive.
+        UnsupportedConfiguration: no backend that `backend` allows can serve the call.
+    """
+    _check_queries(q_nope, w_uk_t, q_scale)
+    _check_backend(backend)
+    return multiply_heads(q_nope, w_uk_t, q_scale, "w_uk_t", "q_scale", backend)
 
 
 @backends.CheckedOnce
-def _check_queries(q_nope, w_uk_t):
+def _check_queries(q_nope, w_uk_t, q_scale):
     check_tensor("q_nope", q_nope, ("T", "N", "P"))
-    check_tensor("w_uk_t", w_uk_t, (*q_nope.shape[1:], "Lkv"), (q_nope.dtype,), q_nope.device)
+    check_weight("w_uk_t", w_uk_t, (*q_nope.shape[1:], "Lkv"), q_nope)
+    if q_scale is not None:
+        check_scale("q_scale", q_scale, q_nope.shape[1], q_nope.device)
 
 
-def multiply_heads(x: Float[Tensor, "T N K"], weight: Float[Tensor, "N K M"]) -> Float[Tensor, "T N M"]:
-    """Multiply the rows x[:, n] of each head n by weight[n]; the caller has checked the tensors."""
-    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+def _check_backend(backend: BackendChoice) -> None:
+    """Check the name or the mapping of a caller, also if PyTorch multiplies."""
+    backends.bind(backend)
+
+
+def multiply_heads(
+    x: Float[Tensor, "T N K"],
+    weight: Float[Tensor, "N K M"] | QuantizedWeight,
+    scale: Float[Tensor, "*heads"] | None = None,
+    weight_name: str = "w_uk_t",
+    scale_name: str = "scale",
+    backend: BackendChoice = None,
+) -> Shaped[Tensor, "T N M"]:
+    """Multiply the rows x[:, n] of each head n by weight[n]; the caller has checked the tensors.
+
+    If `scale` is given, the result is in e4m3: the float32 product divided by the scale. `weight_name` and
+    `scale_name` are the names of the weight and of the scale in an error message.
+    """
+    if scale is None and type(weight) is not QuantizedWeight:
+        return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+    arguments = _product_arguments(x, weight, scale, weight_name, scale_name)
+    signature = _PRODUCTS.signature(x, weight, scale, backend)
+    chosen = _PRODUCTS.backend_of(signature) or backends.select(_product_request(x, scale), backend).name
+    return _PRODUCTS.run(signature, chosen, *arguments)
 
 
 def latent_to_value(
     latent: Float[Tensor, "T N Lkv"],
-    w_uv: Float[Tensor, "N Lkv V"],
+    w_uv: Float[Tensor, "N Lkv V"] | QuantizedWeight,
     *,
-    out: Float[Tensor, "T N V"] | None = None,
-) -> Float[Tensor, "T N V"]:
+    output_scale: Float[Tensor, ""] | None = None,
+    output_block_scale: Tensor | None = None,
+    out: Shaped[Tensor, "T N V"] | None = None,
+    backend: BackendChoice = None,
+) -> Shaped[Tensor, "T N V"]:
     """Multiply the output of the absorbed path by W_UV: [T, N, Lkv] -> [T, N, V]. FLOPs: 2 T N Lkv V.
 
     Args:
         latent: [T, N, Lkv], output of `mla_decode`.
-        w_uv: [N, Lkv, V].
+        w_uv: [N, Lkv, V], or this weight in e4m3 (`quantize_weight`).
+        output_scale: float32 scale of an output in e4m3; None for an output in the dtype of `latent`.
+        output_block_scale: must be None: an output with one scale for each group of elements is not supported.
         out: tensor [T, N, V] that receives the result, with any strides; it must share no memory with the arguments.
-            None allocates a tensor.
+            Its dtype is e4m3 if `output_scale` is given, otherwise the dtype of `latent`. None allocates a tensor.
+        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+            PyTorch multiplies if neither the weight nor the output is in e4m3.
 
     Returns:
-        [T, N, V]; the tensor `out` if `out` is given.
+        [T, N, V], e4m3 if `output_scale` is given; the tensor `out` if `out` is given.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match, or `out` overlaps an argument.
+        ValueError: shapes, dtypes or devices do not match, or `out` overlaps an argument. For CPU tensors also: a scale
+            is not finite and positive.
+        UnsupportedConfiguration: `output_block_scale` is given; no backend that `backend` allows can serve the call.
     """
-    _check_latents(latent, w_uv)
+    _check_latents(latent, w_uv, output_scale, output_block_scale)
+    _check_backend(backend)
     if out is None:
-        return multiply_heads(latent, w_uv)
-    shape = (*latent.shape[:2], w_uv.shape[2])
-    check_out("out", out, shape, latent.dtype, latent.device, latent, w_uv)
-    return write_values(latent, w_uv, out)
+        return multiply_heads(latent, w_uv, output_scale, "w_uv", "output_scale", backend)
+    shape, dtype = (*latent.shape[:2], w_uv.shape[2]), latent.dtype if output_scale is None else E4M3
+    read = w_uv.values if type(w_uv) is QuantizedWeight else w_uv
+    check_out("out", out, shape, dtype, latent.device, latent, read)
+    return write_values(latent, w_uv, out, output_scale, backend)
 
 
 @backends.CheckedOnce
-def _check_latents(latent, w_uv):
+def _check_latents(latent, w_uv, output_scale, output_block_scale):
     check_tensor("latent", latent, ("T", "N", "Lkv"))
-    check_tensor("w_uv", w_uv, (*latent.shape[1:], "V"), (latent.dtype,), latent.device)
+    check_weight("w_uv", w_uv, (*latent.shape[1:], "V"), latent)
+    check_output_scale(output_scale, output_block_scale, latent.device)
 
 
 def write_values(
-    latent: Float[Tensor, "T N Lkv"], w_uv: Float[Tensor, "N Lkv V"], out: Float[Tensor, "T N V"]
-) -> Float[Tensor, "T N V"]:
+    latent: Float[Tensor, "T N Lkv"],
+    w_uv: Float[Tensor, "N Lkv V"] | QuantizedWeight,
+    out: Shaped[Tensor, "T N V"],
+    output_scale: Float[Tensor, ""] | None = None,
+    backend: BackendChoice = None,
+) -> Shaped[Tensor, "T N V"]:
     """Compute `latent_to_value` without checks, write the result to `out`, and return `out`."""
-    _bmm_into(latent.transpose(0, 1), w_uv, out.transpose(0, 1))
+    if output_scale is None and type(w_uv) is not QuantizedWeight:
+        _bmm_into(latent.transpose(0, 1), w_uv, out.transpose(0, 1))
+        return out
+    arguments = _product_arguments(latent, w_uv, output_scale, "w_uv", "output_scale")
+    signature = _PRODUCTS_INTO.signature(latent, w_uv, output_scale, out, backend)
+    chosen = _PRODUCTS_INTO.backend_of(signature)
+    if chosen is None:
+        chosen = backends.select(_product_request(latent, output_scale), backend).name
+    _PRODUCTS_INTO.run(signature, chosen, *arguments, out)
     return out
+
+
+def _product_arguments(x, weight, scale, weight_name, scale_name):
+    """Return x, weight, scale of the weight, scale of the result; check the values of scales on the CPU."""
+    values, weight_scale = weight, None
+    if type(weight) is QuantizedWeight:
+        values, weight_scale = weight.values, weight.scale
+        check_scale_values(f"{weight_name}.scale", weight_scale)
+    check_scale_values(scale_name, scale)
+    return x, values, weight_scale, scale
+
+
+def _product_request(x: Tensor, scale: Tensor | None) -> backends.KernelRequest:
+    out_dtype = x.dtype if scale is None else E4M3
+    return backends.KernelRequest("multiply_heads", x.device, x.dtype, out_dtype=out_dtype)
+
+
+def _launch_product_into(x, weight, weight_scale, output_scale, out, backend):
+    backends.kernel(backend, "multiply_heads")(x, weight, weight_scale, output_scale, out)
+
+
+def _new_product(x, weight, weight_scale, output_scale, backend):
+    return x.new_empty(*x.shape[:2], weight.shape[2], dtype=x.dtype if output_scale is None else E4M3)
+
+
+def _launch_product(x, weight, weight_scale, output_scale, backend):
+    out = _new_product(x, weight, weight_scale, output_scale, backend)
+    _launch_product_into(x, weight, weight_scale, output_scale, out, backend)
+    return out
+
+
+_multiply_heads = torch.library.custom_op(
+    "mla_twins::multiply_heads",
+    _launch_product,
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor? weight_scale, Tensor? output_scale, str backend) -> Tensor",
+)
+_multiply_heads.register_fake(_new_product)
+_PRODUCTS = backends.CheckedCalls(torch.ops.mla_twins.multiply_heads, _launch_product)
+
+_multiply_heads_out = torch.library.custom_op(
+    "mla_twins::multiply_heads_out",
+    _launch_product_into,
+    mutates_args=("out",),
+    schema="(Tensor x, Tensor weight, Tensor? weight_scale, Tensor? output_scale, Tensor(a!) out, str backend) -> ()",
+)
+_PRODUCTS_INTO = backends.CheckedCalls(torch.ops.mla_twins.multiply_heads_out, _launch_product_into, mutates=(4,))
+
+
+@_multiply_heads_out.register_fake
+def _(x, weight, weight_scale, output_scale, out, backend):
+    return None
 
 
 def expand_kv(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
-from torch import Tensor
+from torch import Tensor, nn
 
 from reference.interfaces import (
     AttentionMetadataBuilder,
@@ -21,10 +21,13 @@ from reference.interfaces import (
     check_dtype,
     check_function,
     check_graph_batch,
+    check_graph_formats,
+    check_graph_plan,
     check_graph_query_len,
     check_graph_sizes,
     check_int,
     check_not_replaced,
+    check_type,
     graph_support_of,
     most_captured_tokens,
     requests_with_tokens,
@@ -52,7 +55,9 @@ class DecodeGraph:
 
     Args:
         step: function (hidden_states [T, H], positions [T], plan) -> [T, H]: one layer, or all layers of a model. The
-            function must not change its arguments.
+            function must not change its arguments. If the cache of a layer has a scale (`KVScale`), the scale must be
+            chosen before the constructor captures the graphs: pass it to the layer, or run a prefill first. Otherwise
+            the scale becomes 1.0, with a warning.
         builder: builder of the plan, such as `MLAMetadataBuilder`. With context parallelism, every rank constructs a
             `DecodeGraph` with its own builder. All ranks run the same batches, and each rank passes its own slots.
         batch_sizes: numbers of requests to which batches are padded.
@@ -61,8 +66,14 @@ class DecodeGraph:
         dtype: dtype of the hidden states.
         device: device of the step.
         query_len: largest number of query tokens of a request: 1, plus the drafted tokens if there are any.
+        layers: the layers that the step runs. The constructor raises before it captures a graph if a layer has another
+            cache format or another mode of decodes than the builder, and `run` and `replay` raise if one of them
+            changes later. A layer that is not in `layers` raises itself in the runs before the capture; on a CPU, in
+            its first run.
 
     Attributes:
+        cache_format: the builder's format of caches; None if the builder has none.
+        fp8_mode: the builder's mode of decodes over a cache in e4m3 (`mla_decode`); None if the builder has none.
         max_seq_len: largest number of tokens that a request may have in a run.
         graph_support: ANY if a run may mix query lengths up to `query_len`. ONE_QUERY_LEN if every request of a run
             must have `query_len` tokens.
@@ -72,7 +83,7 @@ class DecodeGraph:
     Raises:
         TypeError: `builder` is not a builder.
         ValueError: `batch_sizes` is empty, or has a size below 1 or above the builder's maximum; another number is
-            below 1; the builder cannot make a plan for `query_len` inside a graph.
+            below 1; the builder cannot make a plan for `query_len` inside a graph; a layer has another format or mode.
         UnsupportedConfiguration: on a CUDA device, no backend can serve an op of the step inside a graph.
     """
 
@@ -86,12 +97,17 @@ class DecodeGraph:
         dtype: torch.dtype,
         device: torch.device | str,
         query_len: int = 1,
+        layers: Sequence[nn.Module] = (),
     ):
         check_function("step", step)
         check_dtype("dtype", dtype)
         device = check_device("device", device)
+        check_type("layers", layers, Sequence, "a sequence of layers")
         check_graph_sizes(builder, batch_sizes, max_blocks, hidden_size, query_len)
-        self.step, self.builder = step, builder
+        self.step, self.builder, self.layers = step, builder, tuple(layers)
+        self.cache_format = getattr(builder, "cache_format", None)  # a builder for another family may have neither
+        self.fp8_mode = getattr(builder, "fp8_mode", None)
+        check_graph_formats(self)
         self.batch_sizes = tuple(sorted(set(batch_sizes)))
         self.max_blocks, self.hidden_size, self.query_len = max_blocks, hidden_size, query_len
         self.dtype, self.device = dtype, torch.empty(0, device=device).device
@@ -140,6 +156,7 @@ class DecodeGraph:
             buffers.query_start_loc[: size + 1], buffers.block_table[:size], buffers.slot_mapping[:tokens],
         )  # fmt: skip
         plan = self.builder.build_for_cudagraph_capture(captured_batch(self, used))
+        check_graph_plan(self, plan)
         return self.step(used.hidden_states, used.positions, plan)
 
     @torch.no_grad()
@@ -162,9 +179,11 @@ class DecodeGraph:
 
         Raises:
             ValueError: the batch has more requests, longer requests or a wider block table than the graphs allow; a
-                query length does not fit; shapes, dtypes or devices do not match; a buffer was replaced. The step has
-                not run when the error is raised, and later runs are possible.
+                query length does not fit; shapes, dtypes or devices do not match; a buffer was replaced; the format or
+                the mode of the builder or of a layer has changed. The step has not run when the error is raised, and
+                later runs are possible.
         """
+        check_graph_formats(self)
         check_graph_batch(self, hidden_states, positions, common)
         check_not_replaced(self._captured, self.buffers.named())
         tokens, requests = common.num_actual_tokens, requests_with_tokens(common)
@@ -200,10 +219,12 @@ class DecodeGraph:
             [size x query_len, H]. The values are valid until the next run.
 
         Raises:
-            ValueError: `size` is not one of `batch_sizes`, or a buffer was replaced.
+            ValueError: `size` is not one of `batch_sizes`, a buffer was replaced, or the format or the mode of the
+                builder or of a layer has changed.
         """
         check_int("size", size)
         check(size in self.batch_sizes, "size", f"one of {self.batch_sizes}", size)
+        check_graph_formats(self)
         check_not_replaced(self._captured, self.buffers.named())
         if not self._graphs:
             return self._run_padded(size)

@@ -31,8 +31,8 @@ def make_local_attention_virtual_batches(
         block_size: tokens per block.
 
     Returns:
-        The batch of virtual requests. A padding row (S = 0) becomes one virtual request. A request without query tokens
-        is left out.
+        The batch of virtual requests. A padding row (S = 0) with query tokens becomes one virtual request. A request
+        without query tokens is left out.
 
     Raises:
         ValueError: a size is below 1; the slots were computed for another block size; `attention_chunk_size` is not a

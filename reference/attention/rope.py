@@ -10,10 +10,22 @@ import math
 
 import torch
 from einops import rearrange
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from ..interfaces import RopeConfig, check, check_dtype, check_flag, check_int, check_tensor, check_type, wide_dtype
+from ..interfaces import (
+    RopeConfig,
+    check,
+    check_dtype,
+    check_flag,
+    check_int,
+    check_scale,
+    check_scale_values,
+    check_tensor,
+    check_type,
+    to_e4m3,
+    wide_dtype,
+)
 
 
 def rotary_frequencies(rope: RopeConfig, dim: int, dtype: torch.dtype = torch.float32) -> Float[Tensor, " {dim//2}"]:
@@ -118,8 +130,12 @@ def rotate(
 
 
 def apply_rope(
-    positions: Int[Tensor, " T"], q_pe: Float[Tensor, "T N R"], k_pe: Float[Tensor, "T R"], rope: RopeConfig
-) -> tuple[Float[Tensor, "T N R"], Float[Tensor, "T R"]]:
+    positions: Int[Tensor, " T"],
+    q_pe: Float[Tensor, "T N R"],
+    k_pe: Float[Tensor, "T R"],
+    rope: RopeConfig,
+    q_scale: Float[Tensor, "*heads"] | None = None,
+) -> tuple[Shaped[Tensor, "T N R"], Float[Tensor, "T R"]]:
     """Rotate the rope parts of the queries and of the key that all heads share.
 
     Args:
@@ -127,16 +143,23 @@ def apply_rope(
         q_pe: [T, N, R], rope parts of the queries.
         k_pe: [T, R], rope parts of the keys, which all heads share.
         rope: rotary parameters.
+        q_scale: float32 scale of queries in e4m3 (8 bits), [] or [N] (`mla_decode`); None for queries in the dtype of
+            `q_pe`. The rotated queries are not rounded before they are divided by the scale.
 
     Returns:
-        The rotated `q_pe` and `k_pe`, as new tensors of the same dtype.
+        The rotated `q_pe` and `k_pe`, as new tensors of the same dtype. If `q_scale` is given, `q_pe` is in e4m3.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match.
+        ValueError: shapes, dtypes or devices do not match; the scale is not finite and positive.
     """
     check_tensor("q_pe", q_pe, ("T", "N", "R"))
     check_tensor("k_pe", k_pe, (q_pe.shape[0], q_pe.shape[2]), (q_pe.dtype,), q_pe.device)
     check_tensor("positions", positions, (q_pe.shape[0],), (torch.int64, torch.int32), q_pe.device)
     check_type("rope", rope, RopeConfig)
     cos, sin = rotary_cos_sin(positions, rope, q_pe.shape[-1], q_pe.dtype)
+    if q_scale is not None:
+        check_scale("q_scale", q_scale, q_pe.shape[1], q_pe.device)
+        check_scale_values("q_scale", q_scale)
+        rotated = rotate(q_pe.to(cos.dtype), cos, sin, rope.interleaved)
+        return to_e4m3(rotated, q_scale.view(-1, 1)), rotate(k_pe, cos, sin, rope.interleaved)
     return rotate(q_pe, cos, sin, rope.interleaved), rotate(k_pe, cos, sin, rope.interleaved)

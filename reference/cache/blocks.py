@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Int64, Shaped
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from ..interfaces import (
     check_block_mapping,
     check_cache,
+    check_equal_scales,
     check_readable,
     check_swap,
     check_tensor,
@@ -45,6 +46,8 @@ def swap_blocks(
     source: Shaped[Tensor, "source_blocks block_size columns"],
     target: Shaped[Tensor, "target_blocks block_size columns"],
     block_mapping: Int64[Tensor, "pairs 2"],
+    source_scale: Float[Tensor, ""] | None = None,
+    target_scale: Float[Tensor, ""] | None = None,
 ) -> None:
     """Copy whole blocks from one cache to another, bit for bit. The caches may be on different devices.
 
@@ -53,6 +56,9 @@ def swap_blocks(
         target: [target_blocks, block_size, columns], the cache to write, in the dtype of `source`. `target` may be
             `source` itself.
         block_mapping: [pairs, 2], pairs of (source block, target block).
+        source_scale: float32 scale of the source cache, if its format has one (`CacheFormat.layer_scale`). The function
+            reads both scales, so the host waits for a scale on a GPU.
+        target_scale: float32 scale of the target cache; it must equal `source_scale`.
 
     Raises:
         ValueError: in one of the following cases. If the function raises, it has written nothing.
@@ -63,6 +69,7 @@ def swap_blocks(
             - The caches are the same cache, and a block is both a source and a target.
     """
     check_swap(source, target, block_mapping)
+    check_equal_scales(source_scale, target_scale)
     check_block_mapping(block_mapping, source.shape[0], target.shape[0], source.data_ptr() == target.data_ptr())
     for read, written in block_mapping.tolist():
         target[written] = source[read].to(target.device)

@@ -319,6 +319,23 @@ class ContextParallel:
         check_type("config", config, MLAConfig)
         return replace(config, num_heads=self.local_heads(config.num_heads))
 
+    def largest(self, value: Tensor) -> Tensor:
+        """Return the largest `value` [] of all ranks of `cp_group`, with the same bits on every rank."""
+        return self.cp_group.all_gather(value.view(1)).amax()
+
+    def largest_of_heads(self, value: Tensor) -> Tensor:
+        """Return the largest `value` [] of all ranks of `tp_group`, which together have all heads."""
+        return self.tp_group.all_gather(value.view(1)).amax()
+
+    def own_heads(self, x: Tensor) -> Tensor:
+        """Return the elements of `x` [N], one for each head, for the N / TP heads of this rank; a view."""
+        return x.view(self.tp_group.size, -1)[self.tp_group.rank]
+
+    def heads_of_group(self, x: Tensor) -> Tensor:
+        """Return the elements of `x` [N] for the N D / TP heads whose queries this rank gathers, in their order."""
+        members = [self.tp_group.members.index(member) for member in self.cp_group.members]
+        return torch.cat([x.view(self.tp_group.size, -1)[member] for member in members])
+
     def shard_linear(self, name: str, linear: nn.Module, dim: int, num_heads: int) -> nn.Linear:
         """Return a linear with this rank's heads of the projection `linear`; the new weight is a view, not a copy.
 

@@ -7,7 +7,7 @@ tokens are the tokens that one rank owns.
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Shaped
 from torch import Tensor
 
 from ..interfaces import (
@@ -19,8 +19,8 @@ from ..interfaces import (
 
 
 def reorg_kvcache(
-    gathered: Float[Tensor, "D padded head_size"], chunk: ContextParallelChunk
-) -> Float[Tensor, "S head_size"]:
+    gathered: Shaped[Tensor, "D padded head_size"], chunk: ContextParallelChunk
+) -> Shaped[Tensor, "S head_size"]:
     """Return the cache entries of a chunk from all ranks, one request after another and in the order of the tokens.
 
     The result has the same bits as a gather on one rank that owns all tokens. (In vLLM, the function of this name
@@ -28,7 +28,8 @@ def reorg_kvcache(
 
     Args:
         gathered: [D, `chunk.padded_tokens`, Lkv + R], cache entries of each rank: its rank-local tokens of the chunk,
-            one request after another, then padding.
+            one request after another, then padding. If the ranks exchanged stored entries, the last dimension has
+            `columns` elements instead of Lkv + R.
         chunk: the context tokens whose cache entries were gathered.
 
     Returns:

@@ -96,12 +96,12 @@ def check_advance_values(
 def next_num_tokens(common: CommonAttentionMetadata) -> int:
     """Return the number of query tokens of the next step, for a batch without `query_start_loc_cpu`.
 
-    In the next step, every request that has query tokens now gets one query token. The number of these requests is at
-    least num_actual_tokens / max_query_len, and at most the smaller of B and num_actual_tokens. The CPU knows these two
-    limits alone, so they must be equal.
+    Every request with query tokens in this step has one query token in the next step. The CPU does not know the number
+    of these requests; it knows two bounds. The number is at least num_actual_tokens / max_query_len, and at most the
+    smaller of B and num_actual_tokens. The two bounds must be equal.
 
     Raises:
-        ValueError: the limits are not equal; B requests of `max_query_len` tokens have fewer than `num_actual_tokens`.
+        ValueError: the bounds are not equal, or `num_actual_tokens` is above B * `max_query_len`.
     """
     check_decode_tokens(common)
     tokens = common.num_actual_tokens

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from .cache_arguments import check_block_size, check_chunk, check_formatted_cache, check_stored_cache
-from .cache_format import CacheFormat
+from .cache_format import E4M3, CacheFormat
 from .checks import (
+    FLOAT_DTYPES,
     check,
     check_blocks,
+    check_dtype,
     check_flag,
     check_int,
     check_number,
@@ -24,6 +26,7 @@ from .checks import (
 from .context_chunk import ChunkRows, ContextChunk
 from .decode_schedule import DecodeSchedule, InvariantSplitRule
 from .metadata import AttentionState, DecodeMetadata, PrefillMetadata, PrefillPart
+from .quantization import CONVERTED, check_fp8_mode, check_scale
 from .support import GraphSupport
 
 CPU = torch.device("cpu")
@@ -85,12 +88,31 @@ def check_decode(
     metadata: DecodeMetadata,
     cache_format: CacheFormat,
     schedule: DecodeSchedule | None = None,
+    kv_scale: Tensor | None = None,
+    fp8_mode: str = CONVERTED,
+    q_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    ranks: int = 1,
 ) -> None:
-    """Check shapes, dtypes and devices of the arguments of `mla_decode`; read no values."""
-    check_tensor("ql_nope", ql_nope, ("T", "N", "Lkv"))
+    """Check shapes, dtypes and devices of the arguments of `mla_decode`; read no values.
+
+    If the heads of `ranks` ranks will be gathered, a scale for each head has the heads of all these ranks.
+    """
+    check_fp8_mode(fp8_mode)
+    in_e4m3 = fp8_mode != CONVERTED
+    check_tensor("ql_nope", ql_nope, ("T", "N", "Lkv"), (E4M3,) if in_e4m3 else FLOAT_DTYPES)
     tokens, heads, latent = ql_nope.shape
     check_tensor("q_pe", q_pe, (tokens, heads, "R"), (ql_nope.dtype,), ql_nope.device)
-    check_formatted_cache(kv_cache, cache_format, latent, q_pe.shape[2], ql_nope.dtype, ql_nope.device)
+    dtype = ql_nope.dtype
+    if in_e4m3:
+        check(out_dtype is not None, "out_dtype", f"a dtype for fp8_mode {fp8_mode}", None)
+        check_dtype("out_dtype", out_dtype)
+        check_scale("q_scale", q_scale, heads * ranks, ql_nope.device)
+        dtype = out_dtype
+    else:
+        check(q_scale is None, "q_scale", f"None for fp8_mode {CONVERTED}", "a scale")
+    check_formatted_cache(kv_cache, cache_format, latent, q_pe.shape[2], dtype, ql_nope.device, kv_scale)
+    check(cache_format.scaled or not in_e4m3, "fp8_mode", f"{CONVERTED} for format {cache_format.name}", fp8_mode)
     check_decode_plan(metadata, tokens, ql_nope.device)
     check_block_size("metadata.block_size", metadata.block_size, kv_cache)
     if schedule is not None:
@@ -177,7 +199,8 @@ def check_decode_values(metadata: DecodeMetadata, num_tokens: int, block_size: i
 
 
 def check_prefill(q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, metadata: PrefillMetadata,
-                  w_uk: Tensor, w_uv: Tensor, cache_format: CacheFormat) -> None:  # fmt: skip
+                  w_uk: Tensor, w_uv: Tensor, cache_format: CacheFormat,
+                  kv_scale: Tensor | None = None) -> None:  # fmt: skip
     """Check shapes, dtypes and devices of the arguments of `forward_prefill`; read no values."""
     check_tensor("q", q, ("T", "N", "P + R"))
     tokens, heads, width = q.shape
@@ -187,7 +210,7 @@ def check_prefill(q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor
     latent = kv_c_normed.shape[1]
     check_tensor("w_uk", w_uk, (latent, heads, width - rope), (q.dtype,), q.device)
     check_tensor("w_uv", w_uv, (latent, heads, "V"), (q.dtype,), q.device)
-    check_formatted_cache(kv_cache, cache_format, latent, rope, q.dtype, q.device)
+    check_formatted_cache(kv_cache, cache_format, latent, rope, q.dtype, q.device, kv_scale)
     check_prefill_plan(metadata, tokens, q.device)
     check_block_size("metadata.block_size", metadata.block_size, kv_cache)
 
@@ -287,13 +310,14 @@ def check_context(
     chunk: ContextChunk,
     cache_format: CacheFormat,
     out_dtype: torch.dtype | None,
+    kv_scale: Tensor | None = None,
 ) -> tuple[int, torch.dtype]:
     """Check shapes, dtypes and devices of a chunk and of the cache that contains the chunk; read no values.
 
     Returns:
         Width Lkv + R and dtype of the gathered entries.
     """
-    gathered = check_stored_cache(kv_cache, cache_format, out_dtype)
+    gathered = check_stored_cache(kv_cache, cache_format, out_dtype, kv_scale)
     check_chunk(chunk, check_prefill_requests(metadata, kv_cache.device), kv_cache.device, "chunk")
     check_block_size("metadata.block_size", metadata.block_size, kv_cache)
     return gathered

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .cache_format import CacheFormat, check_format, storage_dtypes
+from .cache_format import CacheFormat, check_format, check_kv_scale, storage_dtypes
 from .checks import (
     check,
     check_flag,
@@ -41,6 +41,7 @@ def check_formatted_cache(
     qk_rope_head_dim: int,
     query_dtype: torch.dtype,
     device: torch.device,
+    kv_scale: Tensor | None = None,
 ) -> None:
     """Check that a paged latent cache has the columns and the storage dtype of its format; read no values.
 
@@ -51,14 +52,31 @@ def check_formatted_cache(
         qk_rope_head_dim: R.
         query_dtype: dtype of the queries that attend over the cache, or of the latents that are written to it.
         device: device of these queries or latents.
+        kv_scale: scale of the layer's cache, or None.
     """
     check_format(cache_format)
     columns = cache_format.columns(kv_lora_rank, qk_rope_head_dim)
     check_cache(kv_cache, columns, cache_format.dtype_for(query_dtype), device)
+    check_alignment(kv_cache, cache_format)
+    check_kv_scale(cache_format, kv_scale, device)
+
+
+def check_alignment(kv_cache: Tensor, cache_format: CacheFormat) -> None:
+    """Check that the address and the strides of a cache are multiples of `CacheFormat.alignment`."""
+    bytes_ = cache_format.alignment
+    if bytes_ == 1:
+        return
+    *strides, column = kv_cache.stride()
+    size = kv_cache.element_size()
+    aligned = column == 1 and all(stride * size % bytes_ == 0 for stride in strides)
+    if not torch.compiler.is_compiling() and not kv_cache.is_meta:
+        aligned = aligned and kv_cache.data_ptr() % bytes_ == 0
+    check(aligned, "kv_cache", f"address and strides that are multiples of {bytes_} bytes, and columns without gaps, "
+          f"for format {cache_format.name}", f"strides {list(kv_cache.stride())}")  # fmt: skip
 
 
 def check_stored_cache(
-    kv_cache: Tensor, cache_format: CacheFormat, out_dtype: torch.dtype | None
+    kv_cache: Tensor, cache_format: CacheFormat, out_dtype: torch.dtype | None, kv_scale: Tensor | None = None
 ) -> tuple[int, torch.dtype]:
     """Check a cache from which entries are gathered, and the dtype of the result; read no values.
 
@@ -67,25 +85,69 @@ def check_stored_cache(
             number of columns is valid, because the caller of a gather gives neither Lkv nor R.
         cache_format: format of the cache.
         out_dtype: dtype of the result; None means the dtype of the cache (legal for formats without a `storage_dtype`).
+        kv_scale: scale of the layer's cache, or None.
 
     Returns:
-        Width Lkv + R and dtype of the gathered entries.
+        The number of elements of a gathered entry, and its dtype.
     """
     check_format(cache_format)
-    check_cache(kv_cache, dtype=cache_format.storage_dtype)
+    check_cache(kv_cache)
+    check_tensor("kv_cache", kv_cache, ("num_blocks", "block_size", "columns"), _dtypes_of(cache_format))
     dtype = cache_format.gathered_dtype(kv_cache.dtype, out_dtype)
-    return cache_format.gathered_width(kv_cache.shape[2]), dtype
+    check_alignment(kv_cache, cache_format)
+    if cache_format.returns_stored(dtype):
+        check_type("kv_scale", kv_scale, (Tensor, type(None)), "a tensor or None")
+    else:
+        check_kv_scale(cache_format, kv_scale, kv_cache.device)
+    return cache_format.gathered_width(kv_cache.shape[2], dtype), dtype
+
+
+def _dtypes_of(cache_format: CacheFormat) -> tuple[torch.dtype, ...]:
+    """Return every dtype that a cache of a format may have."""
+    return cache_format.query_dtypes if cache_format.storage_dtype is None else (cache_format.storage_dtype,)
+
+
+def check_entries(kv_c_normed: Tensor, k_pe: Tensor, cache_format: CacheFormat, kv_scale: Tensor | None = None) -> None:
+    """Check shapes, dtypes and devices of the arguments of `quantize_entries`; read no values."""
+    check_tensor("kv_c_normed", kv_c_normed, ("T", "Lkv"))
+    tokens, latent = kv_c_normed.shape
+    check_tensor("k_pe", k_pe, (tokens, "R"), (kv_c_normed.dtype,), kv_c_normed.device)
+    check_format(cache_format)
+    cache_format.columns(latent, k_pe.shape[1])
+    cache_format.dtype_for(kv_c_normed.dtype)
+    check_kv_scale(cache_format, kv_scale, kv_c_normed.device)
+
+
+def check_stored_entries(
+    entries: Tensor, cache_format: CacheFormat, out_dtype: torch.dtype | None, kv_scale: Tensor | None = None
+) -> torch.dtype:
+    """Check shape, dtype and device of stored cache entries [S, columns]; read no values.
+
+    Returns:
+        Dtype of the numbers that the entries stand for.
+    """
+    check_format(cache_format)
+    check_tensor("entries", entries, ("S", "columns"), _dtypes_of(cache_format))
+    dtype = cache_format.gathered_dtype(entries.dtype, out_dtype)
+    cache_format.gathered_width(entries.shape[1], dtype)
+    check_kv_scale(cache_format, kv_scale, entries.device)
+    return dtype
 
 
 def check_cache_write(
-    kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, cache_format: CacheFormat
+    kv_c_normed: Tensor,
+    k_pe: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    cache_format: CacheFormat,
+    kv_scale: Tensor | None = None,
 ) -> None:
     """Check shapes, dtypes and devices of the arguments of `concat_and_cache_mla`; read no values."""
     check_tensor("kv_c_normed", kv_c_normed, ("T", "Lkv"))
     device = kv_c_normed.device
     tokens, latent = kv_c_normed.shape
     check_tensor("k_pe", k_pe, (tokens, "R"), (kv_c_normed.dtype,), device)
-    check_formatted_cache(kv_cache, cache_format, latent, k_pe.shape[1], kv_c_normed.dtype, device)
+    check_formatted_cache(kv_cache, cache_format, latent, k_pe.shape[1], kv_c_normed.dtype, device, kv_scale)
     check_tensor("slot_mapping", slot_mapping, ("slots",), (torch.int64,), device)
     check(slot_mapping.shape[0] >= tokens, "slot_mapping", f"at least {tokens} slots", slot_mapping.shape[0])
 
@@ -98,13 +160,14 @@ def check_gather(
     num_tokens: int,
     cache_format: CacheFormat,
     out_dtype: torch.dtype | None,
+    kv_scale: Tensor | None = None,
 ) -> tuple[int, torch.dtype]:
     """Check shapes, dtypes and devices of the arguments of `gather_and_maybe_dequant_cache`; read no values.
 
     Returns:
-        Width Lkv + R and dtype of the gathered entries.
+        The number of elements of a gathered entry, and its dtype.
     """
-    gathered = check_stored_cache(kv_cache, cache_format, out_dtype)
+    gathered = check_stored_cache(kv_cache, cache_format, out_dtype, kv_scale)
     device = kv_cache.device
     check_tensor("block_table", block_table, ("B", "W"), (torch.int32,), device)
     requests = block_table.shape[0]
@@ -173,10 +236,11 @@ def check_chunk(chunk: ContextChunk, requests: int, device: torch.device, name: 
 def check_reorg(gathered: Tensor, chunk: ContextParallelChunk) -> None:
     """Check a chunk and its cache entries from all ranks: shapes, dtypes and devices; read no values."""
     check(isinstance(chunk, ContextParallelChunk), "chunk", "a ContextParallelChunk", type(chunk).__name__)
-    check_tensor("gathered", gathered, ("ranks", "padded_tokens", "head_size"))
+    check_tensor("gathered", gathered, ("ranks", "padded_tokens", "head_size"), storage_dtypes())
     check_tensor("chunk.starts", chunk.starts, ("B",), (torch.int32,), gathered.device)
     check_chunk(chunk, chunk.starts.shape[0], gathered.device)
-    check_tensor("gathered", gathered, (chunk.ownership.size, chunk.padded_tokens, "head_size"))
+    check_tensor("gathered", gathered, (chunk.ownership.size, chunk.padded_tokens, "head_size"),
+                 storage_dtypes())  # fmt: skip
 
 
 def check_rank_offsets(

@@ -18,6 +18,7 @@ from .attention_arguments import check_schedule
 from .batch_arguments import check_batch_block_size, check_batch_size, check_common, check_table_width
 from .bounds import has_host_lens, longest_decode_lens
 from .builder import AttentionMetadataBuilder, captured_batch, most_captured_tokens
+from .cache_format import CacheFormat
 from .checks import check, check_int, check_tensor, check_type, is_positive_int
 from .decode_schedule import DecodeSchedule
 from .graphs import GraphBuffers, captured_tensors, check_not_replaced
@@ -26,6 +27,7 @@ from .ownership import ONE_RANK, get_dcp_local_seq_lens
 from .support import GraphSupport, QueryLenSupport
 
 CPU = torch.device("cpu")
+FORMAT_AND_MODE = ("cache_format", "fp8_mode")  # what builder, layers and plans of a graph have in common
 
 
 def requests_with_tokens(common: CommonAttentionMetadata) -> int:
@@ -235,6 +237,11 @@ def _check_num_tokens(common: CommonAttentionMetadata, exactly: bool) -> None:
 
 def check_captured(captured: MLAMetadata, plan: MLAMetadata) -> None:
     """Check that the tensors of `plan` can be copied into the tensors of a captured plan; read no values."""
+    check_type("captured.cache_format", captured.cache_format, CacheFormat)
+    check(captured.cache_format == plan.cache_format, "captured.cache_format",
+          f"{plan.cache_format.name}, the builder's format", captured.cache_format.name)  # fmt: skip
+    check(captured.fp8_mode == plan.fp8_mode, "captured.fp8_mode", f"{plan.fp8_mode}, the builder's mode",
+          captured.fp8_mode)  # fmt: skip
     pairs = [("decode.seq_lens", captured.decode.seq_lens, plan.decode.seq_lens),
              ("decode.visible_lens", captured.decode.visible_lens, plan.decode.visible_lens)]  # fmt: skip
     check(captured.schedule is not None or plan.schedule is None, "captured.schedule",
@@ -296,6 +303,29 @@ def check_graph_query_len(graph: Any) -> None:
     padding = GraphBuffers.of_padding(1, graph.query_len, graph.max_blocks, graph.hidden_size, graph.dtype, CPU)
     served = graph.builder.can_run_in_cudagraph(captured_batch(graph, padding))
     check(served, "query_len", "a query length that the builder can plan for a CUDA graph", graph.query_len)
+
+
+def check_graph_formats(graph: Any) -> None:
+    """Check that the builder and the layers of a `DecodeGraph` have the format and the mode of the graph."""
+    for name in FORMAT_AND_MODE:
+        held = getattr(graph, name)
+        _check_same(f"builder.{name}", held, getattr(graph.builder, name, None), "as in the graph")
+        for index, layer in enumerate(graph.layers):
+            _check_same(f"layers[{index}].{name}", held, getattr(layer, name, None), "as in the builder")
+
+
+def check_graph_plan(graph: Any, plan: Any) -> None:
+    """Check that a plan of the builder has the format and the mode of a `DecodeGraph`, if the plan has them at all."""
+    for name in FORMAT_AND_MODE:
+        held = getattr(graph, name)
+        _check_same(f"plan.{name}", held, getattr(plan, name, held), "as in the graph")
+
+
+def _check_same(argument: str, held: CacheFormat | str | None, found: object, where: str) -> None:
+    """Check that a format or a mode is the one that a `DecodeGraph` has."""
+    if found is not held and found != held:
+        wanted, got = (each.name if isinstance(each, CacheFormat) else each for each in (held, found))
+        check(False, argument, f"{wanted}, {where}", got)
 
 
 def check_graph_batch(graph: Any, hidden_states: Tensor, positions: Tensor, common: CommonAttentionMetadata) -> None:

@@ -27,19 +27,20 @@ def allocate_kv_cache(
     Args:
         num_blocks: blocks of one layer; 0 is legal.
         block_size: tokens per block.
-        head_size: Lkv + R, elements of a cache entry.
-        dtype: dtype of the cache: float32, float64, bfloat16 or float16.
+        head_size: columns of a cache entry (`CacheFormat.columns`); Lkv + R in the format `compute_dtype`.
+        dtype: dtype of the cache (`CacheFormat.dtype_for`): a float dtype, or the storage dtype of a format.
         device: device of the cache.
-        num_layers: number of layers, if one tensor is to have the caches of all layers. Then `cache[layer]` is the
-            cache of a layer. None means the cache of one layer.
+        num_layers: number of layers whose caches one tensor contains; `cache[layer]` is then the cache of one layer.
+            None allocates the cache of one layer.
         layout: order of the axes in memory (`stride_order`). Every function accepts the cache of a layer with any
             strides.
 
     Returns:
-        [num_blocks, block_size, Lkv + R], or [num_layers, num_blocks, block_size, Lkv + R] if `num_layers` is given.
+        [num_blocks, block_size, head_size], or [num_layers, num_blocks, block_size, head_size] if `num_layers` is
+        given.
 
     Raises:
-        ValueError: a size is below 1, or `dtype` or `layout` is not supported.
+        ValueError: a number is below its smallest valid value, or `dtype` or `layout` is not supported.
     """
     check_storage_dtype("dtype", dtype)
     device = check_device("device", device)

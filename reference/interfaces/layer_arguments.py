@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .attention_arguments import check_decode_plan, check_decode_values, check_prefill_plan, check_schedule
 from .cache_arguments import check_block_size, check_formatted_cache
-from .cache_format import CacheFormat
+from .cache_format import COMPUTE_FORMAT, CacheFormat
 from .checks import (
     check,
     check_blocks,
@@ -27,6 +27,7 @@ from .costs import PathCosts
 from .decode_schedule import ScheduleChoice
 from .errors import UnsupportedConfiguration
 from .metadata import CascadeMetadata, MLAMetadata
+from .quantization import CONVERTED
 from .workspace import ContextWorkspace
 
 CPU = torch.device("cpu")
@@ -49,6 +50,25 @@ def check_modules(**modules: object) -> None:
     for name, module in modules.items():
         if module is not None or not name.startswith("q_"):
             check_type(name, module, nn.Module, "a module")
+
+
+def check_no_bias(argument: str, linear: nn.Module) -> None:
+    """Check that a linear module whose weight a layer reads has no bias, which the layer would ignore."""
+    check(getattr(linear, "bias", None) is None, argument, "no bias", "a bias")
+
+
+def check_module_expansion(
+    kv_c_normed: Tensor, kv_b_proj: nn.Module, num_heads: int, qk_nope_head_dim: int, v_head_dim: int
+) -> None:
+    """Check the arguments of `expand_kv_by_module`: the latents must be on the device of the module.
+
+    Parameters on the device "meta" are not compared, because a module may load its weight when it is called.
+    """
+    for name, value in (("num_heads", num_heads), ("qk_nope_head_dim", qk_nope_head_dim), ("v_head_dim", v_head_dim)):
+        check_int(name, value)
+    check_modules(kv_b_proj=kv_b_proj)
+    held = (each.device for each in (*kv_b_proj.parameters(), *kv_b_proj.buffers()) if not each.is_meta)
+    check_tensor("kv_c_normed", kv_c_normed, ("S", "Lkv"), device=next(held, None))
 
 
 def check_rms_norm(x: Tensor, weight: Tensor, eps: float) -> None:
@@ -116,6 +136,7 @@ def check_forward_attention(
     k_pe: Tensor,
     kv_cache: Tensor,
     cache_format: CacheFormat,
+    kv_scale: Tensor | None = None,
 ) -> None:
     """Check shapes, dtypes and devices of the inputs of `MLAAttention.forward_attention`; read no values.
 
@@ -128,7 +149,7 @@ def check_forward_attention(
     check_tensor("kv_c_normed", kv_c_normed, (tokens, config.kv_lora_rank), dtypes, device)
     check_tensor("k_pe", k_pe, (tokens, config.qk_rope_head_dim), dtypes, device)
     widths = config.kv_lora_rank, config.qk_rope_head_dim
-    check_formatted_cache(kv_cache, cache_format, *widths, weight.dtype, device)
+    check_formatted_cache(kv_cache, cache_format, *widths, weight.dtype, device, kv_scale)
 
 
 def check_attention_output(config: MLAConfig, output: Tensor, weight: Tensor, q: Tensor, *inputs: Tensor) -> None:
@@ -145,7 +166,14 @@ def check_attention_output(config: MLAConfig, output: Tensor, weight: Tensor, q:
     check_out("output", output, shape, weight.dtype, weight.device, weight, q, *inputs)
 
 
-def check_step(metadata: MLAMetadata, num_tokens: int, kv_cache: Tensor, workspace_tokens: int) -> None:
+def check_step(
+    metadata: MLAMetadata,
+    num_tokens: int,
+    kv_cache: Tensor,
+    workspace_tokens: int,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
+    fp8_mode: str = CONVERTED,
+) -> None:
     """Check shapes and numbers in the plan of a step, before the layer writes anything; read no values.
 
     No chunk of context may have more than `workspace_tokens` tokens, because the layer has memory for this number.
@@ -175,6 +203,10 @@ def check_step(metadata: MLAMetadata, num_tokens: int, kv_cache: Tensor, workspa
     check_prefill_plan(prefill, end - split, device, "metadata.prefill")
     check_block_size("metadata.prefill.block_size", prefill.block_size, kv_cache)
     check_int("metadata.workspace_tokens", metadata.workspace_tokens, 0)
+    check_type("metadata.cache_format", metadata.cache_format, CacheFormat)
+    check(metadata.cache_format == cache_format, "metadata.cache_format", f"{cache_format.name}, the layer's format",
+          metadata.cache_format.name)  # fmt: skip
+    check(metadata.fp8_mode == fp8_mode, "metadata.fp8_mode", f"{fp8_mode}, the layer's mode", metadata.fp8_mode)
     check_type("metadata.schedule_choice", metadata.schedule_choice, ScheduleChoice)
     check_type("metadata.workspace", metadata.workspace, ContextWorkspace)
     check_type("metadata.captured", metadata.captured, (tuple, type(None)), "a tuple or None")

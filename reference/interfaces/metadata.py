@@ -16,10 +16,12 @@ import torch
 from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
+from .cache_format import COMPUTE_FORMAT, CacheFormat
 from .checks import check, check_blocks, check_lengths, check_not_negative, check_tensor, is_positive_int, lens_on_cpu
 from .context_chunk import ChunkRows, ContextChunk
 from .decode_schedule import NEVER_PLANNED, DecodeSchedule, ScheduleChoice
 from .ownership import ONE_RANK, TokenOwnership, check_interleave
+from .quantization import CONVERTED
 from .slots import slots_of_tokens
 from .support import GraphSupport
 from .workspace import ContextWorkspace
@@ -391,6 +393,9 @@ class MLAMetadata:
         schedule_choice: the decision whether the decode has a schedule, and the numbers behind this decision.
         workspace: memory in which a layer gathers and expands one chunk. A builder puts the same workspace into each of
             its plans with context, so all layers share it.
+        cache_format: format of the caches for which the step was planned; a layer with another format refuses the plan.
+        fp8_mode: mode of the decodes for which the step was planned (`mla_decode`); a layer with another mode refuses
+            the plan.
         captured: pairs of name and tensor for the tensors that a CUDA graph reads. The builder sets them in a plan for
             a graph, and `update_captured` raises if a tensor was replaced. None for other plans.
     """
@@ -406,6 +411,8 @@ class MLAMetadata:
     cascade: CascadeMetadata | None = None
     schedule_choice: ScheduleChoice = NEVER_PLANNED
     workspace: ContextWorkspace = field(default_factory=ContextWorkspace)
+    cache_format: CacheFormat = COMPUTE_FORMAT
+    fp8_mode: str = CONVERTED
     captured: tuple[tuple[str, Tensor | None], ...] | None = None
 
     @property

@@ -12,7 +12,8 @@ import torch
 from jaxtyping import Int32
 from torch import Tensor
 
-from .checks import check, check_int, check_tensor
+from .cache_format import COMPUTE_FORMAT, CacheFormat, check_format
+from .checks import check, check_dtype, check_int, check_tensor
 
 MERGES = ("ag_rs", "a2a")  # names of the merges `cp_lse_ag_out_rs` and `cp_lse_a2a`
 
@@ -154,6 +155,7 @@ def dcp_wire_bytes(
     merge: str,
     element_size: int,
     lse_size: int = 4,
+    query_size: int | None = None,
 ) -> dict[str, int]:
     """Return the bytes that each rank receives in one decode step of one layer, for each collective operation.
 
@@ -165,19 +167,20 @@ def dcp_wire_bytes(
     | LSE | T N float32 values, of all heads | T n float32 values, of this rank's heads |
     | outputs of this rank's heads | T n Lkv elements | T n Lkv elements |
 
-    The outputs of "ag_rs" are exchanged by a reduce-scatter. The table has the least traffic that a reduce-scatter
-    needs.
+    With "ag_rs", a reduce-scatter exchanges the outputs. The table has the smallest number of bytes with which a
+    reduce-scatter is possible.
 
     Args:
         num_tokens: T, query tokens of the step.
-        num_heads: N, number of heads of the D ranks together. If a model divides its heads among TP ranks, N is the
-            number of heads of the model times D / TP.
+        num_heads: N, number of heads that the D ranks have together. If TP ranks divide the heads of a model among
+            themselves, N is D / TP times the number of heads of the model.
         kv_lora_rank: Lkv.
         qk_rope_head_dim: R.
         context_parallel_size: D.
         merge: "ag_rs" or "a2a".
-        element_size: bytes of a query or output element.
+        element_size: bytes of an output element.
         lse_size: bytes of one LSE value: 4, or 8 in float64.
+        query_size: bytes of a query element, 1 for queries in e4m3; None means `element_size`.
 
     Returns:
         Mapping from collective to bytes: "all_gather" and "reduce_scatter", or "all_gather" and "all_to_all".
@@ -188,15 +191,49 @@ def dcp_wire_bytes(
     size = context_parallel_size
     check_rank(size, None, 1)
     check(merge in MERGES, "merge", f"one of {', '.join(MERGES)}", repr(merge))
-    sizes = {"num_heads": num_heads, "kv_lora_rank": kv_lora_rank, "element_size": element_size, "lse_size": lse_size}
+    query_size = element_size if query_size is None else query_size
+    sizes = {"num_heads": num_heads, "kv_lora_rank": kv_lora_rank, "element_size": element_size, "lse_size": lse_size,
+             "query_size": query_size}  # fmt: skip
     for name, value in sizes.items():
         check_int(name, value)
     for name, value in (("num_tokens", num_tokens), ("qk_rope_head_dim", qk_rope_head_dim)):
         check_int(name, value, 0)
     check(num_heads % size == 0, "num_heads", f"a multiple of {size} ranks", num_heads)
     others, local_rows = size - 1, num_tokens * (num_heads // size)
-    queries = others * local_rows * (kv_lora_rank + qk_rope_head_dim) * element_size
+    queries = others * local_rows * (kv_lora_rank + qk_rope_head_dim) * query_size
     outputs = others * local_rows * kv_lora_rank * element_size
     if merge == "ag_rs":
         return {"all_gather": queries + others * num_tokens * num_heads * lse_size, "reduce_scatter": outputs}
     return {"all_gather": queries, "all_to_all": outputs + others * local_rows * lse_size}
+
+
+def dcp_gather_bytes(
+    padded_tokens: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    context_parallel_size: int,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
+    dtype: torch.dtype = torch.bfloat16,
+) -> int:
+    """Return the bytes that each rank receives when it gathers one chunk of context (`dcp_gather_context`).
+
+    A rank receives the stored cache entries of each of the other D - 1 ranks. Every rank sends the same number of
+    entries: a rank with fewer tokens appends padding.
+
+    Args:
+        padded_tokens: entries that each rank sends, `ContextParallelChunk.padded_tokens`.
+        kv_lora_rank: Lkv.
+        qk_rope_head_dim: R.
+        context_parallel_size: D.
+        cache_format: format of the cache.
+        dtype: dtype of the queries. The entries have the same dtype if the format has no `storage_dtype`.
+
+    Raises:
+        TypeError: `cache_format` is not a `CacheFormat`.
+        ValueError: a number is out of range; the format does not support the dtype or (Lkv, R).
+    """
+    check_rank(context_parallel_size, None, 1)
+    check_int("padded_tokens", padded_tokens, 0)
+    check_format(cache_format)
+    check_dtype("dtype", dtype)
+    return (context_parallel_size - 1) * padded_tokens * cache_format.entry_bytes(kv_lora_rank, qk_rope_head_dim, dtype)

@@ -22,6 +22,7 @@ from ..distributed.arguments import check_invariant_merge
 from ..distributed.groups import ContextParallel
 from ..interfaces import (
     COMPUTE_FORMAT,
+    CONVERTED,
     MOST_WORKSPACE_TOKENS,
     ONE_RANK,
     CacheFormat,
@@ -44,10 +45,10 @@ from ..interfaces import (
     check_costs,
     check_dtype,
     check_flag,
-    check_format,
     check_graph_support,
     check_int,
     check_interleave,
+    check_mode_of_format,
     check_schedule_costs,
     chunked_prefill_workspace_size,
     context_unit,
@@ -93,11 +94,13 @@ class MLAMetadataBuilder:
             rank. With groups, a batch has the lengths of whole sequences and the slots of this rank, and no step has a
             cascade.
         schedule_costs: costs from which schedules are computed; None means the defaults of `ScheduleCosts`.
-        cache_format: format of the cache, for the choice of a path and of a cascade.
+        cache_format: format of the cache, for the choice of a path and of a cascade. Layers with another format refuse
+            the plans.
         dtype: dtype of queries and keys, for the choice of a path and of a cascade. A plan is valid for any dtype.
         graph_support: query lengths that the batches of one CUDA graph may have (`GraphSupport`). None means
             ONE_QUERY_LEN if `query_len_support` is UNIFORM, and ANY otherwise. A batch with one token of each request
             gets a plan for ONE_QUERY_LEN in both cases, because more kernels support this kind of graph.
+        fp8_mode: mode of decodes over a cache in e4m3 (`mla_decode`). Layers with another mode refuse the plans.
 
     Attributes:
         workspace: memory for one chunk of context (`ContextWorkspace`). All plans with context refer to this memory, so
@@ -106,7 +109,8 @@ class MLAMetadataBuilder:
     Raises:
         ValueError: a number is below its smallest valid value; the number of heads is not a multiple of the number of
             tensor-parallel ranks (TP); `batch_invariant` is combined with the merge "ag_rs" of `context_parallel`;
-            `graph_support` is ANY and `query_len_support` is UNIFORM.
+            `graph_support` is ANY and `query_len_support` is UNIFORM; `fp8_mode` is unknown or does not suit
+            `cache_format`.
     """
 
     def __init__(
@@ -126,12 +130,13 @@ class MLAMetadataBuilder:
         cache_format: CacheFormat = COMPUTE_FORMAT,
         dtype: torch.dtype = torch.bfloat16,
         graph_support: GraphSupport | None = None,
+        fp8_mode: str = CONVERTED,
     ):
         check_invariant_merge(context_parallel, batch_invariant)
         check_config(config)
         check_costs(costs)
         check_schedule_costs(schedule_costs, "schedule_costs")
-        check_format(cache_format)
+        check_mode_of_format(fp8_mode, cache_format)
         check_dtype("dtype", dtype)
         self._graph_support = check_graph_support(graph_support, query_len_support)
         self.ownership = None if context_parallel is None else context_parallel.ownership
@@ -148,6 +153,7 @@ class MLAMetadataBuilder:
         self.query_len_support = query_len_support
         self.num_programs, self.batch_invariant = num_programs, batch_invariant
         self.schedule_costs, self.cache_format, self.dtype = schedule_costs, cache_format, dtype
+        self.fp8_mode = fp8_mode
         self._path_config = None if batch_invariant else config  # None disables `choose_path`
         if workspace_tokens is None:  # at most the default `workspace_tokens` of a layer
             workspace_tokens = min(smallest, max(1, MOST_WORKSPACE_TOKENS // unit) * unit)
@@ -181,7 +187,7 @@ class MLAMetadataBuilder:
         metadata = build_mla_metadata(
             common, self.block_size, self.workspace_tokens, self.reorder_batch_threshold, self._path_config,
             self.costs, self.query_len_support, require_order=True, ownership=self.ownership, num_programs=0,
-            cache_format=self.cache_format, dtype=self.dtype,
+            cache_format=self.cache_format, dtype=self.dtype, fp8_mode=self.fp8_mode,
         )  # fmt: skip
         if metadata.prefill.context_chunks:
             metadata = dataclasses.replace(metadata, workspace=self.workspace)
@@ -249,7 +255,15 @@ class MLAMetadataBuilder:
         """Return the plan of a batch whose `max_seq_len` is an upper bound of the lengths in every replay."""
         programs = self._programs_for(common.max_query_len)
         return plan_captured_decodes(
-            common, self.block_size, programs, self.schedule_costs, self.batch_invariant, self.ownership, graph
+            common,
+            self.block_size,
+            programs,
+            self.schedule_costs,
+            self.batch_invariant,
+            self.ownership,
+            graph,
+            self.cache_format,
+            self.fp8_mode,
         )
 
     def update_captured(self, captured: MLAMetadata, common: CommonAttentionMetadata) -> None:

@@ -9,6 +9,9 @@ from __future__ import annotations
 import torch
 
 from ..interfaces import (
+    COMPUTE_FORMAT,
+    CONVERTED,
+    CacheFormat,
     CommonAttentionMetadata,
     ContextParallelMetadata,
     DecodeMetadata,
@@ -22,6 +25,7 @@ from ..interfaces import (
     check_captured_lens,
     check_flag,
     check_int,
+    check_mode_of_format,
     check_ownership,
     check_schedule_costs,
 )
@@ -37,6 +41,8 @@ def plan_captured_decodes(
     batch_invariant: bool = False,
     ownership: TokenOwnership | None = None,
     graph: GraphSupport = GraphSupport.ANY,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
+    fp8_mode: str = CONVERTED,
 ) -> MLAMetadata:
     """Plan decodes from the lengths in the device tensors `common.seq_lens` and `common.query_start_loc`.
 
@@ -69,14 +75,20 @@ def plan_captured_decodes(
         ownership: the tokens that this context-parallel rank owns; None if one rank owns all tokens. `common` has the
             lengths of whole sequences and the slots of this rank.
         graph: ANY or ONE_QUERY_LEN, see the table.
+        cache_format: format of the caches of the layers that use the plan.
+        fp8_mode: mode of the decodes of these layers (`mla_decode`).
 
     Returns:
         The plan; a `ContextParallelMetadata` if `ownership` is given. The plan shares these tensors with `common`: the
         block table, the slots, the offsets (with ANY), and `seq_lens` (without `ownership`).
 
     Raises:
-        ValueError: the batch has no request or no token; its query lengths do not fit `graph` or `max_query_len`; there
-            are fewer slots than tokens; a number is below its smallest valid value.
+        ValueError: in one of the following cases:
+
+            - the batch has no request or no token;
+            - a query length does not fit `graph` or `max_query_len`;
+            - there are fewer slots than tokens;
+            - a number is below its smallest valid value.
     """
     tokens = check_captured_lens(common, graph)
     requests, query_len = common.num_reqs, common.max_query_len
@@ -85,6 +97,7 @@ def plan_captured_decodes(
     costs = check_schedule_costs(costs)
     check_flag("batch_invariant", batch_invariant)
     check_ownership(ownership)
+    check_mode_of_format(fp8_mode, cache_format)
     visible_lens = compute_visible_lens(common.query_start_loc, common.seq_lens, tokens, ownership)
     query_start_loc, seq_lens = common.query_start_loc, common.seq_lens
     if graph is GraphSupport.ONE_QUERY_LEN:
@@ -122,6 +135,8 @@ def plan_captured_decodes(
         ),
         workspace_tokens=0,  # no context is expanded
         schedule=schedule,
+        cache_format=cache_format,
+        fp8_mode=fp8_mode,
         schedule_choice=ScheduleChoice(num_programs, requests, 0, 0, planned=num_programs > 0),
     )
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from ..attention.merge import merge_attn_states
 from ..interfaces import (
     COMPUTE_FORMAT,
+    CONVERTED,
     FLOPS_PER_BYTE,
     AttentionState,
     CacheFormat,
@@ -80,12 +81,16 @@ def use_cascade_attention(
 
 
 def cascade_attention(
-    ql_nope: Float[Tensor, "T N Lkv"],
-    q_pe: Float[Tensor, "T N R"],
+    ql_nope: Shaped[Tensor, "T N Lkv"],
+    q_pe: Shaped[Tensor, "T N R"],
     kv_cache: Shaped[Tensor, "num_blocks block_size columns"],
     metadata: CascadeMetadata,
     softmax_scale: float,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    kv_scale: Float[Tensor, ""] | None = None,
+    fp8_mode: str = CONVERTED,
+    q_scale: Float[Tensor, "*heads"] | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> AttentionState:
     """Compute the result of `mla_decode`, but attend the shared prefix once for all requests.
 
@@ -99,21 +104,26 @@ def cascade_attention(
         metadata: plans of two decodes, over the prefix and over the suffixes (`split_shared_prefix`).
         softmax_scale: factor of the scores, `MLAConfig.softmax_scale`: (P + R)^-1/2, times YaRN's factor.
         cache_format: format of the cache.
+        kv_scale: float32 scale of the layer's cache; None if the format has no such scale (`CacheFormat.layer_scale`).
+        fp8_mode: one of `converted`, `fp8_query` and `fp8_product` (`mla_decode`).
+        q_scale: float32 scale of queries in e4m3, [] or [N]; None for `converted`.
+        out_dtype: dtype of `out`; None means the dtype of `ql_nope`, and is refused for queries in e4m3.
 
     Returns:
-        out [T, N, Lkv] in the dtype of `ql_nope`, lse [N, T].
+        out [T, N, Lkv] in `out_dtype`, lse [N, T].
 
     Raises:
         ValueError: for the same reasons as `mla_decode`.
     """
     check_type("metadata", metadata, CascadeMetadata)
-    check_decode(ql_nope, q_pe, kv_cache, metadata.prefix, cache_format)
-    wide = wide_dtype(ql_nope.dtype)
-    prefix = mla_decode(
-        ql_nope, q_pe, kv_cache, metadata.prefix, softmax_scale, out_dtype=wide, cache_format=cache_format
-    )
-    suffix = mla_decode(
-        ql_nope, q_pe, kv_cache, metadata.suffix, softmax_scale, out_dtype=wide, cache_format=cache_format
+    given = cache_format, kv_scale, fp8_mode, q_scale
+    check_decode(ql_nope, q_pe, kv_cache, metadata.prefix, cache_format, None, *given[1:], out_dtype)
+    out_dtype = ql_nope.dtype if out_dtype is None else out_dtype
+    check_dtype("out_dtype", out_dtype)
+    wide = wide_dtype(out_dtype)
+    prefix, suffix = (
+        mla_decode(ql_nope, q_pe, kv_cache, plan, softmax_scale, None, wide, *given)
+        for plan in (metadata.prefix, metadata.suffix)
     )
     state = merge_attn_states(prefix, suffix)
-    return AttentionState(state.out.to(ql_nope.dtype), state.lse)
+    return AttentionState(state.out.to(out_dtype), state.lse)

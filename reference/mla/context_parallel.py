@@ -11,6 +11,7 @@ from einops import rearrange
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from ..cache.formats import dequantize_entries
 from ..cache.latent import gather_and_maybe_dequant_cache
 from ..distributed.arguments import check_chunk_ownership
 from ..distributed.groups import ContextParallel
@@ -18,6 +19,8 @@ from ..distributed.merge import MERGE_OVER_RANKS
 from ..distributed.reorg import reorg_kvcache
 from ..interfaces import (
     COMPUTE_FORMAT,
+    CONVERTED,
+    E4M3,
     AttentionState,
     CacheFormat,
     ContextParallelChunk,
@@ -29,6 +32,7 @@ from ..interfaces import (
     check_dtype,
     check_number,
     check_rows,
+    check_scale_values,
     check_type,
 )
 from .decode import mla_decode
@@ -41,6 +45,7 @@ def dcp_gather_context(
     context_parallel: ContextParallel,
     cache_format: CacheFormat = COMPUTE_FORMAT,
     out_dtype: torch.dtype | None = None,
+    kv_scale: Float[Tensor, ""] | None = None,
     *,
     workspace: Float[Tensor, "rows head_size"] | None = None,
 ) -> Float[Tensor, "S head_size"]:
@@ -58,6 +63,7 @@ def dcp_gather_context(
         cache_format: format of the cache.
         out_dtype: dtype of the result and of the exchanged entries; None means the dtype of the cache (see
             `gather_and_maybe_dequant_cache`).
+        kv_scale: float32 scale of the layer's cache; None if the format has no such scale (`CacheFormat.layer_scale`).
         workspace: [rows, Lkv + R] in `out_dtype`, contiguous, for the entries that this rank sends and receives. It
             needs at least (D + 1) * `chunk.padded_tokens` rows. If it has `chunk.num_tokens` rows more, the result is
             written to its first rows. None allocates tensors.
@@ -71,7 +77,7 @@ def dcp_gather_context(
             the cache; `workspace` has too few rows. If the function raises a `ValueError`, it has exchanged nothing.
         GroupError: the exchange failed.
     """
-    width, dtype = check_context(kv_cache, metadata, chunk, cache_format, out_dtype)
+    width, dtype = check_context(kv_cache, metadata, chunk, cache_format, out_dtype, kv_scale)
     check_chunk_ownership(chunk, context_parallel)
     group, padded = context_parallel.cp_group, chunk.padded_tokens
     exchanged = (group.size + 1) * padded
@@ -80,20 +86,28 @@ def dcp_gather_context(
     check_rows(workspace, width, exchanged, dtype, kv_cache.device)
     has_room = workspace.shape[0] >= chunk.num_tokens + exchanged
     exchange = workspace[chunk.num_tokens if has_room else 0 :]
+    stored = cache_format.storage_dtype or dtype
+    if cache_format.storage_dtype is not None:  # the ranks exchange the stored entries
+        columns = kv_cache.shape[2]
+        exchange = exchange.view(-1).view(stored)[: exchanged * columns].view(exchanged, columns)
     received, sent = exchange[: group.size * padded], exchange[group.size * padded : exchanged]
     starts, offsets = chunk.held
     local_tokens = int(offsets[-1]) if chunk.bounded else chunk.local_tokens
     sent[:local_tokens] = gather_and_maybe_dequant_cache(
-        kv_cache, metadata.block_table, offsets, starts, local_tokens, cache_format, dtype
+        kv_cache, metadata.block_table, offsets, starts, local_tokens, cache_format, stored
     )
     sent[local_tokens:] = 0  # all ranks send the same shape
-    context = reorg_kvcache(group.all_gather(sent, out=received.view(group.size, padded, width)), chunk)
+    received = received.view(group.size, padded, sent.shape[1])
+    gathered = group.all_gather(sent.view(torch.uint8), out=received.view(torch.uint8)).view(stored)
+    context = reorg_kvcache(gathered, chunk)
+    if not cache_format.returns_stored(dtype):
+        context = dequantize_entries(context, cache_format, dtype, kv_scale)
     return workspace[: chunk.num_tokens].copy_(context) if has_room else context
 
 
 def dcp_decode(
-    ql_nope: Float[Tensor, "T N Lkv"],
-    q_pe: Float[Tensor, "T N R"],
+    ql_nope: Shaped[Tensor, "T N Lkv"],
+    q_pe: Shaped[Tensor, "T N R"],
     kv_cache: Shaped[Tensor, "num_blocks block_size columns"],
     metadata: DecodeMetadata,
     softmax_scale: float,
@@ -101,6 +115,9 @@ def dcp_decode(
     schedule: DecodeSchedule | None = None,
     out_dtype: torch.dtype | None = None,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    kv_scale: Float[Tensor, ""] | None = None,
+    fp8_mode: str = CONVERTED,
+    q_scale: Float[Tensor, "*heads"] | None = None,
 ) -> AttentionState:
     """Compute absorbed attention (over the cached latents) with keys that are distributed over D ranks.
 
@@ -120,8 +137,14 @@ def dcp_decode(
         softmax_scale: factor of the scores, `MLAConfig.softmax_scale`: (P + R)^-1/2, times YaRN's factor.
         context_parallel: the process groups, and the name of the merge.
         schedule: schedule of `mla_decode` in step 2; it changes results by rounding alone.
-        out_dtype: dtype of `out` and of the exchanged outputs; None means the dtype of `ql_nope`.
+        out_dtype: dtype of `out` and of the exchanged outputs; None means the dtype of `ql_nope`,
+            and is refused for queries in e4m3.
         cache_format: format of the cache.
+        kv_scale: float32 scale of the layer's cache; None if the format has no such scale (`CacheFormat.layer_scale`).
+        fp8_mode: one of `converted`, `fp8_query` and `fp8_product` (`mla_decode`). In the last two, the ranks gather
+            queries in e4m3.
+        q_scale: float32 scale of queries in e4m3, the same on all ranks: [], or [D * N / TP] for one scale for each
+            gathered head (`ContextParallel.heads_of_group`). None for `converted`.
 
     Returns:
         out [T, N / TP, Lkv] and lse [N / TP, T] of this rank's heads, over the keys of all ranks.
@@ -130,14 +153,21 @@ def dcp_decode(
         ValueError: for the same reasons as `mla_decode`.
         GroupError: an exchange failed.
     """
-    check_decode(ql_nope, q_pe, kv_cache, metadata, cache_format, schedule)
     check_type("context_parallel", context_parallel, ContextParallel)
+    check_decode(
+        ql_nope, q_pe, kv_cache, metadata, cache_format, schedule, kv_scale, fp8_mode, q_scale, out_dtype,
+        context_parallel.size,
+    )  # fmt: skip
+    check_scale_values("q_scale", q_scale)
     check_number("softmax_scale", softmax_scale)
     check_dtype("out_dtype", ql_nope.dtype if out_dtype is None else out_dtype)
     latent, group = ql_nope.shape[2], context_parallel.cp_group
-    q = rearrange(torch.cat((ql_nope, q_pe), dim=-1), "tokens heads width -> heads tokens width")
-    q = rearrange(group.all_gather(q), "ranks heads tokens width -> tokens (ranks heads) width")
+    sent = torch.uint8 if ql_nope.dtype == E4M3 else ql_nope.dtype  # groups know no e4m3
+    q = torch.cat((ql_nope.view(sent), q_pe.view(sent)), dim=-1)
+    q = group.all_gather(rearrange(q, "tokens heads width -> heads tokens width"))
+    q = rearrange(q, "ranks heads tokens width -> tokens (ranks heads) width").view(ql_nope.dtype)
     state = mla_decode(
-        q[..., :latent], q[..., latent:], kv_cache, metadata, softmax_scale, schedule, out_dtype, cache_format
-    )
+        q[..., :latent], q[..., latent:], kv_cache, metadata, softmax_scale, schedule, out_dtype, cache_format,
+        kv_scale, fp8_mode, q_scale,
+    )  # fmt: skip
     return MERGE_OVER_RANKS[context_parallel.merge](state, group)

@@ -6,7 +6,6 @@ Prefills (requests with more new tokens) take the expanded path: attention over 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -21,36 +20,53 @@ from ..distributed.arguments import check_output_projection, check_step_ownershi
 from ..distributed.groups import ContextParallel
 from ..interfaces import (
     COMPUTE_FORMAT,
+    CONVERTED,
     MOST_WORKSPACE_TOKENS,
+    AbsorbedWeights,
+    AttentionState,
     CacheFormat,
     ContextWorkspace,
     MLAConfig,
     MLAMetadata,
-    UnsupportedConfiguration,
     check_attention_output,
     check_context_workspace,
+    check_flag,
     check_format,
     check_forward_attention,
     check_int,
     check_layer_inputs,
     check_modules,
+    check_no_bias,
     check_norm,
     check_projections,
     check_rms_norm,
     check_step,
     check_step_values,
-    check_tensor,
+    choose_kv_scale,
     is_plain_linear,
-    latent_norm_eps,
+    layer_from_hf,
     linear_output,
+    make_kv_scale,
+    make_query_scale,
+    observe_queries,
     reserve_largest,
+    to_e4m3,
     wide_dtype,
 )
 from .cascade import cascade_attention
 from .context_parallel import dcp_decode, dcp_gather_context
 from .decode import mla_decode
+from .module_expansion import expand_kv_by_module
 from .prefill import forward_prefill, gather_context
-from .weights import absorb, dense_weight, expand_kv, latent_to_value, query_to_latent, split_kv_b_proj
+from .weights import (
+    absorb,
+    dense_weight,
+    expand_kv,
+    latent_to_value,
+    quantize_weight,
+    query_to_latent,
+    split_kv_b_proj,
+)
 
 
 def rms_norm(x: Float[Tensor, "T L"], weight: Float[Tensor, " L"], eps: float) -> Float[Tensor, "T L"]:
@@ -103,12 +119,37 @@ class MLAAttention(nn.Module):
         workspace: memory in which a prefill gathers and expands one chunk; all layers of a model can share it. With
             None the layer uses the workspace of the plan (`MLAMetadata.workspace`). A memory-profile run, which has no
             plan, then allocates the memory and frees it.
+        kv_scale: scale of the layer's cache, only for a format with `CacheFormat.layer_scale`. None leaves the choice
+            to the first step with a prefill (`reference.interfaces.kv_scales`).
+        fp8_weights: whether the absorbed weights are stored in e4m3 (8 bits), with one scale for each head
+            (`quantize_weight`). They are read by the constructor and by `refresh_weights`.
+        fp8_mode: mode of decodes over a cache in e4m3 (`mla_decode`). In the modes `fp8_query` and `fp8_product` the
+            layer makes the queries of decodes in e4m3, in the ops that absorb and rotate them.
+        q_scale: scale of queries in e4m3, only for these two modes: one number, or a tensor [N] with one for each of
+            all N heads. None takes 1.0, with a warning (`reference.interfaces.query_scales`).
+        expand_by_module: whether prefills expand latents by calling `kv_b_proj` (`expand_kv_by_module`). Otherwise they
+            multiply by its dense weight (`expand_kv`). For a quantised module, the first product reads
+            fewer bytes and rounds as the module does; the second product writes into the workspace.
+
+    Attributes:
+        kv_scale: the scale as a `KVScale`, a buffer of the layer; None if the format has no such scale.
+        q_scale: the scale of queries in e4m3 as a `QueryScale`, a buffer of the layer; None in the mode `converted`.
+        observed: largest absolute value that each step wrote, while `calibrate_kv_scales` records; otherwise None.
+        observed_queries: largest absolute value of the absorbed queries of each step, in the same calibration.
+        fp8_weights: the absorbed weights in e4m3; None without the option `fp8_weights`.
 
     Raises:
         TypeError: a projection is not a module, or an argument has another type.
-        ValueError: the query projections do not fit `config`; a norm has hooks or a wrong weight; N is not a multiple
-            of TP; ranks share the heads and `o_proj` has a bias; `o_proj` returns its bias instead of adding it;
-            `kv_b_proj` is not a plain `nn.Linear` and has a bias.
+        ValueError: in one of the following cases:
+
+            - the query projections do not fit `config`;
+            - a norm has hooks or a wrong weight;
+            - N is not a multiple of TP;
+            - `o_proj` has a bias, and ranks share the heads;
+            - `o_proj` returns its bias instead of adding it;
+            - `kv_b_proj` has a bias;
+            - `fp8_mode` is unknown, or does not suit `cache_format`;
+            - a scale does not suit the format or the mode.
     """
 
     def __init__(
@@ -127,6 +168,11 @@ class MLAAttention(nn.Module):
         cache_format: CacheFormat = COMPUTE_FORMAT,
         *,
         workspace: ContextWorkspace | None = None,
+        kv_scale: float | Tensor | None = None,
+        fp8_weights: bool = False,
+        fp8_mode: str = CONVERTED,
+        q_scale: float | Tensor | None = None,
+        expand_by_module: bool = False,
     ):
         super().__init__()
         check_projections(config, q_proj, q_a_proj, q_a_layernorm, q_b_proj)
@@ -137,6 +183,8 @@ class MLAAttention(nn.Module):
         )  # fmt: skip
         check_int("workspace_tokens", workspace_tokens)
         check_format(cache_format)
+        check_flag("fp8_weights", fp8_weights)
+        check_flag("expand_by_module", expand_by_module)
         check_context_workspace("workspace", workspace)
         check_norm("kv_a_layernorm", kv_a_layernorm, config.kv_lora_rank)
         if q_a_layernorm is not None:
@@ -147,7 +195,14 @@ class MLAAttention(nn.Module):
         self.kv_a_proj_with_mqa, self.kv_b_proj, self.o_proj = kv_a_proj_with_mqa, kv_b_proj, o_proj
         self.q_a_layernorm, self.kv_a_layernorm = q_a_layernorm, kv_a_layernorm
         self.workspace_tokens, self.cache_format, self.workspace = workspace_tokens, cache_format, workspace
+        self.kv_scale = make_kv_scale(cache_format, kv_scale, kv_a_layernorm.weight.device)
+        self.fp8_mode = fp8_mode
+        self.q_scale = make_query_scale(fp8_mode, cache_format, q_scale, config.num_heads, kv_a_layernorm.weight.device)
+        self.observed: list[Tensor] | None = None
+        self.observed_queries: list[Tensor] | None = None
+        self.expand_by_module = expand_by_module
         self.register_buffer("recovered_kv_b_weight", None, persistent=False)
+        self.fp8_weights = AbsorbedWeights() if fp8_weights else None
         self.refresh_weights()
 
     @classmethod
@@ -157,64 +212,52 @@ class MLAAttention(nn.Module):
         Args:
             module: the attention module, with the projections of all heads. The layer takes the epsilon of the module's
                 latent norms. With `context_parallel` the layer uses views of the weights of this rank's heads.
-            options: keyword arguments of the constructor (`workspace_tokens`, `context_parallel`,
-                `cache_format`, `workspace`).
+            options: keyword arguments of the constructor, such as `context_parallel` and `cache_format`. A scale that
+                the checkpoint stores for the cache or for the queries is used if `kv_scale` or `q_scale` is not given.
 
         Raises:
             UnsupportedConfiguration: for the same reasons as `MLAConfig.from_hf`; the latent norms have different
                 epsilons; `context_parallel` is given, and a projection is not a plain linear, so its heads cannot be
                 separated.
         """
-        if not hasattr(module, "config") or not hasattr(module, "kv_a_layernorm"):
-            wanted = "module: expected a DeepseekV2Attention or DeepseekV3Attention"
-            raise UnsupportedConfiguration([f"{wanted}, got {type(module).__name__}"])
-        if getattr(module, "is_causal", True) is False:
-            raise UnsupportedConfiguration(["module.is_causal: only causal attention is implemented, got False"])
-        config = MLAConfig.from_hf(module.config)
-        low_rank = config.q_lora_rank is not None
-        eps = latent_norm_eps(module.kv_a_layernorm, module.q_a_layernorm if low_rank else None)
-        config = dataclasses.replace(config, latent_norm_eps=eps)
-        # name of each projection with heads, and the dimension of its weight that contains the heads
-        with_heads = {"kv_b_proj": 0, "o_proj": 1, "q_b_proj" if low_rank else "q_proj": 0}
-        projections = {name: getattr(module, name) for name in with_heads}
-        if (context_parallel := options.get("context_parallel")) is not None:
-            projections = {
-                name: context_parallel.shard_linear(name, projections[name], dim, config.num_heads)
-                for name, dim in with_heads.items()
-            }
-        return cls(
-            config,
-            kv_a_proj_with_mqa=module.kv_a_proj_with_mqa,
-            kv_a_layernorm=module.kv_a_layernorm,
-            q_a_proj=module.q_a_proj if low_rank else None,
-            q_a_layernorm=module.q_a_layernorm if low_rank else None,
-            **projections,
-            **options,
-        )
+        return layer_from_hf(cls, module, options)
 
     def refresh_weights(self) -> None:
         """Read the weight of `kv_b_proj` again, after the caller changed it.
 
-        If `kv_b_proj` is a plain `nn.Linear`, the layer uses its parameter directly, and this call does nothing. If
-        `kv_b_proj` is quantised, wrapped or hooked, the layer keeps a dense copy of the weight (`dense_weight`). This
-        call then updates the copy, in place if possible.
+        If `kv_b_proj` is a plain `nn.Linear`, the layer uses its parameter directly. If `kv_b_proj` is quantised,
+        wrapped or hooked, the layer keeps a dense copy of the weight (`dense_weight`), and this call updates the copy.
+        With `fp8_weights`, this call quantises the absorbed weights again. Both happen in place if possible.
+
+        The layer keeps no dense copy if nothing reads it: with `expand_by_module`, prefills do not, and with
+        `fp8_weights`, decodes do not.
+
+        Raises:
+            ValueError: `kv_b_proj` has a bias.
         """
-        dtype = self.kv_a_layernorm.weight.dtype
-        if is_plain_linear(self.kv_b_proj, dtype):
+        dtype, held = self.kv_a_layernorm.weight.dtype, self.recovered_kv_b_weight
+        plain = is_plain_linear(self.kv_b_proj, dtype)
+        if plain:
+            check_no_bias("kv_b_proj", self.kv_b_proj)
+        if plain or (self.expand_by_module and self.fp8_weights is not None):
             self.recovered_kv_b_weight = None
-            return
-        weight, held = dense_weight(self.kv_b_proj, self.config.kv_lora_rank, dtype), self.recovered_kv_b_weight
-        if held is not None and held.device == weight.device and held.dtype == weight.dtype:
-            held.copy_(weight)
         else:
-            self.recovered_kv_b_weight = weight
+            weight = dense_weight(self.kv_b_proj, self.config.kv_lora_rank, dtype)
+            if held is not None and held.device == weight.device and held.dtype == weight.dtype:
+                held.copy_(weight)
+            else:
+                self.recovered_kv_b_weight = weight
+        if self.fp8_weights is not None:
+            self.fp8_weights.store(*(quantize_weight(each, True) for each in absorb(*self.up_projections())))
 
     def up_projections(self) -> tuple[Float[Tensor, "Lkv N P"], Float[Tensor, "Lkv N V"]]:
-        """Return W_UK [Lkv, N, P] and W_UV [Lkv, N, V] of this rank's heads, as views of the weight of `kv_b_proj`."""
-        weight = self.recovered_kv_b_weight
+        """Return W_UK [Lkv, N, P] and W_UV [Lkv, N, V] of this rank's heads, as views of the weight of `kv_b_proj`.
+
+        If the layer keeps no dense copy (`refresh_weights`), this call recovers the weight.
+        """
+        weight, c = self.recovered_kv_b_weight, self.local_config
         if weight is None:
-            weight = self.kv_b_proj.weight.detach()
-        c = self.local_config
+            weight = dense_weight(self.kv_b_proj, c.kv_lora_rank, self.kv_a_layernorm.weight.dtype)
         return split_kv_b_proj(weight, c.num_heads, c.qk_nope_head_dim, c.v_head_dim)
 
     @torch.no_grad()
@@ -240,11 +283,14 @@ class MLAAttention(nn.Module):
         Raises:
             ValueError: arguments do not match. If the method raises, it has not written to the cache.
         """
-        weight = self.kv_a_layernorm.weight
-        check_tensor("hidden_states", hidden_states, ("T", self.config.hidden_size), (weight.dtype,), weight.device)
-        q, kv_c_normed, k_pe = self.project(hidden_states, positions)
-        output = q.new_empty(q.shape[0], self.local_config.num_heads, self.config.v_head_dim)
-        self.forward_attention(q, kv_c_normed, k_pe, kv_cache, metadata, output)
+        check_layer_inputs(self.config, self.kv_a_layernorm.weight, hidden_states, positions)
+        q_nope, q_pe, kv_c, k_pe = self._down_project(hidden_states)
+        q_e4m3 = None
+        if self.q_scale is not None:
+            q_e4m3, _ = apply_rope(positions, q_pe, k_pe, self.config.rope, self._own_q_scale())
+        projected = self._rotate_and_norm(positions, q_nope, q_pe, kv_c, k_pe)
+        output = q_pe.new_empty(q_pe.shape[0], self.local_config.num_heads, self.config.v_head_dim)
+        self._write_and_attend(*projected, kv_cache, metadata, output, q_e4m3)
         hidden = linear_output("o_proj", self.o_proj(rearrange(output, "tokens heads value -> tokens (heads value)")))
         return hidden if self.context_parallel is None else self.context_parallel.tp_group.all_reduce(hidden)
 
@@ -264,8 +310,11 @@ class MLAAttention(nn.Module):
         Raises:
             ValueError: shapes, dtypes or devices do not match.
         """
-        weight = self.kv_a_layernorm.weight
-        check_layer_inputs(self.config, weight, hidden_states, positions)
+        check_layer_inputs(self.config, self.kv_a_layernorm.weight, hidden_states, positions)
+        return self._rotate_and_norm(positions, *self._down_project(hidden_states))
+
+    def _down_project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return queries [T, N, P] and [T, N, R], latents [T, Lkv] and rope keys [T, R], before rotation and norm."""
         c = self.local_config
         if self.q_proj is not None:
             q = linear_output("q_proj", self.q_proj(hidden_states))
@@ -273,9 +322,13 @@ class MLAAttention(nn.Module):
             q_c = linear_output("q_a_proj", self.q_a_proj(hidden_states))
             q = linear_output("q_b_proj", self.q_b_proj(rms_norm(q_c, self.q_a_layernorm.weight, c.latent_norm_eps)))
         q = rearrange(q, "tokens (heads dim) -> tokens heads dim", heads=c.num_heads)
-        q_nope, q_pe = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
         down = linear_output("kv_a_proj_with_mqa", self.kv_a_proj_with_mqa(hidden_states))
-        kv_c, k_pe = down.split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+        q_parts = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
+        return *q_parts, *down.split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+
+    def _rotate_and_norm(self, positions, q_nope, q_pe, kv_c, k_pe) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the results of `project`."""
+        c = self.local_config
         q_pe, k_pe = apply_rope(positions, q_pe, k_pe, c.rope)
         return torch.cat((q_nope, q_pe), dim=-1), rms_norm(kv_c, self.kv_a_layernorm.weight, c.latent_norm_eps), k_pe
 
@@ -303,17 +356,35 @@ class MLAAttention(nn.Module):
         Raises:
             ValueError: arguments do not match. If the method raises, it has written nothing.
         """
+        self._write_and_attend(q, kv_c_normed, k_pe, kv_cache, metadata, output)
+
+    def _write_and_attend(
+        self, q, kv_c_normed, k_pe, kv_cache, metadata, output, q_e4m3: Shaped[Tensor, "T N R"] | None = None
+    ) -> None:
+        """Compute `forward_attention`.
+
+        `q_e4m3` are the rotated rope parts of the queries in e4m3. None makes them from `q`, which is already rounded
+        to the dtype of the layer.
+        """
         c = self.local_config
         w_uk, w_uv = self.up_projections()
-        check_forward_attention(c, w_uk, q, kv_c_normed, k_pe, kv_cache, self.cache_format)
+        expand = None
+        if self.expand_by_module:
+            dims = dict(num_heads=c.num_heads, qk_nope_head_dim=c.qk_nope_head_dim, v_head_dim=c.v_head_dim)
+            expand = functools.partial(expand_kv_by_module, kv_b_proj=self.kv_b_proj, **dims)
+        scale = None if self.kv_scale is None else self.kv_scale.value
+        check_forward_attention(c, w_uk, q, kv_c_normed, k_pe, kv_cache, self.cache_format, scale)
         check_attention_output(c, output, w_uk, q, kv_c_normed, k_pe, kv_cache)
         if metadata is None:
             workspace = ContextWorkspace() if self.workspace is None else self.workspace
             context, expanded = self._reserve(workspace, self.workspace_tokens, q)
-            expand_kv(context[:, : c.kv_lora_rank].zero_(), w_uk, w_uv, workspace=expanded)
+            if expand is None:
+                expand_kv(context[:, : c.kv_lora_rank].zero_(), w_uk, w_uv, workspace=expanded)
+            else:
+                expand(context[:, : c.kv_lora_rank].zero_())
             output.zero_()
             return
-        check_step(metadata, q.shape[0], kv_cache, self.workspace_tokens)
+        check_step(metadata, q.shape[0], kv_cache, self.workspace_tokens, self.cache_format, self.fp8_mode)
         check_step_values(metadata, kv_cache)
         check_step_ownership(metadata, self.context_parallel)
         workspace = metadata.workspace if self.workspace is None else self.workspace
@@ -322,23 +393,19 @@ class MLAAttention(nn.Module):
             self._reserve(workspace, max(longest, min(metadata.workspace_tokens, self.workspace_tokens)), q)
 
         end, split = metadata.num_actual_tokens, metadata.num_decode_tokens
-        concat_and_cache_mla(kv_c_normed[:end], k_pe[:end], kv_cache, metadata.slot_mapping, self.cache_format)
+        choose_kv_scale(self, metadata, lambda: (kv_c_normed, k_pe))
+        concat_and_cache_mla(kv_c_normed[:end], k_pe[:end], kv_cache, metadata.slot_mapping, self.cache_format, scale)
+        w_uk_t, w_uv_absorbed = absorb(w_uk, w_uv)
+        if self.fp8_weights is not None:
+            w_uk_t, w_uv_absorbed = self.fp8_weights.w_uk_t, self.fp8_weights.w_uv
+        q_nope, q_pe = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
+        observe_queries(self, metadata, lambda: (query_to_latent(q_nope, w_uk_t), q_pe))
         if split > 0:
-            w_uk_t, w_uv_absorbed = absorb(w_uk, w_uv)
-            q_nope, q_pe = q[:split].split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
-            ql_nope = query_to_latent(q_nope, w_uk_t)
-            if metadata.cascade is not None:
-                state = cascade_attention(ql_nope, q_pe, kv_cache, metadata.cascade, c.softmax_scale, self.cache_format)
-            elif self.context_parallel is not None:
-                state = dcp_decode(
-                    ql_nope, q_pe, kv_cache, metadata.decode, c.softmax_scale, self.context_parallel,
-                    metadata.schedule, cache_format=self.cache_format,
-                )  # fmt: skip
-            else:
-                state = mla_decode(
-                    ql_nope, q_pe, kv_cache, metadata.decode, c.softmax_scale, metadata.schedule,
-                    cache_format=self.cache_format,
-                )  # fmt: skip
+            if self.q_scale is not None and q_e4m3 is None:
+                q_e4m3 = to_e4m3(q_pe, rearrange(self._own_q_scale(), "... -> ... 1"))
+            ql_nope = query_to_latent(q_nope[:split], w_uk_t, self._own_q_scale())
+            queries = ql_nope, (q_pe if q_e4m3 is None else q_e4m3)[:split]
+            state = self._decode(*queries, kv_cache, metadata, scale)
             output[:split] = latent_to_value(state.out, w_uv_absorbed)
         if end > split:
             rows, gather = slice(split, end), gather_context
@@ -346,9 +413,33 @@ class MLAAttention(nn.Module):
                 gather = functools.partial(dcp_gather_context, context_parallel=self.context_parallel)
             output[rows] = forward_prefill(
                 q[rows], kv_c_normed[rows], k_pe[rows], kv_cache, metadata.prefill, w_uk, w_uv, c.softmax_scale, gather,
-                self.cache_format, return_lse=False, workspace=workspace,
+                self.cache_format, return_lse=False, kv_scale=scale, expand=expand, workspace=workspace,
             )  # fmt: skip
         output[end:] = 0
+
+    def _own_q_scale(self) -> Float[Tensor, "*heads"] | None:
+        """Return the scale of this rank's queries in e4m3, [] or [N / TP]; None in the mode `converted`."""
+        if self.q_scale is None:
+            return None
+        scale, ranks = self.q_scale.value, self.context_parallel
+        return scale if scale.dim() == 0 or ranks is None else ranks.own_heads(scale)
+
+    def _decode(self, ql_nope, q_pe, kv_cache, metadata: MLAMetadata, kv_scale: Tensor | None) -> AttentionState:
+        """Return the state of the decodes: a cascade, a decode over several ranks, or a decode on one rank."""
+        q_scale = None if self.q_scale is None else self.q_scale.value
+        options = dict(
+            cache_format=self.cache_format, kv_scale=kv_scale, fp8_mode=self.fp8_mode, q_scale=q_scale,
+            out_dtype=self.kv_a_layernorm.weight.dtype,
+        )  # fmt: skip
+        if metadata.cascade is not None:
+            return cascade_attention(ql_nope, q_pe, kv_cache, metadata.cascade, self.config.softmax_scale, **options)
+        arguments = ql_nope, q_pe, kv_cache, metadata.decode, self.config.softmax_scale
+        ranks = self.context_parallel
+        if ranks is None:
+            return mla_decode(*arguments, metadata.schedule, **options)
+        if q_scale is not None and q_scale.dim() == 1:
+            options["q_scale"] = ranks.heads_of_group(q_scale)
+        return dcp_decode(*arguments, ranks, metadata.schedule, **options)
 
     def _reserve(
         self, workspace: ContextWorkspace, tokens: int, q: Tensor

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..interfaces import (
     COMPUTE_FORMAT,
+    CONVERTED,
     MOST_PARTS,
     ONE_RANK,
     CacheFormat,
@@ -39,9 +40,9 @@ from ..interfaces import (
     check_costs,
     check_dtype,
     check_flag,
-    check_format,
     check_int,
     check_interleave,
+    check_mode_of_format,
     check_no_prefill_padding,
     check_ownership,
     check_rank_local_slots,
@@ -73,6 +74,7 @@ def build_mla_metadata(
     schedule_costs: ScheduleCosts | None = None,
     cache_format: CacheFormat = COMPUTE_FORMAT,
     dtype: torch.dtype = torch.bfloat16,
+    fp8_mode: str = CONVERTED,
 ) -> MLAMetadata:
     """Plan one step: choose a path for each request, cut context into chunks, and decide on a schedule.
 
@@ -119,8 +121,9 @@ def build_mla_metadata(
             (in this package: 1) if `config` is given. `choose_schedule` decides from the lengths whether the decodes
             get a schedule, and the plan has this decision as `schedule_choice`.
         schedule_costs: costs from which the schedule is computed; None means the defaults of `ScheduleCosts`.
-        cache_format: format of the cache, for `choose_path`.
+        cache_format: format of the cache, for `choose_path`. Layers with another format refuse the plan.
         dtype: dtype of queries and keys, for `choose_path`. The plan itself works for any dtype.
+        fp8_mode: mode of decodes over a cache in e4m3 (`mla_decode`). Layers with another mode refuse the plan.
 
     Returns:
         The plan, with tensors on the device of `common`; a `ContextParallelMetadata` if `ownership` is given.
@@ -145,7 +148,7 @@ def build_mla_metadata(
     check(config is not None or not num_programs, "config", "an MLAConfig if num_programs is above 0", None)
     check_costs(costs)
     check_schedule_costs(schedule_costs, "schedule_costs")
-    check_format(cache_format)
+    check_mode_of_format(fp8_mode, cache_format)
     check_dtype("dtype", dtype)
     check_flag("require_order", require_order)
     check_ownership(ownership)
@@ -220,6 +223,8 @@ def build_mla_metadata(
             parts=tuple(part.to(device) for part in parts),
         ),
         workspace_tokens=workspace_tokens,
+        cache_format=cache_format,
+        fp8_mode=fp8_mode,
     )
     if not host_lens:
         metadata = _with_device_lens(metadata, given, ownership)

@@ -27,9 +27,13 @@ from ..interfaces import (
     check_expanded,
     check_flag,
     check_function,
+    check_output_scale,
     check_prefill,
     check_rows,
+    check_scale_values,
+    check_tensor,
     reserve_for_chunks,
+    to_e4m3,
     wide_dtype,
 )
 from .weights import expand_kv
@@ -38,6 +42,19 @@ from .weights import expand_kv
 def _concat_key(k_nope: Float[Tensor, "S N P"], k_pe: Float[Tensor, "S R"]) -> Float[Tensor, "S N P+R"]:
     """Return the key of every head: the part without rope of this head, then the rope part that all heads share."""
     return torch.cat((k_nope, repeat(k_pe, "tokens rope -> tokens heads rope", heads=k_nope.shape[1])), dim=-1)
+
+
+def _expanded(
+    expand: Callable[[Tensor], tuple[Tensor, Tensor]] | None, latents: Tensor, w_uk: Tensor, w_uv: Tensor,
+    workspace: Tensor | None = None,
+) -> tuple[Float[Tensor, "S N P"], Float[Tensor, "S N V"]]:  # fmt: skip
+    """Return `expand(latents)`, or `expand_kv` of the latents and the weights if `expand` is None."""
+    if expand is None:
+        return expand_kv(latents, w_uk, w_uv, workspace=workspace)
+    k_nope, v = expand(latents)
+    for name, made, weight in (("k_nope", k_nope, w_uk), ("v", v, w_uv)):
+        check_tensor(f"expand: {name}", made, (len(latents), *weight.shape[1:]), (latents.dtype,), latents.device)
+    return k_nope, v
 
 
 def run_prefill_new_tokens(
@@ -125,6 +142,7 @@ def gather_context(
     chunk: ContextChunk,
     cache_format: CacheFormat = COMPUTE_FORMAT,
     out_dtype: torch.dtype | None = None,
+    kv_scale: Float[Tensor, ""] | None = None,
     *,
     workspace: Float[Tensor, "rows head_size"] | None = None,
 ) -> Float[Tensor, "S head_size"]:
@@ -136,6 +154,7 @@ def gather_context(
         chunk: one chunk of the prefill's context.
         cache_format: format of the cache.
         out_dtype: dtype of the result; None means the dtype of the cache (see `gather_and_maybe_dequant_cache`).
+        kv_scale: float32 scale of the layer's cache; None if the format has no such scale (`CacheFormat.layer_scale`).
         workspace: [at least S, Lkv + R] in `out_dtype`, contiguous; the function writes the result to its first S rows.
             None allocates a tensor.
 
@@ -147,12 +166,12 @@ def gather_context(
         ValueError: the plan was made for another block size; shapes, dtypes or devices do not match; `workspace` has
             too few rows.
     """
-    width, dtype = check_context(kv_cache, metadata, chunk, cache_format, out_dtype)
+    width, dtype = check_context(kv_cache, metadata, chunk, cache_format, out_dtype, kv_scale)
     if workspace is not None:
         check_rows(workspace, width, chunk.num_tokens, dtype, kv_cache.device)
     tokens = int(chunk.cu_seq_lens[-1]) if chunk.bounded else chunk.num_tokens
     entries = gather_and_maybe_dequant_cache(
-        kv_cache, metadata.block_table, chunk.cu_seq_lens, chunk.starts, tokens, cache_format, out_dtype
+        kv_cache, metadata.block_table, chunk.cu_seq_lens, chunk.starts, tokens, cache_format, out_dtype, kv_scale
     )
     gathered = torch.cat((entries, entries.new_zeros(chunk.num_tokens - tokens, entries.shape[1])))
     return gathered if workspace is None else workspace[: chunk.num_tokens].copy_(gathered)
@@ -170,9 +189,13 @@ def forward_prefill(
     gather: Callable[..., Tensor] = gather_context,
     cache_format: CacheFormat = COMPUTE_FORMAT,
     return_lse: bool = True,
+    kv_scale: Float[Tensor, ""] | None = None,
     *,
+    output_scale: Float[Tensor, ""] | None = None,
+    output_block_scale: Tensor | None = None,
+    expand: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
     workspace: ContextWorkspace | None = None,
-) -> AttentionState | Float[Tensor, "T N V"]:
+) -> AttentionState | Shaped[Tensor, "T N V"]:
     """Compute the attention of new tokens over their cached context and over each other, on the expanded path.
 
     The steps are:
@@ -195,32 +218,47 @@ def forward_prefill(
             context parallelism this function is `dcp_gather_context` with a given `context_parallel`.
         cache_format: format of the cache.
         return_lse: whether the caller needs the log-sum-exp (LSE) of the result.
+        kv_scale: float32 scale of the layer's cache; None if the format has no such scale (`CacheFormat.layer_scale`).
+        output_scale: float32 scale of an output in e4m3 (8 bits); None for an output in the dtype of `q`. The output is
+            divided by the scale in float32 (float64 if `q` is float64), and is rounded once.
+        output_block_scale: must be None: an output with one scale for each group of elements is not supported.
+        expand: function that expands latents [S, Lkv] into k_nope [S, N, P] and v [S, N, V], such as
+            `expand_kv_by_module` with a given module; it allocates the results. Only the shapes of `w_uk` and `w_uv`
+            are then used. None means `expand_kv` with `w_uk` and `w_uv`.
         workspace: memory in which each chunk is gathered and expanded; None allocates memory for every chunk.
 
     Returns:
-        With `return_lse`, an `AttentionState`: out [T, N, V] in the dtype of `q`, and lse [N, T].
+        With `return_lse`, an `AttentionState`: out [T, N, V] in the dtype of `q`, or in e4m3 if `output_scale` is
+        given, and lse [N, T].
 
-        Without `return_lse`, a tensor: out [T, N, V] in the dtype of `q`.
+        Without `return_lse`, this output alone.
 
     Raises:
         TypeError: `return_lse` is not a bool, or `workspace` is not a `ContextWorkspace`.
-        ValueError: shapes, dtypes or devices do not match; the memory that the caller gave to `workspace` is too small.
+        ValueError: shapes, dtypes or devices do not match; the memory that the caller gave to `workspace` is too small;
+            a scale is not finite and positive.
+        UnsupportedConfiguration: `output_block_scale` is given.
     """
-    check_prefill(q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, cache_format)
+    check_prefill(q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, cache_format, kv_scale)
     check_function("gather", gather)
+    if expand is not None:
+        check_function("expand", expand)
     check_flag("return_lse", return_lse)
     check_context_workspace("workspace", workspace)
+    check_output_scale(output_scale, output_block_scale, q.device)
+    check_scale_values("output_scale", output_scale)
     latent, chunks = kv_c_normed.shape[1], metadata.context_chunks
-    gather_options, expanded = {}, None
+    expanded = None
+    gather_options = {} if kv_scale is None else {"kv_scale": kv_scale}
     if workspace is not None and chunks:
         rows, expanded = reserve_for_chunks(workspace, chunks, kv_c_normed, k_pe, w_uk, w_uv)
         gather_options["workspace"] = rows
     parts = metadata.all_parts(q.shape[0])
-    k_nope, v = expand_kv(kv_c_normed, w_uk, w_uv)
+    k_nope, v = _expanded(expand, kv_c_normed, w_uk, w_uv)
     results = []  # for each part (consecutive requests): its attention state, or its final output
     for part in parts:
         tokens = slice(part.first_token, part.end_token)
-        needs_lse = return_lse or len(part.rows) > 0
+        needs_lse = return_lse or len(part.rows) > 0 or output_scale is not None
         results.append(
             run_prefill_new_tokens(
                 q[tokens], k_nope[tokens], k_pe[tokens], v[tokens], part.plan, softmax_scale, needs_lse
@@ -229,7 +267,7 @@ def forward_prefill(
     del k_nope, v
     for number, chunk in enumerate(chunks):
         context = gather(kv_cache, metadata, chunk, cache_format=cache_format, out_dtype=q.dtype, **gather_options)
-        k_nope, v = expand_kv(context[:, :latent], w_uk, w_uv, workspace=expanded)
+        k_nope, v = _expanded(expand, context[:, :latent], w_uk, w_uv, expanded)
         for index, part in enumerate(parts):
             for part_chunk, rows in zip(part.plan.context_chunks, part.rows, strict=True):
                 if rows.chunk == number:
@@ -240,5 +278,8 @@ def forward_prefill(
                     results[index] = merge_attn_states(chunk_state, results[index])
         del k_nope, v, context  # free this chunk's keys and values before the next chunk is expanded
     outs = [result.out if isinstance(result, AttentionState) else result for result in results]
-    out = torch.cat([out.to(q.dtype) for out in outs])
+    if output_scale is None:
+        out = torch.cat([out.to(q.dtype) for out in outs])
+    else:
+        out = to_e4m3(torch.cat(outs), output_scale)
     return AttentionState(out, torch.cat([state.lse for state in results], dim=1)) if return_lse else out

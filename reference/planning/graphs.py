@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..interfaces import (
     AttentionMetadataBuilder,
@@ -20,8 +20,11 @@ from ..interfaces import (
     check_dtype,
     check_function,
     check_graph_batch,
+    check_graph_formats,
+    check_graph_plan,
     check_graph_query_len,
     check_graph_sizes,
+    check_type,
     graph_support_of,
     most_captured_tokens,
     requests_with_tokens,
@@ -48,7 +51,8 @@ class DecodeGraph:
 
     Args:
         step: function (hidden_states [T, H], positions [T], plan) -> [T, H], such as one layer over its cache or all
-            layers of a model. The function must not change its arguments.
+            layers of a model. The function must not change its arguments. If the cache of a layer has a scale
+            (`KVScale`), the scale must be chosen before the first run: pass it to the layer, or run a prefill first.
         builder: builder that plans the step (such as `MLAMetadataBuilder`). Under context parallelism every rank makes
             a `DecodeGraph` with its own builder. All ranks then run the same batches, each rank with its own slots.
         batch_sizes: numbers of requests to which batches are padded.
@@ -57,8 +61,13 @@ class DecodeGraph:
         dtype: dtype of the hidden states.
         device: device of the step.
         query_len: largest number of query tokens of a request: 1 plus the number of drafted tokens.
+        layers: the layers that the step runs. The constructor and every run raise if a layer has another cache format
+            or another mode of decodes than the builder. A layer that is not in `layers` raises itself, when it gets the
+            plan of its first step.
 
     Attributes:
+        cache_format: the builder's format of caches; None if the builder has none.
+        fp8_mode: the builder's mode of decodes over a cache in e4m3 (`mla_decode`); None if the builder has none.
         max_seq_len: largest number of tokens that a request may have in a run: the limit of `builder`, or the tokens
             that fit into `max_blocks` blocks, whichever is smaller.
         graph_support: ANY if the requests of a run may have different numbers of query tokens, up to `query_len`.
@@ -67,7 +76,7 @@ class DecodeGraph:
     Raises:
         TypeError: `builder` is not an `AttentionMetadataBuilder`, or another argument has a wrong type.
         ValueError: `batch_sizes` is empty, or has a size below 1 or above the builder's `max_num_seqs`; another number
-            is below 1; the builder cannot plan a graph for `query_len`.
+            is below 1; the builder cannot plan a graph for `query_len`; a layer has another format or mode.
     """
 
     def __init__(
@@ -80,12 +89,17 @@ class DecodeGraph:
         dtype: torch.dtype,
         device: torch.device | str,
         query_len: int = 1,
+        layers: Sequence[nn.Module] = (),
     ):
         check_function("step", step)
         check_dtype("dtype", dtype)
         device = check_device("device", device)
+        check_type("layers", layers, Sequence, "a sequence of layers")
         check_graph_sizes(builder, batch_sizes, max_blocks, hidden_size, query_len)
-        self.step, self.builder = step, builder
+        self.step, self.builder, self.layers = step, builder, tuple(layers)
+        self.cache_format = getattr(builder, "cache_format", None)  # a builder for another family may have neither
+        self.fp8_mode = getattr(builder, "fp8_mode", None)
+        check_graph_formats(self)
         self.batch_sizes = tuple(sorted(set(batch_sizes)))
         self.max_blocks, self.hidden_size, self.query_len = max_blocks, hidden_size, query_len
         self.dtype, self.device = dtype, device
@@ -122,9 +136,10 @@ class DecodeGraph:
 
         Raises:
             ValueError: the batch has more requests, longer requests or a wider block table than the graph allows; a
-                query length does not fit `graph_support`; a tensor has a wrong shape, dtype or device. If the method
-                raises, it has not run the step.
+                query length does not fit `graph_support`; a tensor has a wrong shape, dtype or device; the format or
+                the mode of the builder or of a layer has changed. If the method raises, it has not run the step.
         """
+        check_graph_formats(self)
         check_graph_batch(self, hidden_states, positions, common)
         tokens, requests = common.num_actual_tokens, requests_with_tokens(common)
         if tokens == 0:
@@ -140,4 +155,5 @@ class DecodeGraph:
             padded.query_start_loc[:requests] = common.query_start_loc[:requests]
             padded.query_start_loc[requests:] = tokens
         plan = self.builder.build_for_cudagraph_capture(captured_batch(self, padded))
+        check_graph_plan(self, plan)
         return self.step(padded.hidden_states, padded.positions, plan)[:tokens]

@@ -15,6 +15,7 @@ from fast.backends import DECODES, Backend, KernelRequest, OpSupport
 from fast.backends.own import CPU as CPU_BACKEND
 from fast.backends.own import OPS
 from reference.interfaces import (
+    COMPUTE_FORMAT,
     CacheFormat,
     DecodeSchedule,
     GraphSupport,
@@ -185,12 +186,13 @@ def test_layer_refuses_an_unknown_backend():
         make_layer(fast, DIRECT, make_weights(DIRECT, torch.float32), torch.float32, backend="nosuch")
 
 
-def step_of_a_layer(backend, **options) -> None:
-    """Run a layer on one decode and one prefill with context."""
+def step_of_a_layer(backend, cache_format=COMPUTE_FORMAT) -> None:
+    """Run a layer on one decode and one prefill with context, over a cache of the given format."""
     batch = make_batch([1, 3], [20, 20])
     entries = make_entries(batch, DIRECT.head_size, torch.float32)
-    layer = make_layer(fast, DIRECT, make_weights(DIRECT, torch.float32), torch.float32, backend=backend, **options)
-    plan = fast.build_mla_metadata(batch.common, 16, 16)
+    options = {"backend": backend, "cache_format": cache_format}
+    layer = make_layer(fast, DIRECT, make_weights(DIRECT, torch.float32), torch.float32, **options)
+    plan = fast.build_mla_metadata(batch.common, 16, 16, cache_format=cache_format)
     assert plan.num_decodes == 1 and plan.prefill.context_chunks
     cache = make_cache(batch, entries, 32, torch.float32)
     layer(torch.randn(4, DIRECT.hidden_size), torch.tensor([19, 17, 18, 19]), cache, plan)

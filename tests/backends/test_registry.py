@@ -254,7 +254,9 @@ def test_a_format_that_nothing_implements_is_refused(ops):
         ),
     ]
     for call in calls:
-        with pytest.raises(ValueError, match="^cache_format: expected one of compute_dtype, got other$"):
+        with pytest.raises(
+            ValueError, match="^cache_format: expected one of compute_dtype, fp8_e4m3, fp8_ds_mla, got other$"
+        ):
             call()
     assert_same_bits(cache, before)
 

@@ -7,6 +7,19 @@ For comparison, each row also has the time of a contiguous copy of the same numb
 byte than a large copy. The output of every operation except merge must have exactly the expected bits. A part of the
 output of a merge is compared with `reference` in float64. Its error must be within a budget, which is computed from the
 error of `reference` in the dtype of the inputs.
+
+The speed of an operation, as a multiple of the speed of this copy, is the fraction of the copy's bandwidth that the
+operation reaches. The bytes that must move count each input and each output once. For T tokens in blocks of 64, with e
+bytes for a stored entry (bfloat16 1152, fp8_e4m3 576, fp8_ds_mla 656):
+
+- gather: T (e + 1152) + 4 T / 64 for the block table.
+- cache_write: T (1152 + e) + 8 T for the slots.
+- fused_write: T (1152 + e) + 1152 T for the normed latents and rotated keys + 16 T for slots and positions
+  + 4096 T for the rope parts of the queries of 16 heads, read and written.
+
+The operations whose names end in a cache format read or write a cache of this format: gather_fp8_e4m3 dequantises the
+entries that it reads, and cache_write_fp8_e4m3 quantises the entries that it writes. fused_write (also with a format)
+rotates queries and keys and norms the latents, too, for a rank with 16 heads.
 """
 
 from __future__ import annotations
@@ -15,14 +28,25 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import fast
 import reference
+from fast.attention.rope import rotary_frequencies
+from fast.mla.cache_write import rope_norm_and_cache
 from fast.parity import Parity, compare_exact, compare_states
-from reference.interfaces import AttentionState, ContextChunk, TokenOwnership
+from reference.interfaces import (
+    CACHE_FORMATS,
+    COMPUTE_FORMAT,
+    AttentionState,
+    CacheFormat,
+    ContextChunk,
+    RopeConfig,
+    TokenOwnership,
+)
 
 from .contest import OURS, Case, Contender, finite, run_benchmark
 from .timing import input_sets
@@ -34,6 +58,9 @@ BLOCK_SIZE = 64
 REQUESTS = 16
 DTYPE = torch.bfloat16
 CHECKED_TOKENS = 512
+WRITE_HEADS = 16  # heads of the queries that a fused write rotates: 128 heads over 8 ranks
+ROPE_CONFIG = RopeConfig(theta=10000.0)
+KV_SCALE = 0.02  # scale of caches with one scale; largest stored number: 448 * 0.02 = 9
 RANKS = 4
 REORG_INTERLEAVE = {"reorg": 1, "reorg_64": 64}
 
@@ -43,9 +70,10 @@ class Row:
     """One operation and its size.
 
     Attributes:
-        op: gather, cache_write, copy_blocks, reorg, reorg_64, merge or merge_bfloat16. reorg and reorg_64 put the
-            context of 4 ranks into token order; the interleave is 1 token (reorg) or 64 tokens (reorg_64). merge joins
-            two float32 attention states, as in a prefill; merge_bfloat16 joins two bfloat16 states.
+        op: gather, cache_write, fused_write, copy_blocks, reorg, reorg_64, merge or merge_bfloat16. The first three
+            also occur with the name of a cache format, such as gather_fp8_e4m3. reorg puts the context of 4 ranks into
+            token order; each rank in turn has 1 token (reorg) or 64 tokens (reorg_64). merge joins two float32
+            attention states, as in a prefill; merge_bfloat16 joins two bfloat16 states.
         tokens: number of tokens.
     """
 
@@ -68,19 +96,39 @@ class Row:
         """Bytes that the operation reads and writes.
 
         A merge reads two attention states and writes one state. Every other operation reads each cache entry once,
-        writes each cache entry once, and reads the indices.
+        writes each cache entry once, and reads the indices. A fused write also writes the normed and rotated entries,
+        reads the positions, and reads and writes the rope parts of the queries.
         """
-        entries = 2 * self.tokens * WIDTH * DTYPE.itemsize
+        plain = WIDTH * DTYPE.itemsize
+        entries = self.tokens * (plain + self.cache_format.entry_bytes(LATENT, ROPE, DTYPE))
         if self.op.startswith("merge"):
             return 3 * self.tokens * HEADS * (VALUE * merge_dtype(self).itemsize + torch.float32.itemsize)
         indices = {
             "gather": 4 * (self.tokens // BLOCK_SIZE),
             "cache_write": 8 * self.tokens,
+            "fused_write": self.tokens * (8 + 8 + plain + 2 * WRITE_HEADS * ROPE * DTYPE.itemsize),
             "copy_blocks": 16 * (self.tokens // BLOCK_SIZE),
             "reorg": 0,
             "reorg_64": 0,
         }
-        return entries + indices[self.op]
+        return entries + indices[self.kind]
+
+    @property
+    def kind(self) -> str:
+        """Name of the operation without the cache format."""
+        return self.op.removesuffix(f"_{self.cache_format.name}")
+
+    @property
+    def cache_format(self) -> CacheFormat:
+        """Format of the cache; a name without a format means the compute dtype."""
+        return next((each for name, each in CACHE_FORMATS.items() if self.op.endswith(f"_{name}")), COMPUTE_FORMAT)
+
+    def storage(self, device: str) -> dict[str, Any]:
+        """Return the keyword arguments of an operation for the cache format; none for the compute dtype."""
+        if self.cache_format == COMPUTE_FORMAT:
+            return {}
+        scale = torch.tensor(KV_SCALE, device=device) if self.cache_format.layer_scale else None
+        return {"cache_format": self.cache_format, "kv_scale": scale}
 
 
 def merge_dtype(row: Row) -> torch.dtype:
@@ -88,15 +136,33 @@ def merge_dtype(row: Row) -> torch.dtype:
     return DTYPE if row.op == "merge_bfloat16" else torch.float32
 
 
-def random_cache(blocks: int, device: str) -> Tensor:
-    """Return a cache with random entries, [blocks, block_size, 576]."""
-    return torch.randn(blocks, BLOCK_SIZE, WIDTH, dtype=DTYPE, device=device)
+def random_cache(blocks: int, device: str, storage: dict[str, Any] | None = None) -> Tensor:
+    """Return a cache with random entries, [blocks, block_size, columns]."""
+    if not storage:
+        return torch.randn(blocks, BLOCK_SIZE, WIDTH, dtype=DTYPE, device=device)
+    cache = poisoned_cache(blocks, device, storage["cache_format"])
+    for entries in cache.view(-1, cache.shape[2]).split(1 << 17):
+        entries.copy_(reference.quantize_entries(*random_entries(len(entries), device), **storage))
+    return cache
+
+
+def random_entries(tokens: int, device: str) -> list[Tensor]:
+    """Return random latents [tokens, 512] and rope parts [tokens, 64]."""
+    return [torch.randn(tokens, width, dtype=DTYPE, device=device) for width in (LATENT, ROPE)]
+
+
+def poisoned_cache(blocks: int, device: str, cache_format: CacheFormat) -> Tensor:
+    """Return a cache in which every byte is the poison byte of its format, [blocks, block_size, columns]."""
+    width = cache_format.entry_bytes(LATENT, ROPE, DTYPE)
+    poisoned = torch.full((blocks, BLOCK_SIZE, width), cache_format.poison, dtype=torch.uint8, device=device)
+    return poisoned.view(cache_format.dtype_for(DTYPE))
 
 
 def gather(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[Callable], Callable]:
-    """Return calls that gather the tokens of all requests except their first blocks, and a check of the output."""
-    width = row.tokens // REQUESTS // BLOCK_SIZE + 1
-    cache = random_cache(sets * REQUESTS * width, device)
+    """Return calls that gather each request's tokens from its second block on, and a check of the output."""
+    width, storage = row.tokens // REQUESTS // BLOCK_SIZE + 1, row.storage(device)
+    cache = random_cache(sets * REQUESTS * width, device, storage)
+    options = storage and {**storage, "out_dtype": DTYPE}
     index = dict(dtype=torch.int32, device=device)
     tables = torch.randperm(cache.shape[0], device=device).to(torch.int32).view(sets, REQUESTS, width)
     cu_seq_lens = row.tokens // REQUESTS * torch.arange(REQUESTS + 1, **index)
@@ -104,34 +170,74 @@ def gather(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[
     outs = [torch.full((row.tokens, WIDTH), torch.nan, dtype=DTYPE, device=device) for _ in range(sets)]
     calls = [
         lambda t=table, out=out: fast.gather_and_maybe_dequant_cache(
-            cache, t, cu_seq_lens, starts, row.tokens, out=out, backend=backend
+            cache, t, cu_seq_lens, starts, row.tokens, out=out, backend=backend, **options
         )
         for table, out in zip(tables, outs, strict=True)
     ]
-    return calls, lambda out: [
-        compare_exact("gather_and_maybe_dequant_cache", out, cache[tables[0, :, 1:].long()].view(-1, WIDTH))
-    ]
+
+    def check(out: Tensor) -> list[Parity]:
+        stored = cache.view(torch.uint8)[tables[0, :, 1:].long()].view(cache.dtype).view(-1, cache.shape[2])
+        expected = reference.dequantize_entries(stored, out_dtype=DTYPE, **storage) if storage else stored
+        return [compare_exact("gather_and_maybe_dequant_cache", out, expected)]
+
+    return calls, check
+
+
+def random_slots(row: Row, sets: int, device: str) -> Tensor:
+    """Return the slots of a random half of the blocks of a cache with 2 x sets x tokens slots, [sets, tokens]."""
+    blocks = sets * row.tokens // BLOCK_SIZE
+    order = torch.randperm(2 * blocks, device=device)[:blocks]
+    return (order[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device=device)).view(sets, row.tokens)
+
+
+def written_cache(row: Row, cache: Tensor, slots: Tensor, entries: Sequence[Tensor], device: str) -> list[Parity]:
+    """Compare a cache with the stored form of `entries` at `slots`; all other bytes must still be the poison byte."""
+    expected = poisoned_cache(cache.shape[0], device, row.cache_format).view(torch.uint8)
+    stored = reference.quantize_entries(*entries, **row.storage(device)).view(torch.uint8)
+    expected.view(-1, expected.shape[2])[slots] = stored
+    return [compare_exact(row.kind, cache.view(torch.uint8), expected)]
 
 
 def cache_write(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[Callable], Callable]:
     """Return calls that write new entries to a random half of a cache's blocks, and a check of the cache."""
-    cache = torch.full((2 * sets * row.tokens // BLOCK_SIZE, BLOCK_SIZE, WIDTH), torch.nan, dtype=DTYPE, device=device)
-    order = torch.randperm(cache.shape[0], device=device)[: sets * row.tokens // BLOCK_SIZE]
-    slots = (order[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device=device)).view(sets, row.tokens)
-    news = [
-        [torch.randn(row.tokens, width, dtype=DTYPE, device=device) for width in (LATENT, ROPE)] for _ in range(sets)
-    ]
+    cache = poisoned_cache(2 * sets * row.tokens // BLOCK_SIZE, device, row.cache_format)
+    slots, storage = random_slots(row, sets, device), row.storage(device)
+    news = [random_entries(row.tokens, device) for _ in range(sets)]
 
     def write(entries: list[Tensor], where: Tensor) -> Tensor:
-        fast.concat_and_cache_mla(*entries, cache, where, backend=backend)
+        fast.concat_and_cache_mla(*entries, cache, where, backend=backend, **storage)
         return cache
 
     def check(written: Tensor) -> list[Parity]:
-        expected = torch.full_like(cache, torch.nan)
-        expected.view(-1, WIDTH)[slots[0]] = torch.cat(news[0], dim=1)
-        return [compare_exact("concat_and_cache_mla", written, expected)]
+        return written_cache(row, written, slots[0], news[0], device)
 
     return [lambda e=e, w=w: write(e, w) for e, w in zip(news, slots, strict=True)], check
+
+
+def fused_write(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[Callable], Callable]:
+    """Return calls that rotate, norm and write new entries, and a check of the cache.
+
+    The check takes the normed latents and rotated keys from the output of the call: the cache must have their stored
+    form, bit for bit. Other tests check the norm and the rotation.
+    """
+    cache = poisoned_cache(2 * sets * row.tokens // BLOCK_SIZE, device, row.cache_format)
+    slots, storage = random_slots(row, sets, device), row.storage(device)
+    news = [random_entries(row.tokens, device) for _ in range(sets)]
+    queries = [torch.randn(row.tokens, WRITE_HEADS, ROPE, dtype=DTYPE, device=device) for _ in range(sets)]
+    positions, norm = torch.arange(row.tokens, device=device), torch.ones(LATENT, dtype=DTYPE, device=device)
+    frequencies = rotary_frequencies(ROPE_CONFIG, ROPE).to(device)
+
+    def write(q_pe: Tensor, entries: list[Tensor], where: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        _, *written = rope_norm_and_cache(
+            positions, q_pe, *entries, cache, where, norm, 1e-6, ROPE_CONFIG, frequencies=frequencies, backend=backend,
+            **storage,
+        )  # fmt: skip
+        return cache, *written
+
+    def check(written: tuple[Tensor, Tensor, Tensor]) -> list[Parity]:
+        return written_cache(row, written[0], slots[0], written[1:], device)
+
+    return [lambda q=q, e=e, w=w: write(q, e, w) for q, e, w in zip(queries, news, slots, strict=True)], check
 
 
 def copy_blocks(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[Callable], Callable]:
@@ -196,14 +302,19 @@ def merge(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[C
     return [lambda p=p: fast.merge_attn_states(*p, backend=backend) for p in states], check
 
 
+SCALED = [name for name, each in CACHE_FORMATS.items() if each.scaled]
 MAKERS = {
     "gather": gather,
     "cache_write": cache_write,
+    "fused_write": fused_write,
     "copy_blocks": copy_blocks,
     "reorg": reorg,
     "reorg_64": reorg,
     "merge": merge,
     "merge_bfloat16": merge,
+    **{f"gather_{name}": gather for name in SCALED},
+    **{f"cache_write_{name}": cache_write for name in SCALED},
+    **{f"fused_write_{name}": fused_write for name in SCALED},
 }
 ROWS = tuple(Row(op, 65536) for op in MAKERS)
 

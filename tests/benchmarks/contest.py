@@ -24,6 +24,7 @@ import torch
 from rich.table import Table
 
 from fast.parity import Parity
+from reference.interfaces import CACHE_FORMATS, COMPUTE_FORMAT
 
 from .command_line import CannotRun, check_device, check_peers, one_line, run, wide_console, write_report
 from .report import provenance
@@ -65,6 +66,8 @@ class Case:
         contenders: the contenders by name; `fast` is the first.
         check: compares the output for the first set of inputs with the expected output.
         absent: contenders that cannot compute this row, with the reason.
+        figures: further entries of the result of the row, which `check` may fill. The entry "contender_bytes" has the
+            memory traffic by contender, if it differs between contenders.
     """
 
     flops: int
@@ -72,6 +75,7 @@ class Case:
     contenders: dict[str, Contender]
     check: Callable[[Any], list[Parity]]
     absent: dict[str, str] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=dict)
 
 
 def is_ours(who: str) -> bool:
@@ -119,6 +123,7 @@ def contest(case: Case, clock: Clock, ways: Sequence[str]) -> dict[str, Any]:
             who: [{**asdict(found), "passed": found.passed} for found in founds] for who, founds in parity.items()
         },
         "absent": absent,
+        **case.figures,
     }
     if not row["passed"]:
         return row
@@ -145,9 +150,11 @@ def add_shares(row: dict[str, Any], ceilings: Ceilings, bandwidth: str) -> None:
         ceilings: highest rates of simple operations, measured in this run.
         bandwidth: name of the ceiling by which GB/s are divided, "read_gb_s" or "copy_gb_s".
     """
+    traffic = row.get("contender_bytes", {})
     for times in row.get("times", {}).values():
-        for found in times.values():
-            tflops, gb_s = (row[what] / found["median_us"] / unit for what, unit in (("flops", 1e6), ("bytes", 1e3)))
+        for who, found in times.items():
+            tflops = row["flops"] / found["median_us"] / 1e6
+            gb_s = traffic.get(who, row["bytes"]) / found["median_us"] / 1e3
             found["tflops"], found["share_of_matmul"] = tflops, tflops / ceilings.matmul_tflops
             found["gb_s"], found["share_of_bandwidth"] = gb_s, gb_s / getattr(ceilings, bandwidth)
 
@@ -242,24 +249,33 @@ def run_benchmark(
     ways: Sequence[str],
     bandwidth: str,
     epilog: str = "",
+    cache_formats: bool = False,
+    more: Callable[[], Mapping[str, Any]] = dict,
 ) -> int:
     """Run one benchmark from its options to its exit status.
 
     Args:
         name: name of the benchmark's module.
         description: one line for the help and the title of the table.
-        all_rows: default rows. A row is a frozen dataclass; its fields are the first columns of the table.
-        make_case: function that gets a row, the peers and the name of a backend, and returns the case of the row.
+        all_rows: default rows. A row is a frozen dataclass, whose fields are the first columns of the table.
+        make_case: function that makes the case of a row from the row, the peers and the name of a backend; with
+            `cache_formats` it gets the cache format as keyword argument `cache_format`.
         argv: options of the command line; None takes the options of this process.
         ways: ways of timing, as in `contest`.
         bandwidth: ceiling of the GB/s, as in `add_shares`.
         epilog: sentence before the exit status at the end of the help.
+        cache_formats: whether the benchmark has the option `--cache-format`.
+        more: function that returns further entries of the results file; it runs after the rows.
 
     Returns:
         The exit status: 0 on success, 1 if a row failed its parity, 2 if the benchmark cannot run here.
     """
-    run_main = partial(_run, name, description, all_rows, make_case, bandwidth)
-    return run(run_main, argv, make_parser(name, description, all_rows, ways, epilog))
+    run_main = partial(_run, name, description, all_rows, make_case, bandwidth, more)
+    parser = make_parser(name, description, all_rows, ways, epilog)
+    if cache_formats:
+        parser.add_argument("--cache-format", choices=tuple(CACHE_FORMATS), default=COMPUTE_FORMAT.name,
+                            help="format of the cache (default: %(default)s)")  # fmt: skip
+    return run(run_main, argv, parser)
 
 
 def row_name(row: Any) -> str:
@@ -312,7 +328,7 @@ def parse_rows(all_rows: Sequence[Any], texts: Sequence[str] | None) -> list[Any
     return found
 
 
-def _run(name, description, all_rows, make_case, bandwidth, argv, arguments) -> int:
+def _run(name, description, all_rows, make_case, bandwidth, more, argv, arguments) -> int:
     rows, ways = parse_rows(all_rows, arguments.rows), tuple(arguments.ways)
     check_peers(arguments.peers)
     check_device("cuda")
@@ -320,10 +336,13 @@ def _run(name, description, all_rows, make_case, bandwidth, argv, arguments) -> 
     peers = None if arguments.peers is None else load_peers(arguments.peers)
     clock = Clock(arguments.time)
     ceilings = measure_ceilings(clock)
-    results = []
+    results, options = [], {}
+    if getattr(arguments, "cache_format", COMPUTE_FORMAT.name) != COMPUTE_FORMAT.name:
+        options = {"cache_format": CACHE_FORMATS[arguments.cache_format]}
+        description = f"{description} Cache format: {arguments.cache_format}."
     for number, row in enumerate(rows):
         torch.manual_seed(number)
-        result = {"dims": asdict(row), **contest(make_case(row, peers, arguments.backend), clock, ways)}
+        result = {"dims": asdict(row), **contest(make_case(row, peers, arguments.backend, **options), clock, ways)}
         add_shares(result, ceilings, bandwidth)
         results.append(result)
         torch.cuda.empty_cache()
@@ -337,12 +356,15 @@ def _run(name, description, all_rows, make_case, bandwidth, argv, arguments) -> 
         console.print(f"{who}: not captured: {reason}", markup=False, soft_wrap=True)
     for who, reason in sorted({pair for result in results for pair in result["absent"].items() if pair[0] != OURS}):
         console.print(f"{who}: not timed in some rows: {reason}", markup=False, soft_wrap=True)
+    found = more()
     failed = failures(results)
     for line in failed:
         console.print(f"FAILED {line}", markup=False, soft_wrap=True)
     if arguments.json is not None:
         head = provenance(name, argv, device="cuda")
-        report = {**head, "ceilings": ceilings.as_json(), "bandwidth": bandwidth, "rows": results}
+        if options:
+            head["cache_format"] = arguments.cache_format
+        report = {**head, "ceilings": ceilings.as_json(), "bandwidth": bandwidth, "rows": results, **found}
         write_report(arguments.json, report, console)
     return 1 if failed else 0
 

@@ -2,12 +2,16 @@
 
     python -m tests.benchmarks.decode
     python -m tests.benchmarks.decode --peers .peers --rows 128,4096,1,128,equal 128,4096,1,16,mixed --json decode.json
+    python -m tests.benchmarks.decode --peers .peers --cache-format fp8_e4m3
 
 The peers are kernels of other projects: FlashMLA, FlashAttention-3 ("FA3") and vLLM's Triton kernel.
 
-A decode divides the keys of a request into splits. Several programs of the decode kernel attend the splits, and a
-second kernel combines the partial outputs. A time contains both kernels. For a request with S keys, Sq new tokens and
-N heads, the FLOPs are 2 Sq N S (576 + 512). The bytes are the bytes of cache entries, queries and output.
+Over the cache format fp8_e4m3, the peers are FlashMLA's fp8 kernel, vLLM's Triton kernel and FlashInfer's FA3 kernel.
+FlashMLA's fp8 kernel has queries and probabilities in e4m3, so its error exceeds the budget; the table marks it.
+
+A decode divides the keys of a request into splits, which different programs attend, and combines the partial outputs of
+the splits. A time contains both kernels. For a request with S keys, Sq new tokens and N heads, the FLOPs are
+2 Sq N S (576 + 512). The bytes are those of the cache entries, the queries and the output.
 
 The variants of `fast` differ in how they split requests:
 
@@ -21,8 +25,9 @@ The variants of `fast` differ in how they split requests:
 A stepped time is the time of one layer in a CUDA graph that runs a step of 61 layers. The step makes a schedule once
 for all layers, but "FA3" makes its schedule in every layer.
 
-In the other ways of timing, a time of a planned variant of `fast` contains the planning, and a time of "FA3" contains
-its schedule. The times of FlashMLA and of "FA3, schedule ahead" do not contain the computation of their schedules.
+In the other ways of timing, a time of a planned variant of `fast` contains the planning. The times of FlashMLA and of
+"FA3, schedule ahead" do not contain the computation of their schedules. "FA3" makes its schedule in every call.
+FlashInfer's plan is outside every time, also outside a stepped time, because the plan waits for the GPU.
 """
 
 from __future__ import annotations
@@ -33,6 +38,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,8 +46,18 @@ from torch import Tensor
 import fast
 import reference
 from fast.parity import Parity, compare, compare_states
-from reference.interfaces import AttentionState, CommonAttentionMetadata, DecodeMetadata, DecodeSchedule, MLAConfig
+from reference.interfaces import (
+    COMPUTE_FORMAT,
+    FP8_E4M3,
+    AttentionState,
+    CacheFormat,
+    CommonAttentionMetadata,
+    DecodeMetadata,
+    DecodeSchedule,
+    MLAConfig,
+)
 
+from .command_line import one_line
 from .contest import OURS, Case, Contender, finite, run_benchmark
 from .layers import BLOCK_SIZE, DTYPE
 from .timing import LAYERS, Call, in_turn, input_sets
@@ -56,6 +72,7 @@ INVARIANT_PLANNED = f"{INVARIANT}, planned"
 BY_DEFAULT = f"{OURS}, by default"
 AHEAD = "FA3, schedule ahead"
 LENS = ("equal", "mixed", "ragged")
+QUANTISED_AT_ONCE = 1 << 17  # cache entries that are quantised in one call, to limit the memory of the conversion
 
 
 @dataclass(frozen=True)
@@ -112,10 +129,15 @@ class Row:
         """Floating-point operations of both matrix products; masked keys count too."""
         return 2 * self.Sq * self.N * sum(self.seq_lens) * (WIDTH + LATENT)
 
+    def bytes_over(self, cache_format: CacheFormat) -> int:
+        """Return the bytes of the cache entries in a format, of q and of out, each counted once."""
+        entries = sum(self.seq_lens) * cache_format.entry_bytes(LATENT, ROPE, DTYPE)
+        return entries + DTYPE.itemsize * self.B * self.Sq * self.N * (WIDTH + LATENT)
+
     @property
     def bytes(self) -> int:
-        """Bytes of the cache entries, q and out, each counted once."""
-        return DTYPE.itemsize * (sum(self.seq_lens) * WIDTH + self.B * self.Sq * self.N * (WIDTH + LATENT))
+        """Bytes of the cache entries in the compute dtype, of q and of out, each counted once."""
+        return self.bytes_over(COMPUTE_FORMAT)
 
 
 ROWS = tuple(
@@ -138,30 +160,49 @@ class Inputs:
     Attributes:
         ql_nope: absorbed queries [B Sq, N, 512].
         q_pe: rope parts of the queries [B Sq, N, 64].
-        cache: paged cache [blocks, block_size, 576]; each plan uses its own blocks.
-        metadata: plans; each plan has another block table.
+        cache: paged cache [blocks, block_size, columns]; each plan uses its own blocks.
+        metadata: plans, each with one of the block tables.
+        storage: keyword arguments `cache_format` and `kv_scale` of a decode over the cache.
     """
 
     ql_nope: Tensor
     q_pe: Tensor
     cache: Tensor
     metadata: list[DecodeMetadata]
+    storage: dict[str, Any]
 
 
-def make_inputs(row: Row, sets: int, device: torch.device | str) -> Inputs:
+def random_cache(blocks: int, cache_format: CacheFormat, kv_scale: Tensor | None, device: torch.device | str) -> Tensor:
+    """Return a cache of random entries, [blocks, block_size, columns]."""
+    columns, dtype = cache_format.columns(LATENT, ROPE), cache_format.dtype_for(DTYPE)
+    if not cache_format.scaled:
+        return torch.randn(blocks, BLOCK_SIZE, columns, dtype=DTYPE, device=device)
+    cache = torch.empty(blocks * BLOCK_SIZE, columns, dtype=dtype, device=device)
+    for part in cache.split(QUANTISED_AT_ONCE):
+        new = [torch.randn(len(part), width, dtype=DTYPE, device=device) for width in (LATENT, ROPE)]
+        part.copy_(reference.quantize_entries(*new, cache_format, kv_scale))
+    return cache.view(blocks, BLOCK_SIZE, columns)
+
+
+def blocks_of(cache: Tensor, blocks: Tensor) -> Tensor:
+    """Return some blocks of a cache; the bytes are copied, because PyTorch cannot index every dtype on every device."""
+    return cache.view(torch.uint8)[blocks].view(cache.dtype)
+
+
+def make_inputs(row: Row, sets: int, device: torch.device | str, cache_format: CacheFormat = COMPUTE_FORMAT) -> Inputs:
     """Return random queries and cache entries, and `sets` plans; the blocks of a request are in random order."""
     width = -(-row.S // BLOCK_SIZE)
     blocks = sets * row.B * width
     ql_nope, q_pe = (torch.randn(row.B * row.Sq, row.N, w, dtype=DTYPE, device=device) for w in (LATENT, ROPE))
-    cache = torch.randn(blocks, BLOCK_SIZE, WIDTH, dtype=DTYPE, device=device)
+    kv_scale = torch.ones((), device=device) if cache_format.layer_scale else None
+    cache = random_cache(blocks, cache_format, kv_scale, device)
     tables = torch.randperm(blocks, device=device).to(torch.int32).view(sets, row.B, width)
     index = dict(dtype=torch.int32, device=device)
     seq_lens = torch.tensor(row.seq_lens, **index)
     starts = row.Sq * torch.arange(row.B + 1, **index)
     visible = (seq_lens[:, None] - row.Sq + 1 + torch.arange(row.Sq, **index)).flatten()
-    return Inputs(
-        ql_nope, q_pe, cache, [DecodeMetadata(t, seq_lens, starts, row.Sq, visible, row.S, BLOCK_SIZE) for t in tables]
-    )
+    plans = [DecodeMetadata(t, seq_lens, starts, row.Sq, visible, row.S, BLOCK_SIZE) for t in tables]
+    return Inputs(ql_nope, q_pe, cache, plans, {"cache_format": cache_format, "kv_scale": kv_scale})
 
 
 def spread_out(count: int, at_most: int) -> list[int]:
@@ -190,9 +231,11 @@ def check(row: Row, inputs: Inputs, value: AttentionState | Tensor) -> list[Pari
         row.Sq * torch.arange(len(requests) + 1, **index), row.Sq, metadata.visible_lens[tokens],
         metadata.max_seq_len, BLOCK_SIZE,
     )  # fmt: skip
-    tensors = [inputs.ql_nope[tokens][:, heads], inputs.q_pe[tokens][:, heads], inputs.cache[blocks.flatten().long()]]
-    gold = reference.mla_decode(*(t.double() for t in tensors), part, SCALE)
-    low = reference.mla_decode(*tensors, part, SCALE)
+    queries = [inputs.ql_nope[tokens][:, heads], inputs.q_pe[tokens][:, heads]]
+    cache, storage = blocks_of(inputs.cache, blocks.flatten().long()), inputs.storage
+    wide = cache.double() if storage["cache_format"] == COMPUTE_FORMAT else cache  # gold reads the same stored bytes
+    gold = reference.mla_decode(*(q.double() for q in queries), wide, part, SCALE, **storage)
+    low = reference.mla_decode(*queries, cache, part, SCALE, **storage)
     found = [finite("mla_decode", out)]
     if isinstance(value, AttentionState):
         mine = AttentionState(out[tokens][:, heads].contiguous(), value.lse[heads][:, tokens].contiguous())
@@ -218,12 +261,66 @@ def vllm_with_scales(peers: ModuleType, device: torch.device) -> Callable:
     return call
 
 
+def flashinfer_calls(row: Row, inputs: Inputs, peers: ModuleType) -> list[Call]:
+    """Return a planned call of FlashInfer's MLA decode over fp8_e4m3 for each plan of the inputs."""
+    space, calls = torch.empty(128 << 20, dtype=torch.uint8, device=inputs.cache.device), []
+    pages, index = [-(-length // BLOCK_SIZE) for length in row.seq_lens], dict(dtype=torch.int32)
+    starts = torch.tensor([0, *pages], **index).cumsum(0, dtype=torch.int32).to(inputs.cache.device)
+    for metadata in inputs.metadata:
+        blocks = torch.cat([table[:count] for table, count in zip(metadata.block_table, pages, strict=True)])
+        plan = (metadata.query_start_loc, starts, blocks, metadata.seq_lens)
+        kernel = peers.flashinfer_mla(
+            plan, row.N, BLOCK_SIZE, SCALE, kv_dtype=FP8_E4M3.storage_dtype, causal=row.Sq > 1, space=space
+        )
+        latent, rope = inputs.cache[..., :LATENT], inputs.cache[..., LATENT:]
+        calls.append(partial(kernel, inputs.ql_nope, inputs.q_pe, latent, rope))
+    return calls
+
+
+def fp8_contenders(row: Row, inputs: Inputs, peers: ModuleType) -> tuple[dict[str, Contender], dict[str, str]]:
+    """Return the contenders among the peers over a cache in e4m3, and the absent peers with the reasons.
+
+    All scales are 1. FlashMLA gets the queries in e4m3.
+    """
+    q = torch.cat((inputs.ql_nope, inputs.q_pe), dim=-1).view(row.B, row.Sq, row.N, WIDTH)
+    there = {**peers.available(), **getattr(peers, "more_available", dict)()}
+    contenders, absent = {}, {}
+
+    def add(who: str, library: str, calls: Callable[[], list[Call]], step: Callable[[], Call] | None = None) -> None:
+        if not there.get(library, False):
+            absent[who] = "its library could not be loaded"
+            return
+        try:
+            made = calls()
+        except Exception as error:  # a peer that cannot plan this row is absent; the others are timed
+            absent[who] = f"{type(error).__name__}: {one_line(error)}"
+            return
+        view = lambda output: output[0].reshape(row.B * row.Sq, row.N, LATENT)  # noqa: E731
+        contenders[who] = Contender(made, view, step)
+
+    def calls_of(kernel: Callable, queries: Tensor) -> list[Call]:
+        return [partial(kernel, queries, inputs.cache, m.block_table, m.seq_lens, SCALE) for m in inputs.metadata]
+
+    def flashmla() -> list[Call]:
+        return calls_of(peers.FlashMLADecodeFp8(), q.to(FP8_E4M3.storage_dtype))
+
+    add("FlashMLA fp8", "flashmla_fp8", flashmla, lambda: in_turn(flashmla(), LAYERS)())
+    add("vLLM Triton", "vllm_triton", lambda: calls_of(vllm_with_scales(peers, q.device), q))
+    add("FlashInfer", "flashinfer", lambda: flashinfer_calls(row, inputs, peers))
+    return contenders, absent
+
+
 def peer_contenders(row: Row, inputs: Inputs, peers: ModuleType) -> tuple[dict[str, Contender], dict[str, str]]:
     """Return FlashMLA, FlashAttention-3 and vLLM's Triton kernel as contenders, and the absent peers with the reasons.
 
-    FlashMLA and "FA3, schedule ahead" use one schedule for several calls. For a stepped time, each of these two makes a
-    new schedule in each step.
+    FlashMLA and "FA3, schedule ahead" keep their schedule over several calls. For a stepped time they make a new
+    schedule in each step. Over a cache in e4m3 the contenders are those of `fp8_contenders`; no peer has a dense decode
+    over fp8_ds_mla.
     """
+    if inputs.storage["cache_format"] == FP8_E4M3:
+        return fp8_contenders(row, inputs, peers)
+    if inputs.storage["cache_format"] != COMPUTE_FORMAT:
+        return {}, {"peers": "no peer has a dense decode over this cache format"}
     q = torch.cat((inputs.ql_nope, inputs.q_pe), dim=-1).view(row.B, row.Sq, row.N, WIDTH)
     there = peers.available()
     vllm_triton = vllm_with_scales(peers, q.device) if there["vllm_triton"] else None
@@ -262,22 +359,32 @@ def batch_of(row: Row, inputs: Inputs) -> CommonAttentionMetadata:
     return CommonAttentionMetadata.make(starts, lens, metadata.block_table, no_slots, BLOCK_SIZE)
 
 
-def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: str = "cuda") -> Case:
-    """Return the inputs of one row and its contenders (the implementations to time)."""
-    # the named backend serves its own ops; for other ops, such as planning, `fast` chooses another backend
+def make_case(
+    row: Row,
+    peers: ModuleType | None,
+    backend: str | None,
+    device: str = "cuda",
+    cache_format: CacheFormat = COMPUTE_FORMAT,
+) -> Case:
+    """Return the inputs and contenders of one row."""
+    # the named backend computes the ops that it has; `fast` chooses a backend for the other ops, such as planning
     backend = fast.backends.bind(backend)
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if device == "cuda" else 1
-    inputs = make_inputs(row, input_sets(row.bytes, l2_bytes), device)
+    num_bytes = row.bytes_over(cache_format)
+    inputs = make_inputs(row, input_sets(num_bytes, l2_bytes), device, cache_format)
+    storage = {} if cache_format == COMPUTE_FORMAT else inputs.storage
     ours = [
-        lambda m=m: fast.mla_decode(inputs.ql_nope, inputs.q_pe, inputs.cache, m, SCALE, backend=backend)
+        lambda m=m: fast.mla_decode(inputs.ql_nope, inputs.q_pe, inputs.cache, m, SCALE, backend=backend, **storage)
         for m in inputs.metadata
     ]
     config = MLAConfig.from_preset("deepseek-v3", num_heads=row.N)
-    served = {"device": device, "dtype": DTYPE, "block_size": BLOCK_SIZE, "backend": backend}
+    planned_for = {"dtype": DTYPE, "cache_format": cache_format, "backend": backend}
+    served = {"device": device, "block_size": BLOCK_SIZE, **planned_for}
     programs, costs = fast.decode_programs(config, query_len=row.Sq, **served), fast.schedule_costs(config, **served)
 
     def attend(metadata: DecodeMetadata, schedule: DecodeSchedule | None) -> AttentionState:
-        return fast.mla_decode(inputs.ql_nope, inputs.q_pe, inputs.cache, metadata, SCALE, schedule, backend=backend)
+        queries = inputs.ql_nope, inputs.q_pe
+        return fast.mla_decode(*queries, inputs.cache, metadata, SCALE, schedule, backend=backend, **storage)
 
     def schedule_of(metadata: DecodeMetadata, batch_invariant: bool, planned: bool) -> DecodeSchedule | None:
         if planned:
@@ -295,9 +402,9 @@ def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: s
         return Contender([partial(scheduled, m) for m in inputs.metadata], step=step or whole_step)
 
     common = batch_of(row, inputs)
-    default = fast.build_mla_metadata(common, BLOCK_SIZE, BLOCK_SIZE, row.Sq, config, dtype=DTYPE, backend=backend)
+    default = fast.build_mla_metadata(common, BLOCK_SIZE, BLOCK_SIZE, row.Sq, config, **planned_for)
     builder = fast.MLAMetadataBuilder(
-        config, BLOCK_SIZE, row.S, row.B, num_speculative_tokens=row.Sq - 1, dtype=DTYPE, backend=backend
+        config, BLOCK_SIZE, row.S, row.B, num_speculative_tokens=row.Sq - 1, **planned_for
     )
 
     def captured_step() -> None:
@@ -314,7 +421,7 @@ def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: s
     others, absent = ({}, {}) if peers is None else peer_contenders(row, inputs, peers)
     return Case(
         row.flops,
-        row.bytes,
+        num_bytes,
         {OURS: Contender(ours), **cut_by, **others},
         lambda value: check(row, inputs, value),
         absent,
@@ -327,6 +434,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "decode", __doc__.splitlines()[0], ROWS, make_case, argv,
         ways=("flushed", "replayed", "stepped"), bandwidth="read_gb_s",
         epilog="A row has B requests with Sq new tokens each, S keys in the longest request, and N heads.",
+        cache_formats=True,
     )  # fmt: skip
 
 

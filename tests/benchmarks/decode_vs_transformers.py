@@ -30,6 +30,7 @@ import fast
 import reference
 from fast.integrations.transformers import use_mla
 from fast.integrations.transformers.cache import latent_layers
+from fast.integrations.transformers.models import CacheEntry
 from fast.parity import compare
 
 from .command_line import write_report
@@ -77,7 +78,7 @@ def filled_paged_cache(model: DeepseekV2Model, ops, entries: torch.Tensor) -> Dy
     cache.layers[:] = latent_layers(cache, 1, BLOCK_SIZE)
     layer, tokens = cache.layers[0], entries.shape[0]
     table = layer.record.reserve(1, tokens)
-    kv_cache = layer.reserve(ops, 1, table.shape[1], entries.shape[1], entries.dtype, entries.device)
+    kv_cache = layer.reserve(ops, 1, table.shape[1], CacheEntry(entries.shape[1], entries.dtype, entries.device))
     kv_cache.view(-1, entries.shape[1])[:tokens] = entries
     layer.record.commit(tokens, torch.tensor([tokens], dtype=torch.int32), None)
     return cache

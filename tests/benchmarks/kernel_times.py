@@ -17,10 +17,11 @@ NAMES = {  # part of a step: texts; a kernel belongs to the first part that has 
     "plan": ("_plan_", "_visible_lens_kernel", "_advance_step_kernel"),
     "attention": ("_flash_attn_varlen", "_row_blocks_", "_two_phases", "_clear_kernel", "_combine_", "decode_kernel"),
     "projections": ("gemm", "gemv", "cutlass", "nvjet", "cublas", "splitK", "xmma", "layer_norm", "rms_norm", "RMSNorm",
-                    "dot_kernel"),
+                    "dot_kernel", "_multiply_heads_kernel"),
     "movement": (
         "_write_kernel", "_gather_kernel", "_copy_blocks", "_rope_", "_merge_", "_reorg_", "_sort_by_owner",
-        "_zero_padding_kernel", "Memcpy", "Memset", "elementwise", "CatArray", "copy", "fill",
+        "_zero_padding_kernel", "_write_quantized_kernel", "_gather_dequantized_kernel", "_quantize_kernel",
+        "_dequantize_kernel", "Memcpy", "Memset", "elementwise", "CatArray", "copy", "fill",
     ),
 }  # fmt: skip
 STEP_MARK, LAYER_MARK = "atanh_kernel", "asinh_kernel"  # names of two kernels that no layer launches, used as marks

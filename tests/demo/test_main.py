@@ -79,7 +79,7 @@ def test_as_a_newcomer_runs_it(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == "" and "\x1b" not in done.stdout
     for said in ("continuations", "parity of fast with reference", "identical for 2 of 2 prompts", "kernels on cpu",
-                 "expanded keys and values", "cpu: serves 19 of 19 ops"):  # fmt: skip
+                 "expanded keys and values", "cpu: serves 22 of 22 ops"):  # fmt: skip
         assert said in done.stdout
     order = places(done.stdout, "verdict", "greedy tokens: identical", "tokens/s", "kernels on cpu", "continuations",
                    "parity of fast with reference", "expanded keys and values")  # fmt: skip
@@ -117,7 +117,7 @@ def test_kernel_sets_in_three_lines(run):
     """
     said = kernel_lines(run("--max-new-tokens", "2").out)
     assert said == [
-        "cpu: serves 19 of 19 ops",
+        "cpu: serves 22 of 22 ops",
         "triton: serves none: serves device cuda, got cpu",
         # the 4 more reasons are: dtype, two dimensions, block size
         "hopper: serves none: serves device cuda, got cpu and 4 more reasons",
@@ -125,7 +125,7 @@ def test_kernel_sets_in_three_lines(run):
     verbose = run("--max-new-tokens", "2", "--verbose")
     words = " ".join(kernel_lines(verbose.out))
     assert all(" ".join(line.split()) in words for line in verbose.figures["kernels"]["lines"])
-    assert len(verbose.figures["kernels"]["lines"]) == 19
+    assert len(verbose.figures["kernels"]["lines"]) == 22
     assert "hopper: serves kv_lora_rank in (256, 512), got 64" in words
 
 
@@ -263,6 +263,48 @@ def test_bfloat16_and_a_named_backend(run):
     assert done.figures["cache"]["latent_bytes_per_1000_tokens"] == 1000 * 6 * 2 * 80
 
 
+def test_a_cache_in_e4m3(run):
+    """Serve over fp8_e4m3 -> both packages generate the same tokens, and the job reports the bits per byte.
+
+    An entry has one byte for each element. The tokens of transformers are reported, but not required.
+    """
+    done = run("--cache-format", "fp8_e4m3")
+    figures = done.figures
+    assert done.status == 0, done.out
+    assert figures["settings"]["cache_format"] == "fp8_e4m3" and figures["compared"] == ["reference", "fast"]
+    assert figures["cache"]["latent_bytes_per_1000_tokens"] == 1000 * 6 * (64 + 16)
+    assert {row["op"].split(":")[0].split(" (")[0] for row in figures["parity"]} == EXACT | COMPARED
+    assert all(row["passed"] for row in figures["parity"]) and figures["verdict"]["tokens_identical"]
+    assert list(figures["kv_scales"]) == [f"layers.{index}.self_attn" for index in range(6)]
+    bits = figures["bits_per_byte"]
+    assert bits["cache_format"] == "fp8_e4m3" and bits["over_format"] != bits["compute_dtype"]
+    assert abs(bits["increase"]) < 0.1, bits  # the prompts are too short to measure one percent
+    for prompt in figures["prompts"]:
+        assert prompt["tokens"]["reference"] == prompt["tokens"]["fast"] and prompt["identical"]
+        at = prompt["differs_from_transformers_at"]
+        assert (at is None) == (prompt["tokens"]["fast"] == prompt["tokens"]["transformers"])
+    assert "bits per byte of the prompts: " in done.out and "not required" in done.out
+    assert "cache format fp8_e4m3" in " ".join(done.out.split())
+
+
+def test_one_package_over_e4m3(run):
+    """Serve over fp8_e4m3 with one package -> nothing to compare the tokens with, and the verdict says so."""
+    done = run("--cache-format", "fp8_e4m3", "--ops", "fast", "--dtype", "bfloat16", "--no-picture")
+    assert done.status == 0 and done.figures["compared"] == ["fast"]
+    assert "greedy tokens: not compared, because only fast ran" in done.out
+
+
+def test_other_tokens_over_e4m3_fail(run):
+    """Let `fast` decode with a wrong scale of the cache -> parity fails, and the tokens count in the verdict."""
+
+    def mla_decode(ql_nope, q_pe, kv_cache, metadata, softmax_scale, schedule=None, kv_scale=None, **options):
+        scale = None if kv_scale is None else kv_scale * 2
+        return fast.mla_decode(ql_nope, q_pe, kv_cache, metadata, softmax_scale, schedule, kv_scale=scale, **options)
+
+    done = run("--cache-format", "fp8_e4m3", "--no-picture", ops=module_like(fast, mla_decode=mla_decode))
+    assert done.status == 1 and "FAILED: mla_decode" in done.out
+
+
 def test_a_wrong_scale_in_one_op_fails_parity(run):
     def mla_decode(ql_nope, q_pe, kv_cache, metadata, softmax_scale, schedule=None):
         return fast.mla_decode(ql_nope, q_pe, kv_cache, metadata, softmax_scale * 1.01, schedule)
@@ -304,7 +346,7 @@ def test_help_explains_every_option(capsys):
     assert caught.value.code == 0
     told = capsys.readouterr().out
     for option in ("--model", "--prompt", "--max-new-tokens", "--ops", "--device", "--dtype", "--backend",
-                   "--block-size", "--workspace-tokens", "--token-budget", "--json", "--picture",
+                   "--cache-format", "--block-size", "--workspace-tokens", "--token-budget", "--json", "--picture",
                    "--verbose"):  # fmt: skip
         assert option in told
     assert all(action.help for action in make_parser()._actions)
@@ -319,6 +361,10 @@ BAD = [
     (["--device", "cuda:99"], "--device: expected a CUDA device of this machine ("),
     (["--backend", "abacus"], "backend: expected one of "),
     (["--device", "cpu", "--backend", "hopper"], "hopper: serves device cuda, got cpu"),
+    (
+        ["--cache-format", "fp8_ds_mla"],
+        "--cache-format: dims: expected (Lkv, R) = (512, 64) for format fp8_ds_mla, got",
+    ),
     (["--block-size", "0"], "--block-size: expected at least 1 and less than 2^31, got 0"),
     (["--workspace-tokens", "7"], "--workspace-tokens: expected at least one block of 8, got 7"),
     (["--max-new-tokens", "0"], "--max-new-tokens: expected at least 1, got 0"),

@@ -198,9 +198,16 @@ def torchrun(*options: str, processes: int = 4, folder: Path) -> tuple[int, str,
     return process.returncode, output, errors
 
 
-@pytest.mark.parametrize(("size", "interleave", "merge", "ops"), [(4, 1, "a2a", "both"), (2, 16, "ag_rs", "fast")])
-def test_main_job(tmp_path, size, interleave, merge, ops):
-    """The main job on four ranks generates the tokens of a single rank.
+@pytest.mark.parametrize(
+    ("size", "interleave", "merge", "ops", "cache_format"),
+    [
+        (4, 1, "a2a", "both", "compute_dtype"),
+        (2, 16, "ag_rs", "fast", "compute_dtype"),
+        (2, 1, "a2a", "both", "fp8_e4m3"),
+    ],
+)
+def test_main_job(tmp_path, size, interleave, merge, ops, cache_format):
+    """The main job on four ranks generates the tokens of a single rank over the same cache format.
 
     `size` ranks share each sequence.
     """
@@ -208,10 +215,13 @@ def test_main_job(tmp_path, size, interleave, merge, ops):
     status, output, errors = torchrun(
         "--context-parallel", str(size), "--interleave", str(interleave), "--merge", merge, "--max-new-tokens", "12",
         "--prompt", "def __init__(self, " * 12, "--prompt", "import os", "--json", "figures.json",
-        "--token-budget", "64", "--workspace-tokens", "64", "--ops", ops, folder=tmp_path,
+        "--token-budget", "64", "--workspace-tokens", "64", "--ops", ops, "--cache-format", cache_format,
+        folder=tmp_path,
     )  # fmt: skip
     assert status == 0, output + errors
     figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["cache_format"] == cache_format
+    assert (figures["bits_per_byte"] is None) == (figures["kv_scales"] is None) == (cache_format == "compute_dtype")
     assert figures["ranks"] == 4 and figures["tokens_per_block"] == 16 * size and figures["merge"] == merge
     assert list(figures["wings"]) == (["reference", "fast"] if ops == "both" else ["fast"])
     for name in figures["wings"]:

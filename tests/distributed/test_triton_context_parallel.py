@@ -42,7 +42,7 @@ def gathered_rows(size, interleave, lens, width, dtype):
 @runs
 @pytest.mark.parametrize(("size", "interleave", "width"), [(1, 1, 7), (2, 1, 96), (3, 4, 7), (4, 16, 576), (7, 2, 96)])
 def test_reorg(size, interleave, width):
-    """`reorg_kvcache` gives the bits of `reference`, also for rows with gaps, and does not write to the gaps."""
+    """`reorg_kvcache` gives the bits of `reference`, also if rows have gaps between them, and keeps the gaps."""
     for dtype in DTYPES if width == 96 else DTYPES[:1]:
         gathered, chunk = gathered_rows(size, interleave, (5, 0, 33, 1, 70), width, dtype)
         wanted = reference.reorg_kvcache(gathered, chunk)

@@ -20,13 +20,13 @@ from rich.console import Console
 
 import fast
 from fast.parity import Parity
-from reference.interfaces import AttentionState
+from reference.interfaces import FP8_DS_MLA, FP8_E4M3, AttentionState
 
 from ..benchmarks import bytes as moves
-from ..benchmarks import contest, decode, prefill, report, table_width, timing
+from ..benchmarks import contest, decode, prefill, report, table_width, timing, weights
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = {"decode": decode, "prefill": prefill, "bytes": moves}
+MODULES = {"decode": decode, "prefill": prefill, "bytes": moves, "weights": weights}
 CEILINGS = timing.Ceilings(copy_gb_s=4000.0, read_gb_s=4000.0, matmul_tflops=800.0, sustained_matmul_tflops=700.0)
 
 
@@ -48,6 +48,9 @@ def test_decode_counts():
     assert row.bytes == 603_979_776 + 18_874_368 + 16_777_216
     assert decode.Row(128, 4096, 2, 128).flops == 2 * row.flops
     assert decode.Row(128, 4096, 2, 128).bytes - row.bytes == 18_874_368 + 16_777_216
+    # over fp8_e4m3 the cache has half of the bytes; over fp8_ds_mla it has 656 / 1152 of them
+    for cache_format, cache in ((FP8_E4M3, 301_989_888), (FP8_DS_MLA, 343_932_928)):
+        assert row.bytes_over(cache_format) == cache + 18_874_368 + 16_777_216
 
 
 def test_prefill_counts():
@@ -77,12 +80,28 @@ def test_bytes_counts():
     assert moves.Row("gather", 65536).bytes == entries + 4096
     assert moves.Row("cache_write", 65536).bytes == entries + 524_288
     assert moves.Row("copy_blocks", 65536).bytes == entries + 16_384
+    for name, entry in (("fp8_e4m3", 576), ("fp8_ds_mla", 656)):
+        assert moves.Row(f"gather_{name}", 65536).bytes == 65536 * (entry + 1152) + 4096
+        assert moves.Row(f"cache_write_{name}", 65536).bytes == 65536 * (1152 + entry) + 524_288
+        # also written: 1152 bytes of normed and rotated entries; read: positions; read and written: queries of 16 heads
+        assert moves.Row(f"fused_write_{name}", 65536).bytes == 65536 * (1152 + entry + 1152 + 16 + 2 * 2048)
     assert moves.Row("merge", 65536).bytes == 3 * (4_294_967_296 + 33_554_432)
     assert moves.Row("merge_bfloat16", 65536).bytes == 3 * (2_147_483_648 + 33_554_432)
 
 
+def test_bytes_of_a_contender():
+    """Give contenders bytes of their own -> their GB/s are computed from these bytes."""
+    case = case_of()
+    case.figures["contender_bytes"] = {"slow": 10**8}
+    row = contest.contest(case, FakeClock(), ("flushed",))
+    contest.add_shares(row, CEILINGS, "read_gb_s")
+    assert row["times"]["flushed"]["fast"]["gb_s"] == pytest.approx(2000)
+    assert row["times"]["flushed"]["slow"]["gb_s"] == pytest.approx(400)
+
+
 def test_rows_are_the_published_ones():
-    assert len(set(decode.ROWS)) == 23 and len(set(prefill.ROWS)) == 6 and len(set(moves.ROWS)) == 7
+    assert {(row.T, row.N) for row in weights.ROWS[:16]} == {(t, n) for t in (1, 16, 128, 512) for n in (16, 128)}
+    assert len(set(decode.ROWS)) == 23 and len(set(prefill.ROWS)) == 6 and len(set(moves.ROWS)) == 14
     assert {row.N for row in decode.ROWS} == {128, 64, 32, 16}
     assert decode.Row(1, 131072, 1, 16) in decode.ROWS and decode.Row(128, 4096, 2, 16) in decode.ROWS
 
@@ -113,7 +132,8 @@ def test_spread_out():
 SMALL = {
     "decode": [decode.Row(3, 70, 2, 5), decode.Row(1, 40, 1, 1)],
     "prefill": [prefill.Row(3, 40, 60, 5, "causal"), prefill.Row(1, 200, 200, 2, "full")],
-    "bytes": [moves.Row(op, 1024) for op in ("gather", "cache_write", "copy_blocks")],
+    "bytes": [moves.Row(op, 1024) for op in moves.MAKERS if not op.startswith(("merge", "reorg"))],
+    "weights": [weights.Row(op, tokens, 3) for op in weights.OPS for tokens in (1, 37)],
 }
 
 
@@ -129,6 +149,59 @@ def test_check_passes(name, row):
     for who, contender in case.contenders.items():
         found = case.check(contender.view(contender.calls[0]()))
         assert found and all(parity.passed for parity in found), who
+
+
+@pytest.mark.parametrize("cache_format", [FP8_E4M3, FP8_DS_MLA], ids=lambda each: each.name)
+def test_decode_over_a_cache_format(cache_format):
+    """Decode over a cache format -> every contender is within its budget, and another softmax scale is not."""
+    row = decode.Row(2, 70, 2, 5)
+    case = decode.make_case(row, None, "cpu", device="cpu", cache_format=cache_format)
+    assert case.bytes == row.bytes_over(cache_format)
+    for who, contender in case.contenders.items():
+        state = contender.view(contender.calls[0]())
+        found = case.check(state)
+        assert found and all(parity.passed for parity in found), who
+        assert not all(parity.passed for parity in case.check(AttentionState(state.out * 1.1, state.lse)))
+
+
+def test_peers_over_a_cache_format():
+    """Make the contenders over fp8_e4m3 -> peers get e4m3 caches, and a peer that cannot plan is absent with a reason.
+
+    No peer has a dense decode over fp8_ds_mla.
+    """
+    seen = []
+
+    class Planned:
+        def __call__(self, q, cache, block_table, seq_lens, scale):
+            seen.append((q.dtype, cache.dtype, list(cache.shape[1:])))
+            return (torch.zeros(2, 1, 3, 512),)
+
+    def cannot_plan(*arguments, **options):
+        raise RuntimeError("no kernel\nfor this row")
+
+    here = SimpleNamespace(
+        available=lambda: {"vllm_triton": False}, more_available=lambda: {"flashmla_fp8": True, "flashinfer": True},
+        FlashMLADecodeFp8=Planned, flashinfer_mla=cannot_plan,
+    )  # fmt: skip
+    row = decode.Row(2, 70, 1, 3)
+    inputs = decode.make_inputs(row, 2, "cpu", FP8_E4M3)
+    contenders, absent = decode.peer_contenders(row, inputs, here)
+    assert list(contenders) == ["FlashMLA fp8"]
+    assert contenders["FlashMLA fp8"].view(contenders["FlashMLA fp8"].calls[1]()).shape == (2, 3, 512)
+    assert seen == [(torch.float8_e4m3fn, torch.float8_e4m3fn, [64, 576])]
+    assert absent == {
+        "vLLM Triton": "its library could not be loaded", "FlashInfer": "RuntimeError: no kernel for this row",
+    }  # fmt: skip
+
+    def plan(metadata, heads, page, scale, **options):
+        _, pages, blocks, _ = metadata
+        assert (heads, page, options["causal"]) == (3, 64, False) and pages.tolist() == [0, 2, 4] and len(blocks) == 4
+        return lambda q_nope, q_pe, latent, rope: (torch.zeros(2, 3, latent.shape[2] + rope.shape[2] - 64), None)
+
+    here.flashinfer_mla = plan
+    contender = decode.peer_contenders(row, inputs, here)[0]["FlashInfer"]
+    assert contender.view(contender.calls[0]()).shape == (2, 3, 512)
+    assert decode.peer_contenders(row, decode.make_inputs(row, 1, "cpu", FP8_DS_MLA), here)[0] == {}
 
 
 @pytest.mark.parametrize("op", ["merge", "merge_bfloat16"])
@@ -376,20 +449,32 @@ def test_whole_program(name, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(contest, "measure_ceilings", lambda clock: CEILINGS)
     monkeypatch.setattr(contest, "provenance", lambda name, argv, device: {"command": name})
     on_cpu = module.make_case
-    monkeypatch.setattr(module, "make_case", lambda row, peers, backend: on_cpu(row, peers, backend, device="cpu"))
+    monkeypatch.setattr(
+        module, "make_case", lambda row, peers, backend, **options: on_cpu(row, peers, backend, "cpu", **options)
+    )
     path = tmp_path / "report.json"
     argv = ["--rows", contest.row_name(row), "--backend", "cpu", "--json", str(path)]
     assert module.main(argv) == 0
     said = capsys.readouterr()
     assert said.err == "" and "ceilings in this run: copy 4000 GB/s" in said.out
     figures = json.loads(path.read_text())
-    assert set(figures) == {"command", "ceilings", "bandwidth", "rows"}
+    more = {"weights": {"scales"}}.get(name, set())
+    assert set(figures) == {"command", "ceilings", "bandwidth", "rows"} | more
     assert figures["ceilings"]["matmul_size"] == timing.MATMUL_SIZE
     (found,) = figures["rows"]
-    assert set(found) == {"dims", "flops", "bytes", "passed", "parity", "absent", "times", "host_us", "fast_against"}
+    further = {"contender_bytes", "held_bytes", "errors"} if name == "weights" else set()
+    assert set(found) == {
+        "dims", "flops", "bytes", "passed", "parity", "absent", "times", "host_us", "fast_against", *further
+    }  # fmt: skip
     assert set(found["times"]["flushed"]["fast"]) == {
         "median_us", "quartiles_us", "runs", "tflops", "share_of_matmul", "gb_s", "share_of_bandwidth"
     }  # fmt: skip
+
+    if name == "decode":
+        assert module.main([*argv, "--cache-format", "fp8_ds_mla"]) == 0
+        assert "Cache format: fp8_ds_mla" in " ".join(capsys.readouterr().out.split())
+        figures = json.loads(path.read_text())
+        assert figures["cache_format"] == "fp8_ds_mla" and figures["rows"][0]["bytes"] == row.bytes_over(FP8_DS_MLA)
 
     monkeypatch.setattr(contest, "finite", None)
     monkeypatch.setattr(module, "make_case", lambda row, peers, backend: case_of(1.5))
@@ -433,6 +518,8 @@ def test_errors(name, argv, message, no_gpu, capsys):
         ("prefill", "1,4,4,1,maybe", "causal or full"),
         ("bytes", "gather,100", "a multiple of 1024 tokens"),
         ("bytes", "swap,1024", "one of gather, cache_write"),
+        ("weights", "absorb,16,128", "one of query_to_latent, latent_to_value, expand_kv"),
+        ("weights", "expand_kv,0,128", "sizes are at least 1"),
     ],
 )
 def test_bad_rows(name, text, reason, no_gpu, capsys):

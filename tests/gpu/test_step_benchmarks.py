@@ -113,6 +113,7 @@ def test_every_kernel_belongs_to_a_part():
     known = {
         "_plan_decode_kernel": "plan", "_scheduled_decode_kernel": "attention", "_combine_splits_kernel": "attention",
         "_flash_attn_varlen_kernel": "attention", "_rope_norm_cache_kernel": "movement", "_merge_kernel": "movement",
+        "_multiply_heads_kernel": "projections", "_gather_dequantized_kernel": "movement",
         "nvjet_tst_128x64_64x10_2x1_v_bz_TNT": "projections", "sm90_xmma_gemm_bf16bf16": "projections",
         "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<c10::BFloat16, float>": "projections",
         "void at::native::(anonymous namespace)::CatArrayBatchedCopy_contig<>": "movement",

@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicCache
 
 from fast.integrations.transformers import use_mla
 from fast.integrations.transformers.cache import BatchRecord, LatentCacheLayer, latent_layers
+from fast.integrations.transformers.models import CacheEntry
 
 from ..support.transformers_models import BLOCK, GREEDY, HEAD_SIZE, LAYERS, STOCK, VOCAB, packed_step, served
 
@@ -122,17 +123,20 @@ def test_a_layer_keeps_its_entries_where_it_grows(ops):
     """
     record = BatchRecord(BLOCK)
     layer = LatentCacheLayer(record, leads=True)
-    first = layer.reserve(ops, 2, 2, HEAD_SIZE, torch.float32, torch.device("cpu"))
+    entry = CacheEntry(HEAD_SIZE, torch.float32, torch.device("cpu"))
+    first = layer.reserve(ops, 2, 2, entry)
     first.copy_(torch.randn_like(first))
     assert first.shape == (4, BLOCK, HEAD_SIZE) and layer.is_initialized
     for width in (1, 2):
-        assert layer.reserve(ops, 2, width, HEAD_SIZE, torch.float32, torch.device("cpu")) is first
-    grown = layer.reserve(ops, 2, 3, HEAD_SIZE, torch.float32, torch.device("cpu"))
+        assert layer.reserve(ops, 2, width, entry) is first
+    grown = layer.reserve(ops, 2, 3, entry)
     assert grown.shape[0] == 6 and layer.kv_cache is grown
     assert torch.equal(grown.unflatten(0, (2, 3))[:, :2], first.unflatten(0, (2, 2)))
     with pytest.raises(ValueError, match=f"^past_key_values: expected entries of 7 elements, got {HEAD_SIZE}$"):
-        layer.reserve(ops, 2, 3, 7, torch.float32, torch.device("cpu"))
-    assert layer.reserve(ops, 3, 1, HEAD_SIZE, torch.float32, torch.device("cpu")).shape[0] == 3
+        layer.reserve(ops, 2, 3, entry._replace(columns=7))
+    with pytest.raises(ValueError, match="^past_key_values: expected entries in torch.float16, got torch.float32$"):
+        layer.reserve(ops, 2, 3, entry._replace(dtype=torch.float16))
+    assert layer.reserve(ops, 3, 1, entry).shape[0] == 3
 
 
 def test_layers_of_a_cache(ops):

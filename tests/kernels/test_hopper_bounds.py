@@ -49,7 +49,7 @@ def test_one_short_request_is_cut_into_few_splits():
 
 
 def test_choices_are_made_once_in_a_tile_of_steps():
-    """The number of splits is computed once for all lengths from 1025 to 1088: they have 17 tiles of 64 tokens."""
+    """The number of splits is computed once for the lengths 1025 to 1088, which all have 17 tiles of 64 tokens."""
     select.best_num_splits.cache_clear()
     for keys in range(1025, 1089):
         select.assign_evenly(4, 4 * 128, 64, 2, keys, 132)

@@ -449,7 +449,7 @@ def test_memory_checkers_see_every_variant(monkeypatch):
     monkeypatch.setattr(decode, "combine_partial_outputs", lambda *_, **__: None)
     monkeypatch.setattr(decode, "device_facts", lambda _: H200)
     for given in memory_checks.decodes():
-        *tensors, cut, _ = given  # the last argument is the name of the backend
+        *tensors, cut = given[:-5]  # the last arguments: format, its scale, mode, scale of queries, backend
         decode.mla_decode(*tensors, InvariantSplitRule(*cut))
     lines = []
     for kernel, kinds, constants in launches.values():
@@ -500,7 +500,7 @@ def test_queries_in_words():
 @pytest.mark.parametrize("query_len", [1, 3])
 @pytest.mark.parametrize("heads", [4, 20, 40, 64, 128])
 def test_warmup_knows_a_request_alone(heads, query_len):
-    """For a single request of any length, warm-up has launched the kernel and the combine kernel that are chosen."""
+    """Warm-up launches every decode kernel and combine kernel that a single request of any length needs."""
     rows = heads * query_len
 
     def launched(length: int) -> set[tuple]:

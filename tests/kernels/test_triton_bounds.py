@@ -1,8 +1,9 @@
 """Tests that the sizes of a Triton decode follow from `max_seq_len` and not from the width of the block table.
 
 The sizes are the number of splits of a request and the lengths of the buffers. There are four kinds of decodes: without
-a schedule (`evenly`), with a schedule, and batch-invariant (a request has the same bits in every batch) with and
-without work items in the schedule (`planned`). Without a GPU, one test runs this file again in Triton's interpreter.
+a schedule (`evenly`), with a schedule, batch-invariant without work items in the schedule, and batch-invariant with
+work items (`planned`). In a batch-invariant decode, a request has the same bits in every batch. Without a GPU, one test
+runs this file again in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -59,7 +60,10 @@ def test_a_wide_table_costs_nothing(cut):
 
 @runs
 def test_one_short_request_is_cut_into_few_splits():
-    """With 128 heads and 132 multiprocessors, a request of 1024 keys gets 16 splits, one of 40960 keys 66 splits."""
+    """A request of 1024 keys gets 16 splits, and a request of 40960 keys gets 66 splits.
+
+    The request has 128 heads, and the GPU has 132 multiprocessors.
+    """
     found = [decode._num_splits(programs=2, rows=128, keys=keys, processors=132) for keys in (1024, 40960)]
     assert found == [16, 66]
 

@@ -179,7 +179,7 @@ def test_path_choice_makes_decodes(ops):
     ("query_lens", "seq_lens"), [([2, 0], [9000, 4]), ([0, 3, 1, 0], [4, 9000, 30, 7]), ([2, 0, 600], [9000, 4, 900])]
 )
 def test_as_many_tokens_as_decodes_are_not_one_each(ops, query_lens, seq_lens):
-    """The plan is right if the numbers of decodes and of their tokens are equal, but not each decode has one token."""
+    """The plan is right if there are as many decode tokens as decodes, although not every decode has one token."""
     plan = ops.build_mla_metadata(make_batch(query_lens, seq_lens).common, 16, 8192, config=V3)
     decodes = sum(query_len < 600 for query_len in query_lens)
     assert plan.num_decodes == plan.num_decode_tokens == decodes

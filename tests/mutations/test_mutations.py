@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import fast.mla.layer
+from fast.mla import new_tokens
 from reference.interfaces import AttentionState, MLAConfig, YarnConfig
 
 from ..attention.test_rope import ROPES, check_rope
@@ -245,10 +245,15 @@ def stale_last_block_in_gather(ops, patch):
 
 
 def in_layer(name, wrap):
-    """Return a mutant in which the layer calls a wrapped function: `wrap` of the function that is called `name`."""
+    """Return a mutant in which the layer calls a wrapped function: `wrap` of the function that is called `name`.
+
+    In `fast`, some of the layer's calls are in other modules than the layer.
+    """
 
     def mutant(ops, patch):
-        patch.setattr(f"{ops.__name__}.mla.layer.{name}", wrap(getattr(ops, name)))
+        modules = (getattr(ops.mla, module, None) for module in ("layer", "absorbed_path", "new_tokens"))
+        (module,) = [module for module in modules if hasattr(module, name)]
+        patch.setattr(module, name, wrap(getattr(ops, name)))
         return ops
 
     return mutant
@@ -271,7 +276,7 @@ def in_layer_write(wrap):
 
     def mutant(ops, patch):
         if ops.__name__ == "fast":
-            patch.setattr("fast.mla.layer.rope_norm_and_cache", fused(fast.mla.layer.rope_norm_and_cache))
+            patch.setattr(new_tokens, "rope_norm_and_cache", fused(new_tokens.rope_norm_and_cache))
             return ops
         return in_layer("concat_and_cache_mla", wrap)(ops, patch)
 
@@ -285,9 +290,10 @@ def in_layer_rope(wrap):
     """
 
     def fused(function):
-        def wrong(positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight, eps, rope, **kwargs):
+        def wrong(positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight, eps, rope, *args, **kwargs):
             def rotate(positions, q_pe, k_pe, rope, **kwargs):
-                return function(positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight, eps, rope, **kwargs)
+                cached = kv_cache, slot_mapping, norm_weight, eps
+                return function(positions, q_pe, kv_c, k_pe, *cached, rope, *args, **kwargs)
 
             return wrap(rotate)(positions, q_pe, k_pe, rope, **kwargs)
 
@@ -295,7 +301,7 @@ def in_layer_rope(wrap):
 
     def mutant(ops, patch):
         if ops.__name__ == "fast":
-            patch.setattr("fast.mla.layer.rope_norm_and_cache", fused(fast.mla.layer.rope_norm_and_cache))
+            patch.setattr(new_tokens, "rope_norm_and_cache", fused(new_tokens.rope_norm_and_cache))
             return ops
         return in_layer("apply_rope", wrap)(ops, patch)
 

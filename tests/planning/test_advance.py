@@ -200,7 +200,7 @@ def test_without_lengths(batch, ops, offsets_too, slack, bounds):
 
 
 def test_bounds_over_steps(ops):
-    """Over 5 steps, the upper bounds of growing requests rise by 1 up to a limit; those of padding rows stay 0."""
+    """Over 5 steps, the upper bounds of growing requests rise by 1 up to a limit; the bounds of padding rows stay 0."""
     query_lens, seq_lens = [1, 1, 4, 0, 1], [4, 0, 6, 5, 20]
     for slack, max_seq_len in ((0, None), (2, None), (100, None), (100, 26)):
         *given, common = buffers(query_lens, seq_lens, 7, 2)

@@ -33,7 +33,10 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,}|~{3,})(?P<language>.*)$")
 NOT_RUN = {"sh", "text"}  # languages of blocks that do not run; only these and `python` are allowed
 FILE = re.compile(r"# (\w+\.py)\n")  # first line of a block that belongs in a file
-PRESETS_MODULE = "reference.interfaces.presets"
+DICTIONARIES = {  # names of dictionaries, which have no `__module__`, and the modules that define them
+    "CACHE_FORMATS": "reference.interfaces.cache_format",
+    "PRESETS": "reference.interfaces.presets",
+}
 PACKAGES = ("reference", "fast")
 ONE_ENTRY = ("fast.backends", "fast.integrations.transformers")  # folders whose only API entry is `__init__`
 NO_ENTRY = ("fast.kernels", "fast.assets")  # folders without API entries
@@ -123,15 +126,17 @@ def test_commands():
     assert (ROOT / "fast" / "__main__.py").exists()
 
 
-# Line of a shell block in the README: the command of `.ci/run` that finds this line in the README.
+# A key is a line of a shell block in the README. The value is the command of `.ci/run` that finds this line.
 RUN_BY_CI = {
     'pip install -c constraints.txt -e ".[hf]" && python -m fast': 'main_line=$(readme_line "python -m fast")',
     'pip install -c constraints.txt -e ".[test]" && pytest': "test_line=$(readme_line pytest)",
 }
-# Line of a shell block that a test of this file runs: pattern that its output must contain, least number of matches.
+# A key is a line of a shell block that a test of this file runs. The value is a pattern for the output of the line, and
+# the least number of matches.
 RUN_HERE = {
     "python -m fast --help": (r"--context-parallel", 1),
     'python -m fast --prompt "import os" --max-new-tokens 8 --no-picture': (r"parity", 1),
+    'python -m fast --prompt "import os" --max-new-tokens 8 --cache-format fp8_e4m3 --no-picture': ("bits per", 1),
     "torchrun --standalone --nproc-per-node 4 dcp_step.py": (r"of 4: equal to one rank", 4),
     'torchrun --standalone --nproc-per-node 2 -m fast --context-parallel 2 --device cpu --prompt "import os" '
     "--max-new-tokens 8": (r"\bidentical\b", 2),
@@ -227,8 +232,8 @@ def definitions() -> dict[str, tuple[str, str]]:
     """Return for each public name two full names, in `reference` and in `fast`; both are equal for the contract."""
     found = {}
     for name in reference.__all__:
-        # PRESETS is a dictionary, and has no `__module__`
-        modules = [getattr(getattr(package, name), "__module__", PRESETS_MODULE) for package in (reference, fast)]
+        values = [getattr(package, name) for package in (reference, fast)]
+        modules = [getattr(value, "__module__", None) or DICTIONARIES[name] for value in values]
         found[name] = tuple(f"{module}.{name}" for module in modules)
     return found
 
@@ -581,10 +586,8 @@ def test_other_table():
 
 def test_hardware_and_dates():
     """Read the text below the README's tables -> the hardware and the dates of the results files."""
-    gpus, cpu = (
-        [results_of(name) for name in ("h200", "h200-decode", "h200-decode-triton", "h200-x4")],
-        results_of("cpu-2-cores"),
-    )
+    gpus = [results_of(name) for name in ("h200", "h200-decode", "h200-decode-triton", "h200-x4")]
+    cpu = results_of("cpu-2-cores")
     for results in (*gpus, cpu):
         assert {"command", "hardware", "threads", "versions", "date", "fast_sha256"} <= results.keys()
     assert {results["hardware"] for results in gpus} == {"NVIDIA H200"} and "Xeon" in cpu["hardware"]

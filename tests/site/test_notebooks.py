@@ -1,4 +1,4 @@
-"""Tests of the nine notebooks of the learning path: each notebook runs, and its stored outputs are up to date."""
+"""Tests of the ten notebooks of the learning path: each notebook runs, and its stored outputs are up to date."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ NAMES = [
     "07-context-parallelism",
     "08-serving",
     "09-trusting-a-kernel",
+    "10-cache-formats",
 ]
 SECONDS, ALL_SECONDS = 60, 240  # limits of the CPU time in seconds: of one notebook, of all notebooks
 LAST_CELL = """
@@ -67,8 +68,8 @@ def form(cell) -> list[tuple]:
     return found
 
 
-def test_nine_notebooks():
-    """List the folder notebooks -> the nine notebooks of the learning path, and no other notebook."""
+def test_ten_notebooks():
+    """List the folder notebooks -> the ten notebooks of the learning path, and no other notebook."""
     assert sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb")) == NAMES
 
 

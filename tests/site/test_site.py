@@ -263,8 +263,8 @@ def faulty(walks, look) -> dict:
 
 
 def test_pages_are_there(pages):
-    """List the pages -> nine pages of notebooks, and at least one page of every section of the navigation."""
-    assert len([name for name in pages if re.match(r"learn/0[1-9]-[\w-]+/$", name)]) == 9
+    """List the pages -> ten pages of notebooks, and pages of every section of the navigation."""
+    assert len([name for name in pages if re.match(r"learn/(0[1-9]|10)-[\w-]+/$", name)]) == 10
     assert {"", "performance/", "correctness/", "glossary/", "architecture/", "log/", "changelog/"} <= pages.keys()
     assert {"use/install/", "use/transformers/", "use/engine/", "api/reference/", "api/fast/"} <= pages.keys()
 
@@ -486,7 +486,7 @@ def copied_docs(tmp_path) -> Path:
 
 
 def test_performance_page_holds_the_results(copied_docs):
-    """Draw the page Performance -> it has the times, highest rates, dates, versions, commands of the results files."""
+    """Draw the page Performance -> it has the times, rates, dates, versions and commands of the results files."""
     page = drawn(copied_docs)
     assert "<!-- results:" not in page
     results = {path.name: json.loads(path.read_text()) for path in copied_docs.glob("results/*.json")}

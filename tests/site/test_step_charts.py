@@ -1,4 +1,4 @@
-"""Tests of docs/hooks/steps.py, which draws the bar chart and the table of steps, and the table of host (CPU) times.
+"""Tests of docs/hooks/steps.py and docs/hooks/weights.py: steps, host (CPU) times, fp8 caches and quantised weights.
 
 In a page, a comment such as `<!-- results: steps h200-step.json -->` is replaced by the chart and the table of a
 results file.
@@ -6,13 +6,14 @@ results file.
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from pathlib import Path
 
 import pytest
 
-from ..benchmarks import host, layers
+from ..benchmarks import contest, host, layers, weights
 from ..benchmarks.kernel_times import OTHER, PARTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -136,3 +137,92 @@ def test_linear_ticks(performance, longest, most, expected):
     from bars import linear_ticks
 
     assert linear_ticks(longest, most) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", [
+    "h200-decode-fp8.json", "h200-decode-fp8-ds-mla.json", "h200-movement.json", "h200-weights.json",
+])  # fmt: skip
+def test_commands_of_missing_files(performance, docs, name):
+    """Draw a section whose file is missing -> a note with the command, whose options the benchmark accepts.
+
+    The page has a section for each of these files.
+    """
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    requests = [line for line in page.splitlines() if f" {name} " in line and line.startswith("<!-- results:")]
+    assert requests
+    for request in requests:
+        note = performance.filled(request, docs)
+        assert note.startswith("*Not measured yet.") and not re.search(r"\| ", note)
+        (command,) = re.findall(r"^python -m tests\.benchmarks\.(.*)$", note, re.MULTILINE)
+        module, *argv = command.split()
+        assert argv[-2:] == ["--json", f"docs/results/{name}"]
+        benchmark = importlib.import_module(f"tests.benchmarks.{module}")
+        parser = contest.make_parser(module, "", benchmark.ROWS, ("flushed", "replayed"), "")
+        parser.add_argument("--cache-format")
+        rows = contest.parse_rows(benchmark.ROWS, parser.parse_args(argv).rows)
+        assert len(rows) == (9 if module == "bytes" else len(benchmark.ROWS))
+
+
+def timed_row(dims: dict, times: dict, **more) -> dict:
+    """Return a row of a benchmark in which all contenders passed."""
+    parity = {who: [{"passed": True}] for who in times}
+    return {"dims": dims, "times": {"replayed": {who: spread(time) for who, time in times.items()}}, "passed": True,
+            "absent": {}, "parity": parity, **more}  # fmt: skip
+
+
+def test_movement_section(performance, docs):
+    """Draw the movement of bytes -> the fraction of the copy's bandwidth, which is a ratio of two times."""
+    rows = [timed_row({"op": f"gather{suffix}", "tokens": 65536}, {"fast": time, "plain copy": 40.0})
+            for suffix, time in (("", 50.0), ("_fp8_e4m3", 44.0))]  # fmt: skip
+    write(docs, "h200-movement.json", {**HEAD, "command": "python -m tests.benchmarks.bytes", "rows": rows})
+    page = performance.filled("<!-- results: measured h200-movement.json replayed -->", docs)
+    assert "x plain copy's speed" in page and "tests.benchmarks.bytes" in page and "2031-02-03" in page
+    assert "| gather | 0.80 | 50.0 | **40.0** |" in page and "| gather_fp8_e4m3 | 0.91 | 44.0 | **40.0** |" in page
+
+
+def test_decode_section_names_peers_outside_the_budget(performance, docs):
+    """Draw a decode over fp8 -> the peers whose errors exceed the budget are named; their times are shown."""
+    rows = [timed_row({"B": batch, "S": 64}, {"fast": 30.0, "FlashMLA fp8": 20.0, "vLLM Triton": 60.0})
+            for batch in (1, 2)]  # fmt: skip
+    write(docs, "h200-decode-fp8.json", {**HEAD, "rows": rows})
+    request = "<!-- results: measured h200-decode-fp8.json replayed -->"
+    assert "exceeds the budget" not in performance.filled(request, docs)
+    rows[1]["parity"]["FlashMLA fp8"][0]["passed"] = False
+    write(docs, "h200-decode-fp8.json", {**HEAD, "rows": rows})
+    page = performance.filled(request, docs)
+    assert "the error of FlashMLA fp8 exceeds the budget" in page and "**20.0**" in page
+    assert "the outputs of `fast` passed" in page and "the outputs of every row passed" not in page
+
+
+def test_weights_section(performance, docs):
+    """Draw products with quantised weights -> every time, speed, byte count and error, also of a row that failed."""
+    names = [weights.OURS, weights.PER_HEAD, weights.ONE_SCALE]
+    figures = {
+        "errors": dict(zip(names, (1.63e-3, 2.65e-2, 2.71e-2), strict=True)),
+        "contender_bytes": dict(zip(names, (18e6, 9.5e6, 9.4e6), strict=True)),
+        "held_bytes": dict(zip(names, (16e6, 8.1e6, 8e6), strict=True)),
+    }
+    rows = [
+        timed_row({"op": "query_to_latent", "T": 16, "N": 128}, dict(zip(names, (9.0, 6.0, 5.0), strict=True)),
+                  **figures),
+        {"dims": {"op": "latent_to_value", "T": 1, "N": 16}, "passed": False, **figures},
+        timed_row({"op": "expand_kv", "T": 512, "N": 128}, {"fast": 70.0, weights.ROUNDING: 35.0},
+                  **{key: {"fast": 3e6, weights.ROUNDING: 1e6} for key in figures}),
+    ]  # fmt: skip
+    errors = {"all": 1.5e-2, "worst head": 2.5e-2}
+    scales = [{"weight": "random, query_to_latent", "N": 128, "one scale": errors, "one for each head": errors}]
+    write(docs, "h200-weights.json", {**HEAD, "rows": rows, "scales": scales})
+    page = {part: performance.filled(f"<!-- results: weights h200-weights.json {part} -->", docs)
+            for part in ("products", "expansions", "scales")}  # fmt: skip
+    lines = page["products"].splitlines()
+    first = "| `query_to_latent` | 16 | 128 | the product in bfloat16 | 9.0 (9.0 to 9.0) | 1.00 | 18.00 | 16.00 |"
+    assert f"{first} 1.6e-03 |" in lines
+    assert "|  |  |  | e4m3 | 6.0 (6.0 to 6.0) | 1.50 | 9.50 | 8.10 | 2.6e-02 |" in lines
+    assert (
+        "| `latent_to_value` | 1 | 16 | the product in bfloat16 | parity failed | - | 18.00 | 16.00 | 1.6e-03 |"
+        in lines
+    )
+    assert "expand_kv" not in page["products"] and "query_to_latent" not in page["expansions"]
+    assert "|  |  |  | e4m3 module | 35.0 (35.0 to 35.0) | 2.00 | 1.00 | 1.00 | 1.0e+06 |" in page["expansions"]
+    assert "| random, query_to_latent | 128 | 1.50e-02 | 2.50e-02 | 1.50e-02 | 2.50e-02 |" in page["scales"]
+    assert all(HEAD["command"] in drawn for drawn in page.values())

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
-from fast.backends import Backend, OpSupport, register, unregister
+from fast.backends import Backend, register, unregister
 from fast.backends.checked_calls import forget_calls
+from fast.backends.own import CPU
 
 
 def with_backends(monkeypatch, *wanted: Backend) -> None:
@@ -34,5 +36,8 @@ def registered(backend: Backend) -> Iterator[None]:
 
 
 def cpu_backend(kernels: Mapping[str, Callable]) -> Backend:
-    """Return a backend for CPU tensors; `kernels` maps the name of an op to the function that launches its kernels."""
-    return Backend("cpu", 0, "cpu", {op: OpSupport(launch) for op, launch in kernels.items()})
+    """Return a backend for CPU tensors; `kernels` maps the name of an op to the function that launches its kernels.
+
+    The backend declares what the backend "cpu" declares: formats and dtypes.
+    """
+    return Backend("cpu", 0, "cpu", {op: replace(CPU.ops[op], launcher=launch) for op, launch in kernels.items()})

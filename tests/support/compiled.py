@@ -11,7 +11,7 @@ import torch
 OPTIONS = ("num_warps", "num_stages", "launch_pdl", "launch_cooperative_grid")  # keyword arguments of Triton's launch
 TYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int16: "i16", torch.int32: "i32",
-    torch.int64: "i64",
+    torch.int64: "i64", torch.uint8: "u8",
 }  # fmt: skip
 
 

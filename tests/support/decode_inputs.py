@@ -9,9 +9,16 @@ import torch
 import reference
 from fast.kernels.schedule_costs import measured_schedule_costs
 from fast.parity import compare_states
-from reference.interfaces import NEUTRAL_SPLIT_RULE, AttentionState, DecodeMetadata, DecodeSchedule
+from reference.interfaces import (
+    COMPUTE_FORMAT,
+    NEUTRAL_SPLIT_RULE,
+    AttentionState,
+    CacheFormat,
+    DecodeMetadata,
+    DecodeSchedule,
+)
 
-from .factories import make_batch, new_cache
+from .factories import Batch, make_batch, new_cache
 from .triton_mode import DEVICE
 
 SCALE = 0.13
@@ -29,6 +36,36 @@ def make_inputs(query_lens, seq_lens, heads=3, dtype=torch.float32, widths=(512,
     plan = reference.build_mla_metadata(batch.common, block_size, 4096, max([1, *query_lens])).decode
     ql, q_pe = (torch.randn(batch.num_tokens, heads, width).to(dtype) for width in widths)
     return ql / latent**0.5, q_pe, cache, plan
+
+
+def stored_cache(batch: Batch, entries: torch.Tensor, widths, cache_format: CacheFormat, kv_scale=None):
+    """Return a cache that stores the entries [tokens of all requests, Lkv + R]; all other bytes are the poison."""
+    latent, rope = widths
+    columns = cache_format.columns(latent, rope)
+    stored = reference.quantize_entries(entries[:, :latent], entries[:, latent:], cache_format, kv_scale)
+    codes = torch.full((batch.num_blocks, batch.block_size, columns), cache_format.poison, dtype=torch.uint8)
+    places = torch.tensor([place for own in batch.slots for place in own], dtype=torch.int64).view(-1, 2)
+    codes[places[:, 0], places[:, 1]] = stored.view(torch.uint8)
+    return codes.view(cache_format.storage_dtype)
+
+
+def make_stored_inputs(
+    cache_format, query_lens, seq_lens, heads=3, dtype=torch.float32, widths=(512, 64), block_size=64
+):
+    """Return the inputs of `make_inputs` with a cache of another format, and the scale of the layer or None.
+
+    The magnitudes of the tokens differ by factors up to about 1000. A part of the latents is so small that it is stored
+    as subnormal e4m3 numbers, and a part of the numbers is above the largest number of the format and saturates.
+    """
+    latent, rope = widths
+    batch = make_batch(query_lens, seq_lens, block_size)
+    plan = reference.build_mla_metadata(batch.common, block_size, 4096, max([1, *query_lens])).decode
+    kv_scale = torch.tensor(0.0137) if cache_format.layer_scale else None
+    entries = torch.randn(sum(seq_lens), latent + rope) * torch.exp(1.2 * torch.randn(sum(seq_lens), 1))
+    entries[:, : latent // 4] /= 64
+    cache = stored_cache(batch, entries, widths, cache_format, kv_scale)
+    ql, q_pe = (torch.randn(batch.num_tokens, heads, width).to(dtype) for width in widths)
+    return (ql / latent**0.5, q_pe, cache, plan), kv_scale
 
 
 def rising_inputs(heads, dtype, widths=(512, 64), block_size=64):
@@ -70,12 +107,15 @@ def cut_of(schedule) -> tuple:
     return *tensors, schedule.batch_invariant, schedule.split_rule
 
 
-def arguments(ql, q_pe, cache, plan, scale=SCALE, schedule=None, out_dtype=None) -> tuple:
+def arguments(
+    ql, q_pe, cache, plan, scale=SCALE, schedule=None, out_dtype=None, cache_format=COMPUTE_FORMAT, kv_scale=None
+) -> tuple:
     """Return the arguments of a backend's decode, with tensors on DEVICE."""
     p = on_device(plan)
     return (
         ql.to(DEVICE), q_pe.to(DEVICE), cache.to(DEVICE), p.block_table, p.seq_lens, p.query_start_loc, p.visible_lens,
         p.max_query_len, p.max_seq_len, scale, out_dtype or ql.dtype, *cut_of(schedule),
+        cache_format, None if kv_scale is None else kv_scale.to(DEVICE),
     )  # fmt: skip
 
 
@@ -109,14 +149,16 @@ def captured(kernels, *inputs, schedule=None):
     return graph, out, lse
 
 
-def verdict(value, ql, q_pe, cache, plan):
+def verdict(value, ql, q_pe, cache, plan, cache_format=COMPUTE_FORMAT, kv_scale=None):
     """Assert that the error of an attention state is within its budget; rows without keys must be 0 and -inf.
 
     The error is measured against `reference` in float64 (gold). The budget is computed from the error of `reference` in
     the dtype of the inputs (low).
     """
-    gold = reference.mla_decode(ql.double(), q_pe.double(), cache.double(), plan, SCALE)
-    low = reference.mla_decode(ql, q_pe, cache, plan, SCALE)
+    stored = {"cache_format": cache_format, "kv_scale": kv_scale}
+    wide_cache = cache.double() if cache_format.storage_dtype is None else cache
+    gold = reference.mla_decode(ql.double(), q_pe.double(), wide_cache, plan, SCALE, **stored)
+    low = reference.mla_decode(ql, q_pe, cache, plan, SCALE, **stored)
     assert value.out.dtype == low.out.dtype and value.lse.dtype == low.lse.dtype
     for parity in compare_states("mla_decode", value, low, gold):
         assert parity.passed, parity

@@ -55,9 +55,10 @@ def tensors(like: Tensor) -> dict[str, Tensor]:
     """Return tensors, by name, that differ from a good tensor in dtype, number of dimensions, layout or device.
 
     "a tensor of the other kind" has integers if the good tensor has floating-point numbers, and floating-point numbers
-    if the good tensor has integers.
+    if the good tensor has integers. PyTorch has no sparse and no nested tensors of 8-bit floats, so these are float32.
     """
-    floating = like.is_floating_point()
+    floating, stored = like.is_floating_point(), like.dtype
+    like = torch.ones(like.shape) if stored == torch.float8_e4m3fn else like  # CSR needs equally many zeros a batch
     made = {
         "a bool tensor": like != 0,
         "a complex tensor": torch.zeros(like.shape, dtype=torch.complex64),
@@ -74,6 +75,8 @@ def tensors(like: Tensor) -> dict[str, Tensor]:
     }  # fmt: skip
     if like.dtype == torch.bool:
         del made["a bool tensor"], made["a nested tensor"], made["a jagged tensor"]
+    if stored == torch.float8_e4m3fn:
+        del made["a float8 tensor"]
     if floating and like.dtype == torch.float32:
         made["a quantised tensor"] = torch.quantize_per_tensor(like.nan_to_num(0), 0.1, 0, torch.qint8)
     if like.dim() >= 2:

@@ -31,10 +31,14 @@ class Judge:
 BATCH = Judge(("planning/test_batch", "interfaces/test_limits", "mla/test_builder", "interfaces/test_bad_input"))
 SCHEDULE = Judge(("planning/test_schedule", "interfaces/test_limits", "mla/test_builder", "interfaces/test_bad_input"))
 PATH = Judge(("mla/test_choose_path", "interfaces/test_limits", "mla/test_builder", "interfaces/test_bad_input"))
-CASCADE = Judge(("mla/test_cascade", "interfaces/test_limits", "interfaces/test_bad_input"))
+CASCADE = Judge(
+    ("mla/test_cascade", "mla/test_fp8_mode_of_a_layer", "interfaces/test_limits", "interfaces/test_bad_input"),
+    "not test_fp8_mode_of_a_layer or test_cascade_is_a_decode",
+)
 BUILDER = Judge(
     (
         "mla/test_builder",
+        "mla/test_fp8_mode_of_plans",
         "planning/test_schedule_choice",
         "interfaces/test_limits",
         "mla/test_cascade",
@@ -54,13 +58,15 @@ CONTEXT_PARALLEL = Judge(
         "mla/test_context_gather",
         "distributed/test_merge_over_ranks",
         "mla/test_context_parallel",
+        "mla/test_fp8_mode_of_a_layer",
         "distributed/test_simulation",
         "mla/test_context_parallel_refusals",
         "interfaces/test_limits",
         "kernels/test_cpu_pieces",
         "interfaces/test_bad_input",
     ),
-    "not (ranks_are_one or serving or 64_ranks or other_layers or fewer_ranks)",
+    "not (ranks_are_one or serving or 64_ranks or other_layers or fewer_ranks or test_fp8_mode_of_a_layer)"
+    " or exchanged_queries or refuse_before",
 )
 PADDING_TOKENS = Judge(("mla/test_padding_tokens",))
 VISIBLE_LENS = Judge(("planning/test_visible_lens", "planning/test_mixed_graphs"))
@@ -81,8 +87,10 @@ SIZES = Judge(
 )
 SLOTS = Judge(("interfaces/test_from_lens", "planning/test_batch", "interfaces/test_limits"))
 ADVANCE = Judge(("planning/test_advance",))
-CAPTURED = Judge(("interfaces/test_builders", "planning/test_graphs", "mla/test_builder"))
-GRAPHS = Judge(("planning/test_graphs", "mla/test_block_sizes", "interfaces/test_bad_input"))
+CAPTURED = Judge(("interfaces/test_builders", "planning/test_graphs", "mla/test_builder", "mla/test_fp8_mode_of_plans"))
+GRAPHS = Judge(
+    ("planning/test_graphs", "mla/test_fp8_mode_of_plans", "mla/test_block_sizes", "interfaces/test_bad_input")
+)
 KERNELS = Judge(
     (
         "kernels/test_cpu_pieces",
@@ -105,6 +113,11 @@ ADAPTER = Judge(
     ),
     "not (pieces or assisted or continues_from or sampling or beams or yarn-greedy or half or v2-yarn or wrong_rope)",
 )
+ADAPTER_FORMATS = Judge(
+    ("integrations/test_cache_formats", "integrations/test_fp8_modes_of_models", *ADAPTER.modules),
+    f"{ADAPTER.selection} or test_cache_formats or test_fp8_modes_of_models",
+)
+PRODUCTS = Judge(("mla/test_quantized_weights", "mla/test_fp8_weights_of_a_layer"))
 TABLE = {
     **{f"{package}/{module}.py": judge for package in ("fast", "reference") for module, judge in {
         "planning/batch": BATCH, "planning/local_attention": BATCH, "planning/slots": SLOT_MAPPING,
@@ -116,7 +129,9 @@ TABLE = {
         "distributed/reorg": CONTEXT_PARALLEL,
     }.items()},
     "fast/mla/staging.py": BUILDER,
-    "fast/mla/device_choices.py": Judge(("backends/test_registry", "planning/test_schedule_choice")),
+    "fast/mla/device_choices.py": Judge(
+        ("backends/test_registry", "planning/test_schedule_choice", "mla/test_fp8_mode_of_plans")
+    ),
     "reference/interfaces/advance_arguments.py": ADVANCE,
     "reference/interfaces/graph_arguments.py": CAPTURED,
     "reference/interfaces/ownership.py": OWNERSHIP,
@@ -136,10 +151,14 @@ TABLE = {
     "fast/kernels/cpu/schedule.py": SCHEDULE,
     "fast/kernels/cpu/softmax.py": KERNELS,
     "fast/kernels/cpu/visible_lens.py": VISIBLE_LENS,
+    "fast/kernels/cpu/weights.py": PRODUCTS,
     "fast/kernels/rotation.py": KERNELS,
     "fast/integrations/transformers/__init__.py": ADAPTER,
     "fast/integrations/transformers/attention.py": ADAPTER,
     "fast/integrations/transformers/cache.py": ADAPTER,
+    "fast/integrations/transformers/cache_options.py": ADAPTER_FORMATS,
+    "fast/integrations/transformers/calibration.py": ADAPTER_FORMATS,
+    "fast/integrations/transformers/models.py": ADAPTER_FORMATS,
     "fast/integrations/transformers/padding.py": ADAPTER,
 }  # fmt: skip
 SUBJECTS = {  # text: subject of the files whose paths contain the text; the first text that a path contains counts

@@ -51,8 +51,8 @@ def expanding_plan(ops, batch: Batch, workspace: int, parts: bool = False) -> Pr
 def without_lens(common, slack=0, offsets_too=False, bounds=True):
     """Return the batch without lengths on the CPU, but with upper bounds of the lengths on the CPU.
 
-    The upper bound of a request's length is its length + `slack`; or 0 if this sum is below the number of query tokens,
-    as for padding requests.
+    The upper bound of a request's length is its length + `slack`. The upper bound is 0 if this sum is below the number
+    of query tokens, as for padding rows.
 
     Args:
         common: the batch.

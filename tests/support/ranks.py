@@ -17,9 +17,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from reference.distributed.groups import ContextParallel
-from reference.interfaces import AttentionState, CommonAttentionMetadata, MLAConfig
+from reference.interfaces import (
+    COMPUTE_FORMAT,
+    CONVERTED,
+    AttentionState,
+    CacheFormat,
+    CommonAttentionMetadata,
+    MLAConfig,
+)
 
 from .factories import GARBAGE, LOW_RANK, integers, linear, make_weights, norm, offsets, positions_of
+from .format_caches import poisoned_cache
 from .processes import serving
 
 VOCABULARY = 50
@@ -61,6 +69,7 @@ def make_rank_layer(
     dtype: torch.dtype,
     context_parallel: ContextParallel | None,
     device: str,
+    **options,
 ):
     """Return a layer whose projections have only this rank's heads; `weights` are the weights of all heads."""
     modules = {name: linear(x.to(dtype)) if x.dim() == 2 else norm(x.to(dtype)) for name, x in weights.items()}
@@ -69,7 +78,7 @@ def make_rank_layer(
             dim = HEAD_DIMENSION[name]
             modules[name] = context_parallel.shard_linear(name, modules[name], dim, config.num_heads)
     modules = {name: module.to(device) for name, module in modules.items()}
-    return ops.MLAAttention(config, **modules, context_parallel=context_parallel)
+    return ops.MLAAttention(config, **modules, context_parallel=context_parallel, **options)
 
 
 def serve(
@@ -80,10 +89,12 @@ def serve(
     context_parallel: ContextParallel | None = None,
     seed: int = 0,
     device: str = "cpu",
+    cache_format: CacheFormat = COMPUTE_FORMAT,
+    **options,
 ) -> list[Tensor]:
     """Run a layer over the steps; return the output of each step, [query tokens, hidden size].
 
-    Slots of the cache to which this rank writes no token contain NaN.
+    Slots of the cache to which this rank writes no token contain NaN. `options` are options of the layer.
     """
     cp = context_parallel
     ownership = None if cp is None else cp.ownership
@@ -101,8 +112,8 @@ def serve(
         table = torch.full((len(longest), max(columns) + 1), GARBAGE, dtype=torch.int32)
         for request, count in enumerate(columns):
             table[request, :count] = integers(*(free.pop() for _ in range(count)))
-    layer = make_rank_layer(ops, config, weights, dtype, cp, device)
-    cache = torch.full((sum(columns) + 2, steps.block_size, config.head_size), torch.nan, dtype=dtype, device=device)
+    layer = make_rank_layer(ops, config, weights, dtype, cp, device, cache_format=cache_format, **options)
+    cache = poisoned_cache(sum(columns) + 2, steps.block_size, config, cache_format, dtype, device)
 
     outputs = []
     for step in steps.lens:
@@ -120,8 +131,9 @@ def serve(
             starts, lengths, table.to(device), torch.tensor(slots, dtype=torch.int64, device=device)
         )
         plan = ops.build_mla_metadata(
-            common, steps.block_size, steps.workspace_tokens, steps.decode_threshold, ownership=ownership
-        )
+            common, steps.block_size, steps.workspace_tokens, steps.decode_threshold, ownership=ownership,
+            cache_format=cache_format, fp8_mode=options.get("fp8_mode", CONVERTED),
+        )  # fmt: skip
         positions = torch.cat([torch.arange(s - q, s, device=device) for q, s in step])
         new = torch.cat([hidden[request][s - q : s] for request, (q, s) in enumerate(step)]).to(device)
         outputs.append(layer(new, positions, cache, plan))

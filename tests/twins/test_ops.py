@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import fast
 from fast.backends import decode_request, select
 from fast.kernels.schedule_costs import measured_schedule_costs
-from reference.interfaces import QueryLenSupport
+from reference.interfaces import CACHE_FORMATS, COMPUTE_FORMAT, E4M3, QueryLenSupport
 
 from ..support.factories import DIRECT, integers, make_batch, make_cache, make_entries, new_cache, offsets
 
@@ -55,8 +55,8 @@ def decode_samples(
     ql, q_pe = (torch.randn(batch.num_tokens, heads, width).to(dtype) for width in (latent, rope))
     return [
         (ql, q_pe, cache, plan.block_table, plan.seq_lens, plan.query_start_loc, plan.visible_lens, 2, max(seq_lens),
-         0.3, out_dtype or dtype, *plan_of, list(costs.split_rule.numbers),
-         decode_backend(dtype, latent, rope, block_size))
+         0.3, out_dtype or dtype, *plan_of, list(costs.split_rule.numbers), COMPUTE_FORMAT.name, None,
+         "converted", None, decode_backend(dtype, latent, rope, block_size))
         for plan_of in ((None, None, False), (schedule.tile_ranges, schedule.split_offsets, False), (None, None, True),
                     (own.tile_ranges, own.split_offsets, True))
     ]  # fmt: skip
@@ -73,6 +73,17 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
     decodes = decode_samples(dtype, DIRECT.kv_lora_rank, DIRECT.qk_rope_head_dim, 3)
     if decode_backend(dtype, 256, 32) != backend_here(dtype):  # another backend serves these widths
         decodes += decode_samples(dtype, 256, 32, 3) + decode_samples(dtype, 256, 32, 40)
+    eighths = fast.quantize_entries(
+        cache.flatten(0, 1)[:, :24], cache.flatten(0, 1)[:, 24:], CACHE_FORMATS["fp8_e4m3"], torch.tensor(0.5)
+    ).view(cache.shape)
+    in_tiles = torch.zeros(*cache.shape[:2], 656, dtype=torch.uint8)
+    caches = (cache, "compute_dtype", None), (eighths, "fp8_e4m3", torch.tensor(0.5))
+    if backend_here(dtype) == "cpu":
+        decodes += [
+            (*(query.to(E4M3) for query in decodes[0][:2]), eighths, *decodes[0][3:15], "fp8_e4m3", torch.tensor(0.5),
+             mode, torch.rand(3) + 1, "cpu")
+            for mode in ("fp8_query", "fp8_product")
+        ]  # fmt: skip
     table, cu, starts = batch.common.block_table, offsets([20, 17, 0]), integers(0, 16, 0)
 
     def rand(*shape):
@@ -85,32 +96,67 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
          integers(0, 1, 3, 4), torch.arange(4), torch.arange(12).view(3, 4).int(), 16, ownership, 64, backend)
         for ids, ownership in ((torch.int64, [1, 0, 1]), (torch.int32, [2, 1, 8]))
     ]  # fmt: skip
+    decodes += [
+        (*given[:2], stored, *given[3:15], cache_format, kv_scale, "converted", None, backend)
+        for given, stored, cache_format, kv_scale in (
+            *((each, eighths, "fp8_e4m3", torch.tensor(0.5)) for each in decodes[:4]),
+            (decode_samples(dtype, 512, 64, 3)[0], in_tiles, "fp8_ds_mla", None),
+        )
+    ]
     offsets_and_settings = (offsets([4, 2]), offsets([5, 2]), 4, 5, 0.3, True)
     attention = (*offsets_and_settings, dtype, backend)
+    products = [
+        (rand(6, 3, 8), weight, weight_scale, output_scale, backend)
+        for weight, weight_scale in ((rand(3, 8, 5), None), (rand(3, 8, 5).to(E4M3), torch.rand(3) + 1))
+        for output_scale in (None, torch.tensor(0.5))
+    ]
     states = (rand(6, 3, 5), torch.randn(3, 6, dtype=lse), rand(6, 3, 5), torch.randn(3, 6, dtype=lse))
     return {
         "mla_twins::advance_step": advanced,
         "mla_twins::apply_rope": [
-            (torch.arange(6), rand(6, 3, 8), rand(6, 8), torch.rand(4, dtype=lse), 1.3, pairs, backend)
-            for pairs in (True, False)
+            (torch.arange(6), rand(6, 3, 8), rand(6, 8), torch.rand(4, dtype=lse), 1.3, pairs, scale, backend)
+            for pairs in (True, False) for scale in (None, torch.rand(3) + 1)
         ],
         "mla_twins::compute_visible_lens": [
             (offsets([1, 2, 0]), integers(20, 33, 0), 5, *owned, backend) for owned in ((1, 0, 1), (3, 1, 4))
         ],
         "mla_twins::zero_padding_tokens": [(rand(6, 3, 10), offsets([2, 1]), backend)],
-        "mla_twins::concat_and_cache_mla": [(rand(3, 24), rand(3, 8), cache, batch.common.slot_mapping, backend)],
+        "mla_twins::concat_and_cache_mla": [
+            (rand(3, 24), rand(3, 8), held, batch.common.slot_mapping, *stored, backend) for held, *stored in caches
+        ] + [(rand(3, 512), rand(3, 64), in_tiles, batch.common.slot_mapping, "fp8_ds_mla", None, backend)],
         "mla_twins::rope_norm_and_cache": [
-            (torch.arange(3), rand(3, 3, 8), rand(3, 24), rand(3, 8), cache, batch.common.slot_mapping, rand(24), 1e-5,
-             torch.rand(4, dtype=lse), 1.3, pairs, backend)
-            for pairs in (True, False)
+            (torch.arange(3), rand(3, 3, 8), rand(3, 24), rand(3, 8), held, batch.common.slot_mapping, rand(24), 1e-5,
+             torch.rand(4, dtype=lse), 1.3, pairs, *stored, scale, backend)
+            for pairs in (True, False) for held, *stored in caches
+            for scale in (None, *[torch.rand(3) + 1] * (held.dtype == E4M3))
+        ] + [
+            (torch.arange(3), rand(3, 3, 64), rand(3, 512), rand(3, 64), in_tiles, batch.common.slot_mapping, rand(512),
+             1e-5, torch.rand(32, dtype=lse), 1.3, True, "fp8_ds_mla", None, None, backend)
         ],
+        "mla_twins::quantize_entries": [
+            (rand(5, 24), rand(5, 8), DIRECT.head_size, held.dtype, *stored, backend) for held, *stored in caches
+        ] + [(rand(5, 512), rand(5, 64), 656, torch.uint8, "fp8_ds_mla", None, backend)],
+        "mla_twins::dequantize_entries": [
+            (held.view(-1, DIRECT.head_size), DIRECT.head_size, out_dtype, *stored, backend)
+            for held, *stored in caches for out_dtype in (dtype, torch.float32)
+        ] + [(torch.zeros(5, 656, dtype=torch.uint8), 576, dtype, "fp8_ds_mla", None, backend)],
+        "mla_twins::dequantize_entries_out": [
+            (held.view(-1, DIRECT.head_size), *stored, torch.zeros(held.shape[:2].numel(), DIRECT.head_size).to(dtype),
+             backend) for held, *stored in caches
+        ] + [(torch.zeros(5, 656, dtype=torch.uint8), "fp8_ds_mla", None, torch.zeros(5, 576, dtype=dtype), backend)],
         "mla_twins::gather_cache": [
-            (cache, table, cu, starts, 37, DIRECT.head_size, out_dtype, backend) for out_dtype in (dtype, torch.float32)
+            (held, table, cu, starts, 37, DIRECT.head_size, out_dtype, *stored, backend)
+            for held, *stored in caches for out_dtype in (dtype, torch.float32)
+        ] + [
+            (eighths, table, cu, starts, 37, DIRECT.head_size, torch.float8_e4m3fn, "fp8_e4m3", None, backend),
+            (in_tiles, table, cu, starts, 37, 576, dtype, "fp8_ds_mla", None, backend),
+            (in_tiles, table, cu, starts, 37, 656, torch.uint8, "fp8_ds_mla", None, backend),
         ],
         "mla_twins::gather_cache_out": [
-            (cache, table, cu, starts, gathered.to(out_dtype, copy=True), backend)
+            (held, table, cu, starts, *stored, gathered.to(out_dtype, copy=True), backend)
             for gathered in (rand(37, DIRECT.head_size),) for out_dtype in (dtype, torch.float32)
-        ],
+            for held, *stored in caches
+        ] + [(in_tiles, table, cu, starts, "fp8_ds_mla", None, rand(37, 576), backend)],
         "mla_twins::copy_blocks": [([rand(4, 2, 3), rand(4, 2, 3)], torch.tensor([[0, 1], [2, 3]]), backend)],
         "mla_twins::swap_blocks": [(rand(4, 2, 3), rand(5, 2, 3), torch.tensor([[0, 4], [2, 3]]), backend)],
         "mla_twins::flash_attn_varlen": [
@@ -124,10 +170,15 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
         ],
         "mla_twins::merge_attn_states": [(*states, backend)],
         "mla_twins::merge_attn_states_out": [
-            (*states, rand(6, 3, 5).to(out_dtype), torch.zeros(3, 6, dtype=lse), backend)
-            for out_dtype in (dtype, torch.float32)
+            (*states, scale, torch.zeros(6, 3, 5).to(out_dtype), torch.zeros(3, 6, dtype=lse), backend)
+            for out_dtype, scale in ((dtype, None), (torch.float32, None), (E4M3, torch.tensor(0.5)))
         ],
         "mla_twins::bmm_out": [(rand(3, 4, 5), rand(3, 5, 2), rand(3, 4, 2))],
+        "mla_twins::multiply_heads": products,
+        "mla_twins::multiply_heads_out": [
+            (*given[:-1], torch.zeros(6, 3, 5).to(given[0].dtype if given[3] is None else E4M3), backend)
+            for given in products
+        ],
         "mla_twins::mla_decode": decodes,
         "mla_twins::mla_decode_out": [
             (*given[:-1], torch.zeros(given[0].shape, dtype=given[10]), given[-1]) for given in decodes
@@ -159,8 +210,12 @@ def overload(name: str):
 
 
 def check_op(name: str, arguments: tuple) -> None:
-    """Run `torch.library.opcheck` on one call of an op."""
-    torch.library.opcheck(overload(name), arguments)
+    """Run `torch.library.opcheck` on one call of an op, if no tensor is in e4m3.
+
+    opcheck compares tensors with operations that PyTorch lacks for 8-bit floats.
+    """
+    if all(getattr(argument, "dtype", None) != E4M3 for argument in arguments) and "fp8_e4m3" not in arguments:
+        torch.library.opcheck(overload(name), arguments)
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -70,6 +70,7 @@ def test_repeated_lines_are_seen(tmp_path):
 # module that is allowed to use the number of bytes of an element: its purpose
 COUNTS_BYTES = {
     "reference/interfaces/cache_format.py": "the formats",
+    "reference/interfaces/cache_arguments.py": "alignment of a cache to the words of its format",
     "reference/interfaces/checks.py": "addresses of tensors that must not overlap",
     "reference/interfaces/graphs.py": "memory of a captured set",
     "fast/backends/selection.py": "alignment of pointers and strides to the words of the copy engine",
@@ -80,9 +81,12 @@ COUNTS_BYTES = {
     "fast/kernels/cpu/context_parallel.py": "messages between ranks",
     "fast/kernels/cpu/decode.py": "CHUNK_BYTES is a fraction of the CPU's cache",
     "fast/kernels/triton/attention.py": "shared memory of tiles",
-    "fast/kernels/triton/cache.py": "integers as wide as an element; rows of a program have a fixed number of bytes",
+    "fast/kernels/triton/cache.py": "rows of a program have a fixed number of bytes",
+    "fast/kernels/triton/cache_formats.py": "rows of a program have a fixed number of bytes",
+    "fast/kernels/triton/cache_rows.py": "integers as wide as an element",
     "fast/kernels/triton/context_parallel.py": "rows of a program have a fixed number of bytes; messages of ranks",
-    "fast/kernels/triton/decode.py": "shared memory of tiles; alignment to the words of the copy engine",
+    "fast/kernels/triton/decode.py": "alignment to the words of the copy engine",
+    "fast/kernels/triton/decode_shapes.py": "shared memory of tiles",
 }
 
 

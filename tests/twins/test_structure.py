@@ -238,7 +238,9 @@ FLOOR_OF_FAMILIES = next(floor for floor, prefixes in enumerate(FLOORS) if "fast
 
 
 def family_faults(graph: dict[str, set[str]], families: tuple[str, ...] = FAMILIES) -> list[str]:
-    """Return forbidden imports of a family's files: only the same family and files of higher floors may import them.
+    """Return the forbidden imports of files of a family.
+
+    Only files of the same family and files of higher floors may import a file of a family.
 
     Args:
         graph: for each file the files that it imports, as paths from the root such as "fast/mla/layer.py".
@@ -341,7 +343,7 @@ def test_docstrings(package):
 
 @pytest.mark.parametrize("package", ["reference", "fast"])
 def test_no_ambient_state(package):
-    """Search the modules -> no `global` statement; global names of literals are in upper case or begin with `__`."""
+    """Search the modules -> no `global` statement; a global name of a literal is in upper case or begins with `__`."""
     for path in (ROOT / package).rglob("*.py"):
         tree = parse(path)
         assert not [n for n in ast.walk(tree) if isinstance(n, ast.Global)], f"{path}: a global statement"

@@ -24,5 +24,7 @@ if (_missing := missing_transformers()) is not None:
 
 from .attention import restore, use_mla
 from .cache import LatentCacheLayer
+from .calibration import calibrate_model
+from .models import mla_layers
 
-__all__ = ["LatentCacheLayer", "restore", "use_mla"]
+__all__ = ["LatentCacheLayer", "calibrate_model", "mla_layers", "restore", "use_mla"]

@@ -8,10 +8,11 @@ plan of the step and the caches. docs/glossary.md explains the terms, such as pl
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int, Int64, Shaped
@@ -19,25 +20,27 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import find_packed_sequence_indices
 from transformers.modeling_utils import PreTrainedModel
-from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Attention, DeepseekV2Model
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3Model
 
 import fast
 from reference.distributed.arguments import check_groups
 from reference.distributed.groups import ContextParallel
 from reference.interfaces import (
     COMPUTE_FORMAT,
+    CONVERTED,
+    CacheFormat,
     MLAConfig,
     MLAMetadata,
     PathCosts,
-    UnsupportedConfiguration,
     check,
     check_costs,
     check_int,
+    check_mode_of_format,
     check_tensor,
 )
 
 from .cache import BatchRecord, LatentCacheLayer, latent_layers
+from .cache_options import planning_options, read_format, read_query_scales, read_scales
+from .models import CacheEntry, attention_modules, base_of, entry_of, same_storage
 from .padding import read_mask, read_positions
 
 ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
@@ -48,7 +51,7 @@ NEEDED = ("CommonAttentionMetadata", "MLAAttention", "allocate_kv_cache", "build
 
 @dataclass(frozen=True)
 class Options:
-    """Options of one call of `use_mla`; copies of a model share this object, as the module `ops` cannot be copied."""
+    """Options of one call of `use_mla`; copies of a model share them, because the module `ops` cannot be copied."""
 
     ops: ModuleType
     block_size: int
@@ -111,6 +114,7 @@ class AttentionAdapter:
         """Return the attention output, and None for attention weights; positions, cache and plan are in `mla_step`."""
         check(mla_step is not None, "model", "a call through the model that use_mla was given", "a call of one layer")
         self.refuse_stale_shares()
+        self.move_scales()
         flat = hidden_states.flatten(0, 1)
         tokens = mla_step.tokens
         packed = flat if tokens is None else flat[tokens]
@@ -125,6 +129,18 @@ class AttentionAdapter:
             inputs = (hidden_states, *self.module.parameters())
             output = InferenceOnly.apply(output, *(tensor for tensor in inputs if tensor.requires_grad))
         return output, None
+
+    @property
+    def entry(self) -> CacheEntry:
+        """Return the cache that this module needs."""
+        return entry_of(self.module, self.attention.cache_format, self.attention)
+
+    def move_scales(self) -> None:
+        """Move the scales of the layer to the device of the module, if the model was moved after `use_mla`."""
+        device = self.module.kv_a_layernorm.weight.device
+        for scale in (self.attention.kv_scale, getattr(self.attention, "q_scale", None)):
+            if scale is not None and scale.value.device != device:
+                scale.to(device)
 
     def refuse_stale_shares(self) -> None:
         """Raise ValueError if a weight of the module was replaced after this rank's layer took a view of the weight."""
@@ -236,7 +252,7 @@ class ModelAdapter:
         check_tensor("position_ids", positions, tuple(inputs.shape[:2]), (torch.int64, torch.int32), inputs.device)
         for index, (layer, kv_cache) in enumerate(zip(layers, kv_caches, strict=True)):
             shape = ("num_blocks", "block_size") if index == 0 else tuple(kv_caches[0].shape[:2])
-            entry = entry_of(layer.self_attn)
+            entry = layer.self_attn.forward.entry
             check_tensor(f"mla_kv_caches[{index}]", kv_cache, (*shape, entry.columns), (entry.dtype,), entry.device)
         starts = {kv_cache.data_ptr() for kv_cache in kv_caches}
         check(kv_caches[0].numel() == 0 or len(starts) == len(kv_caches), "mla_kv_caches",
@@ -291,62 +307,16 @@ class ModelAdapter:
             **options.planning,
         )  # fmt: skip
 
-        entries = [entry_of(layer.self_attn) for layer in self.base.layers]
+        entries = [layer.self_attn.forward.entry for layer in self.base.layers]
         if layers is None:
             entry = entries[0]
             shared = ops.allocate_kv_cache(table.numel(), record.block_size, entry.columns, entry.dtype, entry.device)
             kv_caches = [shared] * len(entries)
         else:
             kv_caches = [
-                layer.reserve(ops, rows, table.shape[1], entry.columns, entry.dtype, entry.device)
-                for layer, entry in zip(layers, entries, strict=True)
+                layer.reserve(ops, rows, table.shape[1], entry) for layer, entry in zip(layers, entries, strict=True)
             ]
         return Step(metadata, positions, tokens, kv_caches), lens
-
-
-def planning_options(ops: ModuleType, attention: nn.Module) -> dict[str, Any]:
-    """Return the arguments `dtype` and, if `ops` has backends, `backend` for `ops.build_mla_metadata`."""
-    options: dict[str, Any] = {"dtype": attention.kv_a_layernorm.weight.dtype}
-    if "backend" in inspect.signature(ops.build_mla_metadata).parameters:  # `reference` has no backends
-        options["backend"] = getattr(attention, "backend", None)
-    return options
-
-
-def same_storage(a: Tensor, b: Tensor) -> bool:
-    """Return whether both tensors are views of the same storage."""
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
-
-class CacheEntry(NamedTuple):
-    """Columns, storage dtype and device of the cache entries of one attention module."""
-
-    columns: int
-    dtype: torch.dtype
-    device: torch.device
-
-
-def entry_of(module: nn.Module) -> CacheEntry:
-    """Return columns, dtype and device of the cache entries that an attention module needs."""
-    weight = module.kv_a_layernorm.weight
-    columns = COMPUTE_FORMAT.columns(module.kv_lora_rank, module.qk_rope_head_dim)
-    return CacheEntry(columns, COMPUTE_FORMAT.dtype_for(weight.dtype), weight.device)
-
-
-def base_of(model: Any) -> PreTrainedModel:
-    """Return the DeepseekV2Model or DeepseekV3Model inside a model.
-
-    Raises:
-        UnsupportedConfiguration: the model has neither, or a layer has another kind of attention.
-    """
-    base = model.base_model if isinstance(model, PreTrainedModel) else None
-    if not isinstance(base, DeepseekV2Model | DeepseekV3Model):
-        got = type(model).__name__
-        raise UnsupportedConfiguration([f"model: expected DeepseekV2 or DeepseekV3 with latent attention, got {got}"])
-    for index, layer in enumerate(base.layers):
-        if not isinstance(layer.self_attn, DeepseekV2Attention | DeepseekV3Attention):
-            got = type(layer.self_attn).__name__
-            raise UnsupportedConfiguration([f"model: expected Multi-head Latent Attention at layer {index}, got {got}"])
-    return base
 
 
 def use_mla(
@@ -358,6 +328,10 @@ def use_mla(
     decode_threshold: int = 1,
     costs: PathCosts | None = None,
     context_parallel: ContextParallel | None = None,
+    cache_format: CacheFormat | str = COMPUTE_FORMAT,
+    kv_scales: Mapping[str, float | Tensor] | str | os.PathLike | None = None,
+    fp8_mode: str = CONVERTED,
+    q_scales: Mapping[str, float | Tensor] | str | os.PathLike | None = None,
     **options: Any,
 ) -> PreTrainedModel:
     """Replace the attention of a DeepSeek model of transformers by `ops.MLAAttention`, in place and for inference only.
@@ -384,6 +358,15 @@ def use_mla(
             model, and its layers use views of those weights that belong to the heads of this rank. Load and move the
             model before this call: the model raises ValueError if its weights are replaced later. The model then
             accepts packed batches only, with plans for `context_parallel.ownership`.
+        cache_format: format of the caches, as a `CacheFormat` or by its name, such as "fp8_e4m3".
+        kv_scales: scales of the caches, only for a format with one scale for each layer. The value is a mapping from
+            the name of a layer, such as "layers.0.self_attn", to its scale, or the path of a file of `save_kv_scales`.
+            `calibrate_model` computes the scales. Each layer takes its scale from the first of these sources: the
+            mapping, the checkpoint, the file, the first prefill, and 1.0 with a warning.
+        fp8_mode: mode of decodes over a cache in e4m3 (`ops.mla_decode`).
+        q_scales: scales of queries in e4m3, in the same forms as `kv_scales`; None takes those of the calibration
+            `kv_scales`. Each layer takes its scale from the first of these sources: the mapping, the checkpoint, the
+            file, and 1.0 with a warning.
         options: keyword arguments for `ops.MLAAttention.from_hf` (for example `backend` of `fast`).
 
     Returns:
@@ -393,7 +376,7 @@ def use_mla(
         UnsupportedConfiguration: the model has no Multi-head Latent Attention, or its rotary embedding, scaling or bias
             is not implemented; the error lists every reason.
         ValueError: the model is in training mode or already under `use_mla`; the `forward` of a module was replaced on
-            the instance; an option is invalid. The model is unchanged then.
+            the instance; an option is invalid; the format does not support the model. The model is unchanged then.
     """
     base = base_of(model)
     needed = NEEDED if context_parallel is None else (*NEEDED, "dcp_decode", "dcp_slot_mapping", "verify_group")
@@ -402,8 +385,8 @@ def use_mla(
           f"{getattr(ops, '__name__', type(ops).__name__)} without {', '.join(missing)}")  # fmt: skip
     check(not isinstance(base.__dict__.get("forward"), ModelAdapter), "model", "a model that is not under use_mla",
           "a model under use_mla; call restore(model) first")  # fmt: skip
-    modules = [layer.self_attn for layer in base.layers]
-    for module in (base, *modules):
+    modules = attention_modules(model)
+    for module in (base, *modules.values()):
         check("forward" not in module.__dict__, "model", "modules that use their class's forward",
               f"a {type(module).__name__} whose forward was replaced")  # fmt: skip
     check(not model.training, "model", "eval mode (inference only); call model.eval()", "training mode")
@@ -413,17 +396,31 @@ def use_mla(
         check_int("workspace_tokens", workspace_tokens, block_size, f"at least one block of {block_size}")
     check_costs(costs)
     check_groups(context_parallel)
+    cache_format = read_format(cache_format)
+    for module in modules.values():
+        entry_of(module, cache_format)  # raises if the format does not support the dims or the dtype
+    scales = read_scales(kv_scales, cache_format, modules)
+    check(not scales or "kv_scale" not in options, "kv_scale", "no argument beside kv_scales", options.get("kv_scale"))
+    check_mode_of_format(fp8_mode, cache_format)
+    given = "q_scale" in options
+    check(not given or q_scales is None, "q_scale", "no argument beside q_scales", options.get("q_scale"))
+    q_scale_of = {} if given else read_query_scales(q_scales, kv_scales, fp8_mode, modules)
 
+    options |= {"cache_format": cache_format, **({} if fp8_mode == CONVERTED else {"fp8_mode": fp8_mode})}
     if context_parallel is not None:
         options["context_parallel"] = context_parallel
     if workspace_tokens is not None:
         options["workspace_tokens"] = workspace_tokens  # layers raise for plans with larger chunks
-    adapters = [AttentionAdapter(module, ops.MLAAttention.from_hf(module, **options)) for module in modules]
+    adapters = []
+    for name, module in modules.items():
+        scale = {"kv_scale": scales[name]} if name in scales else {}
+        q_scale = {"q_scale": q_scale_of[name]} if name in q_scale_of else {}
+        adapters.append(AttentionAdapter(module, ops.MLAAttention.from_hf(module, **options, **scale, **q_scale)))
     config = adapters[0].attention.config
     planning = planning_options(ops, adapters[0].attention)
     served = Options(ops, block_size, workspace_tokens, decode_threshold, config, costs, context_parallel, planning)
-    for module, adapter in zip(modules, adapters, strict=True):
-        module.forward = adapter
+    for adapter in adapters:
+        adapter.module.forward = adapter
     base.forward = ModelAdapter(base, served)
     return model
 

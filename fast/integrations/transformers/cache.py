@@ -19,6 +19,8 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from reference.interfaces import check
 
+from .models import CacheEntry
+
 
 class BatchRecord:
     """Number of cached tokens, mask and blocks of each row of a padded batch; all tensors are on the CPU.
@@ -94,30 +96,51 @@ class LatentCacheLayer(CacheLayerMixin):
         super().__init__()
         self.record, self.leads = record, leads
         self.kv_cache: Shaped[Tensor, "num_blocks block_size columns"] | None = None
+        self.scale: Tensor | None = None  # scale of the cached tokens; None if the cache format has no such scale
         self.rows = 0
 
     def reserve(
-        self, ops: ModuleType, rows: int, width: int, head_size: int, dtype: torch.dtype, device: torch.device
+        self, ops: ModuleType, rows: int, width: int, entry: CacheEntry
     ) -> Shaped[Tensor, "num_blocks block_size columns"]:
         """Return a cache for `rows` rows of `width` blocks; copy a cache with too few blocks into a larger one.
 
+        Args:
+            ops: package that allocates.
+            rows: B.
+            width: W.
+            entry: the cache that the layer needs.
+
         Raises:
-            ValueError: the existing cache has entries of another width.
+            ValueError: the existing cache has entries of another width or dtype, or tokens with another scale.
         """
         if rows != self.rows:
             # The caller has checked that the record is empty, so no cached token is lost.
             self.kv_cache = None
         old = self.kv_cache
         if old is not None:
-            check(old.shape[2] == head_size, "past_key_values", f"entries of {head_size} elements", old.shape[2])
-            if old.shape[0] >= rows * width:
-                return old
+            columns, dtype = entry.columns, entry.dtype
+            check(old.shape[2] == columns, "past_key_values", f"entries of {columns} elements", old.shape[2])
+            check(old.dtype == dtype, "past_key_values", f"entries in {dtype}", old.dtype)
+            self._check_scale(entry.scale)
+        self.scale = entry.scale
+        if old is not None and old.shape[0] >= rows * width:
+            return old
         with torch.inference_mode(False):  # the cache may be used after the caller's inference mode ends
-            new = ops.allocate_kv_cache(rows * width, self.record.block_size, head_size, dtype, device)
+            new = ops.allocate_kv_cache(rows * width, self.record.block_size, entry.columns, entry.dtype, entry.device)
         if old is not None:
             new.unflatten(0, (rows, width))[:, : old.shape[0] // rows] = old.unflatten(0, (rows, -1))
         self.kv_cache, self.rows, self.is_initialized = new, rows, True
         return new
+
+    def _check_scale(self, scale: Tensor | None) -> None:
+        """Check that a layer has the scale of the cached tokens.
+
+        Both scales are read, unless `scale` is the tensor with which the tokens were stored.
+        """
+        if scale is self.scale or self.record.length == 0:
+            return
+        values = [None if each is None else float(each) for each in (self.scale, scale)]
+        check(values[0] == values[1], "past_key_values", f"tokens stored with the scale {values[1]}", values[0])
 
     def _take(self, index: Tensor, rows: int) -> None:
         """Replace the cache by a copy of some of its rows; a row may be copied several times."""
@@ -158,7 +181,7 @@ class LatentCacheLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Release the cache and reset the record."""
-        self.kv_cache, self.rows, self.is_initialized = None, 0, False
+        self.kv_cache, self.scale, self.rows, self.is_initialized = None, None, 0, False
         if self.leads:
             self.record.clear()
 

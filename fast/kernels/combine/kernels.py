@@ -10,8 +10,8 @@ The reference score of a row is the number that is subtracted from all scores of
 score of the row or somewhat smaller; the code calls it `largest`. Scores and reference scores are in base 2: they are
 divided by ln 2, because the kernels use exp2 in place of exp.
 
-In the layouts below, T is the number of query tokens, N of heads, Lkv of latent columns and B of requests. A schedule
-assigns the keys of all requests to programs, in tiles of 64 keys.
+In the layouts below, T, N and B are the numbers of query tokens, heads and requests, and Lkv is the number of latent
+columns. A schedule assigns the keys of all requests to programs, in tiles of 64 keys.
 
 | how the decode splits requests | layout of partial outputs | layout of partial LSEs |
 |---|---|---|
@@ -28,7 +28,7 @@ stores the sum of these splits at the first partial index of the request. For ea
 number of splits in this sum and the number of all splits.
 
 A combine tile is some rows and some latent columns of the output of one request. In a decode with a schedule, often
-only a few requests have several splits and need to be combined. The host does not know which requests. With one program
+only a few requests have several splits and need to be combined. The host does not know these requests. With one program
 for each combine tile of the batch, most programs would find no work. The kernel for a schedule therefore has a limited
 number of programs:
 
@@ -230,7 +230,7 @@ def _place_of_tile(number, rank, first_request, row_tiles, column_tiles):
 
     Args:
         number: index of the combine tile among the combine tiles of all requests to combine in the chunk.
-        rank: [CHUNK], for each request r: the number of requests to combine from the start of the chunk through r.
+        rank: [CHUNK], for each request of the chunk: how many requests up to and including this one are to be combined.
         first_request: first request of the chunk.
         row_tiles: number of row tiles of a request.
         column_tiles: number of column tiles of a row.
@@ -336,7 +336,7 @@ def _combine_scheduled_kernel(
         gdc_launch_dependents()
     column_tiles: tl.constexpr = (LATENT + COLUMNS - 1) // COLUMNS
     partials = Partials(partial_out, partial_lse, num_partials, request_rows)
-    # decided at run time, so that only one variant of the kernel is compiled
+    # a decision at run time: a compile-time constant would need two variants of the kernel
     if tl.num_programs(0) >= num_requests.to(tl.int64) * row_tiles * column_tiles:
         tile_number = tl.program_id(0)
         tile = TilePlace(

@@ -22,7 +22,8 @@ FOR_FEW_SPLITS = (CombineTile(2, 512, 4, 4), CombineTile(1, 512, 4, 2))  # (few 
 FOR_MANY_SPLITS = CombineTile(1, 32, 128, 4)  # several requests with many splits
 FOR_MANY_ROWS = CombineTile(1, 64, 64, 2)  # one request with many splits and many rows
 FOR_FEW_ROWS = CombineTile(1, 32, 64, 2)  # one request with many splits and few rows
-# "planned": with a schedule. The number of programs is then limited, so narrower tiles would not give more programs.
+# "Planned" means: with a schedule. The number of programs is then limited, so narrower tiles would not give more
+# programs.
 FOR_PLANNED = CombineTile(1, 512, 16, 4)
 FEW_PLANNED_SPLITS = (4, MANY_SPLITS)  # up to this many splits, FOR_FEW_SPLITS is faster: (few heads, many heads)
 MOST_PLANNED_SPLITS = 48  # with more splits and few rows, FOR_MANY_SPLITS is faster, because it gives more programs

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from reference.interfaces import E4M3
+
 CHUNK_TOKENS = 4096  # tokens reordered at a time
 
 
@@ -19,12 +21,14 @@ def reorg_kvcache(
     """Copy the gathered cache entries of all ranks to `out`, in the order of the tokens of each request.
 
     Args:
-        gathered: [D, padded, Lkv + R], entries of the tokens of each rank, one request after another.
+        gathered: [D, padded, columns], entries of the tokens of each rank, one request after another, in any dtype.
         cu_seq_lens: [B + 1], first row of each request in `out`.
         local_cu_seq_lens: [D, B + 1], first row of each request in `gathered`, for each rank.
         interleave: number of consecutive tokens that one rank gets before the next rank gets tokens.
-        out: [num_tokens, Lkv + R], written in place.
+        out: [num_tokens, columns], written in place.
     """
+    if gathered.dtype == E4M3:  # PyTorch has few operations on 8-bit floats
+        gathered, out = gathered.view(torch.uint8), out.view(torch.uint8)
     used = int(cu_seq_lens[-1])
     out[used:] = 0  # rows after the last request
     out = out[:used]

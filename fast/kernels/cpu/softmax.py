@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from reference.interfaces import to_e4m3
+
+WEIGHT_UNIT = 256.0  # factor of weights before they are rounded to e4m3, whose largest number is 448
+
 
 class OnlineSoftmax:
     """Attention of query rows over the keys that `add` has received so far.
@@ -16,10 +20,21 @@ class OnlineSoftmax:
         value_dim: width of the values.
         dtype: dtype of the sums, float32 or float64.
         device: device of the tensors.
+        rounds_to_e4m3: whether the weights of the values are rounded to e4m3 (8 bits). The weights exp(score - largest)
+            are at most 1. They are multiplied by 2^8 before they are rounded, so that a weight of at least 2^-14
+            becomes a normal e4m3 number, with all digits. The sum of exponentials is not rounded.
     """
 
-    def __init__(self, shape: tuple[int, ...], value_dim: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        value_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        rounds_to_e4m3: bool = False,
+    ):
         self.shape, self.value_dim, self.dtype, self.device = shape, value_dim, dtype, device
+        self.rounds_to_e4m3 = rounds_to_e4m3
         self.largest = self.total = self.values = None  # None until the first block of keys
 
     def add(self, scores: Tensor, values: Tensor) -> None:
@@ -34,11 +49,16 @@ class OnlineSoftmax:
             largest = torch.maximum(self.largest, largest)
         shift = largest.masked_fill(largest == -torch.inf, 0)  # no key so far: -inf - (-inf) would be NaN
         probabilities = scores.sub_(shift[..., None]).exp_()
+        sums = probabilities.sum(-1)
+        if self.rounds_to_e4m3:
+            probabilities = (
+                to_e4m3(probabilities, probabilities.new_tensor(1 / WEIGHT_UNIT)).to(self.dtype) / WEIGHT_UNIT
+            )
         if self.largest is None:
-            self.total, self.values = probabilities.sum(-1), torch.matmul(probabilities, values)
+            self.total, self.values = sums, torch.matmul(probabilities, values)
         else:
             decay = torch.exp(self.largest - shift)
-            self.total.mul_(decay).add_(probabilities.sum(-1))
+            self.total.mul_(decay).add_(sums)
             self.values.mul_(decay[..., None])
             multiply_add = torch.addmm if self.values.dim() == 2 else torch.baddbmm
             multiply_add(self.values, probabilities, values, out=self.values)

@@ -4,6 +4,7 @@ from .. import compile_log
 from .advance import advance_step
 from .attention import flash_attn_varlen
 from .cache import concat_and_cache_mla, copy_blocks, gather_and_maybe_dequant_cache, swap_blocks
+from .cache_formats import dequantize_entries, quantize_entries
 from .context_parallel import merge_packed_attn_states, pack_attn_state, reorg_kvcache, weight_attn_out
 from .decode import decode_programs, mla_decode, schedule_costs
 from .merge import merge_attn_states
@@ -11,6 +12,7 @@ from .padding_tokens import zero_padding_tokens
 from .rope import apply_rope, rope_norm_and_cache
 from .schedule import plan_decode
 from .visible_lens import compute_visible_lens
+from .weights import multiply_heads
 
 KERNELS = {
     "advance_step": advance_step,
@@ -19,13 +21,16 @@ KERNELS = {
     "concat_and_cache_mla": concat_and_cache_mla,
     "copy_blocks": copy_blocks,
     "decode_programs": decode_programs,
+    "dequantize_entries": dequantize_entries,
     "flash_attn_varlen": flash_attn_varlen,
     "gather_and_maybe_dequant_cache": gather_and_maybe_dequant_cache,
     "merge_attn_states": merge_attn_states,
     "merge_packed_attn_states": merge_packed_attn_states,
     "mla_decode": mla_decode,
+    "multiply_heads": multiply_heads,
     "pack_attn_state": pack_attn_state,
     "plan_decode": plan_decode,
+    "quantize_entries": quantize_entries,
     "reorg_kvcache": reorg_kvcache,
     "rope_norm_and_cache": rope_norm_and_cache,
     "schedule_costs": schedule_costs,

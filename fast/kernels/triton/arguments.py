@@ -30,7 +30,8 @@ class DecodeInputs(NamedTuple):
     """Queries, cache and the tensors that describe the batch; each field is one parameter.
 
     `latent_pages` and `rope_pages` are descriptors with which TMA (the GPU's bulk copy engine) reads the cache. Both
-    are None if TMA cannot read the cache.
+    are None if TMA cannot read the cache. `kv_scale` is the scale of the layer, [], or None. `q_scale` is the
+    scale of queries in e4m3, [] or [N], or None; `q_scale_stride` is its stride from head to head, 0 for [].
     """
 
     sources: DecodeSources
@@ -40,6 +41,9 @@ class DecodeInputs(NamedTuple):
     seq_lens: Tensor
     query_start_loc: Tensor
     visible_lens: Tensor
+    kv_scale: Tensor | None
+    q_scale: Tensor | None
+    q_scale_stride: int | None
 
 
 class DecodeOutputs(NamedTuple):

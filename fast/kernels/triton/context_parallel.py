@@ -16,7 +16,7 @@ from torch import Tensor
 from ...backends import launch
 from ..device import device_of
 from ..integers import cdiv, next_power_of_2
-from .cache import WARPS, as_integers, copy_rows, rows_per_program, tiles_of
+from .cache_rows import WARPS, as_integers, copy_rows, rows_per_program, tiles_of
 from .token_requests import request_of
 
 TILE_ELEMENTS = 4096  # elements of an output that one program processes
@@ -30,11 +30,11 @@ def reorg_kvcache(
     A row of `out` becomes 0 if no request owns the row, or if the offsets point outside `gathered`.
 
     Args:
-        gathered: [D, padded, Lkv + R], entries of the tokens of each rank, one request after another.
+        gathered: [D, padded, columns], entries of the tokens of each rank, one request after another, in any dtype.
         cu_seq_lens: [B + 1], first row of each request in `out`.
         local_cu_seq_lens: [D, B + 1], first row of each request in `gathered`, for each rank.
         interleave: number of consecutive tokens that one rank gets before the next rank gets tokens.
-        out: [num_tokens, Lkv + R], written in place.
+        out: [num_tokens, columns], written in place.
     """
     size, padded, width = gathered.shape
     requests = cu_seq_lens.shape[0] - 1

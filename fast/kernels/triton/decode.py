@@ -21,12 +21,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from reference.interfaces import (
     COMPUTE_FORMAT,
+    CONVERTED,
     DECODE_TILE,
+    E4M3,
+    CacheFormat,
     InvariantSplitRule,
     ScheduleCosts,
-    UnsupportedConfiguration,
     check,
-    element_bytes,
     most_invariant_splits,
 )
 
@@ -36,7 +37,9 @@ from ..device import device_facts, device_of
 from ..integers import cdiv, next_power_of_2
 from ..schedule_costs import measured_schedule_costs
 from .arguments import DecodeInputs, DecodeSources, DecodeStrides, SourceStrides
-from .decode_tiles import LN_2, Cache, Constants, Queries, RowKeys, attend_tiles, load_queries
+from .decode_fp8_tiles import attend
+from .decode_shapes import E4M3_COLUMNS, column_blocks, launch_shape, stored_constants
+from .decode_tiles import LN_2, Cache, Constants, Queries, RowKeys, load_queries
 from .scheduled_decode import launch_scheduled
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -51,13 +54,17 @@ MOST_WAVES = 4  # a schedule has at most as many programs as run in 4 waves
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "num_blocks", "max_keys", "num_splits", "row_blocks", "table_row_stride"],
-    do_not_specialize_on_alignment=["block_table", "seq_lens", "query_start_loc", "visible_lens"],
-)
+    do_not_specialize=[
+        "q_scale_stride", "num_tokens", "num_blocks", "max_keys", "num_splits", "row_blocks", "table_row_stride",
+    ],
+    do_not_specialize_on_alignment=[
+        "block_table", "seq_lens", "query_start_loc", "visible_lens", "kv_scale", "q_scale",
+    ],
+)  # fmt: skip
 @no_type_check
 def _decode_kernel(
-    sources, latent_pages, rope_pages, block_table, seq_lens, query_start_loc, visible_lens, out, lse,
-    num_tokens, num_blocks, max_keys, num_splits, row_blocks, scale_log2,
+    sources, latent_pages, rope_pages, block_table, seq_lens, query_start_loc, visible_lens, kv_scale, q_scale,
+    q_scale_stride, out, lse, num_tokens, num_blocks, max_keys, num_splits, row_blocks, scale_log2,
     strides, table_row_stride, table_stride,
     HEADS: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
@@ -79,9 +86,9 @@ def _decode_kernel(
         row_queries = load_queries(
             Queries(
                 sources.ql_nope, sources.q_pe, strides.latent_token, strides.latent_head, strides.latent_element,
-                strides.rope_token, strides.rope_head, strides.rope_element,
+                strides.rope_token, strides.rope_head, strides.rope_element, q_scale, q_scale_stride,
             ),
-            token, head, real, c.LATENT, c.ROPE, c.LATENT_PAD, c.ROPE_PAD,
+            token, head, real, c,
         )  # fmt: skip
         length = tl.maximum(0, tl.minimum(tl.load(seq_lens + request), max_keys))
         visible = tl.minimum(tl.load(visible_lens + token, mask=real, other=0), length)
@@ -94,11 +101,11 @@ def _decode_kernel(
         last_tile = tl.minimum(first_tile + split_tiles, tiles)
 
         table_row = block_table + request.to(tl.int64) * table_row_stride
-        state = attend_tiles(
+        state = attend(
             row_queries, RowKeys(visible, key_end, full_tiles, table_row, table_stride), first_tile, last_tile,
             Cache(
                 sources.kv_cache, latent_pages, rope_pages, num_blocks, strides.block, strides.entry,
-                strides.element,
+                strides.element, kv_scale,
             ),
             scale_log2,
             c,
@@ -140,14 +147,19 @@ def mla_decode(
     split_offsets: Tensor | None,
     batch_invariant: bool,
     split_rule: InvariantSplitRule,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
+    kv_scale: Tensor | None = None,
     out: Tensor | None = None,
+    fp8_mode: str = CONVERTED,
+    q_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute absorbed attention of the query tokens of each request over its cached latents.
 
     Args:
-        ql_nope: [T, N, Lkv], absorbed queries; float32, bfloat16 or float16.
+        ql_nope: [T, N, Lkv], absorbed queries; float32, bfloat16 or float16, and e4m3 in the other modes than
+            "converted".
         q_pe: [T, N, R], rope part of the queries.
-        kv_cache: [num_blocks, block_size, Lkv + R].
+        kv_cache: [num_blocks, block_size, columns] in the storage dtype of the format.
         block_table: [B, W]; the keys of a block are masked if the block number lies outside the cache.
         seq_lens: [B], keys of each request, clamped to [0, min(max_seq_len, W * block_size)].
         query_start_loc: [B + 1], first query token of each request.
@@ -161,18 +173,23 @@ def mla_decode(
         split_offsets: [B + 1], from the same `DecodeSchedule`; None without a schedule.
         batch_invariant: if True, the splits of each request depend on its length alone.
         split_rule: rule by which a batch-invariant decode splits a request.
+        cache_format: format of the cache.
+        kv_scale: float32 scale of the layer, [], which only the kernel reads; None if the format has no such scale.
         out: [T, N, Lkv] in `out_dtype`, contiguous, written in place; None allocates a tensor.
+        fp8_mode: one of `FP8_MODES`; `decode_fp8_tiles` says what is rounded in each mode.
+        q_scale: float32 scale of queries in e4m3, [] or [N], which only the kernel reads; None for "converted".
 
     Returns:
         out [T, N, Lkv] and lse [N, T].
 
     Raises:
-        ValueError: the dtype of `ql_nope` or `out_dtype` is not float32, bfloat16 or float16.
+        ValueError: `ql_nope` does not have a dtype of the mode, or `out_dtype` is not float32, bfloat16 or float16.
         UnsupportedConfiguration: no tile of the cache fits into the device's shared memory.
     """
     found = decode_splits(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, out,
+        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, cache_format,
+        kv_scale, out, fp8_mode, q_scale,
     )  # fmt: skip
     combine_partial_outputs(
         found.partial_out, found.partial_lse, query_start_loc, max_query_len, tile_ranges, split_offsets,
@@ -183,10 +200,15 @@ def mla_decode(
 
 def decode_splits(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, out=None,
+    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule,
+    cache_format=COMPUTE_FORMAT, kv_scale=None, out=None, fp8_mode=CONVERTED, q_scale=None,
 ) -> SplitDecode:  # fmt: skip
     """Run `mla_decode` without its combine kernel; return the tensors that the combine kernel reads and writes."""
-    check(ql_nope.dtype in DTYPES, "ql_nope", "dtype float32, bfloat16 or float16", ql_nope.dtype)
+    if fp8_mode == CONVERTED:
+        check(ql_nope.dtype in DTYPES, "ql_nope", "dtype float32, bfloat16 or float16", ql_nope.dtype)
+    else:
+        check(ql_nope.dtype == E4M3, "ql_nope", f"dtype {E4M3} for fp8_mode {fp8_mode}", ql_nope.dtype)
+        check(cache_format.scaled, "cache_format", f"a format in e4m3 for fp8_mode {fp8_mode}", cache_format.name)
     check(out_dtype in DTYPES, "out_dtype", "float32, bfloat16 or float16", out_dtype)
     tokens, heads, latent = ql_nope.shape
     rope = q_pe.shape[2]
@@ -201,20 +223,30 @@ def decode_splits(
         return SplitDecode(out, lse, none, none.clone())
 
     request_rows = rows_of_a_request(tokens, heads, max_query_len)
-    latent_pad = max(16, next_power_of_2(latent))
-    rope_pad = max(16, next_power_of_2(rope))
+    dtype, q_scale_stride = ql_nope.dtype, None
+    if fp8_mode != CONVERTED:
+        dtype = torch.float16
+        ql_nope, q_pe = ql_nope.view(torch.uint8), q_pe.view(torch.uint8)
+        q_scale_stride = q_scale.stride(0) if q_scale.dim() else 0
+    latent_pad, rope_pad = _padded(latent, fp8_mode), _padded(rope, fp8_mode)
     facts = device_facts(ql_nope.device)
     # `request_rows` depends on the longest query of the batch, which must not change a batch-invariant result
     shape_rows = heads if batch_invariant else request_rows
     shape = launch_shape(
-        shape_rows, block_size, latent_pad + rope_pad, ql_nope.dtype, kv_cache.element_size(), facts.capability,
-        facts.shared,
+        shape_rows, block_size, latent_pad + rope_pad, dtype, kv_cache.element_size(), facts.capability,
+        facts.shared, column_blocks(cache_format, latent), fp8_mode,
     )  # fmt: skip
     row_blocks = cdiv(request_rows, shape["ROWS"])
-    latent_pages, rope_pages = _page_descriptors(kv_cache, latent, rope, shape["TILE"])
+    if cache_format.scaled:
+        kv_cache = kv_cache.view(torch.uint8)
+        latent_pages, rope_pages = None, None
+        stored = stored_constants(cache_format, latent, rope, dtype, facts, shape, fp8_mode)
+    else:
+        latent_pages, rope_pages = _page_descriptors(kv_cache, latent, rope, shape["TILE"])
+        stored = {}
     inputs = DecodeInputs(
         DecodeSources(ql_nope, q_pe, kv_cache), latent_pages, rope_pages, block_table, seq_lens.contiguous(),
-        query_start_loc.contiguous(), visible_lens.contiguous(),
+        query_start_loc.contiguous(), visible_lens.contiguous(), kv_scale, q_scale, q_scale_stride,
     )  # fmt: skip
     source_strides = SourceStrides(*ql_nope.stride(), *q_pe.stride(), *kv_cache.stride())
     strides = DecodeStrides(source_strides, *block_table.stride())
@@ -222,8 +254,8 @@ def decode_splits(
         "HEADS": heads,
         "c": Constants(
             LATENT=latent, ROPE=rope, BLOCK_SIZE=block_size, TILE=shape["TILE"], LATENT_PAD=latent_pad,
-            ROPE_PAD=rope_pad, SUM_COLUMNS=FLOAT32_SUM_COLUMNS if ql_nope.dtype == torch.float32 else 0,
-            PAGED_COPY=latent_pages is not None,
+            ROPE_PAD=rope_pad, SUM_COLUMNS=FLOAT32_SUM_COLUMNS if dtype == torch.float32 else 0,
+            PAGED_COPY=latent_pages is not None, **stored,
         ),
         **{name: value for name, value in shape.items() if name != "TILE"},
     }  # fmt: skip
@@ -266,6 +298,8 @@ def decode_programs(
     qk_rope_head_dim: int,
     block_size: int,
     query_len: int,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
+    fp8_mode: str = CONVERTED,
 ) -> int:
     """Return how many programs a schedule should have on this device.
 
@@ -274,10 +308,14 @@ def decode_programs(
     better, but each further wave costs `WAVE_COST`.
     """
     facts = device_facts(device)
-    width = max(16, next_power_of_2(kv_lora_rank)) + max(16, next_power_of_2(qk_rope_head_dim))
+    width = _padded(kv_lora_rank, fp8_mode) + _padded(qk_rope_head_dim, fp8_mode)
     rows = num_heads * query_len
-    cache_element_size = element_bytes(COMPUTE_FORMAT.dtype_for(dtype))  # the only cache format of these kernels
-    shape = launch_shape(rows, block_size, width, dtype, cache_element_size, facts.capability, facts.shared)
+    dtype = dtype if fp8_mode == CONVERTED else torch.float16
+    element_size = cache_format.dtype_for(dtype).itemsize
+    shape = launch_shape(
+        rows, block_size, width, dtype, element_size, facts.capability, facts.shared,
+        column_blocks(cache_format, kv_lora_rank), fp8_mode,
+    )  # fmt: skip
     # programs that run on the GPU at the same time
     resident = (2 if shape["ROWS"] == 16 else 1) * facts.processors
     row_blocks = cdiv(rows, shape["ROWS"])
@@ -290,52 +328,17 @@ def decode_programs(
 
 
 def schedule_costs(
-    device: torch.device, dtype: torch.dtype, num_heads: int, kv_lora_rank: int, qk_rope_head_dim: int, block_size: int
+    device: torch.device,
+    dtype: torch.dtype,
+    num_heads: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    block_size: int,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
+    fp8_mode: str = CONVERTED,
 ) -> ScheduleCosts:
     """Return the costs that `plan_decode` uses for these kernels; they depend on the number of heads alone."""
     return measured_schedule_costs(num_heads)
-
-
-@functools.lru_cache(maxsize=1024)
-def launch_shape(
-    request_rows: int,
-    block_size: int,
-    width: int,
-    dtype: torch.dtype,
-    cache_element_size: int,
-    capability: tuple[int, int],
-    shared: int,
-) -> dict[str, int]:
-    """Return the constants ROWS, TILE, num_warps and num_stages: the first choice that fits into shared memory.
-
-    Args:
-        request_rows: upper bound of the rows of a request.
-        block_size: tokens of a cache block.
-        width: columns of a cache entry; the latent and the rope part are each padded to a power of two.
-        dtype: dtype of the queries and of the softmax probabilities.
-        cache_element_size: bytes of an element of the cache, and of a tile in shared memory.
-        capability: compute capability of the device.
-        shared: bytes of shared memory that a program may use.
-
-    Raises:
-        UnsupportedConfiguration: no choice fits into shared memory.
-    """
-    # each shape is (rows, tile, warps, stages); the preferred shape comes first
-    if dtype == torch.float32:  # Tensor Cores do not compute IEEE float32 products
-        shapes = ((16, 16, 4, 2), (16, 16, 4, 1))
-    elif request_rows <= 16:  # memory reads limit the speed: small tiles let two programs run on each SM
-        shapes = ((16, 32, 4, 3), (16, 32, 4, 2), (16, 16, 4, 2), (16, 16, 4, 1))
-    else:  # Hopper multiplies 64 rows directly from shared memory, so prefer 64, even if half are padding rows
-        shapes = ((32, 32, 8, 2), (32, 16, 8, 2), (32, 16, 8, 1))
-        if capability[0] == 9:
-            shapes = ((64, 32 if block_size == 32 else 64, 8, 2), *shapes)
-    for rows, tile, warps, stages in shapes:
-        query_elements, cache_elements = rows * (width + tile), stages * tile * width
-        if query_elements * dtype.itemsize + cache_elements * cache_element_size <= shared:
-            return {"ROWS": rows, "TILE": tile, "num_warps": warps, "num_stages": stages}
-    raise UnsupportedConfiguration(
-        [f"triton: mla_decode has no tile of {width} columns of {dtype} for {shared} bytes of shared memory"]
-    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -355,6 +358,11 @@ def _num_splits(programs: int, rows: int, keys: int, processors: int) -> int:
         return waves * (-(-keys // splits) + PROGRAM_COST) + combine
 
     return min(range(1, max(1, min(keys // 64, 2 * processors)) + 1), key=cost)
+
+
+def _padded(width: int, fp8_mode: str) -> int:
+    """Return the columns of a part of an entry, padded to a power of two and to the smallest product of a GPU."""
+    return max(16 if fp8_mode == CONVERTED else E4M3_COLUMNS, next_power_of_2(width))
 
 
 def _page_descriptors(kv_cache: Tensor, latent: int, rope: int, tile: int) -> tuple[object | None, object | None]:

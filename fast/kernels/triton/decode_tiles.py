@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from ..combine.kernels import RowState
+from .fp8 import e4m3_to, pinned
 
 LN_2 = tl.constexpr(math.log(2))
 
@@ -32,6 +33,20 @@ class Constants(NamedTuple):
         ROPE_PAD: R, padded to a power of two.
         SUM_COLUMNS: columns of each partial sum of a float32 dot product (`_products`); 0 for other dtypes.
         PAGED_COPY: True if TMA (the GPU's bulk copy engine) loads the tiles.
+        E4M3: True if the latents of the cache are e4m3 numbers (`decode_fp8_tiles`); the cache is then read as bytes.
+            The constants below are for such a cache alone.
+        NATIVE: True if the GPU has instructions for e4m3.
+        PINNED: True if the kernel is compiled for a GPU and for 16-bit queries.
+        HALF: True if bfloat16 queries are converted to float16 before they are multiplied by e4m3 numbers (not for row
+            blocks of 64 rows, whose products the compiler would then serialise).
+        BLOCKS: number of column blocks of a latent, which are loaded and multiplied one after another.
+        SCALE_TILE: columns of a latent that have one scale in the entry; 0 if the layer has one scale.
+        SCALE_COLUMN: column at which the scales of an entry begin.
+        ROPE_COLUMN: column at which the rope part of an entry begins.
+        ROPE_E4M3: True if the rope part is e4m3 too, and False if it is bfloat16.
+        Q_E4M3: True if the queries are e4m3 numbers, which are read as bytes.
+        P_E4M3: True if the probabilities are rounded to e4m3.
+        E4M3_DOTS: True if the products of e4m3 numbers are computed in e4m3, and False if in float16.
     """
 
     LATENT: Any
@@ -42,10 +57,26 @@ class Constants(NamedTuple):
     ROPE_PAD: Any
     SUM_COLUMNS: Any
     PAGED_COPY: Any
+    E4M3: Any = False
+    NATIVE: Any = False
+    PINNED: Any = False
+    HALF: Any = False
+    BLOCKS: Any = 1
+    SCALE_TILE: Any = 0
+    SCALE_COLUMN: Any = 0
+    ROPE_COLUMN: Any = 0
+    ROPE_E4M3: Any = False
+    Q_E4M3: Any = False
+    P_E4M3: Any = False
+    E4M3_DOTS: Any = False
 
 
 class Queries(NamedTuple):
-    """Pointers to the latent and the rope part of all queries, and the strides of both parts in elements."""
+    """Pointers to the latent and the rope part of all queries, and the strides of both parts in elements.
+
+    `scale` is a pointer to the scale of queries in e4m3, or None. `scale_stride` is the stride from the scale of a head
+    to that of the next head: 0 if all heads have one scale.
+    """
 
     ql_nope: Any
     q_pe: Any
@@ -55,13 +86,23 @@ class Queries(NamedTuple):
     rope_token_stride: Any
     rope_head_stride: Any
     rope_element_stride: Any
+    scale: Any
+    scale_stride: Any
 
 
 class RowQueries(NamedTuple):
-    """Queries of ROWS rows: `latent` [ROWS, LATENT_PAD] and `rope` [ROWS, ROPE_PAD]; `rope` is not used if R is 0."""
+    """Queries of ROWS rows.
+
+    Attributes:
+        latent: [ROWS, LATENT_PAD]; for a cache with e4m3 numbers, a tuple with one tensor for each column block.
+        rope: [ROWS, ROPE_PAD]; not used if R is 0.
+        unit: [ROWS], by which a product with `latent` is multiplied (`_in_float16`): the scale of queries in e4m3. It
+            is not used if both `HALF` and `Q_E4M3` are False.
+    """
 
     latent: Any
     rope: Any
+    unit: Any
 
 
 class Cache(NamedTuple):
@@ -75,6 +116,7 @@ class Cache(NamedTuple):
         block_stride: elements from one block to the next.
         entry_stride: elements from one token of a block to the next.
         element_stride: elements from one column to the next.
+        scale: pointer to the scale of the layer, or None.
     """
 
     entries: Any
@@ -84,6 +126,7 @@ class Cache(NamedTuple):
     block_stride: Any
     entry_stride: Any
     element_stride: Any
+    scale: Any
 
 
 class RowKeys(NamedTuple):
@@ -152,12 +195,11 @@ def _products(q, k, SUM_COLUMNS: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _attend_tile(state, queries, row_keys, tile, cache, scale_log2, c, PARTIAL: tl.constexpr):
-    """Return the state of the rows (`RowState`) after one more tile.
+def keys_of_tile(row_keys, tile, cache, c):
+    """Return the keys of a tile [TILE], their blocks, and which keys the cache holds [TILE].
 
-    PARTIAL is False if every row sees every key of the tile; the tile then needs no mask.
+    The block is one number if one cache block holds the whole tile, and otherwise [TILE].
     """
-    ONE_WARPGROUP_ROWS: tl.constexpr = queries.latent.shape[0] == 64
     keys = tile * c.TILE + tl.arange(0, c.TILE)
     if c.BLOCK_SIZE % c.TILE == 0:  # one cache block holds the whole tile, so one entry of the block table suffices
         block = tl.load(row_keys.table_row + (tile * c.TILE // c.BLOCK_SIZE) * row_keys.table_stride)
@@ -166,6 +208,18 @@ def _attend_tile(state, queries, row_keys, tile, cache, scale_log2, c, PARTIAL: 
             row_keys.table_row + (keys // c.BLOCK_SIZE) * row_keys.table_stride, mask=keys < row_keys.end, other=-1
         )
     held = (keys < row_keys.end) & (block >= 0) & (block < cache.num_blocks)  # keys that exist in the cache
+    return keys, block, held
+
+
+@triton.jit
+@no_type_check
+def _attend_tile(state, queries, row_keys, tile, cache, scale_log2, c, PARTIAL: tl.constexpr):
+    """Return the state of the rows (`RowState`) after one more tile.
+
+    PARTIAL is False if every row sees every key of the tile; the tile then needs no mask.
+    """
+    ONE_WARPGROUP_ROWS: tl.constexpr = queries.latent.shape[0] == 64
+    keys, block, held = keys_of_tile(row_keys, tile, cache, c)
     if c.PAGED_COPY:  # TMA returns zeros for a block number outside the cache
         first = (tile * c.TILE) % c.BLOCK_SIZE
         latent = cache.latent_pages.load([block, first, 0]).reshape(c.TILE, c.LATENT)
@@ -222,28 +276,98 @@ def _attend_tile(state, queries, row_keys, tile, cache, scale_log2, c, PARTIAL: 
 
 @triton.jit
 @no_type_check
-def load_queries(
-    queries, token, head, real,
-    LATENT: tl.constexpr, ROPE: tl.constexpr, LATENT_PAD: tl.constexpr, ROPE_PAD: tl.constexpr,
-):  # fmt: skip
-    """Load the queries of ROWS rows; a padding row gets zeros."""
-    columns = tl.arange(0, LATENT_PAD)
-    offsets = token.to(tl.int64) * queries.latent_token_stride + head.to(tl.int64) * queries.latent_head_stride
-    latent = tl.load(
-        queries.ql_nope + offsets[:, None] + (columns.to(tl.int64) * queries.latent_element_stride)[None, :],
-        mask=real[:, None] & (columns < LATENT)[None, :],
+def load_queries(queries, token, head, real, c):
+    """Load the queries of ROWS rows; a padding row gets zeros.
+
+    For a cache with e4m3 numbers, `latent` of the result is a tuple: for every column block, the queries
+    [ROWS, columns of the block].
+    """
+    latent_strides = queries.latent_token_stride, queries.latent_head_stride, queries.latent_element_stride
+    if c.E4M3:
+        BLOCKS: tl.constexpr = c.BLOCKS
+        latent = ()
+        for number in tl.static_range(BLOCKS):
+            columns = tl.arange(0, c.LATENT_PAD // BLOCKS) + number * (c.LATENT_PAD // BLOCKS)
+            block = _load_columns(queries.ql_nope, columns, token, head, real, latent_strides, c.LATENT)
+            latent = latent + (block,)  # noqa: RUF005
+        rope = latent[0]
+    else:
+        columns = tl.arange(0, c.LATENT_PAD)
+        latent = _load_columns(queries.ql_nope, columns, token, head, real, latent_strides, c.LATENT)
+        rope = latent
+    if c.ROPE > 0:
+        columns = tl.arange(0, c.ROPE_PAD)
+        rope_strides = queries.rope_token_stride, queries.rope_head_stride, queries.rope_element_stride
+        rope = _load_columns(queries.q_pe, columns, token, head, real, rope_strides, c.ROPE)
+    row_queries = RowQueries(latent, rope, rope)
+    if c.HALF:
+        row_queries = _in_float16(latent, rope, c)
+    if c.Q_E4M3:
+        row_queries = _from_codes(latent, rope, tl.load(queries.scale + head * queries.scale_stride), c)
+    return row_queries
+
+
+@triton.jit
+@no_type_check
+def _from_codes(latent, rope, scale, c):
+    """Return queries that were loaded as e4m3 codes, in the dtype of their products; `scale` [ROWS] is their unit.
+
+    No dtype below rounds an e4m3 number. If the rope keys are bfloat16, the rope queries become bfloat16 too. Triton's
+    interpreter computes wrong products in bfloat16, and gets float32 (PINNED is False there).
+    """
+    BLOCKS: tl.constexpr = c.BLOCKS
+    DTYPE: tl.constexpr = tl.float8e4nv if c.E4M3_DOTS else tl.float16
+    WIDE: tl.constexpr = tl.bfloat16 if c.PINNED else tl.float32
+    converted = ()
+    for number in tl.static_range(BLOCKS):
+        block = e4m3_to(latent[number], DTYPE, c.NATIVE)
+        if c.PINNED and not c.E4M3_DOTS:
+            block = pinned(block)
+        converted = converted + (block,)  # noqa: RUF005
+    converted_rope = converted[0]
+    if c.ROPE > 0:
+        converted_rope = e4m3_to(rope, DTYPE if c.ROPE_E4M3 else WIDE, c.NATIVE)
+        if c.PINNED and not (c.E4M3_DOTS and c.ROPE_E4M3):
+            converted_rope = pinned(converted_rope)
+    return RowQueries(converted, converted_rope, scale)
+
+
+@triton.jit
+@no_type_check
+def _in_float16(latent, rope, c):
+    """Return bfloat16 queries in float16, with the unit of each row, a power of two in float32.
+
+    A query is the product of the result and the unit. The largest result of a row is a number from 2^14 to 2^15, so
+    queries of any size fit into float16. A result is exact, except that numbers below 2^-28 times the largest number of
+    the row lose bits. Rope queries are converted only if the rope keys are e4m3 too.
+    """
+    BLOCKS: tl.constexpr = c.BLOCKS
+    largest = tl.max(tl.abs(latent[0].to(tl.float32)), 1)
+    for number in tl.static_range(1, BLOCKS):
+        largest = tl.maximum(largest, tl.max(tl.abs(latent[number].to(tl.float32)), 1))
+    if c.ROPE > 0 and c.ROPE_E4M3:
+        largest = tl.maximum(largest, tl.max(tl.abs(rope.to(tl.float32)), 1))
+    exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 0xFF  # biased; 255 for infinity and NaN
+    inverse_exponent = tl.minimum(2 * 127 + 14 - exponent, 253)  # of the power of two that multiplies the row
+    inverse = (inverse_exponent << 23).to(tl.float32, bitcast=True)[:, None]
+    halves = ()
+    for number in tl.static_range(BLOCKS):
+        halves = halves + ((latent[number].to(tl.float32) * inverse).to(tl.float16),)  # noqa: RUF005
+    if c.ROPE > 0 and c.ROPE_E4M3:
+        rope = (rope.to(tl.float32) * inverse).to(tl.float16)
+    return RowQueries(halves, rope, ((2 * 127 - inverse_exponent) << 23).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+@no_type_check
+def _load_columns(base, columns, token, head, real, strides, WIDTH: tl.constexpr):
+    """Load some columns of ROWS rows from [T, N, WIDTH]; padding rows and columns from WIDTH on get zeros."""
+    offsets = token.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
+    return tl.load(
+        base + offsets[:, None] + (columns.to(tl.int64) * strides[2])[None, :],
+        mask=real[:, None] & (columns < WIDTH)[None, :],
         other=0.0,
     )
-    rope = latent
-    if ROPE > 0:
-        columns = tl.arange(0, ROPE_PAD)
-        offsets = token.to(tl.int64) * queries.rope_token_stride + head.to(tl.int64) * queries.rope_head_stride
-        rope = tl.load(
-            queries.q_pe + offsets[:, None] + (columns.to(tl.int64) * queries.rope_element_stride)[None, :],
-            mask=real[:, None] & (columns < ROPE)[None, :],
-            other=0.0,
-        )
-    return RowQueries(latent, rope)
 
 
 @triton.jit

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...backends import launch
 from ..device import device_of
 from ..integers import cdiv, next_power_of_2
+from .fp8 import converts_natively, float32_to_e4m3
 
 TILE_ELEMENTS = 2048  # elements that one program processes, of each of the two outputs
 TOKENS = 8  # tokens of a program: for one head, their float32 LSEs fill 32 bytes, the smallest unit of a memory access
@@ -24,11 +25,13 @@ def merge_attn_states(
     suffix_lse: Tensor,
     out: Tensor | None = None,
     lse: Tensor | None = None,
+    output_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Merge two attention states over disjoint keys; return out [T, N, Dv] and lse [N, T], contiguous.
 
-    If `out` and `lse` are given, the result is written into them. They may be the tensors of one of the two states,
-    because each program loads all elements of its rows before it stores the result of these rows.
+    If `out` and `lse` are given, the result is written there. `out` and `lse` may be the tensors of one of the states,
+    because a program loads all elements of its rows before it stores the result. If `output_scale` is given, the merged
+    output is divided by this scale and rounded to e4m3, the dtype of `out`.
     """
     tokens, heads, value_dim = prefix_out.shape
     if out is None:
@@ -36,28 +39,35 @@ def merge_attn_states(
         lse = torch.empty_like(prefix_lse, memory_format=torch.contiguous_format)
     if lse.numel() == 0:
         return out, lse
+    native = False
+    if output_scale is not None:
+        out, native = out.view(torch.uint8), converts_natively(out.device)
     value_tile = next_power_of_2(max(1, value_dim))
     head_tile = max(1, min(next_power_of_2(heads), TILE_ELEMENTS // (TOKENS * value_tile)))
     head_tiles = cdiv(heads, head_tile)
     with device_of(out):
         launch(
             _merge_kernel, (cdiv(tokens, TOKENS) * head_tiles,),
-            prefix_out, prefix_lse, suffix_out, suffix_lse, out, lse, tokens, heads, head_tiles,
+            prefix_out, prefix_lse, suffix_out, suffix_lse, out, lse, output_scale, tokens, heads, head_tiles,
             *prefix_out.stride(), *prefix_lse.stride(), *suffix_out.stride(), *suffix_lse.stride(),
-            VALUE=value_dim, VALUE_TILE=value_tile, HEADS=head_tile, TOKENS=TOKENS, num_warps=4,
+            VALUE=value_dim, VALUE_TILE=value_tile, HEADS=head_tile, TOKENS=TOKENS, NATIVE=native, num_warps=4,
         )  # fmt: skip
     return out, lse
 
 
-@triton.jit(do_not_specialize=["num_tokens", "prefix_lse_head", "suffix_lse_head"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "prefix_lse_head", "suffix_lse_head"],
+    do_not_specialize_on_alignment=["output_scale"],
+)
 @no_type_check
 def _merge_kernel(
-    prefix_out, prefix_lse, suffix_out, suffix_lse, out, lse, num_tokens, num_heads, head_tiles,
+    prefix_out, prefix_lse, suffix_out, suffix_lse, out, lse, output_scale, num_tokens, num_heads, head_tiles,
     prefix_token, prefix_head, prefix_column, prefix_lse_head, prefix_lse_token,
     suffix_token, suffix_head, suffix_column, suffix_lse_head, suffix_lse_token,
     VALUE: tl.constexpr, VALUE_TILE: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Merge two states for TOKENS tokens and HEADS heads."""
+    """Merge two states for TOKENS tokens and HEADS heads; the output is in e4m3 if `output_scale` is given."""
     program = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, TOKENS * HEADS)  # the head varies fastest, as in memory
     token = program // head_tiles * TOKENS + row // HEADS
@@ -78,13 +88,20 @@ def _merge_kernel(
     merged = a_out.to(a.dtype) * a_weight[:, None] + b_out.to(a.dtype) * b_weight[:, None]
     merged_lse = tl.maximum(a, b) + tl.log(1 + tl.exp(-tl.abs(a - b)))
     invalid = (a == infinity) | (b == infinity) | (a != a) | (b != b)
-    merged = tl.where(invalid[:, None], float("nan"), merged).to(a_out.dtype)
+    merged = tl.where(invalid[:, None], float("nan"), merged)
+    if output_scale is None:
+        merged = merged.to(a_out.dtype)
+    else:
+        a_out, b_out = a_out.to(a.dtype), b_out.to(a.dtype)
     merged_lse = tl.where(invalid, float("nan"), merged_lse)
     # If one state has no keys (LSE -inf), return the exact bits of the other state. The formulas above would turn -0.0
     # into 0.0 and round the LSE.
     keep_a = (b == -infinity) & (a < infinity)
     keep_b = (a == -infinity) & (b < infinity)
-    merged = tl.where(keep_b[:, None], b_out, tl.where(keep_a[:, None], a_out, merged)).to(out.dtype.element_ty)
+    merged = tl.where(keep_b[:, None], b_out, tl.where(keep_a[:, None], a_out, merged))
+    if output_scale is not None:
+        merged = float32_to_e4m3(tl.div_rn(merged, tl.load(output_scale)), NATIVE)
+    merged = merged.to(out.dtype.element_ty)
     merged_lse = tl.where(keep_b, b, tl.where(keep_a, a, merged_lse))
     tl.store(out + ((token * num_heads + head) * VALUE)[:, None] + column[None, :], merged, held)
     tl.store(lse + head * num_tokens + token, merged_lse, inside)

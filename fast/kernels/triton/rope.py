@@ -13,10 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from reference.interfaces import COMPUTE_FORMAT, E4M3, CacheFormat
+
 from ...backends import launch
 from ..device import device_of
 from ..integers import cdiv, next_power_of_2
-from .cache import slot_offsets
+from .cache_formats import entry_constants, store_keys, store_latents
+from .cache_rows import as_integers, slot_offsets
+from .fp8 import converts_natively, float32_to_e4m3
 
 TILE_ELEMENTS = 8192  # elements of q_pe that a program rotates
 
@@ -65,25 +69,33 @@ class TokenStrides(NamedTuple):
 
 
 def apply_rope(
-    positions: Tensor, q_pe: Tensor, k_pe: Tensor, frequencies: Tensor, magnitude: float, interleaved: bool
+    positions: Tensor,
+    q_pe: Tensor,
+    k_pe: Tensor,
+    frequencies: Tensor,
+    magnitude: float,
+    interleaved: bool,
+    q_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return q_pe [T, N, R] and k_pe [T, R], rotated by the angles positions [T] * frequencies [R/2].
 
     Both results are contiguous and multiplied by `magnitude`. `interleaved` says which elements form a pair
-    (`rope_norm_and_cache`).
+    (`rope_norm_and_cache`). If `q_scale`, [] or [N], is given, the queries are in e4m3: divided by this scale and
+    rounded once.
     """
-    q_out = torch.empty_like(q_pe, memory_format=torch.contiguous_format)
+    q_out = _new_queries(q_pe, q_scale)
     k_out = torch.empty_like(k_pe, memory_format=torch.contiguous_format)
     tokens, heads, rope = q_pe.shape
     if tokens == 0 or rope == 0:
         return q_out, k_out
     head_tile, head_tiles = _head_tiles(heads, rope)
+    stored, scale_head, native = _stored_queries(q_out, q_scale)
     with device_of(q_pe):
         launch(
             _rope_kernel, (tokens * (1 + head_tiles),),
-            positions, q_pe, k_pe, frequencies, q_out, k_out, heads, 1 + head_tiles, magnitude,
-            positions.stride(0), *q_pe.stride(), *k_pe.stride(), frequencies.stride(0),
-            ROPE=rope, PAIRS=next_power_of_2(rope // 2), HEADS=head_tile, INTERLEAVED=interleaved,
+            positions, q_pe, k_pe, frequencies, stored, k_out, heads, 1 + head_tiles, magnitude,
+            positions.stride(0), *q_pe.stride(), *k_pe.stride(), frequencies.stride(0), q_scale, scale_head,
+            ROPE=rope, PAIRS=next_power_of_2(rope // 2), HEADS=head_tile, INTERLEAVED=interleaved, NATIVE=native,
         )  # fmt: skip
     return q_out, k_out
 
@@ -100,6 +112,9 @@ def rope_norm_and_cache(
     frequencies: Tensor,
     magnitude: float,
     interleaved: bool,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
+    kv_scale: Tensor | None = None,
+    q_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotate q_pe and k_pe, RMS-norm the latents, and write normed latents and rotated keys into the cache.
 
@@ -108,7 +123,7 @@ def rope_norm_and_cache(
         q_pe: [T, N, R], rope part of the queries.
         kv_c: [T, Lkv], latents before the norm.
         k_pe: [T, R], rope part of the keys, which all heads share.
-        kv_cache: [num_blocks, block_size, Lkv + R], written in place.
+        kv_cache: [num_blocks, block_size, columns], written in place.
         slot_mapping: [slots], slot of each token. A token with a slot outside the cache, such as -1, is not written.
             If there are fewer slots than tokens, the last tokens are not written.
         norm_weight: [Lkv], weight of the RMS norm.
@@ -116,31 +131,58 @@ def rope_norm_and_cache(
         frequencies: [R/2] float32, radians per position.
         magnitude: factor by which cosines and sines are multiplied.
         interleaved: rotate the pairs (0, 1), (2, 3), .. if True, and (0, R/2), (1, R/2 + 1), .. if False.
+        cache_format: format of the cache.
+        kv_scale: float32 scale of the layer's cache; None if the format has no such scale.
+        q_scale: float32 scale of queries in e4m3, [] or [N], only for a format with scales; None for queries in the
+            dtype of `q_pe`.
 
     Returns:
-        Rotated q_pe [T, N, R], normed latents [T, Lkv] and rotated k_pe [T, R], all contiguous. The latents and k_pe
-        have the same bits as the entries in the cache.
+        Rotated q_pe [T, N, R], normed latents [T, Lkv] and rotated k_pe [T, R], all contiguous. The cache entries have
+        the bits of these latents and of this k_pe. In a format with scales, they have the bits that `quantize_entries`
+        returns for both.
     """
-    q_out, normed, k_out = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_pe, kv_c, k_pe))
+    q_out = _new_queries(q_pe, q_scale)
+    normed, k_out = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (kv_c, k_pe))
     tokens, heads, rope = q_pe.shape
     num_blocks, block_size, _ = kv_cache.shape
     if tokens == 0:
         return q_out, normed, k_out
     head_tile, head_tiles = _head_tiles(heads, rope)
+    kernel, scales, more, stored = _rope_norm_cache_kernel, (), {}, q_out
+    if cache_format.scaled:
+        stored, scale_head, _ = _stored_queries(q_out, q_scale)
+        kernel, scales, kv_cache = _rope_norm_quantize_kernel, (kv_scale, q_scale, scale_head), as_integers(kv_cache)[0]
+        more = entry_constants(cache_format, kv_c.shape[1], rope) | {"NATIVE": converts_natively(kv_c.device)}
     with device_of(q_pe):
         launch(
-            _rope_norm_cache_kernel, (tokens * (1 + head_tiles),),
+            kernel, (tokens * (1 + head_tiles),),
             positions, TokenValues(q_pe, kv_c, k_pe, kv_cache), slot_mapping,
-            Tables(norm_weight, frequencies), RotatedAndNormed(q_out, normed, k_out),
+            Tables(norm_weight, frequencies), RotatedAndNormed(stored, normed, k_out),
             heads, 1 + head_tiles, num_blocks, slot_mapping.shape[0], magnitude, eps,
             TokenStrides(
                 positions.stride(0), *q_pe.stride(), *kv_c.stride(), *k_pe.stride(), *kv_cache.stride(),
                 slot_mapping.stride(0), norm_weight.stride(0), frequencies.stride(0),
             ),
+            *scales,
             BLOCK_SIZE=block_size, LATENT=kv_c.shape[1], LATENT_TILE=next_power_of_2(kv_c.shape[1]),
-            ROPE=rope, PAIRS=next_power_of_2(max(1, rope // 2)), HEADS=head_tile, INTERLEAVED=interleaved,
+            ROPE=rope, PAIRS=next_power_of_2(max(1, rope // 2)), HEADS=head_tile, INTERLEAVED=interleaved, **more,
         )  # fmt: skip
     return q_out, normed, k_out
+
+
+def _new_queries(q_pe: Tensor, q_scale: Tensor | None) -> Tensor:
+    """Return memory for the rotated queries: contiguous, in the dtype of `q_pe`, or in e4m3 if `q_scale` is given."""
+    return torch.empty_like(q_pe, dtype=q_pe.dtype if q_scale is None else E4M3, memory_format=torch.contiguous_format)
+
+
+def _stored_queries(q_out: Tensor, q_scale: Tensor | None) -> tuple[Tensor, int | None, bool]:
+    """Return the tensor that a kernel writes, the stride of the scale over heads, and the constant NATIVE.
+
+    Without a scale, the stride is None, so that the compiled kernel has no parameter for it.
+    """
+    if q_scale is None:
+        return q_out, None, False
+    return q_out.view(torch.uint8), q_scale.stride(0) if q_scale.dim() else 0, converts_natively(q_out.device)
 
 
 def _head_tiles(heads: int, rope: int) -> tuple[int, int]:
@@ -176,8 +218,12 @@ def _rotate_pairs(a, b, cos, sin):
 def _rotate(
     source, source_row, source_column, target, target_row, target_column, first, num_rows, cos, sin,
     ROWS: tl.constexpr, ROPE: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    scale=None, scale_row=None, NATIVE: tl.constexpr = False,
 ):  # fmt: skip
-    """Rotate the rows [first, first + ROWS) of the tensor [num_rows, ROPE] of one token; skip rows from num_rows on."""
+    """Rotate the rows [first, first + ROWS) of the tensor [num_rows, ROPE] of one token; skip rows from num_rows on.
+
+    If `scale` is given, row n is divided by the number at `scale + n * scale_row` and stored in e4m3.
+    """
     row = (first + tl.arange(0, ROWS)[:, None]).to(tl.int64)
     if INTERLEAVED:  # load whole rows with wide memory accesses, and separate the pairs in registers
         column = tl.arange(0, 2 * PAIRS)[None, :].to(tl.int64)
@@ -186,6 +232,9 @@ def _rotate(
         a, b = tl.split(tl.reshape(x, [ROWS, PAIRS, 2]))
         a, b = _rotate_pairs(a, b, cos, sin)
         rotated_row = tl.reshape(tl.join(a, b), [ROWS, 2 * PAIRS])
+        if scale is not None:
+            divisor = tl.load(scale + row * scale_row, row < num_rows, 1.0)
+            rotated_row = float32_to_e4m3(tl.div_rn(rotated_row, divisor), NATIVE)
         tl.store(target + row * target_row + column * target_column, rotated_row, held)
     else:
         column = tl.arange(0, PAIRS)[None, :].to(tl.int64)
@@ -194,16 +243,19 @@ def _rotate(
         target += row * target_row + column * target_column
         a, b = tl.load(source, held, 0.0), tl.load(source + ROPE // 2 * source_column, held, 0.0)
         a, b = _rotate_pairs(a, b, cos, sin)
+        if scale is not None:
+            divisor = tl.load(scale + row * scale_row, row < num_rows, 1.0)
+            a, b = float32_to_e4m3(tl.div_rn(a, divisor), NATIVE), float32_to_e4m3(tl.div_rn(b, divisor), NATIVE)
         tl.store(target, a, held)
         tl.store(target + ROPE // 2 * target_column, b, held)
 
 
-@triton.jit(do_not_specialize_on_alignment=["positions"])
+@triton.jit(do_not_specialize_on_alignment=["positions", "q_scale"])
 @no_type_check
 def _rope_kernel(
     positions, q_pe, k_pe, frequencies, q_out, k_out, num_heads, token_programs, magnitude,
-    position_stride, q_token, q_head, q_column, k_token, k_column, frequency_stride,
-    ROPE: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    position_stride, q_token, q_head, q_column, k_token, k_column, frequency_stride, q_scale, q_scale_head,
+    ROPE: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Rotate the shared key of one token, or the queries of HEADS heads of one token."""
     token, number = tl.program_id(0).to(tl.int64) // token_programs, tl.program_id(0) % token_programs
@@ -216,7 +268,7 @@ def _rope_kernel(
     else:
         _rotate(
             q_pe + token * q_token, q_head, q_column, q_out + token * num_heads * ROPE, ROPE, 1,
-            (number - 1) * HEADS, num_heads, cos, sin, HEADS, ROPE, PAIRS, INTERLEAVED,
+            (number - 1) * HEADS, num_heads, cos, sin, HEADS, ROPE, PAIRS, INTERLEAVED, q_scale, q_scale_head, NATIVE,
         )  # fmt: skip
 
 
@@ -236,9 +288,7 @@ def _rope_norm_cache_kernel(
         entry = values.kv_cache + slot_offsets(slot, strides.block, strides.entry, BLOCK_SIZE)
         column = tl.arange(0, LATENT_TILE).to(tl.int64)
         held = column < LATENT
-        x = tl.load(values.kv_c + token * strides.kv_c_token + column * strides.kv_c_column, held, 0.0).to(tl.float32)
-        weight = tl.load(tables.norm_weight + column * strides.weight, held, 0.0).to(tl.float32)
-        normed = x * tl.rsqrt(tl.sum(x * x, 0) / LATENT + eps) * weight
+        normed = _normed_latent(values, tables, token, column, held, eps, strides, LATENT)
         tl.store(outputs.normed + token * LATENT + column, normed, held)
         tl.store(entry + column * strides.element, normed, held & written)
         if ROPE > 0:
@@ -254,11 +304,93 @@ def _rope_norm_cache_kernel(
                 written.to(tl.int32), cos, sin, 1, ROPE, PAIRS, INTERLEAVED,
             )  # fmt: skip
     elif ROPE > 0:
-        cos, sin = _cos_sin(
-            positions, tables.frequencies, token, magnitude, strides.position, strides.frequency, PAIRS, ROPE
-        )
-        _rotate(
-            values.q_pe + token * strides.q_token, strides.q_head, strides.q_column,
-            outputs.q_pe + token * num_heads * ROPE, ROPE, 1,
-            (number - 1) * HEADS, num_heads, cos, sin, HEADS, ROPE, PAIRS, INTERLEAVED,
+        _rotate_queries(
+            positions, values, tables, outputs, token, number - 1, num_heads, magnitude, strides,
+            ROPE, PAIRS, HEADS, INTERLEAVED,
+        )  # fmt: skip
+
+
+@triton.jit
+@no_type_check
+def _normed_latent(values, tables, token, column, held, eps, strides, LATENT: tl.constexpr):
+    """Return the normed latent of one token [LATENT_TILE], in float32; `column` and `held` [LATENT_TILE]."""
+    x = tl.load(values.kv_c + token * strides.kv_c_token + column * strides.kv_c_column, held, 0.0).to(tl.float32)
+    weight = tl.load(tables.norm_weight + column * strides.weight, held, 0.0).to(tl.float32)
+    return x * tl.rsqrt(tl.sum(x * x, 0) / LATENT + eps) * weight
+
+
+@triton.jit
+@no_type_check
+def _rotate_queries(
+    positions, values, tables, outputs, token, head_tile, num_heads, magnitude, strides,
+    ROPE: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    q_scale=None, q_scale_head=None, NATIVE: tl.constexpr = False,
+):  # fmt: skip
+    """Rotate the queries of one token, for the HEADS heads of tile number `head_tile`."""
+    cos, sin = _cos_sin(
+        positions, tables.frequencies, token, magnitude, strides.position, strides.frequency, PAIRS, ROPE
+    )
+    _rotate(
+        values.q_pe + token * strides.q_token, strides.q_head, strides.q_column,
+        outputs.q_pe + token * num_heads * ROPE, ROPE, 1,
+        head_tile * HEADS, num_heads, cos, sin, HEADS, ROPE, PAIRS, INTERLEAVED, q_scale, q_scale_head, NATIVE,
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["num_blocks", "num_slots"],
+    do_not_specialize_on_alignment=["positions", "slot_mapping", "q_scale"],
+)
+@no_type_check
+def _rope_norm_quantize_kernel(
+    positions, values, slot_mapping, tables, outputs,
+    num_heads, token_programs, num_blocks, num_slots, magnitude, eps, strides, kv_scale, q_scale, q_scale_head,
+    BLOCK_SIZE: tl.constexpr, LATENT: tl.constexpr, LATENT_TILE: tl.constexpr,
+    ROPE: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    SCALES: tl.constexpr, KEY: tl.constexpr, SCALE_TILE: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Do the work of `_rope_norm_cache_kernel` for a format with scales: quantise the cache entries."""
+    token, number = tl.program_id(0).to(tl.int64) // token_programs, tl.program_id(0) % token_programs
+    if number == 0:  # the cache entry: latent and shared key; vectors of one row, as in `cache_formats`
+        row = token + tl.arange(0, 1)
+        slots = tl.load(slot_mapping + row * strides.slot, row < num_slots, -1)
+        written = (slots >= 0) & (slots // BLOCK_SIZE < num_blocks)
+        entry_rows = slot_offsets(slots, strides.block, strides.entry, BLOCK_SIZE)
+        column = tl.arange(0, LATENT_TILE).to(tl.int64)
+        held = column < LATENT
+        normed = _normed_latent(values, tables, token, column, held, eps, strides, LATENT)
+        normed = normed.to(outputs.normed.dtype.element_ty)  # quantise the rounded output
+        tl.store(outputs.normed + token * LATENT + column, normed, held)
+        store_latents(
+            normed[None, :], kv_scale, values.kv_cache, entry_rows, written, strides.element,
+            LATENT, SCALES, SCALE_TILE, NATIVE,
+        )  # fmt: skip
+        if ROPE > 0:
+            cos, sin = _cos_sin(
+                positions, tables.frequencies, token, magnitude, strides.position, strides.frequency, PAIRS, ROPE
+            )
+            pair = tl.arange(0, PAIRS)
+            held = pair < ROPE // 2
+            a_column = 2 * pair if INTERLEAVED else pair
+            b_column = a_column + (1 if INTERLEAVED else ROPE // 2)
+            key = values.k_pe + token * strides.k_token
+            a = tl.load(key + a_column.to(tl.int64) * strides.k_column, held, 0.0)[None, :]
+            b = tl.load(key + b_column.to(tl.int64) * strides.k_column, held, 0.0)[None, :]
+            a, b = _rotate_pairs(a, b, cos, sin)
+            a, b = a.to(outputs.k_pe.dtype.element_ty), b.to(outputs.k_pe.dtype.element_ty)
+            target = outputs.k_pe + token * ROPE
+            tl.store(target + a_column[None, :], a, held[None, :])
+            tl.store(target + b_column[None, :], b, held[None, :])
+            store_keys(
+                a, a_column, held, kv_scale, values.kv_cache, entry_rows, written, strides.element,
+                KEY, SCALE_TILE, NATIVE,
+            )  # fmt: skip
+            store_keys(
+                b, b_column, held, kv_scale, values.kv_cache, entry_rows, written, strides.element,
+                KEY, SCALE_TILE, NATIVE,
+            )  # fmt: skip
+    elif ROPE > 0:
+        _rotate_queries(
+            positions, values, tables, outputs, token, number - 1, num_heads, magnitude, strides,
+            ROPE, PAIRS, HEADS, INTERLEAVED, q_scale, q_scale_head, NATIVE,
         )  # fmt: skip

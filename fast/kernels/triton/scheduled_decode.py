@@ -26,23 +26,25 @@ from ..combine.kernels import Partials, add_partial, load_partial
 from ..device import device_of
 from ..integers import cdiv
 from .arguments import DecodeInputs, DecodeOutputs, DecodeStrides
-from .decode_tiles import LN_2, Cache, Queries, RowKeys, attend_tiles, load_queries
+from .decode_fp8_tiles import attend
+from .decode_tiles import LN_2, Cache, Queries, RowKeys, load_queries
 from .schedule import SplitRule, invariant_split_tiles
 
 
 @triton.jit(
     do_not_specialize=[
-        "num_tokens", "num_blocks", "num_requests", "max_keys", "programs_per_request", "row_blocks", "request_rows",
-        "num_partials", "small_tiles", "small_splits", "large_tiles", "max_splits", "table_row_stride",
+        "q_scale_stride", "num_tokens", "num_blocks", "num_requests", "max_keys", "programs_per_request", "row_blocks",
+        "request_rows", "num_partials", "small_tiles", "small_splits", "large_tiles", "max_splits", "table_row_stride",
     ],
     do_not_specialize_on_alignment=[
-        "block_table", "seq_lens", "query_start_loc", "visible_lens", "tile_ranges", "split_offsets"
+        "block_table", "seq_lens", "query_start_loc", "visible_lens", "kv_scale", "q_scale", "tile_ranges",
+        "split_offsets",
     ],
 )  # fmt: skip
 @no_type_check
 def _scheduled_decode_kernel(
     sources, latent_pages, rope_pages, block_table, seq_lens, query_start_loc, visible_lens,
-    tile_ranges, split_offsets, outputs,
+    kv_scale, q_scale, q_scale_stride, tile_ranges, split_offsets, outputs,
     num_tokens, num_blocks, num_requests, max_keys, programs_per_request, row_blocks, request_rows, num_partials,
     small_tiles, small_splits, large_tiles, max_splits, scale_log2,
     strides, table_row_stride, table_stride,
@@ -102,21 +104,21 @@ def _scheduled_decode_kernel(
             row_queries = load_queries(
                 Queries(
                     sources.ql_nope, sources.q_pe, strides.latent_token, strides.latent_head, strides.latent_element,
-                    strides.rope_token, strides.rope_head, strides.rope_element,
+                    strides.rope_token, strides.rope_head, strides.rope_element, q_scale, q_scale_stride,
                 ),
-                token, head, real, c.LATENT, c.ROPE, c.LATENT_PAD, c.ROPE_PAD,
+                token, head, real, c,
             )  # fmt: skip
             visible = tl.minimum(tl.load(visible_lens + token, mask=real, other=0), readable)
             key_end = tl.maximum(tl.max(visible, 0), 0)
             # number of tiles at the start of the request of which every row sees every key
             full_tiles = tl.maximum(tl.min(tl.where(real, visible, key_end), 0), 0) // c.TILE
             table_row = block_table + request.to(tl.int64) * table_row_stride
-            state = attend_tiles(
+            state = attend(
                 row_queries, RowKeys(visible, key_end, full_tiles, table_row, table_stride),
                 first_tile * PER_TILE, tl.minimum(last_tile * PER_TILE, tl.cdiv(key_end, c.TILE)),
                 Cache(
                     sources.kv_cache, latent_pages, rope_pages, num_blocks, strides.block, strides.entry,
-                    strides.element,
+                    strides.element, kv_scale,
                 ),
                 scale_log2,
                 c,

@@ -1,9 +1,9 @@
 """Epilogue functions of all Hopper decode kernels: they write outputs and LSEs, or partial outputs and partial LSEs.
 
 A row is one (query token, head) pair. Its state is a `RowState`: the reference score `largest`, the sum of weights
-`total`, and the weighted sum of the values. The reference score is the number that is subtracted from the scores of the
-row before exp2: about the largest score. In a state "in base 2", the reference scores have already been multiplied by
-the softmax scale and divided by ln 2.
+`total`, and the weighted sum of the values. The reference score is about the largest score of the row; it is subtracted
+from the scores of the row before exp2. In a state "in base 2", the reference scores have already been multiplied by the
+softmax scale and divided by ln 2.
 """
 
 from __future__ import annotations
@@ -139,14 +139,14 @@ def store_columns(values, stored, SHIFT: gl.constexpr, EVICTION_POLICY: gl.const
 @gluon.jit
 @no_type_check
 def write_partial_largest(state, scale_log2, rows, written, outputs):
-    """Write the reference scores, in base 2, of the rows where `written` is true, to the partial LSEs."""
+    """Write the reference scores (in base 2) of the rows with `written` true into the tensor of partial LSEs."""
     gl.store(outputs.partial_lse + rows.partial_row, in_base_two(state, scale_log2), mask=written)
 
 
 @gluon.jit
 @no_type_check
 def write_partial_total(state, rows, written, plan, outputs):
-    """Write the sums of weights of the rows where `written` is true, to the partial LSEs.
+    """Write the sums of weights of the rows with `written` true into the tensor of partial LSEs.
 
     The sums are stored behind the reference scores of all partial indices.
     """
@@ -174,8 +174,8 @@ def partial_rows(partial, block, ROWS: gl.constexpr, LAYOUT: gl.constexpr, OF_RE
         block: `RowBlock`.
         ROWS: rows of a row block.
         LAYOUT: layout of the rows.
-        OF_REQUEST: True if a partial index holds the rows of one request; False if it holds all rows of the batch,
-            because all requests have the same number of splits.
+        OF_REQUEST: True if a partial index belongs to one request. False if all requests have the same number of
+            splits; a partial index then belongs to all requests.
     """
     rows = rows_at(block, ROWS, LAYOUT)
     if OF_REQUEST:
@@ -188,7 +188,7 @@ def partial_rows(partial, block, ROWS: gl.constexpr, LAYOUT: gl.constexpr, OF_RE
 @gluon.jit
 @no_type_check
 def combine_weights(before, largest):
-    """Return the `CombineWeights` for the sum of two states: of the earlier splits, and of the next split.
+    """Return the `CombineWeights` of two states: the state of the earlier splits, and the state of the next split.
 
     The operations are those of `add_partial` in `fast.kernels.combine.kernels`, so a decode kernel and the combine
     kernel compute the same bits.

@@ -6,7 +6,7 @@ values inside a kernel (pointers, scalars, tensors, shared memory), for which no
 
 A row is one (query token, head) pair, and a row block is 16, 32 or 64 rows of one request. A tile is 64 consecutive
 keys of one request. A split is consecutive tiles of one request that are attended independently of its other tiles. The
-reference score of a row is the number that is subtracted from the row's scores before exp2: about the largest score.
+reference score of a row is about the largest score of the row; it is subtracted from the scores of the row before exp2.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Constants(NamedTuple):
         BY_LENGTH: True if the decode is batch-invariant: the splits of a request depend on its length alone.
         SCHEDULED: True if a schedule assigns work to programs.
         SPLIT: True if all requests have the same number of splits, and this number is at least 2.
-        SLICES: number of programs that share each work item; each program computes other columns of the output.
+        SLICES: number of programs that share each work item; each program computes its own columns of the output.
     """
 
     CONSUMER: Any

@@ -88,7 +88,7 @@ def lens_of(request, inputs, sizes):
 def item_at(position, plan, inputs, sizes, EVEN_TILES: gl.constexpr, BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr):
     """Return the `CandidateItem` at a position; `seek_item` checks whether the candidate has a query token.
 
-    Without a schedule a work item may have no tile, because its request has no keys, or fewer tiles than splits. The
+    Without a schedule a work item may have no tile: its request has no keys, or has fewer tiles than splits. The
     program then writes zeros for this work item.
 
     Args:

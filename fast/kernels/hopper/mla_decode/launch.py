@@ -23,7 +23,9 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from reference.interfaces import (
+    COMPUTE_FORMAT,
     DECODE_TILE,
+    CacheFormat,
     InvariantSplitRule,
     ScheduleCosts,
     check,
@@ -76,12 +78,14 @@ def mla_decode(
     split_offsets: Tensor | None,
     batch_invariant: bool,
     split_rule: InvariantSplitRule,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
+    kv_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the absorbed attention of a few query tokens per request over its cached latents.
 
-    `reference.mla_decode` defines the result. T is the number of query tokens, N of heads, B of requests and W of block
-    table columns; Lkv is the latent width and R the rope width.
+    `reference.mla_decode` defines the result. T, N, B and W are the numbers of query tokens, heads, requests and block
+    table columns. Lkv is the latent width, and R is the rope width.
 
     Args:
         ql_nope: [T, N, Lkv], bfloat16 or float16; Lkv is 256 or 512.
@@ -102,6 +106,8 @@ def mla_decode(
         batch_invariant: if True, the splits of a request depend on its length alone. The bits of its result then do not
             depend on the other requests.
         split_rule: rule by which a batch-invariant decode splits a request; used only if `batch_invariant` is true.
+        cache_format: not used; this backend declares only caches in the dtype of the queries.
+        kv_scale: not used; such caches have no scale.
         out: [T, N, Lkv] in `out_dtype`, contiguous, written in place; None allocates a tensor.
 
     Returns:
@@ -112,7 +118,7 @@ def mla_decode(
     """
     split_decode = decode_splits(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, out,
+        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, cache_format, kv_scale, out,
     )  # fmt: skip
     combine_partial_outputs(
         split_decode.partial_out, split_decode.partial_lse, query_start_loc, max_query_len, tile_ranges, split_offsets,
@@ -123,7 +129,8 @@ def mla_decode(
 
 def decode_splits(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, out=None,
+    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule,
+    cache_format=COMPUTE_FORMAT, kv_scale=None, out=None,
 ) -> SplitDecode:  # fmt: skip
     """Run `mla_decode` without the combine kernel; return outputs and partial outputs."""
     check(ql_nope.dtype in DTYPES, "ql_nope", "dtype bfloat16 or float16", ql_nope.dtype)
@@ -291,6 +298,7 @@ def decode_programs(
     qk_rope_head_dim: int,
     block_size: int,
     query_len: int,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
 ) -> int:
     """Return the number of programs with which a schedule fills a device.
 
@@ -302,7 +310,13 @@ def decode_programs(
 
 
 def schedule_costs(
-    device: torch.device, dtype: torch.dtype, num_heads: int, kv_lora_rank: int, qk_rope_head_dim: int, block_size: int
+    device: torch.device,
+    dtype: torch.dtype,
+    num_heads: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    block_size: int,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
 ) -> ScheduleCosts:
     """Return the measured costs from which `plan_decode` makes a schedule; only `num_heads` changes the costs."""
     return measured_schedule_costs(num_heads)

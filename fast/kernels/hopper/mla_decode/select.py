@@ -34,7 +34,7 @@ class Assignment(NamedTuple):
         partial_rows: number of rows of all partial outputs.
         most_splits: upper bound of the splits of a request, if the decode is batch-invariant and has one phase;
             otherwise 0.
-        slices: number of programs that share each split; each program computes other columns of the output.
+        slices: number of programs that share each split; each program computes its own columns of the output.
         pairs: upper bound of the pairs of tiles of a request, if the decode has two phases (`two_phases`); otherwise 0.
 
     | decode | `num_splits` |

@@ -142,7 +142,7 @@ def write_whole(state, block, scale_log2, following, wanted, ctx, c):
 def write_partial(state, block, partial, scale_log2, ctx, c, OF_REQUEST: gl.constexpr):
     """Write this consumer's half of a partial output.
 
-    Consumer 0 also writes the reference scores, and consumer 1 the sums of weights.
+    Consumer 0 also writes the reference scores, and consumer 1 also writes the sums of weights.
     """
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.LATENT // 4 // c.SLICES, 16])
@@ -173,10 +173,10 @@ def to_base_two(state, scale_log2):
 @gluon.jit
 @no_type_check
 def _kept_pointers(kept_values, CONSUMER: gl.constexpr, LATENT: gl.constexpr, VALUES: gl.constexpr):
-    """Return pointers to the global memory in which a consumer keeps its first quarter between splits.
+    """Return pointers to the memory in which a consumer keeps the weighted sums of its quarter `left` between splits.
 
-    The second quarter begins LATENT // 4 * ROWS elements further. In memory, a quarter has the shape
-    [columns // 8, ROWS, 8]. Each access of a warp then fills whole cache lines.
+    The quarter `right` begins LATENT // 4 * ROWS elements further. In memory, a quarter has the shape [columns // 8,
+    ROWS, 8]. Each access of a warp then fills whole cache lines.
     """
     row = gl.arange(0, ROWS, gl.SliceLayout(1, VALUES))
     column = gl.arange(0, VALUES.instr_shape[1], gl.SliceLayout(0, VALUES))

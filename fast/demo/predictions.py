@@ -1,0 +1,74 @@
+"""Bits per byte of the prompts: how well the model predicts the text over a cache format; fewer bits are better."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from reference.interfaces import COMPUTE_FORMAT, CacheFormat
+
+from .job import Job
+
+STEP_TOKENS = 64  # tokens of one forward; all of them take the absorbed path, which reads every key from the cache
+
+
+def compare_bits_per_byte(job: Job) -> dict[str, Any] | None:
+    """Compare the bits per byte over the job's cache format with those over a cache in the dtype of the model.
+
+    Returns:
+        Dictionary with the name `cache_format`, the bits per byte over both caches (`compute_dtype` and `over_format`),
+        and the relative `increase` (0.01 is 1 percent). None if the job's cache has the dtype of the model, or if the
+        prompts have no token to predict.
+    """
+    if job.cache_format == COMPUTE_FORMAT:
+        return None
+    plain = bits_per_byte(job, COMPUTE_FORMAT)
+    if plain is None:
+        return None
+    stored = bits_per_byte(job, job.cache_format)
+    return {
+        "cache_format": job.cache_format.name,
+        "compute_dtype": plain,
+        "over_format": stored,
+        "increase": stored / plain - 1,
+    }
+
+
+@torch.inference_mode()
+def bits_per_byte(job: Job, cache_format: CacheFormat) -> float | None:
+    """Return the bits that the model needs to predict one byte of the prompts, or None if there is no byte.
+
+    The first token of a prompt is not predicted. Each forward has `STEP_TOKENS` tokens on the absorbed path, so that
+    every key is read from the cache. One process computes the result alone, also with context parallelism.
+    """
+    from transformers.cache_utils import DynamicCache
+
+    from ..integrations.transformers import restore, use_mla
+
+    name, package = list(job.packages.items())[-1]
+    options = {**job.patch_options(name), "cache_format": cache_format, "decode_threshold": STEP_TOKENS}
+    options.pop("context_parallel", None)
+    if cache_format != job.cache_format:
+        options["kv_scales"] = None
+    nats, num_bytes = 0.0, 0
+    use_mla(job.model, ops=package, **options)
+    try:
+        for ids in job.prompt_ids:
+            num_bytes += len(job.tokenizer.decode(ids[1:], skip_special_tokens=True).encode())
+            tokens, cache = torch.tensor([ids], device=job.device), DynamicCache(config=job.model.config)
+            for start in range(0, len(ids) - 1, STEP_TOKENS):
+                step = tokens[:, start : start + STEP_TOKENS]
+                targets = tokens[0, start + 1 : start + 1 + step.shape[1]]
+                logits = job.model(step, past_key_values=cache, use_cache=True).logits[0, : len(targets)]
+                nats += float(torch.nn.functional.cross_entropy(logits.double(), targets, reduction="sum"))
+    finally:
+        restore(job.model)
+    return nats / math.log(2) / num_bytes if num_bytes else None
+
+
+def in_words(found: dict[str, Any]) -> str:
+    """Return the result of `compare_bits_per_byte` as one line."""
+    over = f"{found['over_format']:.4f} over {found['cache_format']} ({found['increase']:+.2%})"
+    return f"bits per byte of the prompts: {found['compute_dtype']:.4f} over compute_dtype, {over}"

@@ -1,0 +1,333 @@
+"""Attend tiles of keys that a cache stores in e4m3 (8 bits), for both decode kernels of the backend "triton".
+
+`decode_tiles` explains rows, tiles and the online softmax. A program reads the e4m3 numbers of a tile as bytes and
+converts them to a dtype that holds every e4m3 number exactly: the dtype of the queries, or float16. A conversion to
+bfloat16 needs four times as many instructions as a conversion to float16. In row blocks of up to 32 rows, queries in
+bfloat16 are therefore converted to float16 too, in units that fit the queries of each row. No key and no value is
+multiplied by its scale, because the product would have to be rounded. The scales multiply other numbers:
+
+| scale | in the scores | in the output |
+|---|---|---|
+| of the layer | multiplies the score in float32 | multiplies the sum of weighted latents in float32 |
+| of a column block of a key | multiplies the block's part of the score in float32 | multiplies the probability |
+
+A column block is a group of columns of the latents. If a cache entry has scales, all columns of a block have the same
+scale. The product of probability and scale is computed in float32 and then rounded, as a probability without a scale
+is. A row therefore has one sum of weighted latents for each column block. With a scale of the layer, row blocks of 16
+rows have four column blocks, because the four products of a score then do not wait for each other. Other row blocks
+have one.
+
+Queries in e4m3 (`fp8_query` and `fp8_product`, see `reference.mla_decode`) have a scale too, which multiplies the score
+in float32. Products of e4m3 numbers are computed in e4m3 where the GPU has instructions for the row block (E4M3_DOTS,
+`decode_shapes.multiplies_e4m3`). Elsewhere both operands are converted to float16. Both ways multiply the same numbers,
+and differ in the rounding of sums alone. The values are converted to float16 for `fp8_query`. For `fp8_product`, the
+probabilities are rounded to e4m3, and the sum of the exponentials is not:
+
+| scale | factor of a probability before the rounding |
+|---|---|
+| of the layer | 2^8, as in the backend "cpu" |
+| of a column block of a key | the scale, divided by the unit of the tile and column block (`_unit_in_e4m3`) |
+
+A product with a scale is rounded even if the probability is 1. With scales in the entries, `fp8_product` therefore has
+an error also in rows that attend one key alone.
+
+Tensor Cores that multiply e4m3 numbers give all summands the exponent of the largest one, keep about 13 binary digits
+behind the point, and cut off the others. A sum over a long request would lose a digit with every doubling of its
+length. So an e4m3 product always begins with a sum of zero: it adds at most 128 columns or the keys of one tile. The
+result is then added to the other sums in float32. `max_num_imprecise_acc`, the number of terms that may be added with
+few digits, is set to the length of the product. With its default on GPUs other than Hopper, which is 0, the compiler
+would make the addition in float32 a part of the product.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, no_type_check
+
+import triton
+import triton.language as tl
+
+from ..combine.kernels import RowState
+from .decode_tiles import SoftmaxStep, _products, _softmax_step, attend_tiles, keys_of_tile
+from .fp8 import e4m3_to, float32_to_e4m3, pinned
+
+# In float16, the product of a probability and a scale could overflow or be rounded to 0. The product is therefore
+# divided by a unit, a power of two, so that the largest scale becomes a number from 2^14 to 2^15. float16 ends at 2^16.
+HEADROOM = tl.constexpr(14)
+BIAS = tl.constexpr(127)  # exponent bias of float32
+PROBABILITY_UNITS = tl.constexpr(2.0**13)  # factor of float16 probabilities, so that small ones are not rounded to 0
+WEIGHT_UNITS = tl.constexpr(2.0**8)  # factor of e4m3 probabilities; e4m3 ends at 448
+LAST_EXPONENT = tl.constexpr(253)  # largest biased exponent of a power of two whose inverse is a normal number
+
+
+class BlockState(NamedTuple):
+    """State of the online softmax of ROWS rows.
+
+    Attributes:
+        largest: [ROWS], largest score so far, in base 2.
+        total: [ROWS], sum of exp2(score - largest).
+        exponent: biased exponent of the unit of `weighted`, a power of two; not used if the unit is 1.
+        weighted: tuple with the sum of weighted latents of each column block, [ROWS, columns of the block].
+    """
+
+    largest: Any
+    total: Any
+    exponent: Any
+    weighted: Any
+
+
+class StoredTile(NamedTuple):
+    """Keys of a tile, loaded from the cache.
+
+    Attributes:
+        keys: tuple with the e4m3 numbers of each column block, [TILE, columns of the block], in the dtype in which
+            they are multiplied by the queries.
+        latents: the same numbers, in the dtype in which they are multiplied by the probabilities.
+        scales: tuple with the scales of each column block, [TILE]; empty if the scale is that of the layer.
+        rope: [TILE, ROPE_PAD]; not used if R is 0.
+    """
+
+    keys: Any
+    latents: Any
+    scales: Any
+    rope: Any
+
+
+@triton.jit
+@no_type_check  # the tests' type checker skips this kernel, because Triton's interpreter must read its source
+def attend(queries, row_keys, first_tile, last_tile, cache, scale_log2, c):
+    """Attend tiles of a cache of any format; arguments and result are those of `attend_tiles`."""
+    if c.E4M3:
+        state = _attend_e4m3_tiles(queries, row_keys, first_tile, last_tile, cache, scale_log2, c)
+    else:
+        state = attend_tiles(queries, row_keys, first_tile, last_tile, cache, scale_log2, c)
+    return state
+
+
+@triton.jit
+@no_type_check
+def _attend_e4m3_tiles(queries, row_keys, first_tile, last_tile, cache, scale_log2, c):
+    BLOCKS: tl.constexpr = c.BLOCKS
+    IN_HALVES: tl.constexpr = c.Q_E4M3 or queries.latent[0].dtype == tl.float16
+    ROWS: tl.constexpr = queries.latent[0].shape[0]
+    COLUMNS: tl.constexpr = queries.latent[0].shape[1]
+    layer_scale = 1.0
+    if c.SCALE_TILE == 0:
+        layer_scale = tl.load(cache.scale)
+    weighted = ()
+    for _ in tl.static_range(BLOCKS):
+        weighted = weighted + (tl.zeros([ROWS, COLUMNS], tl.float32),)  # noqa: RUF005 (Triton compiles no unpacking)
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    state = BlockState(largest, tl.zeros([ROWS], tl.float32), tl.full([], 1, tl.int32), weighted)
+    for tile in tl.range(first_tile, tl.minimum(row_keys.full_tiles, last_tile)):
+        state = _attend_tile(state, queries, row_keys, tile, cache, scale_log2, layer_scale, c, False)
+    for tile in tl.range(tl.maximum(row_keys.full_tiles, first_tile), last_tile, num_stages=1):
+        state = _attend_tile(state, queries, row_keys, tile, cache, scale_log2, layer_scale, c, True)
+    weighted = state.weighted[0]
+    if BLOCKS == 4:
+        left = _side_by_side(state.weighted[0], state.weighted[1])
+        weighted = _side_by_side(left, _side_by_side(state.weighted[2], state.weighted[3]))
+    if c.P_E4M3:
+        if c.SCALE_TILE == 0:
+            weighted = weighted * (layer_scale / WEIGHT_UNITS)
+    elif c.SCALE_TILE > 0:
+        if IN_HALVES:
+            weighted = weighted * _power_of_two(state.exponent)
+    elif IN_HALVES:
+        weighted = weighted * (layer_scale / PROBABILITY_UNITS)
+    else:
+        weighted = weighted * layer_scale
+    return RowState(state.largest, state.total, weighted)
+
+
+@triton.jit
+@no_type_check
+def _attend_tile(state, queries, row_keys, tile, cache, scale_log2, layer_scale, c, PARTIAL: tl.constexpr):
+    """Return the `BlockState` after one more tile; PARTIAL is False if every row sees every key of the tile."""
+    BLOCKS: tl.constexpr = c.BLOCKS
+    KEY_DTYPE: tl.constexpr = queries.latent[0].dtype
+    DTYPE: tl.constexpr = tl.float16 if c.Q_E4M3 and not (c.P_E4M3 and c.E4M3_DOTS) else KEY_DTYPE
+    keys, block, held = keys_of_tile(row_keys, tile, cache, c)
+    stored = _load_tile(keys, block, held, cache, KEY_DTYPE, DTYPE, queries.rope.dtype, c)
+    IN_HALVES: tl.constexpr = stored.latents[0].dtype == tl.float16
+    IN_UNITS: tl.constexpr = c.SCALE_TILE > 0 and IN_HALVES and not c.P_E4M3
+    # 1. scores
+    scores = _key_products(queries.latent[0], stored.keys[0], c)
+    if c.SCALE_TILE > 0:
+        scores = scores * stored.scales[0][None, :]
+    for number in tl.static_range(1, BLOCKS):
+        product = _key_products(queries.latent[number], stored.keys[number], c)
+        if c.SCALE_TILE > 0:
+            product = product * stored.scales[number][None, :]
+        scores += product
+    factor = scale_log2 * layer_scale
+    if c.HALF or c.Q_E4M3:
+        factor = (queries.unit * factor)[:, None]
+    scores = scores * factor
+    if c.ROPE > 0:
+        rope_product = _key_products(queries.rope, stored.rope, c)
+        if c.ROPE_E4M3:
+            scores += rope_product * factor
+        elif c.Q_E4M3:
+            scores += rope_product * (queries.unit * scale_log2)[:, None]
+        else:
+            scores += rope_product * scale_log2
+    # 2. probabilities
+    seen = held[None, :]
+    if PARTIAL:
+        seen = seen & (keys[None, :] < row_keys.visible[:, None])
+    WEIGHTS: tl.constexpr = tl.float32
+    if scores.shape[0] == 64:  # hides a dependence from the compiler, as `decode_tiles._attend_tile` explains
+        step = SoftmaxStep(state.largest, state.largest, state.total, tl.zeros(scores.shape, WEIGHTS))
+        if tile >= 0:
+            step = _softmax_step(scores, seen, state, WEIGHTS)
+    else:
+        step = _softmax_step(scores, seen, state, WEIGHTS)
+    # 3. sums of weighted latents
+    decay, exponent, inverse = step.decay, state.exponent, 1.0
+    if IN_UNITS:
+        exponent = _exponent_of_unit(exponent, stored.scales)
+        inverse = _power_of_two(-exponent + 2 * BIAS)
+        decay = decay * (_power_of_two(state.exponent) * inverse)
+    weighted = ()
+    if c.P_E4M3:
+        weighted = _sums_in_e4m3(state, step, stored, c)
+    else:
+        for number in tl.static_range(BLOCKS):
+            weights = step.probabilities
+            if c.SCALE_TILE > 0:
+                weights = weights * (stored.scales[number] * inverse)[None, :]
+            elif IN_HALVES:
+                weights = weights * PROBABILITY_UNITS
+            weights = weights.to(DTYPE)
+            sums = state.weighted[number] * decay[:, None]
+            sums = tl.dot(weights, stored.latents[number], acc=sums, input_precision="ieee")
+            weighted = weighted + (sums,)  # noqa: RUF005
+    return BlockState(step.largest, step.total, exponent, weighted)
+
+
+@triton.jit
+@no_type_check
+def _sums_in_e4m3(state, step, stored, c):
+    """Return the sums of weighted latents after one more tile; the probabilities are rounded to e4m3."""
+    BLOCKS: tl.constexpr = c.BLOCKS
+    TILE: tl.constexpr = c.TILE
+    weighted = ()
+    for number in tl.static_range(BLOCKS):
+        if c.SCALE_TILE > 0:
+            exponent = _unit_in_e4m3(stored.scales[number])
+            weights = step.probabilities * (stored.scales[number] * _power_of_two(-exponent + 2 * BIAS))[None, :]
+        else:
+            weights = step.probabilities * WEIGHT_UNITS
+        codes = float32_to_e4m3(weights, c.NATIVE)
+        if c.E4M3_DOTS:
+            codes = e4m3_to(codes, tl.float8e4nv, c.NATIVE)
+            product = tl.dot(codes, stored.latents[number], max_num_imprecise_acc=TILE)
+        else:
+            product = tl.dot(e4m3_to(codes, tl.float16, c.NATIVE), stored.latents[number])
+        if c.SCALE_TILE > 0:
+            product = product * _power_of_two(exponent)
+        weighted = weighted + (state.weighted[number] * step.decay[:, None] + product,)  # noqa: RUF005
+    return weighted
+
+
+@triton.jit
+@no_type_check
+def _key_products(q, k, c):
+    """Return the products [ROWS, TILE] of q [ROWS, columns] and k [TILE, columns] in their dtype."""
+    COLUMNS: tl.constexpr = q.shape[1]
+    if q.dtype == tl.float8e4nv:
+        products = tl.dot(q, tl.trans(k), max_num_imprecise_acc=COLUMNS)
+    else:
+        products = _products(q, k, c.SUM_COLUMNS)
+    return products
+
+
+@triton.jit
+@no_type_check
+def _load_tile(keys, block, held, cache, key_dtype: tl.constexpr, dtype: tl.constexpr, rope_dtype: tl.constexpr, c):
+    """Load the keys of a tile (`StoredTile`); a key that the cache does not hold becomes 0, with scales of 0.
+
+    The dtypes are those of `StoredTile.keys`, of `StoredTile.latents` and of the rope parts.
+    """
+    SAME: tl.constexpr = key_dtype == dtype
+    BLOCKS: tl.constexpr = c.BLOCKS
+    COLUMNS: tl.constexpr = c.LATENT_PAD // BLOCKS
+    offsets = block.to(tl.int64) * cache.block_stride + (keys % c.BLOCK_SIZE).to(tl.int64) * cache.entry_stride
+    entries = cache.entries + offsets
+    columns = tl.arange(0, COLUMNS)
+    key_parts = ()
+    latents = ()
+    for number in tl.static_range(BLOCKS):
+        mask = held[:, None]
+        if c.LATENT < c.LATENT_PAD:
+            mask = mask & (columns + number * COLUMNS < c.LATENT)[None, :]
+        offsets = (columns + number * COLUMNS).to(tl.int64) * cache.element_stride
+        codes = tl.load(entries[:, None] + offsets[None, :], mask=mask, other=0)
+        latent = e4m3_to(codes, dtype, c.NATIVE)
+        if c.PINNED and dtype != tl.float8e4nv:
+            latent = pinned(latent)
+        key_part = latent
+        if not SAME:
+            key_part = e4m3_to(codes, key_dtype, c.NATIVE)
+        key_parts = key_parts + (key_part,)  # noqa: RUF005
+        latents = latents + (latent,)  # noqa: RUF005
+    scales = ()
+    if c.SCALE_TILE > 0:
+        pointers = (entries + c.SCALE_COLUMN).to(tl.pointer_type(tl.float32))
+        for number in tl.static_range(BLOCKS):
+            scales = scales + (tl.load(pointers + number, mask=held, other=0.0),)  # noqa: RUF005
+    rope = key_parts[0]
+    if c.ROPE > 0:
+        columns = tl.arange(0, c.ROPE_PAD)
+        mask = held[:, None]
+        if c.ROPE < c.ROPE_PAD:
+            mask = mask & (columns < c.ROPE)[None, :]
+        if c.ROPE_E4M3:
+            offsets = (columns + c.ROPE_COLUMN).to(tl.int64) * cache.element_stride
+            rope = e4m3_to(tl.load(entries[:, None] + offsets[None, :], mask=mask, other=0), rope_dtype, c.NATIVE)
+        else:  # bfloat16; the columns of such a cache have no gaps
+            pointers = (entries + c.ROPE_COLUMN).to(tl.pointer_type(tl.bfloat16))
+            rope = tl.load(pointers[:, None] + columns[None, :], mask=mask, other=0.0).to(rope_dtype)
+    return StoredTile(key_parts, latents, scales, rope)
+
+
+@triton.jit
+@no_type_check
+def _exponent_of_unit(exponent, scales):
+    """Return the biased exponent of the unit: that for the largest scale, and at least the earlier `exponent`.
+
+    The exponents are compared as integers, so that NaN, a scale of the NaN bits, is the largest scale.
+    """
+    bits = scales[0].to(tl.int32, bitcast=True) & 0x7FFFFFFF  # the bits of absolute values have the order of the values
+    for number in tl.static_range(1, len(scales)):
+        bits = tl.maximum(bits, scales[number].to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    return tl.minimum(tl.maximum(exponent, (tl.max(bits, 0) >> 23) - HEADROOM), LAST_EXPONENT)
+
+
+@triton.jit
+@no_type_check
+def _unit_in_e4m3(scales):
+    """Return the biased exponent of the unit of a tile, the power of two that divides the scales of a column block.
+
+    A probability is at most 1, so that its product with the largest scale of the tile is the largest product. Divided
+    by the unit, this product is a number above 224 and at most 448, the largest e4m3 number. A tile has its own unit,
+    because the products of a tile are added to the sums in float32.
+    """
+    bits = tl.max(scales.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+    # 448 is 1.75 * 2^8: the exponent is rounded up if the digits of the scale are above 1.75
+    exponent = (tl.minimum(bits, 0x7F800000) + 0x1FFFFF) >> 23
+    return tl.minimum(tl.maximum(exponent - 8, 1), LAST_EXPONENT)
+
+
+@triton.jit
+@no_type_check
+def _power_of_two(exponent):
+    """Return the power of two with a biased exponent from 1 to 254."""
+    return (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+@no_type_check
+def _side_by_side(left, right):
+    """Return [ROWS, 2 * columns]: first the columns of `left`, then the columns of `right`."""
+    return tl.permute(tl.join(left, right), (0, 2, 1)).reshape(left.shape[0], 2 * left.shape[1])

@@ -1,0 +1,140 @@
+"""Choose the compile-time constants of a decode: the launch shape, and how a cache in e4m3 (8 bits) is multiplied."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from reference.interfaces import CONVERTED, E4M3, CacheFormat, UnsupportedConfiguration
+
+from ..device import DeviceFacts
+from ..integers import next_power_of_2
+from .fp8 import NATIVE_CAPABILITY
+
+LEAST_IN_FOUR_BLOCKS = 64  # least padded Lkv of a cache with one scale that is multiplied in four column blocks
+WARP_GROUP_ROWS = 64  # with these row blocks, the compiler would serialise products of converted queries
+E4M3_COLUMNS = 32  # columns (or keys) of the smallest product of e4m3 numbers that a GPU computes
+# GPUs of these generations (Hopper, and Blackwell of data centers) compute products of e4m3 numbers for 64 rows and
+# more. For fewer rows, the assembler converts every operand to float16, each time that the operand is used.
+CONVERTING_GENERATIONS = (9, 10)
+
+
+@functools.lru_cache(maxsize=1024)
+def launch_shape(
+    request_rows: int,
+    block_size: int,
+    width: int,
+    dtype: torch.dtype,
+    cache_element_size: int,
+    capability: tuple[int, int],
+    shared: int,
+    column_blocks: int = 1,
+    fp8_mode: str = CONVERTED,
+) -> dict[str, int]:
+    """Return the constants ROWS, TILE, num_warps and num_stages: the first choice that fits into shared memory.
+
+    Args:
+        request_rows: upper bound of the rows of a request.
+        block_size: tokens of a cache block.
+        width: columns of a cache entry; the latent and the rope part are each padded to a power of two.
+        dtype: dtype of the queries and of the softmax probabilities; float16 for queries in e4m3.
+        cache_element_size: bytes of an element of the cache, and of a loaded tile in shared memory. If it is less than
+            the bytes of an element of the queries, shared memory also has one tile in the dtype of the queries.
+        capability: compute capability of the device.
+        shared: bytes of shared memory that a program may use.
+        column_blocks: number of scales of a latent in a cache entry; 1 without such scales. Each of them needs its own
+            softmax probabilities, so that larger tiles need more registers than there are.
+        fp8_mode: mode of the decode. If products are computed in e4m3, their operands are in e4m3 in shared memory too.
+
+    Raises:
+        UnsupportedConfiguration: no choice fits into shared memory.
+    """
+    converted = cache_element_size < dtype.itemsize
+    # each shape is (rows, tile, warps, stages); the preferred shape comes first
+    if dtype == torch.float32:  # Tensor Cores do not compute IEEE float32 products
+        shapes = ((16, 16, 4, 2), (16, 16, 4, 1))
+    elif request_rows <= 16:  # memory reads limit the speed: small tiles let two programs run on each SM
+        shapes = ((16, 32, 4, 3), (16, 32, 4, 2), (16, 16, 4, 2), (16, 16, 4, 1))
+    else:  # Hopper multiplies 64 rows directly from shared memory, so prefer 64, even if half are padding rows
+        shapes = ((32, 32, 8, 2), (32, 16, 8, 2), (32, 16, 8, 1))
+        if capability[0] == 9:
+            tile = 32 if block_size == 32 or column_blocks > 1 else 64
+            shapes = ((64, tile, 8, 3 if converted else 2), *shapes)
+    for rows, tile, warps, stages in shapes:
+        needed = _shared_bytes(rows, tile, stages, width, dtype, cache_element_size, column_blocks)
+        if multiplies_e4m3(capability, rows, tile, fp8_mode):
+            needed = _shared_bytes_in_e4m3(rows, tile, stages, width, column_blocks, fp8_mode)
+        if needed <= shared:
+            return {"ROWS": rows, "TILE": tile, "num_warps": warps, "num_stages": stages}
+    raise UnsupportedConfiguration(
+        [f"triton: mla_decode has no tile of {width} columns of {dtype} for {shared} bytes of shared memory"]
+    )
+
+
+def _shared_bytes(
+    rows: int, tile: int, stages: int, width: int, dtype: torch.dtype, cache_element_size: int, column_blocks: int
+) -> int:
+    """Return the bytes of shared memory of a launch shape whose products are computed in the dtype of the queries."""
+    elements, cache_elements = rows * (width + column_blocks * tile), stages * tile * width
+    if cache_element_size < dtype.itemsize:
+        # the tile that is multiplied was converted, and one loaded tile fewer is in shared memory
+        elements, cache_elements = elements + tile * width, cache_elements - tile * width
+    return elements * dtype.itemsize + cache_elements * cache_element_size
+
+
+def _shared_bytes_in_e4m3(rows: int, tile: int, stages: int, width: int, column_blocks: int, fp8_mode: str) -> int:
+    """Return the bytes of shared memory of a launch shape whose products with the queries are computed in e4m3.
+
+    Queries and loaded tiles have one byte for each element. The tile of values is in shared memory a second time: in
+    float16 (`fp8_query`), or as transposed e4m3 numbers (`fp8_product`). The probabilities are float16 (`fp8_query`).
+    For `fp8_product`, the threads exchange them in float32, before they are rounded.
+    """
+    values, weights = (E4M3, torch.float32) if fp8_mode == "fp8_product" else (torch.float16, torch.float16)
+    copied = tile * (values.itemsize * width + weights.itemsize * rows * column_blocks)
+    return E4M3.itemsize * width * (rows + stages * tile) + copied
+
+
+def multiplies_e4m3(capability: tuple[int, int], rows: int, tile: int, fp8_mode: str) -> bool:
+    """Return whether a decode multiplies operands in e4m3; if False, it converts both operands to float16, exactly."""
+    in_e4m3 = capability >= NATIVE_CAPABILITY and (
+        rows >= WARP_GROUP_ROWS or capability[0] not in CONVERTING_GENERATIONS
+    )
+    return fp8_mode != CONVERTED and in_e4m3 and tile >= E4M3_COLUMNS
+
+
+def column_blocks(cache_format: CacheFormat, latent: int) -> int:
+    """Return the number of column blocks of a latent: columns that have one scale in a cache entry."""
+    return latent // cache_format.scale_tile if cache_format.scale_tile > 0 else 1
+
+
+def stored_constants(
+    cache_format: CacheFormat,
+    latent: int,
+    rope: int,
+    dtype: torch.dtype,
+    facts: DeviceFacts,
+    shape: dict[str, int],
+    fp8_mode: str = CONVERTED,
+) -> dict[str, int]:
+    """Return the fields of `Constants` that describe the entries of a cache with e4m3 latents."""
+    layout = cache_format.layout(latent, rope)
+    rows, blocks = shape["ROWS"], column_blocks(cache_format, latent)
+    in_e4m3 = not facts.interpreted and multiplies_e4m3(facts.capability, rows, shape["TILE"], fp8_mode)
+    least = 4 * E4M3_COLUMNS if in_e4m3 else LEAST_IN_FOUR_BLOCKS
+    if blocks == 1 and (rows == 16 or in_e4m3) and dtype != torch.float32 and next_power_of_2(latent) >= least:
+        blocks = 4
+    return {
+        "E4M3": True,
+        "NATIVE": facts.capability >= NATIVE_CAPABILITY and not facts.interpreted,
+        "PINNED": dtype != torch.float32 and not facts.interpreted,
+        "HALF": dtype == torch.bfloat16 and rows < WARP_GROUP_ROWS,
+        "BLOCKS": blocks,
+        "SCALE_TILE": cache_format.scale_tile,
+        "SCALE_COLUMN": layout.scales,
+        "ROPE_COLUMN": layout.rope,
+        "ROPE_E4M3": (cache_format.rope_dtype or cache_format.storage_dtype) == E4M3,
+        "Q_E4M3": fp8_mode != CONVERTED,
+        "P_E4M3": fp8_mode == "fp8_product",
+        "E4M3_DOTS": in_e4m3,
+    }

@@ -1,0 +1,116 @@
+"""Conversions between float32 and e4m3 (8 bits) inside Triton kernels, bit for bit as `torch.float8_e4m3fn`.
+
+Kernels read and write e4m3 as bytes (uint8). From compute capability 8.9 on, the GPU has instructions for both
+conversions (NATIVE is True). On older GPUs Triton has no e4m3 type, and the functions compute with integers.
+
+| sign | exponent | mantissa | value |
+|---|---|---|---|
+| 1 bit | 4 bits, e > 0 | 3 bits, m | 2^(e - 7) * (1 + m / 8) |
+| 1 bit | 4 bits, 0 | 3 bits, m | 2^-9 * m |
+| 1 bit | 1111 | 111 | NaN; there is no infinity |
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+
+from ..device import device_facts
+
+NATIVE_CAPABILITY = (8, 9)  # lowest compute capability with instructions for e4m3
+E4M3_MAX = tl.constexpr(448.0)
+E4M3_NAN = tl.constexpr(0x7F)
+LEAST_NORMAL = tl.constexpr(2.0**-6)
+# float32 numbers from 2^14 to 2^15 are multiples of 2^-9, so a sum with 2^14 is rounded to such a multiple
+ROUNDING_STEP = tl.constexpr(2.0**14)
+EXPONENT_SHIFT = tl.constexpr(
+    120 << 3
+)  # difference of the exponent biases of float32 and e4m3, before the 3 mantissa bits
+
+
+def converts_natively(device: torch.device) -> bool:
+    """Return whether kernels on a device may convert with the GPU's instructions for e4m3 (NATIVE).
+
+    Triton's interpreter rounds differently in its own conversions, so its kernels convert with integers.
+    """
+    facts = device_facts(device)
+    return facts.capability >= NATIVE_CAPABILITY and not facts.interpreted
+
+
+@triton.jit
+@no_type_check  # the tests' type checker must not wrap a kernel: Triton's interpreter reads its source
+def e4m3_to_float32(codes, NATIVE: tl.constexpr):
+    """Return the float32 values of e4m3 codes (uint8)."""
+    if NATIVE:
+        values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        values = _float16_bits(codes).to(tl.float32) * 256.0
+        values = tl.where((codes & 0x7F) == E4M3_NAN, float("nan"), values)
+    return values
+
+
+@triton.jit
+@no_type_check
+def e4m3_to(codes, dtype: tl.constexpr, NATIVE: tl.constexpr):
+    """Return the values of e4m3 codes (uint8) in a float dtype that holds them exactly.
+
+    The dtype has at least 16 bits, or is Triton's dtype for e4m3 (with NATIVE alone).
+    """
+    if dtype == tl.float8e4nv:
+        values = codes.to(tl.float8e4nv, bitcast=True)
+    elif NATIVE:
+        values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        if dtype == tl.bfloat16:
+            values = values.to(tl.float32)
+        values = values.to(dtype)
+    elif dtype == tl.float16:
+        values = tl.where((codes & 0x7F) == E4M3_NAN, float("nan"), _float16_bits(codes) * 256.0)
+    else:
+        values = e4m3_to_float32(codes, False).to(dtype)
+    return values
+
+
+@triton.jit
+@no_type_check
+def pinned(x):
+    """Return 16-bit numbers x as they are, and keep them in the layout (elements of each thread) of their load.
+
+    Two products read a tile. Without this empty instruction, the compiler changes the bytes to the layout of each
+    product and then converts them. It converts the tile twice, loads single bytes from shared memory, and does not
+    prefetch the next tile. The compiler also looks for the bytes behind the operands of a product. If it finds bytes
+    behind both, it arranges both operands as if they were bytes.
+    """
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+
+
+@triton.jit
+@no_type_check
+def _float16_bits(codes):
+    """Return float16 numbers that are 2^-8 times the values of e4m3 codes; a NaN becomes a finite number."""
+    bits = codes.to(tl.uint16)  # 2^-8, because the exponent biases of float16 and e4m3 are 15 and 7
+    bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+    return bits.to(tl.float16, bitcast=True)
+
+
+@triton.jit
+@no_type_check
+def float32_to_e4m3(values, NATIVE: tl.constexpr):
+    """Return the e4m3 codes (uint8) of float32 values.
+
+    The rounding is to nearest, ties to even. A value beyond 448 gets the code of 448 with its sign, and NaN gets 0x7F.
+    """
+    limited = tl.minimum(tl.maximum(values, -E4M3_MAX), E4M3_MAX)  # NaN is treated below
+    if NATIVE:
+        codes = limited.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        size = tl.abs(limited)
+        bits = size.to(tl.uint32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - EXPONENT_SHIFT
+        step_bits = (size + ROUNDING_STEP).to(tl.uint32, bitcast=True)
+        small = step_bits - tl.full(step_bits.shape, ROUNDING_STEP, tl.float32).to(tl.uint32, bitcast=True)
+        sign = (limited.to(tl.uint32, bitcast=True) >> 24) & 0x80
+        codes = (tl.where(size < LEAST_NORMAL, small, normal) | sign).to(tl.uint8)
+    return tl.where(values != values, E4M3_NAN, codes).to(tl.uint8)

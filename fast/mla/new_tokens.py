@@ -1,0 +1,109 @@
+"""The new tokens of a step: make their queries and latents, and write their entries to the cache.
+
+docs/glossary.md explains the terms and the letters of shapes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int, Int64, Shaped
+from torch import Tensor, nn
+
+from reference.interfaces import (
+    GraphSupport,
+    MLAMetadata,
+    choose_kv_scale,
+    observe_queries,
+    wide_dtype,
+)
+
+from .. import backends
+from ..attention.rope import rotary_frequencies
+from .absorbed_path import absorbed_queries
+from .cache_write import rope_norm_and_cache
+from .prefill import rows_of
+from .weight_views import AttentionWeights
+
+
+class NewTokens(NamedTuple):
+    """What the projections made from the new tokens of a step; nothing is rotated or normed yet.
+
+    Attributes:
+        positions: [T], position of each token in its request.
+        q_pe: [T, N, R], rope parts of the queries.
+        kv_c: [T, Lkv], latents.
+        k_pe: [T, R], rope parts of the keys.
+    """
+
+    positions: Int[Tensor, " T"]
+    q_pe: Float[Tensor, "T N R"]
+    kv_c: Float[Tensor, "T Lkv"]
+    k_pe: Float[Tensor, "T R"]
+
+    def rows(self, first: int, end: int) -> NewTokens:
+        """Return the tokens from `first` up to `end`, as views."""
+        return NewTokens(*(rows_of(x, first, end) for x in self))
+
+
+def frequencies_for(layer: nn.Module, q: Tensor) -> Tensor:
+    """Return the layer's rotary frequencies [R/2] on the device of `q`; float64 if `q` is float64, otherwise float32.
+
+    The layer keeps the frequencies in `_frequencies`.
+    """
+    wide = wide_dtype(q.dtype)
+    if layer._frequencies.device != q.device or layer._frequencies.dtype != wide:
+        c = layer.local_config
+        layer._frequencies = rotary_frequencies(c.rope, c.qk_rope_head_dim, wide).to(q.device)
+    return layer._frequencies
+
+
+def write_tokens(
+    layer: nn.Module,
+    new: NewTokens,
+    slots: Int64[Tensor, " slots"],
+    kv_cache: Shaped[Tensor, "num_blocks block_size columns"],
+    graph: GraphSupport,
+    weights: AttentionWeights,
+    q_scale: Float[Tensor, "*heads"] | None = None,
+) -> tuple[Shaped[Tensor, "T N R"], Float[Tensor, "T Lkv"], Float[Tensor, "T R"]]:
+    """Call `rope_norm_and_cache` for new tokens; the rope parts of the queries are in e4m3 if `q_scale` is given."""
+    positions, q_pe, kv_c, k_pe = new
+    return rope_norm_and_cache(
+        positions, q_pe, kv_c, k_pe, kv_cache, slots, weights.norm_weight, layer.config.latent_norm_eps,
+        layer.config.rope, layer.cache_format, weights.kv_scale, q_scale, frequencies=frequencies_for(layer, q_pe),
+        graph=graph, backend=layer.backend,
+    )  # fmt: skip
+
+
+def measure_step(
+    layer: nn.Module,
+    metadata: MLAMetadata,
+    new: NewTokens,
+    q_nope: Float[Tensor, "T N P"],
+    kv_cache: Shaped[Tensor, "num_blocks block_size columns"],
+    weights: AttentionWeights,
+) -> None:
+    """Choose the scale of the cache if a step is the first write, and record the step for a calibration.
+
+    Call this function after all checks of the step and before the write.
+    """
+    made = []
+
+    def rotated() -> tuple[Tensor, Tensor, Tensor]:  # without a write to the cache
+        if not made:
+            slots = torch.empty(0, dtype=torch.int64, device=kv_cache.device)
+            made.extend(write_tokens(layer, new, slots, kv_cache, GraphSupport.NONE, weights))
+        return tuple(made)
+
+    def entries() -> tuple[Tensor, Tensor]:
+        with backends.CallsOfOthers():  # most calls of the layer do not need the entries before the write
+            return rotated()[1:]
+
+    def queries() -> tuple[Tensor, Tensor]:
+        with backends.CallsOfOthers():
+            return absorbed_queries(layer, q_nope, weights), rotated()[0]
+
+    choose_kv_scale(layer, metadata, entries)
+    observe_queries(layer, metadata, queries)

@@ -1,0 +1,170 @@
+"""Tests of the accuracy over quantised caches: bits per byte of the shipped checkpoint, and errors of random models.
+
+e4m3 has 3 bits after the leading bit, so that a stored number has a relative error of up to 1/16. The format fp8_e4m3
+stores the whole entry in e4m3. The format fp8_ds_mla stores the latent in e4m3 and the rope part in bfloat16.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import fast
+import reference
+from reference.interfaces import FP8_DS_MLA, FP8_E4M3
+
+transformers = pytest.importorskip("transformers")
+from transformers.cache_utils import DynamicCache  # noqa: E402
+
+from fast.demo.job import encode  # noqa: E402
+from fast.demo.predictions import bits_per_byte, compare_bits_per_byte  # noqa: E402
+from fast.integrations.transformers import calibrate_model, restore, use_mla  # noqa: E402
+
+from ..support.transformers_models import WITHOUT_SHAPE_CHECKS  # noqa: E402
+from .test_checkpoint import ASSETS, BOS, CHECKPOINT, load, windows  # noqa: E402
+
+pytestmark = WITHOUT_SHAPE_CHECKS
+MOST_BITS = 0.01  # largest relative increase of the bits per byte
+CALIBRATED = 5  # prompts of the calibration
+DRAWS = 12
+LATENT, ROPE = 512, 64
+
+
+# bits per byte of the shipped checkpoint
+
+
+def batches_of(tokens: torch.Tensor) -> list[dict]:
+    return [dict(input_ids=row[None], attention_mask=torch.ones_like(row[None])) for row in tokens]
+
+
+def job_of(ops, prompts: list[str]) -> SimpleNamespace:
+    """Return a job over fp8_e4m3 that has only the attributes that `predictions.bits_per_byte` reads."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT, local_files_only=True)
+    job = SimpleNamespace(
+        model=load(), tokenizer=tokenizer, prompt_ids=[encode(tokenizer, text) for text in prompts],
+        packages={"ops": ops}, device=torch.device("cpu"), cache_format=FP8_E4M3,
+    )  # fmt: skip
+    batches = [batch for ids in job.prompt_ids[:CALIBRATED] for batch in batches_of(torch.tensor([ids]))]
+    job.kv_scales = calibrate_model(job.model, batches, fast, max_new_tokens=1)
+    job.patch_options = lambda name: {"cache_format": job.cache_format, "kv_scales": job.kv_scales}
+    return job
+
+
+@pytest.mark.parametrize(("ops", "count"), [(fast, 5), (reference, 5)], ids=["fast", "reference"])
+def test_bits_per_byte_where_every_key_is_stored(ops, count):
+    """Decode shipped prompts over fp8_e4m3 -> at most 1 % more bits per byte than over the dtype of the model.
+
+    All tokens take the absorbed path, so that also the key of a new token is read from the cache. With shorter texts,
+    the bits of the model without `use_mla` show that the measure itself is right.
+    """
+    prompts = [path.read_text() for path in sorted((ASSETS / "prompts").glob("*.py.txt"))[:count]]
+    job = job_of(ops, prompts)
+    found = compare_bits_per_byte(job)
+    assert found["increase"] <= MOST_BITS, found
+    assert found["over_format"] != found["compute_dtype"], "the cache was not quantised"
+    nats, predicted = 0.0, 0
+    with torch.inference_mode():
+        for ids in job.prompt_ids:
+            logits = job.model(torch.tensor([ids[:-1]]), use_cache=False).logits[0]
+            nats += float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="sum"))
+            predicted += len(ids) - 1  # a token of this checkpoint is a byte
+    assert found["compute_dtype"] == pytest.approx(nats / math.log(2) / predicted, rel=1e-4)
+
+
+def test_bits_per_byte_in_steps_of_a_server():
+    """Prefill windows of 1024 bytes in steps of 256 tokens over fp8_e4m3 -> at most 1 % more bits per byte.
+
+    A server with a token budget of 256 runs such steps: they read the earlier tokens from the cache.
+    """
+    targets, model = windows()[::8], load()
+    inputs = torch.nn.functional.pad(targets[:, :-1], (1, 0), value=BOS)
+    scales = calibrate_model(model, batches_of(inputs[:2]), fast, max_new_tokens=1)
+
+    def bits(**options) -> float:
+        cache, losses = DynamicCache(config=model.config), []
+        use_mla(model, **options)
+        with torch.inference_mode():
+            for new, wanted in zip(inputs.split(256, 1), targets.split(256, 1), strict=True):
+                logits = model(new, past_key_values=cache, use_cache=True).logits
+                losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten()))
+        restore(model)
+        return float(torch.stack(losses).double().mean()) / math.log(2)
+
+    plain, stored = bits(), bits(cache_format="fp8_e4m3", kv_scales=scales)
+    assert plain < stored <= (1 + MOST_BITS) * plain, (plain, stored)
+
+
+def test_no_bits_without_a_byte():
+    """Measure a prompt of one token -> None, because the model predicts nothing."""
+    job = job_of(fast, [""])
+    job.prompt_ids = [[BOS]]
+    assert bits_per_byte(job, FP8_E4M3) is None and compare_bits_per_byte(job) is None
+
+
+# random models with the dims of fp8_ds_mla
+
+
+def random_model(seed: int, rope_size: float = 1.0):
+    """Return a random model with Lkv 512 and R 64; its rope keys are `rope_size` times as large as in a plain draw."""
+    torch.manual_seed(seed)
+    config = transformers.DeepseekV3Config(
+        vocab_size=61, hidden_size=96, intermediate_size=64, num_hidden_layers=2, first_k_dense_replace=2,
+        num_attention_heads=2, num_key_value_heads=2, q_lora_rank=None, kv_lora_rank=LATENT, qk_nope_head_dim=32,
+        qk_rope_head_dim=ROPE, v_head_dim=32, max_position_embeddings=64, initializer_range=0.1, n_routed_experts=2,
+        n_group=1, topk_group=1, num_experts_per_tok=1, moe_intermediate_size=8, rope_interleave=True,
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0), pad_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    model = transformers.DeepseekV3ForCausalLM(config).eval()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.kv_a_proj_with_mqa.weight[LATENT:] *= rope_size
+    return model
+
+
+def error_ratio(seed: int, rope_size: float) -> float:
+    """Return error fp8_ds_mla / error fp8_e4m3 of the last hidden states if every key is read from the cache."""
+    model = random_model(seed, rope_size)
+    ids = torch.randint(1, 61, (1, 40))
+    scales = calibrate_model(model, batches_of(ids), max_new_tokens=1)
+
+    def hidden(**options) -> torch.Tensor:
+        use_mla(model, decode_threshold=64, **options)
+        with torch.no_grad():
+            states = model.model(ids, use_cache=False).last_hidden_state
+        restore(model)
+        return states.double()
+
+    exact = hidden()
+    ds_mla = (hidden(cache_format=FP8_DS_MLA) - exact).norm()
+    return float(ds_mla / (hidden(cache_format=FP8_E4M3, kv_scales=scales) - exact).norm())
+
+
+@pytest.mark.parametrize(("rope_size", "most"), [(1.0, 1.0), (8.0, 0.6)])
+def test_error_of_fp8_ds_mla_against_fp8_e4m3(rope_size, most):
+    """Run 12 random models over both formats -> the median of error fp8_ds_mla / error fp8_e4m3 is at most `most`.
+
+    If the rope keys are large, most of the error of fp8_e4m3 comes from them, and fp8_ds_mla does not quantise them.
+    """
+    ratios = [error_ratio(seed, rope_size) for seed in range(DRAWS)]
+    assert statistics.median(ratios) <= most, sorted(ratios)
+
+
+def test_rope_values_are_those_of_bfloat16(ops):
+    """Write the same tokens to caches in fp8_ds_mla and in bfloat16 -> the rope parts have the same bits."""
+    model, ids = random_model(0).to(torch.bfloat16), torch.randint(1, 61, (1, 40))
+    caches = []
+    for cache_format in ("fp8_ds_mla", "compute_dtype"):
+        use_mla(model, ops, block_size=64, cache_format=cache_format)
+        with torch.no_grad():
+            past = model(ids, use_cache=True).past_key_values
+        restore(model)
+        caches.append(past.layers[0].kv_cache[0, : ids.shape[1]])  # the inputs of later layers differ
+    stored, plain = caches
+    rope = FP8_DS_MLA.layout(LATENT, ROPE).rope
+    assert stored.dtype == torch.uint8 and stored.shape[1] == 656 and plain.shape[1] == LATENT + ROPE
+    assert torch.equal(stored[:, rope:].contiguous().view(torch.bfloat16).view(torch.int16),
+                       plain[:, LATENT:].contiguous().view(torch.int16))  # fmt: skip

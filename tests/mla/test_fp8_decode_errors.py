@@ -1,0 +1,58 @@
+"""Tests of the error of a decode over caches in e4m3, against float64 over the stored bytes.
+
+The decode converts the stored numbers to the dtype of the queries (`converted`). The error of the quantisation itself
+is not part of these tests: gold reads the same bytes.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fast
+import reference
+from reference.interfaces import CACHE_FORMATS
+
+from ..support.decode_inputs import SCALE, make_inputs
+
+MOST = 3e-3  # largest relative error; with e4m3 queries it would be 3.6e-2
+LENS = ([1, 1, 2], [700, 130, 64])
+
+
+def relative(value: torch.Tensor, gold: torch.Tensor) -> float:
+    return float((value.double() - gold).norm() / gold.norm())
+
+
+def stored(cache: torch.Tensor, cache_format, kv_scale) -> torch.Tensor:
+    """Return the cache in a format; entries of no token are NaN, and become poison bytes."""
+    entries = cache.flatten(0, 1)
+    kept = reference.quantize_entries(*entries.split([512, 64], dim=-1), cache_format, kv_scale).view(torch.uint8)
+    kept[entries.isnan().any(-1)] = cache_format.poison
+    return kept.view(cache_format.storage_dtype).view(*cache.shape[:2], -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_ds_mla"])
+def test_error_of_converted_numbers(ops, dtype, name):
+    """Decode over e4m3 with queries in float32 or float16 -> a relative error of at most 3e-3 in output and LSE."""
+    ql, q_pe, cache, plan = make_inputs(*LENS, dtype=dtype)
+    ql *= 16  # scores with a deviation of about 2, so that few keys have most of the weight
+    storage = {"cache_format": CACHE_FORMATS[name], "kv_scale": torch.tensor(0.01) if name == "fp8_e4m3" else None}
+    kv_cache = stored(cache, *storage.values())
+    value = ops.mla_decode(ql, q_pe, kv_cache, plan, SCALE, **storage)
+    gold = reference.mla_decode(ql.double(), q_pe.double(), kv_cache, plan, SCALE, **storage)
+    assert value.out.dtype == dtype
+    assert relative(value.out, gold.out) <= MOST and relative(value.lse, gold.lse) <= MOST
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_ds_mla"])
+def test_gold_reads_the_stored_bytes(name):
+    """Decode in float64 over the stored bytes -> the result over a float64 cache with the dequantised numbers."""
+    ql, q_pe, cache, plan = make_inputs(*LENS, dtype=torch.float64)
+    storage = {"cache_format": CACHE_FORMATS[name], "kv_scale": torch.tensor(0.01) if name == "fp8_e4m3" else None}
+    kv_cache = stored(cache, *storage.values())
+    entries = kv_cache.view(-1, kv_cache.shape[2])
+    numbers = reference.dequantize_entries(entries, out_dtype=torch.float64, **storage).view(cache.shape)
+    for decode in (reference.mla_decode, fast.mla_decode):
+        found, expected = decode(ql, q_pe, kv_cache, plan, SCALE, **storage), decode(ql, q_pe, numbers, plan, SCALE)
+        assert relative(found.out, expected.out) < 1e-14 and relative(found.lse, expected.lse) < 1e-14

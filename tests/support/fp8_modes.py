@@ -1,0 +1,117 @@
+"""Decodes with queries in e4m3 (8 bits) that round exactly where the Triton kernels round, to compute error budgets."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import reference
+from fast.parity import compare_states
+from reference.interfaces import AttentionState, CacheFormat, to_e4m3
+
+from .decode_inputs import SCALE
+from .factories import integers
+
+TILE = 32  # keys whose products of probabilities and scales have one unit
+PRODUCT_COLUMNS = 32  # terms that a Tensor Core adds in one step
+BLOCK_COLUMNS = 128  # columns of a column block with a scale
+KEPT_DIGITS = 13  # binary digits behind the point of a sum of e4m3 products in a Tensor Core
+
+
+def quantised(ql: Tensor, q_pe: Tensor, scale: Tensor) -> list[Tensor]:
+    """Return both parts of the queries in e4m3."""
+    return [to_e4m3(x, scale.view(-1, 1)) for x in (ql, q_pe)]
+
+
+def rounded_decode(
+    queries, cache, plan, cache_format, kv_scale, mode, q_scale, out_dtype, in_e4m3=False, scale=SCALE
+) -> AttentionState:
+    """Decode in float64, but round where the kernels round; `low` of the comparisons in docs/correctness.md.
+
+    Scores are rounded to float32, and probabilities to the dtype of the mode. With `in_e4m3`, sums of products of e4m3
+    numbers are cut as Tensor Cores cut them.
+    """
+    q = torch.cat([x.double() for x in queries], -1) * q_scale.double().view(-1, 1)
+    tokens, heads, latent = queries[0].shape
+    out, lse = torch.zeros(tokens, heads, latent, dtype=torch.float64), torch.full((heads, tokens), -torch.inf)
+    starts = plan.query_start_loc.tolist()
+    for request, length in enumerate(plan.seq_lens.tolist()):
+        entries = reference.gather_and_maybe_dequant_cache(
+            cache, plan.block_table[request : request + 1], integers(0, length), integers(0), length, cache_format,
+            torch.float64, kv_scale,
+        )  # fmt: skip
+        scales = _scales(cache, plan.block_table[request], length, cache_format, latent)
+        for token in range(starts[request], starts[request + 1]):
+            seen = int(plan.visible_lens[token])
+            if seen == 0:
+                continue
+            parts = [q[token, :, :latent], q[token, :, latent:]], [entries[:seen, :latent], entries[:seen, latent:]]
+            e4m3_rope = cache_format.rope_dtype is None
+            scores = _products(parts[0][0], parts[1][0], in_e4m3)
+            scores = (scores + _products(parts[0][1], parts[1][1], in_e4m3 and e4m3_rope)).float() * scale
+            largest = scores.amax(-1, keepdim=True)
+            weights = torch.exp(scores - largest)
+            total = weights.sum(-1)
+            columns = latent // scales.shape[1]
+            for block, values in enumerate(parts[1][0].split(columns, -1)):
+                rounded = _rounded(weights.double(), scales[:seen, block], cache_format.scale_tile > 0, mode)
+                product = in_e4m3 and mode == "fp8_product"
+                sums = sum(
+                    _products(w, v.T, product) for w, v in zip(rounded.split(TILE, -1), values.split(TILE), strict=True)
+                )
+                out[token, :, block * columns : (block + 1) * columns] = sums / total[:, None]
+            lse[:, token] = largest[:, 0] + total.log()
+    return AttentionState(out.to(out_dtype), lse)
+
+
+def check(value: AttentionState, low: AttentionState, queries, cache, plan, scale=SCALE, **options) -> None:
+    """Assert that a state is within the budget that follows from `low`; rows without keys must be 0 and -inf."""
+    gold = reference.mla_decode(*queries, cache, plan, scale, None, torch.float64, **options)
+    for parity in compare_states("mla_decode", value, low, gold):
+        assert parity.passed, parity
+    unseen = plan.visible_lens == 0
+    assert value.out[unseen].eq(0).all() and value.lse[:, unseen].eq(-torch.inf).all()
+
+
+def _scales(cache: Tensor, table: Tensor, length: int, cache_format: CacheFormat, latent: int) -> Tensor:
+    """Return the scales [S, column blocks] in the entries of a request; 1 if the entries have no scales."""
+    if cache_format.scale_tile == 0:
+        return torch.ones(length, 1, dtype=torch.float64)
+    blocks, first = latent // cache_format.scale_tile, cache_format.layout(*cache_format.dims).scales
+    entries = cache.view(torch.uint8)[table[: -(-length // cache.shape[1])].long()].flatten(0, 1)[:length]
+    return entries[:, first : first + 4 * blocks].contiguous().view(torch.float32).double()
+
+
+def _rounded(weights: Tensor, scales: Tensor, in_entries: bool, mode: str) -> Tensor:
+    """Return probabilities [N, S], rounded as the kernels round them."""
+    if mode == "fp8_query":  # with few scales of very different sizes, no product is below the smallest float16 number
+        unit = torch.exp2(torch.floor(torch.log2(scales.max())) - 14) if in_entries else torch.tensor(2.0**-13)
+        return (weights * scales / unit).to(torch.float16).double() * unit / scales
+    if not in_entries:
+        return to_e4m3(weights, torch.tensor(2.0**-8)).double() * 2.0**-8
+    parts = []
+    for part, own in zip(weights.split(TILE, -1), scales.split(TILE), strict=True):
+        unit = torch.exp2(torch.ceil(torch.log2(own.max() / 448)))
+        parts.append(to_e4m3(part * own, unit).double() * unit / own)
+    return torch.cat(parts, -1)
+
+
+def _products(q: Tensor, k: Tensor, in_e4m3: bool) -> Tensor:
+    """Return q k^T in float64. With `in_e4m3`, sums within a block of columns are cut as Tensor Cores cut them.
+
+    A Tensor Core adds 32 products to a sum in one step. It gives all 33 numbers the exponent of the largest one, and
+    cuts each of them to `KEPT_DIGITS` digits behind the point.
+    """
+    if not in_e4m3 or q.shape[-1] == 0:
+        return q @ k.T
+    total = q.new_zeros(q.shape[0], k.shape[0])
+    for q_block, k_block in zip(q.split(BLOCK_COLUMNS, -1), k.split(BLOCK_COLUMNS, -1), strict=True):
+        sums = torch.zeros_like(total)
+        for one, other in zip(q_block.split(PRODUCT_COLUMNS, -1), k_block.split(PRODUCT_COLUMNS, -1), strict=True):
+            products = one[:, None] * other
+            largest = torch.maximum(products.abs().amax(-1), sums.abs())
+            step = torch.exp2(torch.floor(torch.log2(largest.clamp(min=1e-30))) - KEPT_DIGITS)
+            cut = torch.trunc(products / step[..., None]).sum(-1) + torch.trunc(sums / step)
+            sums = cut * step
+        total += sums
+    return total
