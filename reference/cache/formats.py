@@ -13,27 +13,15 @@ from torch import Tensor
 
 from ..interfaces import (
     COMPUTE_FORMAT,
-    E4M3,
-    E4M3_MAX,
     CacheFormat,
     check_dtype,
     check_entries,
     check_scale_value,
     check_stored_entries,
     e4m3_scale,
+    to_e4m3,
     wide_dtype,
 )
-
-
-def _to_e4m3(x: Float[Tensor, "*any"], scale: Float[Tensor, "*scales"]) -> Shaped[Tensor, "*any"]:
-    """Return x / scale in e4m3, of the same shape as `x`. The quotient is computed in float32.
-
-    Args:
-        x: numbers of any float dtype.
-        scale: float32, broadcast to the shape of `x`.
-    """
-    quotient = (x.to(torch.float32) / scale).clamp(-E4M3_MAX, E4M3_MAX)
-    return torch.where(quotient.isnan(), torch.nan, quotient).to(E4M3)  # every NaN gets the sign bit 0
 
 
 def _tile_scales(latent: Float[Tensor, "T Lkv"], scale_tile: int) -> Float[Tensor, "T tiles"]:
@@ -78,9 +66,9 @@ def quantize_entries(
     if not cache_format.scaled:
         return torch.cat((kv_c_normed, k_pe), dim=-1)
     if cache_format.layer_scale:
-        return _to_e4m3(torch.cat((kv_c_normed, k_pe), dim=-1), kv_scale)
+        return to_e4m3(torch.cat((kv_c_normed, k_pe), dim=-1), kv_scale)
     scales = _tile_scales(kv_c_normed, cache_format.scale_tile)
-    latent = _to_e4m3(kv_c_normed, scales.repeat_interleave(cache_format.scale_tile, dim=-1))
+    latent = to_e4m3(kv_c_normed, scales.repeat_interleave(cache_format.scale_tile, dim=-1))
     parts = (latent, scales, k_pe.to(cache_format.rope_dtype))
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=-1)
 

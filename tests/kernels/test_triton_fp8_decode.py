@@ -16,7 +16,16 @@ import torch
 from reference.interfaces import FP8_DS_MLA, FP8_E4M3, AttentionState
 
 from ..support import decode_inputs
-from ..support.decode_inputs import make_stored_inputs, on_device, schedule_of, stored_cache, verdict
+from ..support.decode_inputs import (
+    FORMS,
+    LENS,
+    make_stored_inputs,
+    on_device,
+    schedule_for,
+    schedule_of,
+    stored_cache,
+    verdict,
+)
 from ..support.factories import GARBAGE, assert_same_bits, integers, make_batch
 from ..support.triton_decode_inputs import DTYPES
 from ..support.triton_mode import DEVICE, INTERPRETED, ON_GPU, gpu_only, run_in_interpreter, runs, starts_interpreter
@@ -31,12 +40,6 @@ SMALL = (512, 64) if ON_GPU else (64, 16)  # latent width, rope width
 FORMATS = {"fp8_e4m3": (FP8_E4M3, SMALL), "fp8_ds_mla": (FP8_DS_MLA, (512, 64))}
 formats = pytest.mark.parametrize("cache_format, widths", FORMATS.values(), ids=FORMATS)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-FORMS = ["whole", "split", "scheduled", "batch-invariant", "batch-invariant, planned"]
-LENS = {  # query lengths and sequence lengths; length 0 with a query token is a padding row
-    "page edges": ([1] * 6, [0, 1, 63, 64, 65, 129]),
-    "ragged": ([3, 0, 1, 5], [131, 20, 0, 70]),
-    "nobody": ([], []),
-}
 
 
 @starts_interpreter
@@ -46,13 +49,6 @@ def test_in_the_interpreter():
 
 def launch(inputs, cache_format, kv_scale, **options) -> AttentionState:
     return decode_inputs.launch(decode, *inputs, cache_format=cache_format, kv_scale=kv_scale, **options)
-
-
-def schedule_for(form, plan, heads):
-    """Return the schedule of a form of decode; None for a form without a schedule."""
-    if form in ("whole", "split"):
-        return None
-    return schedule_of(plan, heads, 0 if form == "batch-invariant" else 3, form != "scheduled")
 
 
 def check_parity(cache_format, query_lens, seq_lens, heads=3, dtype=DTYPES[-1], widths=SMALL, block_size=64, form=None):

@@ -18,7 +18,16 @@ from fast.parity import compare_states
 from reference.interfaces import COMPUTE_FORMAT, E4M3, FP8_DS_MLA, FP8_E4M3, FP8_MODES, AttentionState
 
 from ..support import decode_inputs
-from ..support.decode_inputs import SCALE, make_stored_inputs, on_device, schedule_of, stored_cache
+from ..support.decode_inputs import (
+    FORMS,
+    LENS,
+    SCALE,
+    make_stored_inputs,
+    on_device,
+    schedule_for,
+    schedule_of,
+    stored_cache,
+)
 from ..support.factories import GARBAGE, assert_same_bits, integers, make_batch
 from ..support.fp8_modes import check, quantised, rounded_decode
 from ..support.triton_mode import DEVICE, INTERPRETED, ON_GPU, gpu_only, run_in_interpreter, runs, starts_interpreter
@@ -32,12 +41,6 @@ SMALL = (512, 64) if ON_GPU else (128, 32)  # latent width, rope width
 FORMATS = {"fp8_e4m3": (FP8_E4M3, SMALL), "fp8_ds_mla": (FP8_DS_MLA, (512, 64))}
 formats = pytest.mark.parametrize("cache_format, widths", FORMATS.values(), ids=FORMATS)
 modes = pytest.mark.parametrize("mode", IN_E4M3)
-FORMS = ["whole", "split", "scheduled", "batch-invariant", "batch-invariant, planned"]
-LENS = {  # query lengths and sequence lengths; length 0 with a query token is a padding row
-    "page edges": ([1] * 6, [0, 1, 63, 64, 65, 129]),
-    "ragged": ([3, 0, 1, 5], [131, 20, 0, 70]),
-    "nobody": ([], []),
-}
 
 
 @starts_interpreter
@@ -77,13 +80,6 @@ def verdict(state, queries, cache, plan, scale=SCALE, query_len=1, **options):
     in_e4m3 = ON_GPU and decode_shapes.multiplies_e4m3(facts.capability, rows, 32, options["fp8_mode"])
     low = rounded_decode(queries, cache, plan, *given, state.out.dtype, in_e4m3, scale)
     check(state, low, queries, cache, plan, scale, **options)
-
-
-def schedule_for(form, plan, heads):
-    """Return the schedule of a form of decode; None for a form without a schedule."""
-    if form in ("whole", "split"):
-        return None
-    return schedule_of(plan, heads, 0 if form == "batch-invariant" else 3, form != "scheduled")
 
 
 def check_parity(cache_format, mode, lens, heads=3, widths=SMALL, block_size=64, form="whole", out_dtype=torch.float32):

@@ -22,6 +22,12 @@ from .factories import Batch, make_batch, new_cache
 from .triton_mode import DEVICE
 
 SCALE = 0.13
+FORMS = ["whole", "split", "scheduled", "batch-invariant", "batch-invariant, planned"]
+LENS = {  # query lengths and sequence lengths; length 0 with a query token is a padding row
+    "page edges": ([1] * 6, [0, 1, 63, 64, 65, 129]),
+    "ragged": ([3, 0, 1, 5], [131, 20, 0, 70]),
+    "nobody": ([], []),
+}
 
 
 def make_inputs(query_lens, seq_lens, heads=3, dtype=torch.float32, widths=(512, 64), block_size=64):
@@ -175,3 +181,10 @@ def schedule_of(plan, heads, programs, batch_invariant=False, request_cost=5):
     if programs == 0:
         return DecodeSchedule(batch_invariant=batch_invariant, split_rule=costs.split_rule)
     return reference.plan_decode(plan.seq_lens, programs, costs, batch_invariant)
+
+
+def schedule_for(form, plan, heads):
+    """Return the schedule of a form of decode; None for a form without a schedule."""
+    if form in ("whole", "split"):
+        return None
+    return schedule_of(plan, heads, 0 if form == "batch-invariant" else 3, form != "scheduled")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from reference.interfaces import COMPUTE_FORMAT, E4M3, E4M3_MAX, CacheFormat
+from reference.interfaces import COMPUTE_FORMAT, E4M3, CacheFormat, e4m3_scale, to_e4m3
 
 from .rope import apply_rope
 
@@ -140,21 +140,14 @@ def dequantize_entries(entries: Tensor, out: Tensor, cache_format: CacheFormat, 
 def _stored_entries(kv_c_normed: Tensor, k_pe: Tensor, cache_format: CacheFormat, kv_scale: Tensor | None) -> Tensor:
     """Return the entries of some tokens as bytes [T, columns], for a format with scales."""
     if cache_format.layer_scale:
-        return _codes(torch.cat((kv_c_normed, k_pe), -1).float(), kv_scale)
+        return as_bytes(to_e4m3(torch.cat((kv_c_normed, k_pe), -1), kv_scale))
     limits = torch.finfo(torch.float32)
     tiles = kv_c_normed.float().unflatten(-1, (-1, cache_format.scale_tile))
     sizes = tiles.abs().nan_to_num_(nan=0.0, posinf=limits.max)
-    scales = sizes.amax(-1).div_(E4M3_MAX).clamp_(min=limits.tiny)
-    codes = _codes(tiles, scales[..., None]).flatten(-2)
+    scales = e4m3_scale(sizes.amax(-1)).clamp_(min=limits.tiny)
+    codes = as_bytes(to_e4m3(tiles, scales[..., None])).flatten(-2)
     parts = codes, as_bytes(scales), as_bytes(k_pe.to(cache_format.rope_dtype).contiguous())
     return torch.cat(parts, -1)
-
-
-def _codes(x: Tensor, scale: Tensor) -> Tensor:
-    """Return the e4m3 codes (uint8) of x / scale, both float32; numbers beyond the largest one saturate."""
-    quotients = x / scale
-    codes = as_bytes(quotients.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3))
-    return codes.masked_fill_(quotients.isnan(), E4M3_NAN)
 
 
 def as_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
