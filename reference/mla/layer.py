@@ -120,7 +120,7 @@ class MLAAttention(nn.Module):
             None the layer uses the workspace of the plan (`MLAMetadata.workspace`). A memory-profile run, which has no
             plan, then allocates the memory and frees it.
         kv_scale: scale of the layer's cache, only for a format with `CacheFormat.layer_scale`. None leaves the choice
-            to the first step with a prefill (`reference.interfaces.kv_scales`).
+            to the first step: a prefill is measured, a decode takes 1.0 (`reference.interfaces.kv_scales`).
         fp8_weights: whether the absorbed weights are stored in e4m3 (8 bits), with one scale for each head
             (`quantize_weight`). They are read by the constructor and by `refresh_weights`.
         fp8_mode: mode of decodes over a cache in e4m3 (`mla_decode`). In the modes `fp8_query` and `fp8_product` the
