@@ -295,7 +295,7 @@ class MLAAttention(nn.Module):
             q_e4m3, *_ = write_tokens(self, *decoded, kv_cache, graph, weights, weights.q_scale)
             new, slots = new.rows(split, q.shape[0]), rows_of(slots, split, end)
         q_pe, kv_c_normed, k_pe = new.q_pe, new.kv_c, new.k_pe
-        if in_e4m3 < q.shape[0] or in_e4m3 == 0:
+        if in_e4m3 < end or in_e4m3 == 0:
             q_pe, kv_c_normed, k_pe = write_tokens(self, new, slots, kv_cache, graph, weights)
         del kv_c, new  # the last tensors that keep the memory of the down-projection
         if split > 0:

@@ -72,6 +72,7 @@ class KVScale(nn.Module):
         check_type("source", source, ScaleSource)
         device = device if device is None else check_device("device", device)
         self.register_buffer("value", torch.ones((), dtype=torch.float32, device=device), persistent=False)
+        self._number = 1.0  # the chosen scale; for a layer that was made on the device meta
         self.source: ScaleSource | None = None
         self.written = False
         if value is not None:
@@ -92,6 +93,7 @@ class KVScale(nn.Module):
         check_type("source", source, ScaleSource)
         number = scale_number("value", value)
         check(not self.written, "kv_scale", "no change after the first write to the cache", number)
+        self._number = number
         self.value.fill_(number)
         self.source = source
 
@@ -132,7 +134,9 @@ class KVScale(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KVScale:
         """Move the scale to another device, but keep it in float32 if the layer is cast to another dtype."""
-        self.value = self.value.to(fn(self.value).device)
+        device = fn(self.value.new_empty(0)).device
+        held = torch.full_like(self.value, self._number, device="cpu") if self.value.is_meta else self.value
+        self.value = held.to(device)
         return self
 
 
@@ -211,7 +215,7 @@ def scale_number(argument: str, value: Any) -> float:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         check_type(argument, value, float, "a number or a tensor []")
     fits = 0 < value < 2.0**128  # PyTorch cannot convert a very large int
-    number = float(torch.tensor(value, dtype=torch.float32)) if fits else math.nan
+    number = float(torch.tensor(value, dtype=torch.float32, device="cpu")) if fits else math.nan
     check(0 < number < math.inf, argument, "a finite number above 0", value)
     return number
 
@@ -226,7 +230,7 @@ def checkpoint_scale(module: nn.Module) -> Tensor | float | None:
         ValueError: the module has both scales, and they differ.
     """
     found = {name: getattr(module, name, None) for name in ("kv_scale", "k_scale")}
-    found = {name: value for name, value in found.items() if isinstance(value, (Tensor, float))}
+    found = {name: value for name, value in found.items() if isinstance(value, (Tensor, float, int))}
     numbers = {name: scale_number(name, value) for name, value in found.items()}
     check(len(set(numbers.values())) <= 1, "kv_scale", f"k_scale {numbers.get('k_scale')}", numbers.get("kv_scale"))
     return next(iter(found.values()), None)

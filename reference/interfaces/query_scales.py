@@ -133,7 +133,7 @@ def make_query_scale(
 def checkpoint_query_scale(module: nn.Module) -> Tensor | float | None:
     """Return the scale that a checkpoint stores for the queries of a module, its attribute `q_scale`, or None."""
     found = getattr(module, "q_scale", None)
-    return found if isinstance(found, (Tensor, float)) else None
+    return found if isinstance(found, (Tensor, float, int)) else None
 
 
 def observe_queries(layer: nn.Module, metadata: MLAMetadata, queries: Callable[[], tuple[Tensor, Tensor]]) -> None:

@@ -500,3 +500,10 @@ def test_scale_object():
         scale.choose(1.0)
     scale = KVScale()
     assert scale.before_write(True, lambda: torch.tensor(896.0)).item() == 2.0
+
+
+def test_a_scale_of_a_layer_made_on_meta():
+    """Move a scale from the device meta, which holds no numbers, to the CPU -> the chosen number."""
+    with torch.device("meta"):
+        scale = KVScale(0.25)
+    assert scale.to_empty(device="cpu").value.item() == 0.25

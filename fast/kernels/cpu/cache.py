@@ -13,7 +13,6 @@ from reference.interfaces import COMPUTE_FORMAT, E4M3, CacheFormat, e4m3_scale, 
 from .rope import apply_rope
 
 CHUNK_TOKENS = 4096  # tokens gathered at a time
-E4M3_NAN = 0x7F  # code of NaN
 
 
 def concat_and_cache_mla(
