@@ -27,6 +27,7 @@ from reference.distributed.simulation import simulate, thread_state
 from reference.interfaces import (
     COMPUTE_FORMAT,
     CONVERTED,
+    E4M3,
     MERGES,
     CacheFormat,
     CommonAttentionMetadata,
@@ -84,6 +85,7 @@ def warmup(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     fp8_weights: bool = False,
     fp8_mode: str = CONVERTED,
+    fp8_output: bool = False,
     backend: BackendChoice = None,
     threads: int | None = None,
     progress: bool | None = None,
@@ -107,6 +109,7 @@ def warmup(
         cache_format: format of the layer's cache.
         fp8_weights: whether the absorbed weights of the layer are in e4m3 (8 bits).
         fp8_mode: the layer's mode of decodes over a cache in e4m3 (`mla_decode`).
+        fp8_output: whether calls of `MLAAttention.forward_attention` pass an `output_scale`.
         backend: the layer's `backend=`: a name, a mapping from op to name, or None (`fast.backends`).
         threads: number of threads that launch kernels; None takes the number of processor cores, at most
             `MOST_THREADS`. On a CPU or with `context_parallel`, the function uses one thread only.
@@ -126,6 +129,7 @@ def warmup(
     check_invariant_merge(None, batch_invariant)
     check_groups(context_parallel)
     check_flag("fp8_weights", fp8_weights)
+    check_flag("fp8_output", fp8_output)
     check_mode_of_format(fp8_mode, cache_format)
     device = check_device("device", device)
     seen = device.type != "cuda" or (device.index or 0) < torch.cuda.device_count()
@@ -136,7 +140,7 @@ def warmup(
     check_int("threads", threads, 1, "at least 1, or None")
     check(progress is None or isinstance(progress, bool), "progress", "a bool or None", progress)
 
-    formats = cache_format, fp8_weights, fp8_mode
+    formats = cache_format, fp8_weights, fp8_mode, fp8_output
     given = (config, device, dtype, block_size, decode_threshold, batch_invariant, *formats, backends.bind(backend))
     with _compiling_ahead() as compiled, _progress_bar(progress) as bar:
         if context_parallel is None:
@@ -227,6 +231,7 @@ def _launches(
     cache_format: CacheFormat,
     fp8_weights: bool,
     fp8_mode: str,
+    fp8_output: bool,
     backend: BackendChoice,
 ) -> list[Launch]:
     """Return functions that launch every kernel of a layer on one rank; `ranks` is None without context parallelism."""
@@ -247,6 +252,10 @@ def _launches(
         dataclasses.replace(config, num_heads=heads), device, dtype, block_size, cache_format, fp8_mode
     )
     costs = decoded.programs_and_costs(1, 0, None, backend, batch_invariant=True).costs
+
+    outputs: list[tuple[torch.dtype, Tensor | None]] = [(dtype, None)]  # dtype and scale of outputs of attention
+    if fp8_output:
+        outputs.append((E4M3, torch.ones((), dtype=torch.float32, device=device)))
 
     launches: list[Launch] = []
 
@@ -274,9 +283,10 @@ def _launches(
         def attend() -> None:  # `project` and `forward_attention`, which an engine may call instead of `forward`
             hidden_states, positions = inputs()
             projected = layer.project(hidden_states, positions)
-            # an output whose address need not be a multiple of 16 bytes, as the rows of prefills behind decodes
-            output = hidden_states.new_empty(tokens + 1, local.num_heads, config.v_head_dim)[1:]
-            layer.forward_attention(*projected, kv_cache, plan, output)
+            for out_dtype, output_scale in outputs:
+                # an output whose address need not be a multiple of 16 bytes, as the rows of prefills behind decodes
+                output = torch.empty(tokens + 1, local.num_heads, config.v_head_dim, dtype=out_dtype, device=device)[1:]
+                layer.forward_attention(*projected, kv_cache, plan, output, output_scale)
 
         launches.append(functools.partial(serve, None))
         if plan.num_decodes and scheduled:
@@ -309,8 +319,9 @@ def _launches(
     def captured() -> None:  # the ops that only captured batches need
         starts = torch.zeros(2, dtype=torch.int32, device=device)
         compute_visible_lens(starts, starts[1:], 1, ownership, backend=backend)
-        output = torch.empty(2, local.num_heads, config.v_head_dim, dtype=dtype, device=device)
-        zero_padding_tokens(output, starts, backend=backend)
+        for out_dtype, _ in outputs:
+            output = torch.empty(2, local.num_heads, config.v_head_dim, dtype=out_dtype, device=device)
+            zero_padding_tokens(output, starts, backend=backend)
 
     def advance(ids: torch.dtype) -> None:
         token = torch.zeros(1, dtype=ids, device=device)
@@ -358,7 +369,7 @@ def _launches(
             step([long_query], [long_query + context])
     launches.extend(functools.partial(advance, ids) for ids in (torch.int32, torch.int64))
     step([long_query] * 3, [long_query, long_query + 3, long_query])  # requests with and without context
-    if fp8_weights or fp8_mode != CONVERTED:  # products of heads with a weight or a result in e4m3
+    if fp8_weights or fp8_output or fp8_mode != CONVERTED:  # products of heads with a weight or a result in e4m3
         for tokens in PRODUCT_TOKENS:
             step([1] * tokens, [1] * tokens, scheduled=False)
     if fp8_mode != CONVERTED:  # in a step with decodes and prefills, each has a call of the fused write

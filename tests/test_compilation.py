@@ -27,7 +27,7 @@ import fast
 from fast import compilation
 from fast.kernels import cpu
 from fast.kernels.schedule_costs import measured_schedule_costs
-from reference.interfaces import COMPUTE_FORMAT, DecodeSchedule, MLAConfig
+from reference.interfaces import COMPUTE_FORMAT, E4M3, DecodeSchedule, MLAConfig
 
 from .support.backends import cpu_backend, with_backends
 from .support.compiled import Recorded, compiled
@@ -69,6 +69,8 @@ def test_refusals(plain_errors):
         fast.warmup(DIRECT, device="cpu", fp8_mode="fp8_query")
     with pytest.raises(TypeError, match="^fp8_weights: expected True or False, got int$"):
         fast.warmup(DIRECT, device="cpu", fp8_weights=1)
+    with pytest.raises(TypeError, match="^fp8_output: expected True or False, got int$"):
+        fast.warmup(DIRECT, device="cpu", fp8_output=1)
     with pytest.raises(ValueError, match="^device: expected one of the . CUDA devices that torch sees, got cuda:9$"):
         fast.warmup(DIRECT, device="cuda:9")
     with pytest.raises(ValueError, match="^decode_threshold: expected at least 1, got 0$"):
@@ -128,7 +130,15 @@ def layer_of(config, dtype, cache_format, **options):
     return make_layer(fast, config, make_weights(config, dtype), dtype, **options)
 
 
-def serve(config, dtype, threshold, batch_invariant=False, cache_format=COMPUTE_FORMAT, **options):
+def attend(layer, output_scale, hidden_states, positions, cache, plan):
+    """Run the attention of a layer with an output in e4m3."""
+    output = torch.empty(len(positions), layer.config.num_heads, layer.config.v_head_dim, dtype=E4M3)
+    layer.forward_attention(*layer.project(hidden_states, positions), cache, plan, output, output_scale)
+
+
+def serve(
+    config, dtype, threshold, batch_invariant=False, cache_format=COMPUTE_FORMAT, output_scale=None, **options
+):  # fmt: skip
     """Run a layer in all steps of `STEPS`, with several plans for a step.
 
     - The plan of `build_mla_metadata`.
@@ -136,9 +146,10 @@ def serve(config, dtype, threshold, batch_invariant=False, cache_format=COMPUTE_
     - A plan with a schedule of `plan_decode`. The schedule is batch-invariant if `batch_invariant` is true.
     - With `batch_invariant`: a plan whose schedule is batch-invariant and has no work items.
 
-    `options` are options of the layer.
+    `options` are options of the layer. With an `output_scale`, only the attention of the layer runs.
     """
     layer = layer_of(config, dtype, cache_format, **options)
+    run = layer if output_scale is None else partial(attend, layer, output_scale)
     costs = measured_schedule_costs(config.num_heads)
     for query_lens, seq_lens in STEPS:
         batch = make_batch(query_lens, seq_lens, padding=len(query_lens) % 2)
@@ -151,10 +162,10 @@ def serve(config, dtype, threshold, batch_invariant=False, cache_format=COMPUTE_
         )  # fmt: skip
         tokens = batch.common.slot_mapping.shape[0]
         inputs = torch.randn(tokens, config.hidden_size).to(dtype), torch.arange(tokens), cache
-        layer(*inputs, plan)
+        run(*inputs, plan)
         shared = (min(seq_lens) - 1) // 16 * 16
         if max(query_lens) <= threshold and shared > 0 and len(seq_lens) > 1 and not batch_invariant:
-            layer(*inputs, replace(plan, cascade=fast.split_shared_prefix(plan.decode, shared, 16)))
+            run(*inputs, replace(plan, cascade=fast.split_shared_prefix(plan.decode, shared, 16)))
         if max(query_lens) <= threshold:
             tokens = sum(query_lens)
             captured = fast.plan_captured_decodes(
@@ -162,11 +173,11 @@ def serve(config, dtype, threshold, batch_invariant=False, cache_format=COMPUTE_
             )
             visible = plan.decode.visible_lens  # the kernel that computes the mask was recorded and did not run
             captured = replace(captured, decode=replace(captured.decode, visible_lens=visible))
-            layer(inputs[0][:tokens], inputs[1][:tokens], cache, captured)
+            run(inputs[0][:tokens], inputs[1][:tokens], cache, captured)
         planned = fast.plan_decode(plan.decode.seq_lens, 9, costs, batch_invariant)
-        layer(*inputs, replace(plan, schedule=planned))
+        run(*inputs, replace(plan, schedule=planned))
         if batch_invariant:
-            layer(*inputs, replace(plan, schedule=DecodeSchedule(batch_invariant=True, split_rule=costs.split_rule)))
+            run(*inputs, replace(plan, schedule=DecodeSchedule(batch_invariant=True, split_rule=costs.split_rule)))
 
 
 GRAPH_SIZES = (1, 2, 3, 4, 8, 16, 17, 64, 130, 513)
@@ -181,16 +192,9 @@ def serve_captured(
     cache = poisoned_cache(4, 16, config, cache_format, dtype)
     columns = longest // 16
     builder = fast.MLAMetadataBuilder(
-        config,
-        16,
-        longest,
-        sizes[-1],
-        num_speculative_tokens=threshold - 1,
-        batch_invariant=batch_invariant,
-        dtype=dtype,
-        cache_format=cache_format,
-        fp8_mode=layer.fp8_mode,
-    )
+        config, 16, longest, sizes[-1], num_speculative_tokens=threshold - 1, batch_invariant=batch_invariant,
+        dtype=dtype, cache_format=cache_format, fp8_mode=layer.fp8_mode,
+    )  # fmt: skip
 
     def step(hidden_states, positions, plan):
         visible = torch.zeros_like(plan.decode.visible_lens)  # the kernel of the mask was recorded and did not run
@@ -277,6 +281,14 @@ def test_warmup_specialises_for_fp8_weights(launches):
     serve(SMALL, torch.bfloat16, 2, **given)
     serve_captured(SMALL, torch.bfloat16, 2, **given)
     assert set(launches) == ahead
+
+
+def test_warmup_specialises_for_outputs_in_e4m3(launches):
+    """Warm up with `fp8_output` -> a layer with an `output_scale` launches only variants of warm-up."""
+    fast.warmup(LOW_RANK, device="cpu", dtype=torch.bfloat16, block_size=16, decode_threshold=2, fp8_output=True)
+    ahead = set(launches)
+    serve(LOW_RANK, torch.bfloat16, 2, output_scale=torch.tensor(0.5))
+    assert set(launches) == ahead and "_multiply_heads_kernel" in {key[0] for key in ahead}
 
 
 def test_product_tokens():

@@ -51,13 +51,14 @@ def _ops_of_all(package: str, dtypes: tuple[torch.dtype, ...]) -> dict[str, OpSu
     """Declare the support for `OPS`.
 
     `ENTRY_OPS` and `DECODES` serve every cache format, and a decode every fp8 mode. A reorder serves every stored
-    dtype. The output of `QUANTIZING_OPS` may also be in e4m3.
+    dtype. The output of `QUANTIZING_OPS` may also be in e4m3, so `zero_padding_tokens` serves e4m3 too.
     """
     return (
         _ops_of(package, OPS, dtypes=dtypes)
         | _ops_of(package, ENTRY_OPS, dtypes=dtypes, cache_formats=FORMATS)
         | _ops_of(package, DECODES, dtypes=dtypes, cache_formats=FORMATS, fp8_modes=FP8_MODES)
         | _ops_of(package, ("reorg_kvcache",), dtypes=(*dtypes, *STORED_DTYPES))
+        | _ops_of(package, ("zero_padding_tokens",), dtypes=(*dtypes, E4M3))
         | _ops_of(package, QUANTIZING_OPS, dtypes=dtypes, out_dtypes=(*dtypes, E4M3))
         | _ops_of(package, ("rope_norm_and_cache",), dtypes=dtypes, out_dtypes=(*dtypes, E4M3), cache_formats=FORMATS)
     )

@@ -25,8 +25,9 @@ def decode(
     q_pe: Shaped[Tensor, "tokens N R"],
     kv_cache: Shaped[Tensor, "num_blocks block_size columns"],
     metadata: MLAMetadata,
-    output: Float[Tensor, "T N V"],
+    output: Shaped[Tensor, "T N V"],
     weights: AttentionWeights,
+    output_scale: Float[Tensor, ""] | None = None,
 ) -> None:
     """Compute the absorbed path for the query tokens of the decodes, and write their rows of `output`.
 
@@ -37,18 +38,19 @@ def decode(
             needs such queries.
         kv_cache: cache, which already contains the new tokens.
         metadata: plan of the step.
-        output: [T, N, V].
+        output: [T, N, V], in e4m3 if `output_scale` is given.
         weights: views of the layer's weights.
+        output_scale: float32 scale of an output in e4m3; None for an output in the dtype of the layer.
     """
     q_nope, q_pe, output = (rows_of(x, 0, metadata.num_decode_tokens) for x in (q_nope, q_pe, output))
     ql_nope = multiply_heads(q_nope, weights.w_uk_t, weights.q_scale, scale_name="q_scale", backend=layer.backend)
-    state = _attend(layer, ql_nope, q_pe, kv_cache, metadata, output, weights)
-    write_values(state.out, weights.w_uv_by_head, output, backend=layer.backend)
+    state = _attend(layer, ql_nope, q_pe, kv_cache, metadata, q_nope.dtype, weights)
+    write_values(state.out, weights.w_uv_by_head, output, output_scale, backend=layer.backend)
     if metadata.decode.graph is GraphSupport.ANY:  # the decode leaves the rows of padding tokens undefined
         zero_padding_tokens(output, metadata.decode.query_start_loc, graph=metadata.decode.graph, backend=layer.backend)
 
 
-def _attend(layer, ql_nope, q_pe, kv_cache, metadata, output, weights) -> AttentionState:
+def _attend(layer, ql_nope, q_pe, kv_cache, metadata, out_dtype, weights) -> AttentionState:
     """Return the state of the decodes: a cascade, a decode over several ranks, or a decode on one rank."""
     options = {"cache_format": layer.cache_format, "kv_scale": weights.kv_scale, "backend": layer.backend}
     ranks, scale = layer.context_parallel, layer.local_config.softmax_scale
@@ -56,7 +58,7 @@ def _attend(layer, ql_nope, q_pe, kv_cache, metadata, output, weights) -> Attent
         q_scale = layer.q_scale.value
         if q_scale.dim() == 1 and ranks is not None:
             q_scale = ranks.heads_of_group(q_scale)
-        options |= {"fp8_mode": layer.fp8_mode, "q_scale": q_scale, "out_dtype": output.dtype}
+        options |= {"fp8_mode": layer.fp8_mode, "q_scale": q_scale, "out_dtype": out_dtype}
     if metadata.cascade is not None:
         return cascade_attention(ql_nope, q_pe, kv_cache, metadata.cascade, scale, **options)
     if ranks is not None:

@@ -34,8 +34,10 @@ from reference.interfaces import (
     check_layer_inputs,
     check_modules,
     check_norm,
+    check_output_scale,
     check_projections,
     check_rms_norm,
+    check_scale_values,
     check_step,
     check_step_values,
     choose_kv_scale,
@@ -354,7 +356,9 @@ class MLAAttention(nn.Module):
         k_pe: Float[Tensor, "T R"],
         kv_cache: Shaped[Tensor, "num_blocks block_size columns"],
         metadata: MLAMetadata | None,
-        output: Float[Tensor, "T N V"],
+        output: Shaped[Tensor, "T N V"],
+        output_scale: Float[Tensor, ""] | None = None,
+        output_block_scale: Tensor | None = None,
     ) -> None:
         """Write the new tokens to the cache; compute decodes on the absorbed path and prefills on the expanded path.
 
@@ -364,20 +368,26 @@ class MLAAttention(nn.Module):
             k_pe: [T, R], rotated.
             kv_cache: cache, written at `metadata.slot_mapping`.
             metadata: plan of the step. None allocates the buffers of the largest step of T tokens, and zeros `output`.
-            output: [T, N, V]; the function writes every element.
+            output: [T, N, V], in the dtype of the layer, or in e4m3 if `output_scale` is given; the function writes
+                every element.
+            output_scale: float32 scale of an output in e4m3 (8 bits); None for an output in the dtype of the layer.
+            output_block_scale: must be None: an output with one scale for each group of elements is not supported.
 
         Raises:
             ValueError: the arguments do not match. Nothing has been written then.
+            UnsupportedConfiguration: `output_block_scale` is given.
         """
         weights = self._weight_views.of(self)
-        with weights.calls_inside(q, kv_c_normed, k_pe, kv_cache, metadata, output):
-            self._write_and_attend(q, kv_c_normed, k_pe, kv_cache, metadata, output, weights)
+        check_output_scale(output_scale, output_block_scale, q.device)
+        check_scale_values("output_scale", output_scale)
+        with weights.calls_inside(q, kv_c_normed, k_pe, kv_cache, metadata, output, output_scale):
+            self._write_and_attend(q, kv_c_normed, k_pe, kv_cache, metadata, output, weights, output_scale)
 
-    def _write_and_attend(self, q, kv_c_normed, k_pe, kv_cache, metadata, output, weights) -> None:
+    def _write_and_attend(self, q, kv_c_normed, k_pe, kv_cache, metadata, output, weights, output_scale) -> None:
         """Compute `forward_attention` with the given views of the weights."""
         c, w_uk, w_uv = self.local_config, weights.w_uk, weights.w_uv
         _check_forward_attention(c, w_uk, q, kv_c_normed, k_pe, kv_cache, self.cache_format, weights.kv_scale)
-        check_attention_output(c, output, w_uk, q, kv_c_normed, k_pe, kv_cache)
+        check_attention_output(c, output, output_scale, w_uk, q, kv_c_normed, k_pe, kv_cache)
         if metadata is None:
             _, largest = reserve_for_step(self, None, q)
             touch_largest(q, kv_c_normed, w_uk, w_uv, c, *largest, self.context_parallel, weights.expand)
@@ -397,10 +407,10 @@ class MLAAttention(nn.Module):
         if split > 0:
             if weights.q_scale is not None:
                 q_pe = to_e4m3(rows_of(q_pe, 0, split), weights.q_scale.unsqueeze(-1))
-            decode(self, q_nope, q_pe, kv_cache, metadata, output, weights)
+            decode(self, q_nope, q_pe, kv_cache, metadata, output, weights, output_scale)
         if end > split:
             parts = [rows_of(x, split, end) for x in (q, kv_c_normed, k_pe)]
-            self._prefill(*parts, kv_cache, metadata, rows_of(output, split, end), weights, workspace)
+            self._prefill(*parts, kv_cache, metadata, rows_of(output, split, end), weights, workspace, output_scale)
         if end < output.shape[0]:
             output[end:] = 0
 
@@ -410,13 +420,13 @@ class MLAAttention(nn.Module):
         check_step_values(metadata, kv_cache)
         check_step_ownership(metadata, self.context_parallel)
 
-    def _prefill(self, q, kv_c_normed, k_pe, kv_cache, metadata, output, weights, workspace) -> None:
+    def _prefill(self, q, kv_c_normed, k_pe, kv_cache, metadata, output, weights, workspace, output_scale=None) -> None:
         """Compute the expanded path; all tensors except the cache have the tokens of the prefills alone."""
         gather = gather_context
         if self.context_parallel is not None:
             gather = functools.partial(dcp_gather_context, context_parallel=self.context_parallel, backend=self.backend)
         forward_prefill(
             q, kv_c_normed, k_pe, kv_cache, metadata.prefill, weights.w_uk, weights.w_uv, self.config.softmax_scale,
-            gather, self.cache_format, False, weights.kv_scale, expand=weights.expand, out=output, workspace=workspace,
-            backend=self.backend,
+            gather, self.cache_format, False, weights.kv_scale, output_scale=output_scale, expand=weights.expand,
+            out=output, workspace=workspace, backend=self.backend,
         )  # fmt: skip

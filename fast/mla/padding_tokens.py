@@ -7,17 +7,17 @@ fewer query tokens has padding tokens.
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int32
+from jaxtyping import Int32, Shaped
 from torch import Tensor
 
-from reference.interfaces import GraphSupport, check_tensor
+from reference.interfaces import E4M3, FLOAT_DTYPES, GraphSupport, check_tensor
 
 from .. import backends
 from ..backends import BackendChoice
 
 
 def zero_padding_tokens(
-    output: Float[Tensor, "T N V"],
+    output: Shaped[Tensor, "T N V"],
     query_start_loc: Int32[Tensor, " offsets"],
     *,
     graph: GraphSupport = GraphSupport.NONE,
@@ -29,7 +29,7 @@ def zero_padding_tokens(
     reads it on the device. The kernel has one program for each of the T tokens.
 
     Args:
-        output: [T, N, V] (tokens, heads, value dimension), written in place.
+        output: [T, N, V] (tokens, heads, value dimension), of a float dtype or in e4m3; written in place.
         query_start_loc: [B + 1], first token of each of the B requests; the last element is the number of query tokens,
             at most T.
         graph: kind of the CUDA graph that contains the call; NONE if no graph contains the call.
@@ -39,7 +39,7 @@ def zero_padding_tokens(
         ValueError: shapes, dtypes or devices do not match.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
-    check_tensor("output", output, ("T", "N", "V"))
+    check_tensor("output", output, ("T", "N", "V"), (*FLOAT_DTYPES, E4M3))
     check_tensor("query_start_loc", query_start_loc, ("B + 1",), (torch.int32,), output.device)
     request = backends.state_request("zero_padding_tokens", output, graph)
     torch.ops.mla_twins.zero_padding_tokens(output, query_start_loc, backends.select(request, backend).name)

@@ -27,7 +27,7 @@ from .costs import PathCosts
 from .decode_schedule import ScheduleChoice
 from .errors import UnsupportedConfiguration
 from .metadata import CascadeMetadata, MLAMetadata
-from .quantization import CONVERTED
+from .quantization import CONVERTED, E4M3
 from .workspace import ContextWorkspace
 
 CPU = torch.device("cpu")
@@ -152,18 +152,23 @@ def check_forward_attention(
     check_formatted_cache(kv_cache, cache_format, *widths, weight.dtype, device, kv_scale)
 
 
-def check_attention_output(config: MLAConfig, output: Tensor, weight: Tensor, q: Tensor, *inputs: Tensor) -> None:
+def check_attention_output(
+    config: MLAConfig, output: Tensor, output_scale: Tensor | None, weight: Tensor, q: Tensor, *inputs: Tensor
+) -> None:
     """Check the tensor that `MLAAttention.forward_attention` writes; read no values.
 
     Args:
         config: config with the heads of this rank.
         output: [T, N, V].
-        weight: an up-projection of the layer, with the dtype and the device of `output`.
+        output_scale: scale of an output in e4m3, or None.
+        weight: an up-projection of the layer, on the device of `output`. Without `output_scale`, `output` has the dtype
+            of `weight`.
         q: [T, N, P + R].
         inputs: the other tensors that `output` must not overlap.
     """
     shape = (q.shape[0], config.num_heads, config.v_head_dim)
-    check_out("output", output, shape, weight.dtype, weight.device, weight, q, *inputs)
+    dtype = weight.dtype if output_scale is None else E4M3
+    check_out("output", output, shape, dtype, weight.device, weight, q, *inputs)
 
 
 def check_step(

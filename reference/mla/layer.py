@@ -23,7 +23,6 @@ from ..interfaces import (
     CONVERTED,
     MOST_WORKSPACE_TOKENS,
     AbsorbedWeights,
-    AttentionState,
     CacheFormat,
     ContextWorkspace,
     MLAConfig,
@@ -38,8 +37,10 @@ from ..interfaces import (
     check_modules,
     check_no_bias,
     check_norm,
+    check_output_scale,
     check_projections,
     check_rms_norm,
+    check_scale_values,
     check_step,
     check_step_values,
     choose_kv_scale,
@@ -53,16 +54,14 @@ from ..interfaces import (
     to_e4m3,
     wide_dtype,
 )
-from .cascade import cascade_attention
-from .context_parallel import dcp_decode, dcp_gather_context
-from .decode import mla_decode
+from .absorbed_path import decode, own_q_scale
+from .context_parallel import dcp_gather_context
 from .module_expansion import expand_kv_by_module
 from .prefill import forward_prefill, gather_context
 from .weights import (
     absorb,
     dense_weight,
     expand_kv,
-    latent_to_value,
     quantize_weight,
     query_to_latent,
     split_kv_b_proj,
@@ -287,7 +286,7 @@ class MLAAttention(nn.Module):
         q_nope, q_pe, kv_c, k_pe = self._down_project(hidden_states)
         q_e4m3 = None
         if self.q_scale is not None:
-            q_e4m3, _ = apply_rope(positions, q_pe, k_pe, self.config.rope, self._own_q_scale())
+            q_e4m3, _ = apply_rope(positions, q_pe, k_pe, self.config.rope, own_q_scale(self))
         projected = self._rotate_and_norm(positions, q_nope, q_pe, kv_c, k_pe)
         output = q_pe.new_empty(q_pe.shape[0], self.local_config.num_heads, self.config.v_head_dim)
         self._write_and_attend(*projected, kv_cache, metadata, output, q_e4m3)
@@ -340,7 +339,9 @@ class MLAAttention(nn.Module):
         k_pe: Float[Tensor, "T R"],
         kv_cache: Shaped[Tensor, "num_blocks block_size columns"],
         metadata: MLAMetadata | None,
-        output: Float[Tensor, "T N V"],
+        output: Shaped[Tensor, "T N V"],
+        output_scale: Float[Tensor, ""] | None = None,
+        output_block_scale: Tensor | None = None,
     ) -> None:
         """Write the new tokens to the cache, then compute attention: decodes absorbed, prefills expanded.
 
@@ -351,20 +352,27 @@ class MLAAttention(nn.Module):
             kv_cache: cache of this layer; written at `metadata.slot_mapping`.
             metadata: plan of the step. With None (a memory-profile run) the method allocates the largest buffers and
                 fills `output` with zeros.
-            output: [T, N, V]; every element is written.
+            output: [T, N, V], in the dtype of the layer, or in e4m3 if `output_scale` is given; every element is
+                written.
+            output_scale: float32 scale of an output in e4m3 (8 bits): the value that is stored is output / scale,
+                rounded once. None for an output in the dtype of the layer.
+            output_block_scale: must be None: an output with one scale for each group of elements is not supported.
 
         Raises:
             ValueError: arguments do not match. If the method raises, it has written nothing.
+            UnsupportedConfiguration: `output_block_scale` is given.
         """
-        self._write_and_attend(q, kv_c_normed, k_pe, kv_cache, metadata, output)
+        check_output_scale(output_scale, output_block_scale, q.device)
+        check_scale_values("output_scale", output_scale)
+        self._write_and_attend(q, kv_c_normed, k_pe, kv_cache, metadata, output, output_scale=output_scale)
 
     def _write_and_attend(
-        self, q, kv_c_normed, k_pe, kv_cache, metadata, output, q_e4m3: Shaped[Tensor, "T N R"] | None = None
+        self, q, kv_c_normed, k_pe, kv_cache, metadata, output, q_e4m3=None, output_scale: Tensor | None = None
     ) -> None:
         """Compute `forward_attention`.
 
-        `q_e4m3` are the rotated rope parts of the queries in e4m3. None makes them from `q`, which is already rounded
-        to the dtype of the layer.
+        `q_e4m3` are the rotated rope parts [T, N, R] of the queries in e4m3. None makes them from `q`, which is already
+        rounded to the dtype of the layer.
         """
         c = self.local_config
         w_uk, w_uv = self.up_projections()
@@ -374,7 +382,7 @@ class MLAAttention(nn.Module):
             expand = functools.partial(expand_kv_by_module, kv_b_proj=self.kv_b_proj, **dims)
         scale = None if self.kv_scale is None else self.kv_scale.value
         check_forward_attention(c, w_uk, q, kv_c_normed, k_pe, kv_cache, self.cache_format, scale)
-        check_attention_output(c, output, w_uk, q, kv_c_normed, k_pe, kv_cache)
+        check_attention_output(c, output, output_scale, w_uk, q, kv_c_normed, k_pe, kv_cache)
         if metadata is None:
             workspace = ContextWorkspace() if self.workspace is None else self.workspace
             context, expanded = self._reserve(workspace, self.workspace_tokens, q)
@@ -402,44 +410,19 @@ class MLAAttention(nn.Module):
         observe_queries(self, metadata, lambda: (query_to_latent(q_nope, w_uk_t), q_pe))
         if split > 0:
             if self.q_scale is not None and q_e4m3 is None:
-                q_e4m3 = to_e4m3(q_pe, rearrange(self._own_q_scale(), "... -> ... 1"))
-            ql_nope = query_to_latent(q_nope[:split], w_uk_t, self._own_q_scale())
-            queries = ql_nope, (q_pe if q_e4m3 is None else q_e4m3)[:split]
-            state = self._decode(*queries, kv_cache, metadata, scale)
-            output[:split] = latent_to_value(state.out, w_uv_absorbed)
+                q_e4m3 = to_e4m3(q_pe, rearrange(own_q_scale(self), "... -> ... 1"))
+            queries = q_nope[:split], (q_pe if q_e4m3 is None else q_e4m3)[:split]
+            output[:split] = decode(self, *queries, w_uk_t, w_uv_absorbed, kv_cache, metadata, output_scale)
         if end > split:
             rows, gather = slice(split, end), gather_context
             if self.context_parallel is not None:
                 gather = functools.partial(dcp_gather_context, context_parallel=self.context_parallel)
             output[rows] = forward_prefill(
                 q[rows], kv_c_normed[rows], k_pe[rows], kv_cache, metadata.prefill, w_uk, w_uv, c.softmax_scale, gather,
-                self.cache_format, return_lse=False, kv_scale=scale, expand=expand, workspace=workspace,
+                self.cache_format, return_lse=False, kv_scale=scale, output_scale=output_scale, expand=expand,
+                workspace=workspace,
             )  # fmt: skip
         output[end:] = 0
-
-    def _own_q_scale(self) -> Float[Tensor, "*heads"] | None:
-        """Return the scale of this rank's queries in e4m3, [] or [N / TP]; None in the mode `converted`."""
-        if self.q_scale is None:
-            return None
-        scale, ranks = self.q_scale.value, self.context_parallel
-        return scale if scale.dim() == 0 or ranks is None else ranks.own_heads(scale)
-
-    def _decode(self, ql_nope, q_pe, kv_cache, metadata: MLAMetadata, kv_scale: Tensor | None) -> AttentionState:
-        """Return the state of the decodes: a cascade, a decode over several ranks, or a decode on one rank."""
-        q_scale = None if self.q_scale is None else self.q_scale.value
-        options = dict(
-            cache_format=self.cache_format, kv_scale=kv_scale, fp8_mode=self.fp8_mode, q_scale=q_scale,
-            out_dtype=self.kv_a_layernorm.weight.dtype,
-        )  # fmt: skip
-        if metadata.cascade is not None:
-            return cascade_attention(ql_nope, q_pe, kv_cache, metadata.cascade, self.config.softmax_scale, **options)
-        arguments = ql_nope, q_pe, kv_cache, metadata.decode, self.config.softmax_scale
-        ranks = self.context_parallel
-        if ranks is None:
-            return mla_decode(*arguments, metadata.schedule, **options)
-        if q_scale is not None and q_scale.dim() == 1:
-            options["q_scale"] = ranks.heads_of_group(q_scale)
-        return dcp_decode(*arguments, ranks, metadata.schedule, **options)
 
     def _reserve(
         self, workspace: ContextWorkspace, tokens: int, q: Tensor

@@ -117,7 +117,7 @@ def test_calibration_of_a_model(model, ops, tmp_path):
     use_mla(model, ops, block_size=BLOCK, decode_threshold=64, kv_scales=tmp_path / "scales.json", **FP8)
     assert q_scales_of(model) == rounded(scales.queries.values())
     made = []
-    package = ops.mla.layer if ops is reference else fast.mla.absorbed_path
+    package = ops.mla.absorbed_path
     original = package.mla_decode
 
     def noting(ql_nope, q_pe, *args, **options):

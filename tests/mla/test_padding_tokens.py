@@ -26,12 +26,14 @@ def test_refusals(plain_errors):
         zero_padding_tokens(torch.ones(3, 4, 2), offsets([1]).long())
 
 
-def test_zeros():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_zeros(dtype):
     """Only the tokens behind the last request become 0."""
     output = torch.full((5, 3, 4), torch.nan)
     output[:3] = 7
+    output = output.to(dtype)
     zero_padding_tokens(output, offsets([2, 1, 0]))
-    assert output[:3].eq(7).all() and output[3:].eq(0).all()
+    assert output[:3].float().eq(7).all() and output[3:].float().eq(0).all()
 
 
 # Tests of the Triton kernel.
@@ -43,18 +45,18 @@ def test_in_the_interpreter():
 
 
 @runs
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float8_e4m3fn])
 def test_kernel_of_zeros(dtype):
     """The Triton kernel writes all elements of the padding tokens and no other element, for any strides."""
     for heads, value in ((3, 10), (16, 128), (1, 1), (130, 24)):
         for query_lens in ([2, 1, 0], [0, 0, 0], [5, 1, 0], [5, 1, 9]):
             starts, tokens = offsets(query_lens).to(DEVICE), 6
-            held = torch.full((tokens, heads, 2 * value), 7, dtype=dtype, device=DEVICE)
+            held = torch.full((tokens, heads, 2 * value), 7.0, device=DEVICE).to(dtype)
             for output in (held.clone()[..., :value].contiguous(), held.clone()[..., :value],
                            held.clone().transpose(0, 1).contiguous().transpose(0, 1)[..., value:]):  # fmt: skip
                 padding_tokens.zero_padding_tokens(output, starts)
                 used = min(sum(query_lens), tokens)
-                assert output[:used].eq(7).all() and output[used:].eq(0).all()
-                base = output if output._base is None else output._base
+                assert output[:used].float().eq(7).all() and output[used:].float().eq(0).all()
+                base = (output if output._base is None else output._base).float()
                 assert base.eq(0).sum() == (tokens - used) * heads * value, "a neighbour was written"
     padding_tokens.zero_padding_tokens(torch.empty(0, 3, 4, device=DEVICE), offsets([0]).to(DEVICE))

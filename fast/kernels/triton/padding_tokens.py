@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import no_type_check
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -25,6 +26,8 @@ def zero_padding_tokens(output: Tensor, query_start_loc: Tensor) -> None:
     tokens, heads, value = output.shape
     if output.numel() == 0:
         return
+    if output.dtype == torch.float8_e4m3fn:  # Triton has no e4m3 on Ampere; zeros are the same bytes
+        output = output.view(torch.uint8)
     following = device_facts(output.device).following
     columns = next_power_of_2(value)
     with device_of(output):
