@@ -1,4 +1,4 @@
-"""Tests of thousands of calls with one malformed argument: each call must raise one line that names the argument.
+"""Tests of thousands of calls with a malformed argument: each must raise a one-line error that names the argument.
 
 The calls run in another process (`tests.malformed_calls`), because the process of the tests checks annotations at run
 time. The other process returns a report with the outcome of each call.
@@ -98,7 +98,8 @@ def fault(row: list, arguments: list[str]) -> str | None:
     named = re.match(r"(\w+)[\w.\[\]()]*: ", message)
     if kind == "UnsupportedConfiguration" and named and named[1] in ("cpu", "triton", "hopper"):
         return None  # the message lists every backend with its reasons
-    # if the value has the right type or another device, and contradicts another argument, the error can name this one
+    # A value of the right type, or a value on another device, can contradict another argument. The error may then name
+    # the other argument.
     may_be_named = {argument, ALSO_NAMED.get(argument)}
     if type_is_right or value.startswith("a meta tensor"):
         may_be_named |= set(arguments)
