@@ -1,7 +1,7 @@
-"""Tests of the choice between the absorbed and the expanded path. A test counts all matrix products for comparison.
+"""Tests of the choice between the absorbed and the expanded path, compared with a count of all matrix products.
 
 The absorbed path attends over the cached latents themselves. The expanded path first turns the latents into keys and
-values of every head. In comments, FLOPs are floating-point operations; the other letters are those of docs/glossary.md.
+values of every head. FLOPs are floating-point operations. The letters, such as Lkv, are those of docs/glossary.md.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def test_ends(ops):
 
 
 def test_measured_path_costs(monkeypatch, tmp_path):
-    """`measured_path_costs` chooses, among the files of a GPU, the nearest number of heads on a logarithmic scale."""
+    """`measured_path_costs` reads the GPU's file for the nearest number of heads, on a logarithmic scale."""
     from fast.mla import choose_path as path
 
     assert path.costs_file("NVIDIA H200", 16) == "h200-16.json"

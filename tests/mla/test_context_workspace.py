@@ -256,7 +256,7 @@ def test_no_step_needs_more_than_the_profile_run(config):
 
 
 def test_growth_is_seen(monkeypatch):
-    """If layers use no workspace, `peaks` returns more memory for a longer context: the tests above detect this."""
+    """If layers use no workspace, `peaks` returns more memory for longer contexts, so the tests above would fail."""
     reserve = memory_profile.reserve_for_step
     monkeypatch.setattr(mla_layer, "reserve_for_step", lambda layer, metadata, q: (None, None) if metadata else
                         reserve(layer, metadata, q))  # fmt: skip
