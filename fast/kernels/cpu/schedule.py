@@ -1,4 +1,4 @@
-"""Compute the schedule of a decode: assign tiles of `DECODE_TILE` keys to programs that then take similar times.
+"""Compute the schedule of a decode: assign tiles of `DECODE_TILE` keys to programs, which then take similar times.
 
 All requests are laid end to end on a line, whose unit is the time of one tile. Each request consists of parts, and a
 part is consecutive tiles. The length of a request on the line is the number of its tiles plus its costs. The line is

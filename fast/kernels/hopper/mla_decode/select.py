@@ -1,7 +1,7 @@
 """Choose the kernel of a decode and the number of rows of its row blocks, and assign requests to programs.
 
 A row is one (query token, head) pair. A row block is the rows of one request that a program processes together. A tile
-is 64 keys. A split is consecutive tiles of one request that are attended independently of its other tiles.
+is 64 keys. A split is consecutive tiles of one request that are attended independently of the request's other tiles.
 """
 
 from __future__ import annotations

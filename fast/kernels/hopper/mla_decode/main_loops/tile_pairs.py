@@ -16,8 +16,8 @@ The reference score of a row is the number that is subtracted from the row's sco
 grow from tile to tile (`tile_scores.reference_of`). The probabilities here are not normalised: they are exp2(score -
 reference score).
 
-In the layouts, SCORES is for the scores of a tile and VALUES for a quarter of the output. If two programs share the
-work (SLICES = 2, see `row_blocks_64`), VALUES has only the columns of one slice of the quarter.
+SCORES is the layout of the scores of a tile, and VALUES is the layout of a quarter of the output. If two programs share
+the work (SLICES = 2, see `row_blocks_64`), VALUES has only the columns of one slice of the quarter.
 """
 
 from __future__ import annotations

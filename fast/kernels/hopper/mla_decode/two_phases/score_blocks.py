@@ -222,7 +222,7 @@ def _not_written(loaded):
 @gluon.jit
 @no_type_check
 def _reference_before(words, score_block, count, row_blocks, scale_log2, ALL: gl.constexpr):
-    """Wait for the largest scores of the `count` earlier pairs of the split; return the reference scores after them."""
+    """Wait for the largest scores of the `count` earlier pairs of the split; return the resulting reference scores."""
     reference = gl.full([ROWS], LEAST, gl.float32, ALL)
     for first in range(0, count, BEFORE):
         loaded = _largest_scores_before(words, score_block, count - first, row_blocks, ALL)
