@@ -7,12 +7,12 @@
 The peers are kernels of other projects: FlashMLA, FlashAttention-3 ("FA3") and vLLM's Triton kernel.
 
 Over the cache format fp8_e4m3, the peers are FlashMLA's fp8 kernel, vLLM's Triton kernel and FlashInfer's FA3 kernel.
-FlashMLA's fp8 kernel has queries and probabilities in e4m3, so its error exceeds the budget. The table marks this kernel
-with "!".
+FlashMLA's fp8 kernel has queries and probabilities in e4m3, so its error exceeds the budget. The table marks this
+kernel with "!".
 
 A decode divides the keys of a request into splits, which different programs attend. A second kernel combines the
 partial outputs of the splits. A time contains both kernels. For a request with S keys, Sq new tokens and N heads, the
-FLOPs are 2 Sq N S (576 + 512). The bytes are those of the cache entries, the queries and the output.
+FLOPs are 2 Sq N S (576 + 512). The bytes are the bytes of the cache entries, the queries and the output.
 
 The variants of `fast` differ in how they split requests:
 

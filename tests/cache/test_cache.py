@@ -44,7 +44,7 @@ def check_write(ops, query_lens, seq_lens, dtype, latent: int = 12, rope: int = 
 def test_write(ops, lens, dtype):
     """A write changes only the slots of new tokens (pitfall 6).
 
-    Nothing is written for padding rows (requests of length 0) and for tokens after the last request.
+    Nothing is written for padding rows (requests of length 0) or for tokens after the last request.
     """
     check_write(ops, *lens, dtype)
 
