@@ -250,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.context_parallel", description=__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="number of GPUs (default: %(default)s)")
-    parser.add_argument("--rows", nargs="+", metavar="B,S,N", help="shapes to time (default: the shapes in docs/results)")
+    parser.add_argument("--rows", nargs="+", metavar="B,S,N", help="shapes to time (default: as in docs/results)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="file for the results")
     return run(_run, argv, parser)
 
