@@ -116,7 +116,7 @@ def test_the_youngest_requests_are_preempted_and_wait(seed):
 def test_a_preempted_request_that_would_fit_in_pieces_still_waits():
     """Preempt a request -> it waits, although the free blocks could hold the first tokens of its prompt.
 
-    The preempted request gives up all its blocks. The older request takes only one of them, so 7 blocks stay free.
+    The preempted request gives up all its blocks. The older request takes one of these blocks, so 7 blocks stay free.
     """
     loop = make_loop(num_blocks=10, max_num_seqs=2, token_budget=8)
     loop.add([1, 2, 3], 12)

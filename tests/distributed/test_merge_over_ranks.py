@@ -65,7 +65,7 @@ def test_infinite_lse_is_nan(ops, merge, bad):
 
 @pytest.mark.parametrize("merge", MERGES)
 def test_a_rank_without_keys_counts_nothing(ops, merge):
-    """If the LSE of a row is -inf on a rank, this rank does not change the merged row, even if its output is NaN."""
+    """If the LSE of a row is -inf on a rank, the rank does not change the merged row, even if its output is NaN."""
     states = rank_states(3, 4, 6, 5, torch.float64)
     wanted = over_ranks(ops, states, merge)
     for state in states:

@@ -69,7 +69,7 @@ def test_reorg_of_offsets_outside(far):
 
 
 def rank_states(size, tokens, heads, value, dtype):
-    """Return a state for each rank.
+    """Return an attention state for each rank.
 
     A row is one (token, head) pair. If a row has no keys on a rank, its output on this rank is NaN. A merged state must
     not contain this NaN. The row of head 0 and token 1 has no keys on any rank.

@@ -114,7 +114,10 @@ def test_spread():
 
 
 def test_input_sets():
-    """Compute how many sets of inputs a replay needs -> enough for 4 x the bytes of the L2 cache, but 1 to 32 sets."""
+    """Compute how many sets of inputs a replay needs -> at least 1 and at most 32.
+
+    If this range allows it, all sets together have 4 x the bytes of the L2 cache.
+    """
     assert timing.input_sets(10, 100) == 40 - 8 and timing.input_sets(150, 100) == 3
     assert timing.input_sets(10**9, 100) == 1 and timing.input_sets(1, 10**9) == 32
 

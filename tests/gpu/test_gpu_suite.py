@@ -219,7 +219,7 @@ def test_what_racecheck_must_say():
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_shards(count):
-    """Divide tests into shards with `--shard` -> every test is in exactly one shard, also with few tests."""
+    """Divide tests by `--shard` -> each test is in exactly one shard, even for fewer tests than shards."""
     for tests in (0, 2, 11):
         items = [SimpleNamespace(path=Path(f"test_{number}.py"), number=number) for number in range(tests)]
         ran = []

@@ -11,7 +11,7 @@ from ..benchmarks import weights
 def test_weights_counts():
     """Count the work of products with 128 heads -> the numbers computed by hand.
 
-    A weight has 128 * 128 * 512 numbers: 16.8 MB in bfloat16. The weight of `kv_b_proj` has twice as many numbers.
+    W_UK and W_UV each have 128 * 128 * 512 numbers: 16.8 MB in bfloat16. `kv_b_proj` has twice as many numbers.
     """
     row = weights.Row("query_to_latent", 16, 128)
     assert row.flops == 2 * 16 * 8_388_608

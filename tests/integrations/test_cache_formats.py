@@ -223,7 +223,7 @@ def test_calibration_of_a_model(model, ops, tmp_path):
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error")
         model(**batches[0])
-    assert scales_of(model) == pytest.approx(found)  # up to the last bits of the activations
+    assert scales_of(model) == pytest.approx(found)  # activations of the two runs can differ in their last bits
 
 
 # caches and layers that do not fit together

@@ -35,7 +35,8 @@ UNCHECKED = {"AttentionState", "BatchSplit", "CascadeMetadata", "ContextChunk", 
 NOT_CALLED = UNCHECKED | {"CACHE_FORMATS", "PRESETS", "GraphSupport", "QueryLenSupport", "ScaleSource", "GroupError",
                           "UnsupportedConfiguration"}  # fmt: skip
 
-# Calls that are allowed to succeed with a malformed value: regular expressions for call, argument, value; the reason.
+# Calls that are allowed to succeed with a malformed value. A key has regular expressions for call, argument and value.
+# The value of the key is the reason.
 LEGITIMATE = {
     (r"run_prefill_.*|gather_context|dcp_gather_context", r"metadata\.(context_chunks|parts).*", r".*"):
         "the functions read only the chunk that is passed",
@@ -169,12 +170,12 @@ def test_no_exception_is_idle(reports):
 
 
 def unchecked(config, seq_lens):
-    """Return a sum; a function under test that forgets to check its arguments."""
+    """Return a sum without a check of the arguments, which `fault` must report."""
     return config.num_heads + int(seq_lens.max())
 
 
 def late(config, kv_cache):
-    """Write the cache, then check `config`; a function under test that checks too late."""
+    """Write the cache, and check `config` only afterwards, which `fault` must report."""
     kv_cache.add_(1)
     check_type("config", config, MLAConfig)
 

@@ -186,7 +186,7 @@ def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
     loops = product_loops(disassembly)
     assert loops
     consumers = 2 if heads > 32 and cut != "batch-invariant, two phases" else 1
-    # with two consumers, leave out the loops that load the block table (LDG): they process masked tiles only
+    # with two consumers, leave out the loops that load the block table (LDG): these loops process only masked tiles
     main = [loop for loop in loops if not any("LDG" in text for text in loop)] if consumers == 2 else loops
     assert len(main) == consumers  # one main loop for each consumer
     if cut == "batch-invariant, two phases":  # the score products are in no loop, so check the whole kernel
@@ -204,8 +204,8 @@ def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
 def count_arrivals() -> None:
     """Print, for each of three kernels, its cache key and two counts of arrivals at mbarriers.
 
-    The first count has all arrivals that one thread makes for its warp group. The second count has only the arrivals
-    before which every thread arrives, too (`cp.async.mbarrier.arrive`).
+    The first count has all arrivals that one thread makes for its warp group. The second count has only those of
+    these arrivals before which each thread also arrives for itself (`cp.async.mbarrier.arrive`).
     """
     for heads, cut in ((3, "batch-invariant, planned"), (64, "scheduled"), (64, "batch-invariant, two phases")):
         with pytest.MonkeyPatch.context() as patch:
@@ -467,7 +467,7 @@ def test_memory_checkers_see_every_variant(monkeypatch):
 def test_rows_by_own_length(heads, query_len, rows, monkeypatch):
     """In a batch-invariant decode, row blocks have 16 or 32 rows for up to 32 heads, and 64 rows for more heads.
 
-    The number of query tokens does not matter.
+    For up to 32 heads, a row block has 16 rows if a request has at most 16 rows, and 32 rows if a request has more.
     """
     asked = []
     monkeypatch.setattr(select, "best_num_programs", lambda *given: asked.append(given[4]) or 1)
