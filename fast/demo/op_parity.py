@@ -118,7 +118,7 @@ def flatten(value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value.flatten()
     value = list(CACHE_FORMATS).index(value.name) if isinstance(value, CacheFormat) else value
-    value = FP8_MODES.index(value) if isinstance(value, str) else value  # the mode of the decodes
+    value = FP8_MODES.index(value) if isinstance(value, str) else value  # the fp8 mode of the decodes
     if dataclasses.is_dataclass(value):
         value = [getattr(value, each.name) for each in dataclasses.fields(value)]
     if isinstance(value, enum.Enum):
