@@ -118,7 +118,7 @@ def test_rising_scores(heads, block_size):
 
 @pytest.mark.parametrize("heads", [64, 128])
 def test_pages_outside_the_cache(heads):
-    """Both kernels skip the tokens of blocks outside the cache, and give the same bits, even if they skip a split."""
+    """Both kernels skip the tokens of blocks outside the cache and give the same bits, even if they skip a split."""
     ql, q_pe, cache, plan = make_inputs([1, 1, 1], [1600, 1085, 1500], heads, BF16)
     table = plan.block_table.clone()
     table[0, 3], table[1, 16], table[2, :17] = GARBAGE, -1, 2**31 - 1

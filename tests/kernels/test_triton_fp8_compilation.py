@@ -118,10 +118,10 @@ def test_hopper_products_are_not_serialised(cache_format):
 
 
 def test_shapes_of_the_caches_in_the_dtype_of_the_queries_are_unchanged():
-    """Caches in the dtype of the queries keep their launch shapes, and fp8 caches get the shapes of this test.
+    """Caches in the dtype of the queries keep their launch shapes: rows of a row block, warps and pipeline stages.
 
-    With 16 heads, fp8 caches get the same shapes. With 128 heads, they get a third stage, and `fp8_ds_mla` gets tiles
-    of 32 keys.
+    With 16 heads, fp8 caches have the same launch shapes. With 128 heads, fp8 caches have a third stage, and the tiles
+    of `fp8_ds_mla` have 32 keys.
     """
     shapes = {
         (name, heads): tuple(built("Hopper", name, heads)[1][each] for each in ("ROWS", "num_warps", "num_stages"))
@@ -141,7 +141,7 @@ modes = pytest.mark.parametrize("mode", FP8_MODES[1:])
 @formats
 @pytest.mark.parametrize("chip, heads", LAUNCHES)
 def test_products_in_e4m3(chip, heads, cache_format, mode):
-    """The kernels of both modes compile, fit into shared memory, and multiply in e4m3 where the chip can.
+    """The kernels of `fp8_query` and `fp8_product` compile, fit into shared memory, and multiply in e4m3 if possible.
 
     Ada multiplies in e4m3 for every row block, and Hopper for row blocks of 64 rows. Ampere has no such instructions.
     On Blackwell, these launches have row blocks that are too small to multiply in e4m3.
@@ -158,7 +158,7 @@ def test_products_in_e4m3(chip, heads, cache_format, mode):
         assert sizes.E4M3_DOTS == bool(own) == in_e4m3
         assert all(instruction in line for line in own)
         # Products that are not in e4m3: the rope parts of `fp8_ds_mla` (bfloat16), and probabilities x values in
-        # `fp8_query` (float16). Without e4m3 instructions, no product is in e4m3.
+        # `fp8_query` (float16). If `in_e4m3` is False, no product is in e4m3.
         others = cache_format == "fp8_ds_mla" or mode == "fp8_query" or not in_e4m3
         assert (len(own) < len(products)) == others
         assert ("bf16.bf16" in ptx) == (cache_format == "fp8_ds_mla")
@@ -169,7 +169,7 @@ def test_products_in_e4m3(chip, heads, cache_format, mode):
 @formats
 @pytest.mark.parametrize("chip, heads", [each for each in LAUNCHES if each[0] in ("Ada", "Hopper")])
 def test_sums_of_products_in_e4m3_begin_with_zero(chip, heads, cache_format, mode):
-    """Every e4m3 product begins with a sum of zero, because Tensor Cores add e4m3 products with few digits."""
+    """Every e4m3 product begins with a sum of zero, because Tensor Cores add e4m3 products with few binary digits."""
     ir = built(chip, cache_format, heads, mode=mode)[0].asm["ttir"]
     zeros = set(re.findall(r"(%\S+) = arith\.constant dense<0\.000000e\+00>", ir))
     sums = re.findall(r"tt\.dot \S+, \S+, (%\S+?),? .*?: tensor<\d+x\d+xf8E4M3FN>", ir)

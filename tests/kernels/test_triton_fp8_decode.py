@@ -142,7 +142,7 @@ def test_scales_of_very_different_sizes(form, dtype):
     plan = replace(plan, block_table=batch.common.block_table)
     exponents = torch.randint(-14, 6, (300, 4))
     exponents[::7] = -126 if dtype == torch.float32 else -20
-    exponents[150] = 60 if dtype == torch.float32 else 11  # the largest; after smaller scales in request 0
+    exponents[150] = 60 if dtype == torch.float32 else 11  # largest scale, after smaller scales
     entries = torch.randn(300, 576).clamp(-8, 8)
     entries[:, :512] *= torch.exp2(exponents.double()).float().repeat_interleave(128, -1)
     inputs = (ql * 2.0**-8, q_pe, stored_cache(batch, entries, (512, 64), FP8_DS_MLA), plan)

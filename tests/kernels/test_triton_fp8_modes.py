@@ -140,8 +140,8 @@ def test_widths(widths, mode):
 def test_output_dtypes(out_dtype, cache_format, widths, mode):
     """An output in 16 bits is the rounded float32 output, also if it is written into a given tensor.
 
-    Triton's interpreter does not round float32 to the nearest bfloat16. There, the test compares a bfloat16 output with
-    the budget instead.
+    Triton's interpreter does not round float32 to the nearest bfloat16. In the interpreter, the test therefore compares
+    a bfloat16 output with the budget.
     """
     queries, cache, plan, options = make_case(cache_format, ([1, 2], [129, 64]), 5, widths)
     options["fp8_mode"] = mode
@@ -162,7 +162,7 @@ def test_output_dtypes(out_dtype, cache_format, widths, mode):
 @modes
 @formats
 def test_one_scale_and_scales_of_heads(cache_format, widths, mode):
-    """One scale, equal scales of all heads, and scales with gaps in memory give the same bits."""
+    """One scale for all heads, equal scales of the heads, and scales with gaps in memory give the same bits."""
     queries, cache, plan, options = make_case(cache_format, ([1, 2], [129, 64]), 20, widths, scale=torch.tensor(0.01))
     options["fp8_mode"] = mode
     state = launch(queries, cache, plan, **options)

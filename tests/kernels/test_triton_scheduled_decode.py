@@ -93,7 +93,7 @@ PLANNED_SPLITS = {  # heads, splits of each request
 @pytest.mark.parametrize("processors", [1, 3, None])
 @pytest.mark.parametrize("heads, splits", PLANNED_SPLITS.values(), ids=PLANNED_SPLITS)
 def test_what_a_schedule_splits_is_combined(heads, splits, processors, monkeypatch):
-    """The combine kernel writes the rows of the requests with several splits or none, and writes no other row.
+    """The combine kernel writes the rows of requests that have several splits or no split, and writes no other row.
 
     Some requests have no query tokens, and the last tokens belong to no request. Partial outputs that the kernel must
     not read are NaN. `processors` limits the number of programs. The results are compared with float64.
@@ -349,7 +349,7 @@ def test_batch_invariance(monkeypatch):
 def test_lengths_beyond_the_table(programs, batch_invariant, length, monkeypatch):
     """A length beyond the block table is clamped to the table and changes no other request."""
     monkeypatch.setattr(decode, "_num_splits", lambda *_: 3)
-    for readable in (64, 1152):  # one block, and the whole table, which is more than one split
+    for readable in (64, 1152):  # keys of request 1: one block, and the whole table, which is several splits
         ql, q_pe, cache, plan = make_inputs([1, 1, 1], [1100, readable, 70], 4, DTYPES[-1], next(iter(NARROW.values())))
         far = replace(plan, seq_lens=integers(1100, length, 70))
         # Call `plan_decode` of `fast`, because `plan_decode` of `reference` would loop over 2^25 tiles.
@@ -358,7 +358,7 @@ def test_lengths_beyond_the_table(programs, batch_invariant, length, monkeypatch
             costs = measured_schedule_costs(4)
             schedule = fast.plan_decode(far.seq_lens, programs, costs, batch_invariant=batch_invariant)
         state = launch(ql, q_pe, cache, far, schedule=schedule)
-        verdict(state, ql, q_pe, cache, plan)  # `visible_lens` of request 1 is unchanged
+        verdict(state, ql, q_pe, cache, plan)  # same result as `plan`: `visible_lens` is unchanged
 
 
 @runs

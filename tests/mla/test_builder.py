@@ -162,7 +162,7 @@ def test_choices_agree(lens, threshold, support, asked, ordered):
 
 
 def test_path_choice_makes_decodes(ops):
-    """All requests before the first request with the expanded path are decodes, with any query lengths."""
+    """All requests before the first request with the expanded path are decodes, whatever their query lengths are."""
     lens = [8, 1, 20, 600, 1], [5000, 30, 4000, 900, 77]
     assert decodes_of(ops, *lens) == 0
     assert decodes_of(ops, *lens, config=V3) == 3

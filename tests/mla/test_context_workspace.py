@@ -120,7 +120,7 @@ def test_given_memory_that_does_not_fit(ops, plain_errors):
 
 
 def test_a_workspace_of_its_own_follows_the_layers():
-    """A workspace without given memory allocates again only if more elements, another dtype or device are needed."""
+    """A workspace without given memory allocates again only if a call needs more elements, another dtype or device."""
     workspace, cpu = fast.ContextWorkspace(), torch.device("cpu")
     memory = workspace.reserve(100, torch.float32, cpu)
     assert memory.shape == (100,) and workspace.reserve(60, torch.float32, cpu) is memory

@@ -45,7 +45,7 @@ LENS = (21, 21)
 PARTITIONS = {
     "chunks": (16, 1, 4), "decodes": (10, *[1] * 11), "drafts": (9, *[3] * 4), "no prefill": (1, 2, *[3] * 6),
 }  # fmt: skip
-# (new tokens, tokens after the step) of each request: prompts; a draft; mixed steps; decodes
+# (new tokens, tokens after the step) of each request: prompts; drafted tokens; mixed; decodes
 GROWING = (((40, 40), (5, 5)), ((1, 41), (3, 8)), ((2, 43), (90, 98)), ((60, 103), (1, 99)), ((1, 104), (2, 101)))
 
 
@@ -181,9 +181,9 @@ def test_ranks_are_one(ops, name, size, interleave, merge):
 @pytest.mark.parametrize("out_dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_gathered_context_has_the_bits_of_one_rank(ops, format_config, size, out_dtype, workspace):
-    """`dcp_gather_context` gives the bits of `gather_context` on one rank, with a workspace of any size.
+    """`dcp_gather_context` gives the bits of `gather_context` on one rank, with and without a workspace.
 
-    The exchanged bytes are exactly `dcp_gather_bytes`.
+    The number of exchanged bytes is the result of `dcp_gather_bytes`.
     """
     cache_format, config, scale = format_config
     kv_scale = None if scale is None else torch.tensor(scale)

@@ -34,7 +34,7 @@ from ..support.ranks import Steps, make_rank_layer, serve
 IN_E4M3 = FP8_MODES[1:]
 Q_SCALES = {"one": 2.0**-6, "of heads": 2.0 ** -torch.arange(3, 3 + SMALL.num_heads).float()}
 LENS = (21, 9)
-# (new tokens, tokens after the step) of each request: prompts; a mixed step; a draft; decodes
+# (new tokens, tokens after the step) of each request: prompts; a mixed step; drafted tokens; decodes
 GROWING = (((40, 40), (5, 5)), ((1, 41), (20, 25)), ((2, 43), (3, 28)), ((1, 44), (1, 29)))
 
 
@@ -206,7 +206,7 @@ def test_ranks_are_one(ops, name, size, merge, total, q_scale):
 
 @pytest.mark.parametrize("merge", ["ag_rs", "a2a"])
 def test_exchanged_queries_have_one_byte(ops, merge):
-    """In a decode of ranks, the gathered queries are in e4m3, and the received bytes are those of `dcp_wire_bytes`."""
+    """In a decode on two ranks, the queries are gathered in e4m3; `dcp_wire_bytes` returns the bytes of this gather."""
     config, tokens, size = SMALL, 2, 2
     widths, heads = (config.kv_lora_rank, config.qk_rope_head_dim), config.num_heads // size
     batch = make_batch((1, 1), LENS)
@@ -407,7 +407,7 @@ def test_queries_of_the_op():
     assert_same_bits(found.view(torch.uint8), to_e4m3(product, scale[:, None]).view(torch.uint8))
 
 
-# A bias of `kv_b_proj`, which a layer cannot serve.
+# A layer cannot serve a `kv_b_proj` with a bias.
 
 
 @pytest.mark.parametrize("hooked", [False, True])

@@ -278,7 +278,7 @@ def test_steps_that_write_nothing_choose_no_scale(ops):
 
 
 def test_zeros_choose_no_scale(ops):
-    """Hidden states of zeros have entries of zeros, which any scale describes."""
+    """Entries that are all zeros choose no scale, because every scale stores zeros exactly."""
     case = Case(ops)
     case.prefill(torch.zeros_like(case.hidden))
     assert case.layer.kv_scale.source is None

@@ -227,7 +227,7 @@ def test_a_plain_linear(ops):
 
 
 def test_memory_profile(ops):
-    """The memory-profile run calls the module for the largest chunk, so that its memory is part of the peak."""
+    """The memory-profile run calls the module for the largest chunk, so its peak includes the memory of this call."""
     config = CONFIGS["direct"]
     layer = make_layer(ops, config, torch.float32, expand_by_module=True, fp8_weights=True, workspace_tokens=40)
     layer.kv_b_proj.calls.clear()
