@@ -34,7 +34,7 @@ def box_descriptor(
     """Return the descriptor with which a Triton kernel loads boxes of a tensor; None if TMA cannot read the tensor.
 
     TMA needs a tensor with at least one element, and with a last stride of 1. The other strides must be multiples of 16
-    bytes, and not 0 in a dim with several elements. The address must be a multiple of 16 bytes too.
+    bytes, and positive in a dim with several elements. The address must be a multiple of 16 bytes too.
 
     The descriptor depends on the arguments alone. If the tensor is freed and a tensor with the same shape, strides and
     dtype is allocated at the same address, the descriptor is correct for the new tensor.

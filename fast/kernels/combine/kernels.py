@@ -28,9 +28,9 @@ stores the sum of these splits at the first partial index of the request. For ea
 number of splits in this sum and the number of all splits.
 
 A combine tile is some rows and some latent columns of the output of one request. In a decode with a schedule, often
-only a few requests have several splits and need to be combined. The host does not know these requests. With one program
-for each combine tile of the batch, most programs would find no work. The kernel for a schedule therefore has a limited
-number of programs:
+most requests have exactly one split, so there is nothing to combine. The host does not know which requests these are.
+With one program for each combine tile of the batch, most programs would find no work. The kernel for a schedule
+therefore has a limited number of programs:
 
 - If there are fewer programs than combine tiles, each program reads `split_offsets` to find the requests to combine. It
   processes every P-th combine tile of these requests, where P is the number of programs.

@@ -177,7 +177,7 @@ def readable_keys(max_seq_len: int, table_width: int, block_size: int) -> int:
 def whole_tiles(keys: int) -> int:
     """Round a number of keys up to a multiple of a tile (64 keys).
 
-    Functions with an `lru_cache` take the rounded number. A growing request then adds one entry to this
-    `lru_cache` for every 64 keys.
+    Functions with an `lru_cache` take the rounded number. A growing request then adds one entry to this `lru_cache` for
+    every 64 keys.
     """
     return -(-keys // DECODE_TILE) * DECODE_TILE

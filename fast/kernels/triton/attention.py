@@ -250,7 +250,7 @@ def _flash_attn_varlen_kernel(
     last_seen = tl.minimum(seen + rows, key_len - 1)
     whole = tl.maximum(tl.minimum(seen + first_row + 1, key_len), 0) // c.BLOCK_N * c.BLOCK_N
     end = tl.minimum(seen + first_row + BLOCK_M, key_len)
-    if softmax_scale < 0:  # always mask: unmasked, `_attend_keys` would scale the largest score to the smallest one
+    if softmax_scale < 0:  # without a mask, `_attend_keys` would subtract the smallest scaled score, not the largest
         whole = 0
     VALUE: tl.constexpr = c.VALUE  # `tl.zeros` accepts no field of a named tuple in its shape
     state = SoftmaxState(

@@ -9,8 +9,8 @@ rounded. The scales multiply other numbers:
 
 | scale | in the scores | in the output |
 |---|---|---|
-| of the layer | multiplies the score in float32 | multiplies the sum of weighted latents in float32 |
-| of a column block of a key | multiplies the block's part of the score in float32 | multiplies the probability |
+| one scale of the layer | multiplies the score in float32 | multiplies the sum of weighted latents in float32 |
+| scale of a key's column block | multiplies the block's part of the score in float32 | multiplies the probability |
 
 A column block is a group of columns of the latents. If a cache entry has scales, all columns of a block have the same
 scale. The product of probability and scale is computed in float32 and then rounded, like a probability without a scale.
@@ -27,8 +27,8 @@ probability is multiplied by a factor and then rounded to e4m3. The sum of the e
 
 | scale | factor of a probability before the rounding |
 |---|---|
-| of the layer | 2^8, as in the backend "cpu" |
-| of a column block of a key | the scale, divided by the unit of the tile and column block (`_unit_in_e4m3`) |
+| one scale of the layer | 2^8, as in the backend "cpu" |
+| scale of a key's column block | the scale, divided by the unit of tile and column block (`_unit_in_e4m3`) |
 
 The product of a probability and a scale is rounded even if the probability is 1. With scales in the entries,
 `fp8_product` therefore has a rounding error also in rows that attend only one key.

@@ -12,7 +12,7 @@ from ..device import DeviceFacts
 from ..integers import next_power_of_2
 from .fp8 import NATIVE_CAPABILITY
 
-LEAST_IN_FOUR_BLOCKS = 64  # least padded Lkv of a cache with one scale that is multiplied in four column blocks
+LEAST_IN_FOUR_BLOCKS = 64  # if a cache has one scale, four column blocks are used only from this padded Lkv on
 WARP_GROUP_ROWS = 64  # with row blocks of 64 rows, the compiler would serialise products of converted queries
 E4M3_COLUMNS = 32  # columns (or keys) of the smallest product of e4m3 numbers that a GPU computes
 # GPUs of these generations (Hopper, and Blackwell of data centers) compute products in e4m3 only for 64 rows or more.
@@ -56,7 +56,7 @@ def launch_shape(
         shapes = ((16, 16, 4, 2), (16, 16, 4, 1))
     elif request_rows <= 16:  # memory reads limit the speed: small tiles let two programs run on each SM
         shapes = ((16, 32, 4, 3), (16, 32, 4, 2), (16, 16, 4, 2), (16, 16, 4, 1))
-    else:  # Hopper multiplies 64 rows directly from shared memory, so prefer 64, even if half of them are unused
+    else:  # Hopper multiplies 64 rows directly from shared memory, so prefer 64 rows, even if half are unused
         shapes = ((32, 32, 8, 2), (32, 16, 8, 2), (32, 16, 8, 1))
         if capability[0] == 9:
             tile = 32 if block_size == 32 or column_blocks > 1 else 64

@@ -2,8 +2,8 @@
 
 A program computes a tile of the product of one head: some rows (tokens) and some columns. It converts each tile of an
 e4m3 weight to the dtype of the rows, multiplies in this dtype, and sums in float32. The scale of the weight multiplies
-the sum, so the converted weight is exact. For a result in e4m3, the
-float32 sum is divided by the scale of the result and rounded once.
+the sum, so the converted weight is exact. For a result in e4m3, the float32 sum is divided by the scale of the result
+and rounded once.
 """
 
 from __future__ import annotations

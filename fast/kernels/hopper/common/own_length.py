@@ -25,7 +25,7 @@ def ceil_div(a, b):
 @gluon.jit
 @no_type_check
 def planned_tiles(length):
-    """Return the number of tiles of a request, as in `plan_decode`; no int32 length makes the sum overflow."""
+    """Return the number of tiles of a request, computed as in `plan_decode`; no int32 length causes an overflow."""
     return (gl.maximum(length, 1) - 1) // TILE + (length > 0).to(gl.int32)
 
 

@@ -19,7 +19,7 @@ from .two_phases.column_blocks import COLUMN_BLOCKS
 
 FEW_ROWS = (16, 32)  # rows of a row block of `row_blocks_16_32`
 MANY_ROWS = ROWS.value  # rows of a row block of `row_blocks_64`: 64
-WIDE_LATENT = 512  # latent width Lkv that slices and two phases need
+WIDE_LATENT = 512  # slices and two phases are only for this latent width Lkv
 SLICES = 2  # programs that share a split, with different output columns, if multiprocessors would otherwise be idle
 FEW_TILES = 4  # tiles that `_rows_where_alone` gives each program of a single request
 

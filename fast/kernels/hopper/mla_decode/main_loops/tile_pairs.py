@@ -2,7 +2,7 @@
 
 A consumer is four warps that multiply. A row is one (query token, head) pair.
 
-| | first consumer | second consumer |
+| | first consumer (CONSUMER = 0) | second consumer (CONSUMER = 1) |
 |---|---|---|
 | scores and softmax | tile 0 of the pair, all 64 rows | tile 1 of the pair, all 64 rows |
 | weighted sum of the values of both tiles | quarters 0 and 1 of the latent columns | quarters 2 and 3 |
