@@ -23,7 +23,7 @@ class Memory(NamedTuple):
     dtype: torch.dtype
 
     def data_ptr(self) -> int:
-        """Return the address. Triton calls this method, because it takes this object for a tensor."""
+        """Return the address. Triton calls this method, because it treats this object like a tensor."""
         return self.address
 
 

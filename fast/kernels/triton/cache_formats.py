@@ -387,7 +387,7 @@ def _dequantize_kernel(
     SCALES: tl.constexpr, KEY: tl.constexpr, SCALE_TILE: tl.constexpr,
     WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, NATIVE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Dequantise ROWS stored entries, and write them to the rows with the same indices of `out`."""
+    """Dequantise ROWS stored entries, and write them to the rows of `out` with the same indices."""
     tokens = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     written = tokens < num_tokens
     _dequantize_rows(

@@ -175,10 +175,10 @@ def mla_decode(
         batch_invariant: if True, the splits of each request depend on its length alone.
         split_rule: rule by which a batch-invariant decode splits a request.
         cache_format: format of the cache.
-        kv_scale: float32 scale of the layer, [], which only the kernel reads; None if the format has no such scale.
+        kv_scale: float32 scale of the layer, [], which the host does not read; None if the format has no such scale.
         out: [T, N, Lkv] in `out_dtype`, contiguous, written in place; None allocates a tensor.
         fp8_mode: one of `FP8_MODES`; `decode_fp8_tiles` says which numbers are rounded in each mode.
-        q_scale: float32 scale of queries in e4m3, [] or [N], which only the kernel reads; None for "converted".
+        q_scale: float32 scale of queries in e4m3, [] or [N], which the host does not read; None for "converted".
 
     Returns:
         out [T, N, Lkv] and lse [N, T].

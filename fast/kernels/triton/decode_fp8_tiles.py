@@ -56,7 +56,7 @@ from .fp8 import e4m3_to, float32_to_e4m3, pinned
 # divided by a unit, a power of two, so that the largest scale becomes a number from 2^14 to 2^15. float16 ends at 2^16.
 HEADROOM = tl.constexpr(14)
 BIAS = tl.constexpr(127)  # exponent bias of float32
-PROBABILITY_UNITS = tl.constexpr(2.0**13)  # factor of float16 probabilities, so that small ones are not rounded to 0
+PROBABILITY_UNITS = tl.constexpr(2.0**13)  # factor of float16 probabilities; without it, small ones would become 0
 WEIGHT_UNITS = tl.constexpr(2.0**8)  # factor of e4m3 probabilities; e4m3 ends at 448
 LAST_EXPONENT = tl.constexpr(253)  # largest biased exponent of a power of two whose inverse is a normal number
 
@@ -287,7 +287,7 @@ def _load_tile(keys, block, held, cache, key_dtype: tl.constexpr, dtype: tl.cons
         if c.ROPE_E4M3:
             offsets = (columns + c.ROPE_COLUMN).to(tl.int64) * cache.element_stride
             rope = e4m3_to(tl.load(entries[:, None] + offsets[None, :], mask=mask, other=0), rope_dtype, c.NATIVE)
-        else:  # bfloat16; the columns of such a cache have no gaps
+        else:  # the rope part is bfloat16, and its columns are contiguous
             pointers = (entries + c.ROPE_COLUMN).to(tl.pointer_type(tl.bfloat16))
             rope = tl.load(pointers[:, None] + columns[None, :], mask=mask, other=0.0).to(rope_dtype)
     return StoredTile(key_parts, latents, scales, rope)
