@@ -274,7 +274,7 @@ def _launches(
         def attend() -> None:  # `project` and `forward_attention`, which an engine may call instead of `forward`
             hidden_states, positions = inputs()
             projected = layer.project(hidden_states, positions)
-            # The address of this output need not be a multiple of 16 bytes. The same holds for prefills behind decodes.
+            # The address of this output need not be a multiple of 16 bytes, like the output of prefills behind decodes.
             output = hidden_states.new_empty(tokens + 1, local.num_heads, config.v_head_dim)[1:]
             layer.forward_attention(*projected, kv_cache, plan, output)
 

@@ -382,7 +382,7 @@ def main() -> None:
     parser.add_argument("--out", default=str(HERE / "tiny-mla"), help="output folder (default: tiny-mla)")
     parser.add_argument("--log", help="file for the JSON lines")
     parser.add_argument("--prompts", default=str(HERE / "prompts"), help="folder of prompts to continue at the end")
-    parser.add_argument("--steps", type=int, default=12000, help="steps, until the learning rate is 0 (default 12000)")
+    parser.add_argument("--steps", type=int, default=12000, help="steps; the learning rate falls to 0 (default 12000)")
     parser.add_argument("--seconds", type=float, help="stop after this many seconds, even before --steps are done")
     parser.add_argument("--batch-tokens", type=int, default=65536, help="tokens in a step (default 65536)")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 2048, 2048, 4096],

@@ -45,8 +45,8 @@ def flash_attn_varlen(
     """Compute softmax attention of packed requests: the queries of a request attend the keys of the same request.
 
     See `reference.attention.varlen` for the arithmetic. A request may have more keys than queries. With a causal mask,
-    the last query of a request sees all keys of the request, and every other query sees one key less than the query
-    after it.
+    the last query of a request sees all keys of the request, and each earlier query sees one key less than the query
+    that follows it.
 
     Args:
         q: [T, N, D]; in this module, D is the head dim of queries and keys.

@@ -118,7 +118,7 @@ class CheckedCalls:
             result = known[1].run(self._launch, *arguments, backend)
         finally:
             PER_THREAD.order = order
-        # The same call of another project's backend may return other strides next time, so record this result.
+        # Confirm the strides of the result: a backend of another project may return other strides in the next call.
         if order is not None and backend not in OWN_BACKENDS:
             confirm(
                 *[each for each in (result if isinstance(result, tuple) else (result,)) if isinstance(each, Tensor)]
@@ -419,7 +419,7 @@ def _identity_of_new_kind(argument: Any) -> Any:
 
 
 def _needs_dispatcher(arguments: tuple, grad: bool) -> bool:
-    """Return whether some tensor needs torch's dispatcher: one with a gradient, a negated view or a meta tensor."""
+    """Return whether a tensor needs torch's dispatcher: it needs a gradient, or is a negated view or a meta tensor."""
     for argument in arguments:
         if isinstance(argument, Tensor):
             if argument.is_neg() or argument.is_meta or (grad and argument.requires_grad):

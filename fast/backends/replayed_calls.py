@@ -231,7 +231,7 @@ class _ReplayedLaunch:
         self._launch = direct_launch(recorded.compiled, recorded.grid)
         self._template: list[Any] = []  # values of all arguments, and of all fields of named tuples
         self._filled: list[tuple[int, int]] = []  # (place in the template, number of its address)
-        self._described: list[tuple[int, int, _DescriptorMaker]] = []  # (place of a descriptor, as `_filled`, maker)
+        self._described: list[tuple[int, int, _DescriptorMaker]] = []  # (place of a descriptor, its address, maker)
         self._records: list[tuple[int, Callable]] = []  # (place of a named tuple, function that collects its fields)
 
         def number_of(origin: Origin) -> int:

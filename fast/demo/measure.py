@@ -181,7 +181,7 @@ def prompt_figures(job: Job, number: int, tokens: dict[str, list[list[int]]]) ->
 
 
 def compared_contenders(job: Job) -> list[str]:
-    """Return the packages that must generate the same tokens; transformers only if all caches hold the same numbers."""
+    """Return the packages that must generate the same tokens; transformers is one of them if no value is quantised."""
     return [*job.packages, *(["transformers"] if job.cache_format == COMPUTE_FORMAT else [])]
 
 

@@ -339,8 +339,8 @@ def caches(compared: Comparison, kv_c_normed: Tensor, k_pe: Tensor, batch: Batch
     """Compare cache writes, gathers and copies bit by bit.
 
     Returns:
-        A cache with the entries of all tokens. All other slots are NaN, so that the comparison detects an op that reads
-        one of them.
+        A cache with the entries of all tokens. All slots without a token are NaN, so that the comparison detects an op
+        that reads such a slot.
     """
     slots = batch.common(compared.oracle, batch.lens).slot_mapping
     dims = kv_c_normed.shape[1], k_pe.shape[1]

@@ -165,7 +165,7 @@ class ServingLoop:
                   f"at most the {attention.workspace_tokens} of the model's layers (use_mla(workspace_tokens=))",
                   workspace_tokens)  # fmt: skip
         self.allocator = BlockAllocator(num_blocks, block_order)
-        self.tokens_per_block = block_size * owned.size  # a sequence has one block on each rank for so many tokens
+        self.tokens_per_block = block_size * owned.size  # tokens of a sequence for which each rank needs one block
         self.model, self.config, self.ops = model, config, ops
         self.block_size, self.max_num_seqs, self.token_budget = block_size, max_num_seqs, token_budget
         self.workspace_tokens, self.decode_threshold, self.costs = workspace_tokens, decode_threshold, costs

@@ -245,7 +245,7 @@ class MLAMetadataBuilder:
         tokens.
 
         The caller calls this function during the capture or before the capture.
-        `reference.mla.builder.MLAMetadataBuilder.build_for_cudagraph_capture` explains both ways.
+        `reference.mla.builder.MLAMetadataBuilder.build_for_cudagraph_capture` explains these two ways.
 
         Args:
             common: batch of the capture. Its tensors are the buffers that the caller overwrites before each replay.

@@ -59,7 +59,7 @@ class DecodeLayer(NamedTuple):
         *,
         batch_invariant: bool,
     ) -> ProgramsAndCosts:
-        """Return the number of programs and the costs of a schedule: the given values, or those of the device for None.
+        """Return the number of programs and the costs of a schedule; replace each None by the value of the device.
 
         If no backend serves the op `decode_programs`, the number of programs of the device is 0. If no backend serves
         the op `schedule_costs`, the costs of the device are the defaults of `ScheduleCosts`.

@@ -85,7 +85,7 @@ def measure_step(
     kv_cache: Shaped[Tensor, "num_blocks block_size columns"],
     weights: AttentionWeights,
 ) -> None:
-    """Choose the scale of the cache if a step is the first that writes to it, and record the step for a calibration.
+    """Choose the scale of the cache if no step has written to the cache yet; record the step for a calibration.
 
     Call this function after all checks of the step and before the step writes to the cache.
     """

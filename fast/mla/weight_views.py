@@ -55,7 +55,7 @@ class AttentionWeights(NamedTuple):
         norm_weight: weight of `kv_a_layernorm`, [Lkv].
         made_from: layouts of the two weights, and the settings of the layer; None if the views must not be kept.
         w_uk: [Lkv, N, P]; if the layer keeps no dense weight, a tensor of this shape in which one NaN is repeated.
-        w_uv: [Lkv, N, V]; if the layer keeps no dense weight, such a tensor of NaN too.
+        w_uv: [Lkv, N, V]; if the layer keeps no dense weight, a tensor of this shape in which one NaN is repeated.
         w_uk_t: [N, P, Lkv], which turns queries into absorbed queries; in e4m3 if the layer has `fp8_weights`.
         w_uv_by_head: [N, Lkv, V]; in e4m3 if the layer has `fp8_weights`.
         kv_scale: float32 scale of the layer's cache, []; None if the format has no such scale.

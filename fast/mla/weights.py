@@ -1,8 +1,8 @@
 """The up-projections of the latent, for keys and for values (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
 The matrices W_UK and W_UV are views of the weight of `kv_b_proj`, so nothing is copied. If the weight or the result of
-a product is in e4m3 (8 bits), the op `multiply_heads` of a backend computes it. Any other product is one `torch.bmm`
-over the heads.
+a product is in e4m3 (8 bits), the op `multiply_heads` of a backend computes the product. Any other product is one
+`torch.bmm` over the heads.
 `reference.mla.weights` explains the algebra; docs/glossary.md explains the letters of shapes.
 """
 

@@ -81,7 +81,7 @@ def advance_step(
     check_type("graph", graph, GraphSupport)
     request = backends.KernelRequest("advance_step", common.block_table.device, graph=graph)
     chosen = backends.select(request, backend)
-    following = advanced_batch(common, limit)  # before the op: for a batch on the CPU, the op may write its CPU fields
+    following = advanced_batch(common, limit)  # before the op, which may write the CPU fields of a batch on the CPU
     owned = ONE_RANK if ownership is None or ownership.size == 1 else ownership  # one rank: `interleave` has no effect
     torch.ops.mla_twins.advance_step(
         sampled_token_ids,

@@ -56,8 +56,8 @@ class DecodeGraph:
     Args:
         step: function (hidden_states [T, H], positions [T], plan) -> [T, H]: one layer, or all layers of a model. The
             function must not change its arguments. If the cache of a layer has a scale (`KVScale`), the scale must be
-            chosen before the constructor captures the graphs: pass it to the layer, or run a prefill first. Otherwise
-            the scale becomes 1.0, with a warning.
+            chosen before the constructor captures the graphs: pass the scale to the layer, or run a prefill first.
+            Otherwise the scale becomes 1.0, with a warning.
         builder: builder of the plan, such as `MLAMetadataBuilder`. With context parallelism, every rank constructs a
             `DecodeGraph` with its own builder. All ranks run the same batches, and each rank passes its own slots.
         batch_sizes: numbers of requests to which batches are padded.

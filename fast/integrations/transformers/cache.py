@@ -135,8 +135,8 @@ class LatentCacheLayer(CacheLayerMixin):
     def _check_scale(self, scale: Tensor | None) -> None:
         """Check that a layer has the scale of the cached tokens.
 
-        The values of the two scales are compared, unless no token is cached or `scale` is the very tensor with which
-        the tokens were stored.
+        The check compares the values of the two scales only if tokens are cached, and if `scale` is another tensor than
+        the scale with which these tokens were stored.
         """
         if scale is self.scale or self.record.length == 0:
             return
