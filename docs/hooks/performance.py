@@ -390,7 +390,7 @@ class Results:
         return table(["check", "verdict", "summary"], lines, 3)
 
     def mutants(self, name: str) -> str:
-        """Return a table that counts the mutants (planted faults) of each subject: drawn, noticed by tests, survived."""
+        """Return a table of counts of mutants (planted faults) for each subject: drawn, noticed by a test, survived."""
         report = self._load(name)
         columns = {"judged": "drawn", "killed": "a test failed", "timed out": "timed out", "survived": "survived"}
         rows = [[subject, *(str(counts[key]) for key in columns)]
