@@ -1,4 +1,4 @@
-"""Serving of Multi-head Latent Attention with optimised kernels.
+"""Compute Multi-head Latent Attention with optimised kernels.
 
 Every public name of `reference` exists here too, with the same arguments. A function of `fast` may take additional
 keyword-only arguments, such as `backend=` (see `fast.backends`).

@@ -55,7 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
             type=int,
             default=64,
             metavar="N",
-            help="upper bound of the tokens generated for each prompt (default: %(default)s)",
+            help="largest number of tokens that are generated for each prompt (default: %(default)s)",
         ),
         "--ops": dict(
             choices=("reference", "fast", "both"),
@@ -73,7 +73,8 @@ def make_parser() -> argparse.ArgumentParser:
             choices=tuple(CACHE_FORMATS),
             default=COMPUTE_FORMAT.name,
             help="format of the cache (default: %(default)s). With another format, `fast` and `reference` must "
-            "generate the same tokens over this format, and the job reports the bits per byte of the prompts over both",
+            "generate the same tokens, and the job reports the bits per byte of the prompts for this format and for "
+            "the default format",
         ),
         "--backend": dict(
             metavar="NAME",
@@ -94,8 +95,8 @@ def make_parser() -> argparse.ArgumentParser:
             type=int,
             default=256,
             metavar="N",
-            help="largest number of tokens in one step; a step takes first one token of each decode, then parts of "
-            "prompts (default: %(default)s)",
+            help="largest number of tokens in one step; the scheduler first takes one token of each decode, then parts "
+            "of prompts (default: %(default)s)",
         ),
         "--context-parallel": dict(
             type=int,
@@ -134,7 +135,7 @@ def main(argv: Sequence[str] | None = None, *, ops: ModuleType = fast, oracle: M
     """Run the main job.
 
     Args:
-        argv: command-line options; None takes the options of the process.
+        argv: command-line options; None means the options with which the process was started.
         ops: module to use in place of `fast`; a test may pass another one.
         oracle: module to use in place of `reference`.
 

@@ -10,8 +10,9 @@ import sys
 def shadow_of_reference() -> str | None:
     """Return the path of another module or folder that Python finds under the name `reference`, or None.
 
-    A file `reference.py` beside a user's script comes first on `sys.path`, and so does a folder `reference` with an
-    `__init__.py`. The function does not run the file that it finds, because the file may be the script itself.
+    The folder of a user's script comes first on `sys.path`, so Python finds a file `reference.py` there first, or a
+    folder `reference` with an `__init__.py`. The function does not run the file that it finds, because this file may be
+    the user's script.
 
     Returns:
         The path; None if the found package is the right one (it has the subpackage `interfaces`), or if no module of

@@ -1,7 +1,7 @@
-"""Compilation ahead of time: launch once every kernel that a layer can launch.
+"""Compile kernels ahead of time: launch every kernel that a layer can launch once.
 
-Triton compiles a kernel at its first launch, and mostly releases Python's global lock meanwhile. `warmup` therefore
-launches kernels from several threads, so that several kernels are compiled at the same time.
+Triton compiles a kernel at its first launch, and releases Python's global lock during most of the compilation. `warmup`
+therefore launches kernels from several threads, so that several kernels are compiled at the same time.
 
 docs/glossary.md explains the terms, such as plan, schedule, split and cascade.
 """
@@ -63,10 +63,10 @@ MANY_REQUESTS = 512  # this number of short requests fills any GPU, so the kerne
 # Cascades with these numbers of query tokens and of shared prefix tokens launch all variants of the decode kernel.
 CASCADE_TOKENS = (2, 3, 7, 16, 32, 64, 128, 256, 512, 513)
 CASCADE_PREFIXES = (1, 1024, 8192, 16384)
-# number of requests -> numbers of programs of a schedule; together they launch all variants of the combine kernel
+# number of requests -> numbers of programs of a schedule; these schedules launch all variants of the combine kernel
 PLANNED_PROGRAMS = {1: (1, 16), 2: (4, 40, 200)}
-# Batches with these numbers of tokens launch all variants of the product of heads, whose tiles have 16, 32 or 64 rows:
-# `variant_tokens` of the backend "triton", which this module must not import.
+# Batches with these numbers of tokens launch all variants of the product of heads, whose tiles have 16, 32 or 64 rows.
+# The numbers are those of `variant_tokens` of the backend "triton"; this module must not import that function.
 PRODUCT_TOKENS = (1, 17, 33)
 MOST_THREADS = 4  # more threads are hardly faster, and each thread needs a second to create its own cuBLAS handle
 
@@ -94,8 +94,8 @@ def warmup(
 
     The function runs a layer whose projections return zeros: decodes with and without splits and schedules, cascades,
     and prefills with and without context. It also runs the ops outside a layer, such as `copy_blocks`. A CUDA graph
-    needs no further kernels. Triton also stores compiled kernels on disk. The function chooses no scale of a layer
-    of the caller (`KVScale`): its own layer has the scale 1.0.
+    needs no further kernels. Triton also stores compiled kernels on disk. The layer that the function runs has the
+    scale 1.0; the function does not set the scale (`KVScale`) of any other layer.
 
     Args:
         config: configuration of the layer.
@@ -108,12 +108,12 @@ def warmup(
             (`simulate`) and exchanges no data, so a process can call `warmup` alone.
         cache_format: format of the layer's cache.
         fp8_weights: whether the absorbed weights of the layer are in e4m3 (8 bits).
-        fp8_mode: the layer's mode of decodes over a cache in e4m3 (`mla_decode`).
+        fp8_mode: fp8 mode of the layer's decodes (`mla_decode`).
         fp8_output: whether calls of `MLAAttention.forward_attention` pass an `output_scale`.
         backend: the layer's `backend=`: a name, a mapping from op to name, or None (`fast.backends`).
-        threads: number of threads that launch kernels; None takes the number of processor cores, at most
+        threads: number of threads that launch kernels; None means the number of processor cores, at most
             `MOST_THREADS`. On a CPU or with `context_parallel`, the function uses one thread only.
-        progress: whether to show a progress bar on stderr; None shows it if stderr is a terminal.
+        progress: whether to show a progress bar on stderr; None shows the bar if stderr is a terminal.
 
     Returns:
         One line for each kernel that this call compiled or loaded from Triton's cache on disk.
@@ -188,7 +188,7 @@ def _progress_bar(shown: bool | None) -> Iterator[_Bar]:
 
 
 def _run(launches: Sequence[Launch], threads: int, bar: _Bar) -> None:
-    """Run all launches in some threads; if several launches need a kernel, one of the threads compiles it.
+    """Run all launches in `threads` threads; if several launches need the same kernel, one thread compiles it.
 
     Raises:
         Exception: the first exception that a launch raises; launches that have not begun then do not run.
@@ -284,7 +284,8 @@ def _launches(
             hidden_states, positions = inputs()
             projected = layer.project(hidden_states, positions)
             for out_dtype, output_scale in outputs:
-                # an output whose address need not be a multiple of 16 bytes, as the rows of prefills behind decodes
+                # The address of this output need not be a multiple of 16 bytes, like the output of prefills behind
+                # decodes.
                 output = torch.empty(tokens + 1, local.num_heads, config.v_head_dim, dtype=out_dtype, device=device)[1:]
                 layer.forward_attention(*projected, kv_cache, plan, output, output_scale)
 
@@ -358,7 +359,7 @@ def _launches(
                 for prefix in sorted({max(1, shared // block_size) * block_size for shared in CASCADE_PREFIXES})
             )
     # `choose_path` may choose the absorbed path for a query above the threshold. A query of at least 17 tokens has more
-    # than 16 rows, (token, head) pairs, with any number of heads, so its row blocks are large.
+    # than 16 rows, whatever the number of heads, so its row blocks have more than 16 rows.
     longer = max(decode_threshold + 1, 17)
     for requests, length in ((1, LONG_CONTEXT), (16, LONG_CONTEXT), (64, longer)):
         step([longer] * requests, [length] * requests, longer)
@@ -372,7 +373,7 @@ def _launches(
     if fp8_weights or fp8_output or fp8_mode != CONVERTED:  # products of heads with a weight or a result in e4m3
         for tokens in PRODUCT_TOKENS:
             step([1] * tokens, [1] * tokens, scheduled=False)
-    if fp8_mode != CONVERTED:  # in a step with decodes and prefills, each has a call of the fused write
+    if fp8_mode != CONVERTED:  # `rope_norm_and_cache` is called once for the decodes and once for the prefills
         for decodes in (1, 2, 16):
             step([1] * decodes + [long_query], [2] * decodes + [long_query], scheduled=False)
     launches.extend((copy, convert))
@@ -419,7 +420,7 @@ class _Zeros(nn.Module):
 
 
 def _projections_of_zeros(config: MLAConfig, dtype: torch.dtype, device: torch.device) -> dict[str, nn.Module]:
-    """Return modules for a layer; only `kv_b_proj` has a full weight, because the layer reads this weight itself."""
+    """Return projections and norms that return zeros; only `kv_b_proj`, which the layer reads, has a full weight."""
     c, kind = config, {"dtype": dtype, "device": device}
     up = nn.Linear(c.kv_lora_rank, c.num_heads * (c.qk_nope_head_dim + c.v_head_dim), bias=False, **kind)
     nn.init.zeros_(up.weight)

@@ -3,8 +3,8 @@
 - gold: the result of the reference in float64, on inputs that were rounded to the kernel's dtype.
 - low: the result of the reference in the kernel's dtype. Its error shows how large the error of an accurate kernel is.
 - budget: twice the error of low, plus the rounding unit (eps) of the dtype times the absolute value of gold. There are
-  two budgets. One limits the largest error and is computed from largest values; the other limits the mean error and is
-  computed from mean values.
+  two budgets. The budget of the largest error is computed from largest values, and the budget of the mean error from
+  mean values.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from reference.interfaces import AttentionState, check
 
-LSE_RELATIVE = 2.0**-13  # above the rounding error of kernels that compute with exp2 and multiply the LSE by ln 2
+LSE_RELATIVE = 2.0**-13  # more than the rounding error of kernels that compute with exp2 and multiply the LSE by ln 2
 
 
 @dataclass(frozen=True)

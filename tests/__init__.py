@@ -11,7 +11,7 @@ other folders are:
 
 docs/correctness.md divides the checks into five tiers. These modules test the tiers:
 
-- 1, bit-exact: test_cache, `planning`, test_differential
+- 1, bit-exact: test_cache, the folder `planning`, test_differential
 - 2, float64 identities: test_identities, test_rope, test_weights
 - 3 and 4, computed budgets for outputs and LSE: test_differential, test_rope, test_weights
 - 5, planted mistakes: test_mutations
@@ -23,7 +23,8 @@ Triton kernels also have test files of their own (test_triton_*). Without a GPU 
 
 The list below contains faults that occurred in real systems. Below each fault are the tests that detect it. For
 example, "cache: test_write" is the test `test_write` of the module test_cache. "mutations: base-2 LSE" is the mistake
-of this name that test_mutations plants. Other files write "pitfall 8" for entry 8 of this list.
+of this name that test_mutations plants. Other names without `test_`, such as `lse_in_bfloat16`, are mistakes that a
+test of the named module plants. Other files write "pitfall 8" for entry 8 of this list.
 
 1   a merge that needs natural logarithms gets a base-2 LSE
     identities: test_attention, test_merge; differential: test_prefill; mutations: base-2 LSE
@@ -56,7 +57,8 @@ of this name that test_mutations plants. Other files write "pitfall 8" for entry
 14  YaRN's factor mscale^2 is missing or applied twice
     interfaces: test_scale_law, test_yarn_scales; rope: test_yarn_against_transformers; mutations: mscale^2
 15  interleaved and half-split rope pairs are confused
-    rope: test_against_complex_numbers, test_pairings_differ_by_a_permutation; interfaces; mutations: other rope pairs
+    rope: test_against_complex_numbers, test_pairings_differ_by_a_permutation; interfaces:
+    test_from_hf_deepseek_classes; mutations: other rope pairs
 16  the plan is built before the batch is padded to the size of a CUDA graph
     builder: test_graph_padding_rows_are_inert; graphs: test_a_run_leaves_nothing_behind
 17  a buffer grows inside a captured CUDA graph
@@ -69,7 +71,7 @@ of this name that test_mutations plants. Other files write "pitfall 8" for entry
 20  an asynchronous matrix product reads shared memory that was already overwritten with new data
     hopper_decode, hopper_two_phases: test_same_bits_a_thousand_times
 21  the inputs of a test are degenerate, so that wrong outputs pass the test too
-    identities: test_inputs_were_not_degenerate; every control of mutations
+    identities: test_inputs_were_not_degenerate; mutations: every planted mistake
 
 `python -m tests.mutants` plants random faults; CI does not run this command. docs/correctness.md says how many of these
 faults the tests detect.

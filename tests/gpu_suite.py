@@ -4,16 +4,16 @@
     python -m tests.gpu_suite --peers .peers --out docs/results
     python -m tests.gpu_suite --stages tests opcheck --out build
 
-A run with `--stages` replaces the results of these stages only, if the results file was written for the same sources,
-GPU and package versions. Otherwise the run replaces the whole file.
+If the results file was written for the same sources, GPU and package versions, a run with `--stages` replaces only the
+results of these stages. Otherwise the run replaces the whole file.
 
 Stages:
 
 - tests: the test suite with compiled kernels. Each file runs in one process; a slow file is divided among several
   processes. The files of `ANY_DEVICE` run twice: with tensors on the CPU and with tensors on the GPU.
 - opcheck: `torch.library.opcheck` of every registered op on the GPU.
-- memcheck, racecheck: every registered op under the tool of this name of compute-sanitizer, also with indices out of
-  range. Without compute-sanitizer on PATH both stages are skipped.
+- memcheck, racecheck: every registered op under the compute-sanitizer tool that has the name of the stage, with valid
+  indices and with indices out of range. Without compute-sanitizer on PATH both stages are skipped.
 - main_job: `python -m fast` in float32, which compares the tokens of three implementations.
 - benchmarks: the benchmarks of one GPU.
 - between_gpus: with several GPUs, the tests and the benchmark of context parallelism over NCCL.
@@ -44,7 +44,7 @@ from .benchmarks.report import digest, package_version, provenance
 from .sanitizers import run_memcheck, run_racecheck
 from .support.commands import ROOT, run
 
-BENCHMARKS = {  # name of a benchmark to its options, without --json
+BENCHMARKS = {  # maps the name of a benchmark to its options, without --json
     "decode": (), "prefill": (), "bytes": (), "planning": ("--device", "cuda"),
     "crossover": ("--costs", "fast/assets/costs"),
 }  # fmt: skip
@@ -60,7 +60,7 @@ ANY_DEVICE = (
     "planning/test_schedule_choice.py", "planning/test_visible_lens.py", "twins/test_differential.py",
     "twins/test_ops.py",
 )  # fmt: skip
-# Slow test file to the number of processes that run its tests.
+# Maps a slow test file to the number of processes that run its tests.
 SHARDS = {"test_hopper_decode.py": 16, "test_hopper_shapes.py": 8, "test_hopper_two_phases.py": 3,
           "test_triton_decode.py": 3}  # fmt: skip
 
@@ -161,7 +161,7 @@ def run_opcheck(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_main_job(args: argparse.Namespace) -> dict[str, Any]:
-    """Run `python -m fast` on the GPU: it compares ops with `reference`, and the tokens of three implementations."""
+    """Run `python -m fast` on the GPU: it compares ops with `reference`, and tokens of three implementations."""
     with tempfile.TemporaryDirectory() as folder:
         figures = Path(folder) / "figures.json"
         options = ["--device", "cuda", "--dtype", "float32", "--json", str(figures), "--no-picture"]
@@ -231,7 +231,7 @@ STAGES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 
 
 def with_earlier_stages(report: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
-    """Copy the stages that `report` lacks from `earlier`, if both have the same sources, GPU and versions."""
+    """Return `report` with the stages that only `earlier` has, if both have the same sources, GPU and versions."""
     if any(earlier.get(key) != report.get(key) for key in ("fast_sha256", "tests_sha256", "hardware", "versions")):
         return report
     kept = {stage: earlier[stage] for stage in STAGES if stage in earlier and stage not in report}

@@ -1,4 +1,4 @@
-"""Run a small kernel in which one warp group hands data to another, to show what racecheck reports about it.
+"""Run a small kernel that hands data from one warp group to another, to show what racecheck reports about it.
 
     compute-sanitizer --tool racecheck python -m tests.hand_over
 

@@ -1,7 +1,7 @@
 """Call every public function of a package with one malformed argument at a time, and report the outcomes.
 
-`python -m tests.malformed_calls fast` prints one JSON object. The tests start this command as a new process. Their own
-process has run-time checks of annotations (see conftest.py), which a user's process does not have.
+`python -m tests.malformed_calls fast` prints one JSON object. The tests start this command as a new process. The
+process of the tests has run-time checks of annotations (see conftest.py), which a user's process does not have.
 
 If you add a public function, add a valid call of this function to `valid_calls`. The malformed values are derived from
 the annotations of its arguments.
@@ -97,7 +97,7 @@ def valid_calls(ops: ModuleType) -> list[Call]:
     common, decodes = batch.common, make_batch([1, 1], [20, 33])
     cache = new_cache(batch, DIRECT.head_size, torch.float32)
     eighths = torch.ones(cache.shape).to(E4M3)
-    in_eighths = {"cache_format": FP8_E4M3, "kv_scale": torch.tensor(2.0**-8)}  # no element becomes 0
+    in_eighths = {"cache_format": FP8_E4M3, "kv_scale": torch.tensor(2.0**-8)}  # so small that no element becomes 0
     plan = ops.build_mla_metadata(common, 16, 4096, 8).decode
     schedule = ops.plan_decode(plan.seq_lens, 2)
     prefill = ops.build_mla_metadata(make_batch([2, 3], [33, 40]).common, 16, 64).prefill
@@ -150,7 +150,7 @@ def valid_calls(ops: ModuleType) -> list[Call]:
         return {"out": torch.zeros(*shape).to(dtype)} if is_fast else {}
 
     def stored(*shape):
-        return (1 + torch.rand(shape)).to(E4M3)  # no element becomes 0
+        return (1 + torch.rand(shape)).to(E4M3)  # numbers from 1 to 2
 
     def weight(*shape):
         return QuantizedWeight(stored(*shape), scales.clone())
@@ -312,7 +312,7 @@ def valid_calls(ops: ModuleType) -> list[Call]:
              {"caches": "dict | None", "queries": "dict | None"}),
         Call("calibrate_kv_scales", lambda layers: ops.calibrate_kv_scales(layers).__enter__(),
              {"layers": {"first": layer}}, {"layers": "Mapping"}),
-        # `load_kv_scales` finds the files that `save_kv_scales` wrote, also the file of the malformed value "a str"
+        # `save_kv_scales` also writes the file of the malformed value "a str", so that `load_kv_scales` finds this file
         Call("save_kv_scales", in_folder(ops.save_kv_scales),
              dict(path="scales.json", scales={"first": 0.5}, cache_format=FP8_E4M3), {"scales": "dict"}),
         Call("load_kv_scales", in_folder(ops.load_kv_scales), dict(path="scales.json", cache_format=FP8_E4M3)),
@@ -416,7 +416,7 @@ def calls_of_fast(call: Callable[..., Call], method: Callable[..., Call], backen
 
 @dataclasses.dataclass
 class HFConfig:
-    """Object with the fields that `MLAConfig.from_hf` reads of a transformers config; does not need transformers."""
+    """A config with the fields of a transformers config that `MLAConfig.from_hf` reads, made without transformers."""
 
     model_type: str = "deepseek_v3"
     hidden_size: int = 48

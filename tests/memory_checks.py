@@ -67,7 +67,7 @@ VARIANTS = {  # Hopper kernel: list of texts; each text must occur in the consta
 
 
 def decodes() -> list[tuple]:
-    """Return arguments of `mla_decode` for `DECODES`, with and without a schedule and batch invariance."""
+    """Return arguments of `mla_decode` for `DECODES`, with and without a schedule, and batch-invariant or not."""
     from .twins.test_ops import decode_samples
 
     return [given for heads, block_size, widths, dtype, out_dtype, lens in DECODES
@@ -108,10 +108,10 @@ def launch_samples(shard: int, shards: int) -> None:
 
 
 def hostile(name: str, value: Any, far: int) -> Any:
-    """Return the argument `value`; if `HOSTILE` has its name, return a copy in which every second element is `far`.
+    """Return the argument `value`, or a copy in which every second element is `far` if `name` is in `HOSTILE`.
 
-    `query_start_loc` is not in `HOSTILE`, because the engine's scheduler computes it. A user's request cannot make it
-    wrong.
+    `query_start_loc` is not in `HOSTILE`, because the engine's scheduler computes it. No request of a user can
+    make `query_start_loc` wrong.
     """
     if name not in HOSTILE or value is None:
         return value
@@ -132,7 +132,7 @@ def beyond_the_bound(arguments: dict[str, Any]) -> tuple:
 
 
 def kernels_of(sets: Sequence[str]) -> set[str]:
-    """Return the names of the kernels in the given folders of `fast/kernels`, as `memory_checks` prints the names."""
+    """Return the names of the kernels in the given folders of `fast/kernels`, without the leading underscore."""
     files = [file for folder in sets for file in (ROOT / "fast" / "kernels" / folder).rglob("*.py")]
     return {name for file in files for name in re.findall(r"^def _(\w+_kernel)\(", file.read_text(), re.MULTILINE)}
 

@@ -7,8 +7,8 @@ tests pass. The command prints the surviving mutants.
 - Sample: the mutants are a simple random sample, without replacement, of all mutants of the files in `TABLE`. A mutant
   that does not compile, or that has the same syntax tree as the source, is replaced by the next mutant.
 - Code without mutants: signatures and other code that has no behaviour are never changed (`is_left_alone`).
-- Judge: for each file, `TABLE` names the tests that run on its mutants. They are the judge of the file. They must first
-  pass on the unchanged sources in at most 30 s of CPU time (the baseline).
+- Judge: for each file, `TABLE` names the tests that run on its mutants. These tests are the *judge* of the file. They
+  must first pass on the unchanged sources in at most 30 s of CPU time (the baseline).
 - Verdict: the judge's tests run on the mutant, in a copy of the repository, until the first test fails. If the tests
   need more than 60 s of CPU time, the mutant is reported as timed out. It then counts as noticed.
 - Session file: every verdict is one line of this file. If a run was interrupted, repeat its command to continue it.
@@ -300,7 +300,7 @@ class Bench:
             del sys.modules[name]
         sys.path[:] = [str(self.tree), *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
         importlib.invalidate_caches()
-        # conftest.py gives each of this many workers one thread; the number of threads changes no test result
+        # with this number of workers, conftest.py lets torch use one thread; no test result depends on the threads
         os.environ |= {"PYTEST_XDIST_WORKER_COUNT": str(os.cpu_count()), "HF_HUB_OFFLINE": "1"}
         noted = FirstFailure(self.tree, judge.modules)
         options = ["-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--no-header", "-W", "ignore"]
@@ -472,7 +472,7 @@ def entry_of(survivor: dict) -> str:
 
 
 def show(found: dict) -> None:
-    """Print the counts and the survivors. A survivor is printed with the first words of its line in correctness.md."""
+    """Print the counts, and each survivor with the words at the beginning of its line in correctness.md."""
     for survivor in found["survivors"]:
         print(f"\nsurvived: {survivor['file']}:{survivor['line']} {survivor['operator']}")
         print("\n".join(f"  {line}" for line in survivor["diff"]))

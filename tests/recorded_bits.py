@@ -7,7 +7,7 @@ Record and compare on the same CPU or GPU model, because bits depend on the hard
 differs or a case is missing.
 
 A case is a named call with inputs from a fixed seed. `--jobs` sets the number of processes that run the cases. If two
-cases have the same text before "|" in their names, they use the same compiled kernels, so the same process runs both.
+cases have the same text before "|" in their names, the cases use the same compiled kernels, and one process runs them.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ def ops(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
     from .twins import test_ops
 
     def outcome(op: Callable, arguments: tuple) -> Any:
-        kept = [x for x in arguments if not (isinstance(x, list) and isinstance(x[0], int))]  # without lists of ints
+        # lists of ints are left out
+        kept = [x for x in arguments if not (isinstance(x, list) and isinstance(x[0], int))]
         return op(*arguments), [] if "merge_packed_attn_states" in str(op) else kept
 
     for dtype in (F32, BF16) if device.type == "cuda" else (F32, torch.float64):
@@ -194,7 +195,7 @@ def replayed(device: torch.device, programs: int, batch_invariant: bool) -> Any:
 
 
 def digests(device: torch.device, shard: int, shards: int) -> dict[str, str]:
-    """Return the digests of the cases in shard number `shard` of `shards`."""
+    """Divide the cases into `shards` shards, and return the digests of shard number `shard`, counted from 1."""
     torch.set_grad_enabled(False)
     found, groups = {}, {}
     for name, call in cases(device):

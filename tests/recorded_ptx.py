@@ -4,7 +4,7 @@
     python -m tests.recorded_ptx compare FILE --renamed few_heads=row_blocks_16_32 --gone merge_splits
 
 A variant is a kernel compiled for one combination of argument types and constants. A hash does not cover debug
-information, comments and the name of the kernel. So a change that only moves or renames kernels changes no hash.
+information, comments or the name of the kernel. So a change that only moves or renames kernels changes no hash.
 
 No GPU is needed. The launchers (the functions that launch kernels) get CPU tensors and the properties of an H200. The
 launches are recorded instead of run, and Triton compiles each recorded launch for sm_90.
@@ -170,7 +170,7 @@ def normalised(ptx: str, name: str) -> str:
 
 
 def variants(renamed: dict[str, str], only: str) -> dict[str, tuple]:
-    """Return the launches of all scenarios by key.
+    """Return the launches of the selected scenarios by key.
 
     Args:
         renamed: for each renamed kernel, its name in the recorded file and its new name. The returned keys contain the
@@ -206,7 +206,7 @@ def _hashed(key: str) -> str:
     kernel = VARIANTS[key][0]
     try:
         ptx = ptx_of(*VARIANTS[key])
-    except Exception as error:  # Triton's exceptions cannot be pickled; the main process would wait for them forever
+    except Exception as error:  # Triton's exceptions cannot be pickled, so the main process would wait forever
         raise RuntimeError(f"{key}: {type(error).__name__}: {str(error)[-2000:]}") from None
     return hashlib.sha256(normalised(ptx, kernel.fn.__name__).encode()).hexdigest()
 
@@ -225,11 +225,11 @@ def hashes(found: dict[str, tuple], workers: int) -> dict[str, str]:
 
 
 def main(argv: list[str]) -> int:
-    """Record or compare hashes; return 1 if a variant differs, or is missing although `--gone` does not name it."""
+    """Record or compare hashes; return 1 if a variant differs, or if one is missing that `--gone` does not name."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("record", "compare"))
     parser.add_argument("file", type=Path)
-    parser.add_argument("--renamed", nargs="*", default=[], metavar="OLD=NEW", help="kernels, without _ and _kernel")
+    parser.add_argument("--renamed", nargs="*", default=[], metavar="OLD=NEW", help="names without _ and _kernel")
     parser.add_argument("--gone", nargs="*", default=[], help="texts that occur in the keys of removed variants")
     parser.add_argument("--only", default="", help="regular expression that selects scenarios")
     parser.add_argument("--workers", type=int, default=2)

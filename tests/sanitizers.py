@@ -65,7 +65,7 @@ class Place(NamedTuple):
 
 
 def run_memcheck(args: argparse.Namespace) -> dict[str, Any]:
-    """Check that no op reads or writes outside its tensors, also on hostile indices."""
+    """Check with memcheck that no op reads or writes outside its tensors, also if indices are out of range."""
     if not sanitizer("memcheck"):
         return absent("memcheck")
     from .support.triton_mode import ON_HOPPER  # needs Triton
@@ -160,7 +160,7 @@ def shards_report(outcomes: Sequence[tuple[int, str]], hopper: bool) -> dict[str
 def races_report(
     outcomes: Sequence[tuple[int, str]], controls: dict[str, str], hopper: bool, earlier: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return a report of the races that racecheck found, without races of Triton's own `warp_specialize`.
+    """Return a report of the races that racecheck found, except races in Triton's own code of `warp_specialize`.
 
     "ok" is false if there is a race, if the tool failed, if a shard did not end, or if a control is wrong.
 
@@ -169,7 +169,7 @@ def races_report(
         controls: mapping from the name of a control to its output; empty on GPUs whose kernels do not specialise warps.
         hopper: whether the kernels for Hopper must have been launched.
         earlier: outputs of the earlier runs of shards that ran again. A shard runs again if a report names neither
-            kernel nor line; the other reports of the earlier run count.
+            kernel nor line. All other reports of its earlier run are counted as well.
     """
     report = shards_report(outcomes, hopper)
     found = sum((races(output) for _, output in outcomes), Counter())
@@ -190,7 +190,7 @@ def races_report(
     report["summary"] = [
         *(line for line in report["summary"] if "SUMMARY" not in line), f"{ours.total()} races",
         f"{found.total() - of_ours(found).total()} at Triton's warp_specialize",
-        *([f"{len(earlier)} shards again, for a report that names nothing"] if earlier else []), *trouble,
+        *([f"{len(earlier)} shards again, as a report named neither kernel nor line"] if earlier else []), *trouble,
         "controls: " + ", ".join(f"{name} {'yes' if pairs else 'no'}" for name, pairs in report["controls"].items()),
     ]  # fmt: skip
     for output in (*earlier, *(output for _, output in outcomes if of_ours(races(output)))):
@@ -226,7 +226,7 @@ def named(pair: tuple[Place, Place]) -> bool:
 
 
 def of_ours(found: Counter[tuple[Place, Place]]) -> Counter[tuple[Place, Place]]:
-    """Return the reports that name at least one line outside Triton's own start and end of `warp_specialize`."""
+    """Return the reports that name at least one line that is not in `tritons_own()`."""
     return Counter({pair: count for pair, count in found.items() if not set(pair) <= tritons_own()})
 
 

@@ -79,7 +79,7 @@ def test_refusals(plain_errors):
         fast.warmup(DIRECT, device="cpu", backend="triton")
 
 
-# Log messages of kernels that are compiled.
+# Tests of log messages about compiled kernels.
 
 
 def facts(module: str) -> dict:
@@ -108,7 +108,7 @@ def test_what_is_told(monkeypatch, caplog):
     kernel = "decode_kernel (bf16, fp32, HEADS 16)"
     assert lines == [kernel] and len(others) == 3
     assert [(record.levelname, record.getMessage()) for record in caplog.records if "compiled" not in record.msg] == [
-        ("WARNING", f"compiling {kernel} on first use; fast.warmup(config) does it ahead"),
+        ("WARNING", f"compiling {kernel} on first use; call fast.warmup(config) to compile it ahead"),
         ("INFO", f"compiling {kernel}"),
     ]
     assert "compiled decode_kernel in 0.0 s" in caplog.text
@@ -142,7 +142,9 @@ def serve(
     """Run a layer in all steps of `STEPS`, with several plans for a step.
 
     - The plan of `build_mla_metadata`.
-    - If the step has decodes only: the plan that a captured CUDA graph has, and a plan for a shared prefix (cascade).
+    - If the step has decodes only: the plan that a captured CUDA graph has.
+    - If the step has only decodes, at least two, all longer than one block, and `batch_invariant` is false: a plan for
+      a shared prefix (cascade).
     - A plan with a schedule of `plan_decode`. The schedule is batch-invariant if `batch_invariant` is true.
     - With `batch_invariant`: a plan whose schedule is batch-invariant and has no work items.
 
@@ -171,7 +173,8 @@ def serve(
             captured = fast.plan_captured_decodes(
                 batch.common, 16, 0, costs, batch_invariant, cache_format=cache_format, fp8_mode=layer.fp8_mode
             )
-            visible = plan.decode.visible_lens  # the kernel that computes the mask was recorded and did not run
+            # these lengths replace undefined values: the kernel of `compute_visible_lens` was recorded and did not run
+            visible = plan.decode.visible_lens
             captured = replace(captured, decode=replace(captured.decode, visible_lens=visible))
             run(inputs[0][:tokens], inputs[1][:tokens], cache, captured)
         planned = fast.plan_decode(plan.decode.seq_lens, 9, costs, batch_invariant)
@@ -187,7 +190,10 @@ def serve_captured(
     config, dtype, threshold, batch_invariant=False, sizes=GRAPH_SIZES, longest=4096, cache_format=COMPUTE_FORMAT,
     **options,
 ):  # fmt: skip
-    """Run `DecodeGraph`s of every query length and of many batch sizes, for requests of at most `longest` tokens."""
+    """Run a `DecodeGraph` of many batch sizes for each query length from 1 to `threshold`.
+
+    The block table has room for requests of `longest` tokens. `options` are options of the layer.
+    """
     layer = layer_of(config, dtype, cache_format, **options)
     cache = poisoned_cache(4, 16, config, cache_format, dtype)
     columns = longest // 16
@@ -197,7 +203,8 @@ def serve_captured(
     )  # fmt: skip
 
     def step(hidden_states, positions, plan):
-        visible = torch.zeros_like(plan.decode.visible_lens)  # the kernel of the mask was recorded and did not run
+        # zeros replace undefined values: the kernel of `compute_visible_lens` was recorded and did not run
+        visible = torch.zeros_like(plan.decode.visible_lens)
         return layer(hidden_states, positions, cache, replace(plan, decode=replace(plan.decode, visible_lens=visible)))
 
     for query_len in range(1, threshold + 1):
@@ -272,7 +279,7 @@ def test_warmup_specialises_for_formats(launches, name):
 
 
 def test_warmup_specialises_for_fp8_weights(launches):
-    """Warm up for absorbed weights in e4m3 -> steps of any number of tokens launch only variants of warm-up."""
+    """Warm up for absorbed weights in e4m3 -> steps of any size launch only kernel variants that warm-up launched."""
     given = dict(cache_format=FORMATS["fp8_e4m3"][0], fp8_weights=True)
     fast.warmup(SMALL, device="cpu", dtype=torch.bfloat16, block_size=16, decode_threshold=2, **given)
     ahead = set(launches)
@@ -292,7 +299,7 @@ def test_warmup_specialises_for_outputs_in_e4m3(launches):
 
 
 def test_product_tokens():
-    """`PRODUCT_TOKENS` has the numbers that launch all variants of the product of heads."""
+    """`PRODUCT_TOKENS` has one number of tokens for each kernel variant of `multiply_heads`."""
     pytest.importorskip("triton")
     from fast.kernels.triton.weights import variant_tokens
 
@@ -301,7 +308,7 @@ def test_product_tokens():
 
 @pytest.mark.parametrize("name, fp8_weights", MODE_CASES)
 def test_warmup_specialises_for_modes(launches, name, fp8_weights):
-    """Warm up for queries in e4m3 -> the kernels that make them have only variants of warm-up, in mixed steps too."""
+    """Warm up for queries in e4m3 -> later steps, also mixed ones, launch only variants that warm-up launched."""
     cache_format, config, _ = FORMATS[name]
     given = dict(cache_format=cache_format, fp8_weights=fp8_weights, fp8_mode="fp8_query")
     fast.warmup(config, device="cpu", dtype=torch.bfloat16, block_size=16, decode_threshold=2, **given)

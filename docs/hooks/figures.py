@@ -31,7 +31,7 @@ def inlined(svg: str, name: str, alt: str, kind: str = "figure", colours: dict[s
         name: prefix that makes the identifiers of the drawing unique on the page.
         alt: description for readers who cannot see the drawing.
         kind: CSS classes of the drawing.
-        colours: further replacements beside COLOURS: mapping from a colour in the SVG file to a colour of the page.
+        colours: replacements in addition to COLOURS; a mapping from a colour in the SVG file to a colour of the page.
 
     Raises:
         ValueError: the drawing has no viewBox.
@@ -54,7 +54,7 @@ def inlined(svg: str, name: str, alt: str, kind: str = "figure", colours: dict[s
 
 
 def contenders(css: str) -> dict[str, str]:
-    """Map the light colour of each implementation in CONTENDERS to the CSS property that replaces the colour.
+    """Return a mapping from the light colour of each name in CONTENDERS to the CSS property that replaces the colour.
 
     The CSS property has one colour for the light scheme and one for the dark scheme.
 

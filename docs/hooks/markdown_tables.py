@@ -16,7 +16,7 @@ DIMS = {  # name of a dimension in a results file: word on the page
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int) -> str:
-    """Return a Markdown table; the first `words` columns are aligned left, the other columns right."""
+    """Return a Markdown table; the first `words` columns are aligned left, and the other columns are aligned right."""
     line = "|".join([":---"] * words + ["---:"] * (len(head) - words))
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, *rows]).replace("\n", f"\n|{line}|\n", 1)
 
@@ -36,7 +36,7 @@ def dims_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[str], li
 
 
 def shapes_table(rows: Sequence[dict[str, Any]]) -> tuple[str, list[str], list[str]]:
-    """Return the three lists of `dims_table`, with all columns joined into one column."""
+    """Join the columns of `dims_table` into one column; return its head, the texts of `dims_table`, and its cells."""
     heads, said, cells = dims_table(rows)
     first = 2 if heads[:2] == [DIMS["B"], DIMS["S"]] else 1
     bare = {DIMS["lens"], DIMS["mask"], DIMS["op"]}  # dimensions whose values are words, not numbers

@@ -28,7 +28,7 @@ from steps import NOT_MEASURED, host_table, not_measured, step_bars, step_table
 from weights import expansions_table, products_table, scales_table
 
 OURS = "fast"
-OURS_BEST = "fast, the best way of each shape"
+OURS_BEST = "fast, the fastest variant for each shape"
 NONE = "-"  # cell of a time or ratio that was not measured
 REQUEST = re.compile(r"^<!-- results: (?P<name>\w+) ?(?P<words>[^\n]*?) -->$", re.MULTILINE)
 VERSIONS = {"python": "Python", "triton": "Triton", "cuda": "CUDA"}  # spelling on the page
@@ -69,7 +69,7 @@ def best(times: dict[str, Any], ours: bool) -> str | None:
 
 
 def gain(times: dict[str, Any]) -> str:
-    """Return (best time of the peers) / (best time of `fast`), with the best variant of `fast`: "1.10 (planned)"."""
+    """Return (best time of the peers) / (best time of `fast`) and the variant that has this time: "1.10 (planned)"."""
     ours, peer = best(times, True), best(times, False)
     if ours is None or peer is None:
         return NONE
@@ -140,7 +140,7 @@ class Results:
         return "```sh\n" + "\n".join(commands) + "\n```"
 
     def times(self, name: str, path: str, way: str) -> str:
-        """Return a table; its columns are the shape, speed of `fast` / speed of the best peer, and all median times.
+        """Return a table; its columns are the shape, (speed of `fast`) / (speed of the best peer), and the medians.
 
         Args:
             name: name of the results file.
@@ -236,29 +236,29 @@ class Results:
         return Chart(description, "FLOPs per byte", "TFLOPS", lines, marks, names, links).html()
 
     def steps(self, name: str) -> str:
-        """Return the facts, bar chart, table and command of a file of tests.benchmarks.step (whole steps)."""
+        """Return the facts, bar chart, table and command of a results file of tests.benchmarks.step (whole steps)."""
         return self._whole(name, step_bars, step_table)
 
     def host(self, name: str) -> str:
-        """Return the facts, table and command of a file of tests.benchmarks.host (times on the CPU)."""
+        """Return the facts, table and command of a results file of tests.benchmarks.host (times on the CPU)."""
         return self._whole(name, host_table)
 
     def weights(self, name: str, part: str) -> str:
-        """Return one part of a file of tests.benchmarks.weights, with facts and command.
+        """Return the facts, one table and the command of a results file of tests.benchmarks.weights.
 
-        `part` is "products" (absorbed weights), "expansions" (latents to keys and values) or "scales".
+        `part` selects the table: "products" (absorbed weights), "expansions" (latents to keys and values) or "scales".
         """
         drawings = {"products": products_table, "expansions": expansions_table, "scales": scales_table}
         return self._whole(name, drawings[part])
 
     def measured(self, name: str, *ways: str) -> str:
-        """Return the facts, one table of times for each way, and the command of a file of a benchmark with rows."""
+        """Return facts and command of a results file, and for each way of measuring in `ways` a table of the times."""
         return self._whole(
             name, *(lambda report, way=way: f"**{way.capitalize()}**\n\n{self.times(name, '.', way)}" for way in ways)
         )
 
     def _whole(self, name: str, *drawings: Callable[[dict[str, Any]], str]) -> str:
-        """Return the facts, drawings and command of a file; a note if the file is missing and in NOT_MEASURED."""
+        """Return the facts, drawings and command of a results file, or a note if a file of NOT_MEASURED is missing."""
         if name in NOT_MEASURED and not (self._docs / "results" / name).exists():
             return not_measured(NOT_MEASURED[name])
         report = self._load(name)
@@ -356,7 +356,7 @@ class Results:
         return f"{table([*heads, *names], lines, len(heads))}\n\nTimes are medians in us, replayed; {', '.join(said)}."
 
     def crossover(self, name: str, path: str) -> str:
-        """Return a table of the largest slowdown: by how many percent the chosen path was slower than the other."""
+        """Return a table of the largest slowdown of the chosen path, in percent of the time of the faster path."""
         rows = part_of(self._load(name), path)["heads"]
         ways = list(rows[0]["lost"])
         lines = [
@@ -390,7 +390,7 @@ class Results:
         return table(["check", "verdict", "summary"], lines, 3)
 
     def mutants(self, name: str) -> str:
-        """Return a table that counts, for each subject, the mutants (planted faults) and the noticed mutants."""
+        """Return a table of counts of mutants (planted faults) for each subject: drawn, noticed by a test, survived."""
         report = self._load(name)
         columns = {"judged": "drawn", "killed": "a test failed", "timed out": "timed out", "survived": "survived"}
         rows = [[subject, *(str(counts[key]) for key in columns)]
@@ -404,7 +404,7 @@ class Results:
         return f"{table(['subject', *columns.values()], rows, 1)}\n\n{said}"
 
     def negative(self, name: str) -> str:
-        """Return a list of the entries of the log `name`, a Markdown file, that have rejected experiments.
+        """Return a Markdown list of those entries of the log `name` (a Markdown file) that have rejected experiments.
 
         Each item has the title, the date and the conclusion of an entry, and links to its rejected experiments.
         """

@@ -1,4 +1,4 @@
-"""Draw two results of benchmarks: whole steps of an engine (bar chart and table), and times on the CPU (table)."""
+"""Draw the results of two benchmarks: whole steps of an engine (bar chart, table), and times on the CPU (table)."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def step_table(report: dict[str, Any]) -> str:
     return (
         f"{table(head, lines, 1)}\n\nTimes are medians in ms for {report['layers']} layers with a cache each; "
         f"the layers share {sets} sets of weights. *GPU busy* is measured in an eager step, from the end of the "
-        "first layer to the end of the step: the share of this time in which a kernel runs."
+        "first layer to the end of the step: the fraction of this time in which a kernel runs."
     )
 
 
@@ -96,6 +96,6 @@ def host_table(report: dict[str, Any]) -> str:
     return (
         f"{table(['op', '`fast`', 'at most', 'peers'], lines, 1)}\n\nTimes are medians of {report['calls']} calls in "
         f"us on an {processor}, with an idle GPU: {dims['decodes']} decodes over {dims['keys']} tokens; "
-        f"{dims['prompts']} prompts of {dims['new_tokens']} tokens, with a context of {dims['context']} tokens where "
-        "the op has one chunk."
+        f"{dims['prompts']} prompts of {dims['new_tokens']} tokens; in ops with one chunk, each prompt has a context "
+        f"of {dims['context']} tokens."
     )

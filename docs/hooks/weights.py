@@ -24,7 +24,8 @@ def expansions_table(report: dict[str, Any]) -> str:
 def _table(rows: list[dict[str, Any]], first: str) -> str:
     """Return a table with one line for each row and contender: time, speed, bytes, and error.
 
-    `first` is the name of the contender `fast`, with whose speed the speeds of the others are compared.
+    The speed of each contender is divided by the speed of the contender `fast`. In the table, `fast` has the name
+    `first`.
     """
     lines = []
     for row in rows:
@@ -48,7 +49,7 @@ def _table(rows: list[dict[str, Any]], first: str) -> str:
 
 
 def scales_table(report: dict[str, Any]) -> str:
-    """Return the table of the errors of absorbed weights: one scale against one scale for each head."""
+    """Return the table of the errors of absorbed weights, with one scale for all heads and with one for each head."""
     kinds = ("one scale", "one for each head")
     lines = [[row["weight"], str(row["N"]), *(f"{row[kind][part]:.2e}" for kind in kinds for part in row[kind])]
              for row in report["scales"]]  # fmt: skip

@@ -105,13 +105,13 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     ``encode`` adds no bos; the caller adds it. If a string contains the text of a special token, ``encode`` gives the
     bytes of this text (``split_special_tokens``).
     """
-    # GPT-2's byte-level alphabet writes each byte as a printable character: a printable byte as itself, any other byte
-    # as a character from 256 on.
+    # GPT-2's byte-level alphabet writes each byte as a printable character. A byte that is printable is written as
+    # itself, and any other byte as a character whose code point is 256 or more.
     kept = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     moved = iter(range(256, 512))
     vocab = {chr(byte) if byte in kept else chr(next(moved)): byte for byte in range(256)}
     if set(vocab) != set(pre_tokenizers.ByteLevel.alphabet()):
-        raise RuntimeError("the byte alphabet differs from the tokenizers package's")
+        raise RuntimeError("the byte alphabet differs from the byte alphabet of the package tokenizers")
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -195,7 +195,7 @@ def bits_per_byte(model: torch.nn.Module, contents: Sequence[bytes], window: int
         window: bytes in a window.
 
     Returns:
-        ``bits_per_byte``, the number of ``windows`` and the number of predicted ``bytes``.
+        A dict with ``bits_per_byte``, the number of ``windows`` and the number of predicted ``bytes``.
 
     Raises:
         ValueError: no file is as long as a window.
@@ -341,7 +341,7 @@ def train(args: argparse.Namespace) -> None:
             model.train()
             last_time = time.perf_counter()
         if args.seconds and time.perf_counter() - started > args.seconds:
-            log("stopped", step=done, reason="the time limit came before the schedule's end")
+            log("stopped", step=done, reason="the time limit was reached before the last step")
             break
     seconds = time.perf_counter() - started
     tokens = done * args.batch_tokens
@@ -381,8 +381,8 @@ def main() -> None:
     parser.add_argument("--stdlib-python", default=platform.python_version(), help="Python version of --stdlib")
     parser.add_argument("--out", default=str(HERE / "tiny-mla"), help="output folder (default: tiny-mla)")
     parser.add_argument("--log", help="file for the JSON lines")
-    parser.add_argument("--prompts", default=str(HERE / "prompts"), help="folder of prompts for the end of the log")
-    parser.add_argument("--steps", type=int, default=12000, help="steps; the learning rate ends at 0 (default 12000)")
+    parser.add_argument("--prompts", default=str(HERE / "prompts"), help="folder of prompts to continue at the end")
+    parser.add_argument("--steps", type=int, default=12000, help="steps; the learning rate falls to 0 (default 12000)")
     parser.add_argument("--seconds", type=float, help="stop after this many seconds, even before --steps are done")
     parser.add_argument("--batch-tokens", type=int, default=65536, help="tokens in a step (default 65536)")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 2048, 2048, 4096],

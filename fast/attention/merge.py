@@ -45,11 +45,11 @@ def merge_attn_states(
         output_scale: float32 scale of an output in e4m3 (8 bits); None for an output in the dtype of `prefix`.
         output_block_scale: must be None: an output with one scale for each group of elements is not supported.
         out: state that receives the result; None allocates a state. Both tensors of `out` are contiguous and have the
-            shapes of `prefix`. The LSE has the dtype of the other LSEs. The output may have another dtype, to which the
-            kernel rounds; if `output_scale` is given, the output is in e4m3. `out` may be `prefix` or `suffix` itself,
-            but must share no other memory with them.
+            shapes of `prefix`. `out.lse` has the dtype of `prefix.lse`. `out.out` may have another dtype than
+            `prefix.out`: the kernel rounds to this dtype. If `output_scale` is given, `out.out` is in e4m3. `out` may
+            be `prefix` or `suffix` itself; any other `out` must share no memory with `prefix` and `suffix`.
         graph: kind of the CUDA graph that captures this call; NONE without a graph.
-        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+        backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
         The state `out` if it is given; otherwise a new state with the shapes and dtypes of `prefix`. If `output_scale`
@@ -57,7 +57,7 @@ def merge_attn_states(
 
     Raises:
         ValueError: shapes, dtypes or devices do not match. For CPU tensors also: the scale is not finite and positive.
-        UnsupportedConfiguration: `output_block_scale` is given; no backend that `backend` allows can serve the call.
+        UnsupportedConfiguration: `output_block_scale` is given, or no backend that `backend` allows can serve the call.
     """
     if output_scale is not None or output_block_scale is not None:
         _check_merge(prefix, suffix)
@@ -66,7 +66,7 @@ def merge_attn_states(
     if out is not None:
         check_type("out", out, AttentionState)
         _check_merge(prefix, suffix)
-        # in every call: overlaps may differ between calls with equal shapes
+        # Check `out` in every call: whether tensors overlap may differ between two calls with equal shapes.
         _check_target(out, prefix, suffix, output_scale is not None)
     return merge_states(prefix, suffix, out, graph, backend, output_scale)
 

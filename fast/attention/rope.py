@@ -61,7 +61,7 @@ def rotary_frequencies(rope: RopeConfig, dim: int, dtype: torch.dtype = torch.fl
 def rotary_cos_sin(
     positions: Int[Tensor, " T"], rope: RopeConfig, dim: int, dtype: torch.dtype
 ) -> tuple[Float[Tensor, "T {dim//2}"], Float[Tensor, "T {dim//2}"]]:
-    """Return the cosine and the sine of every angle of every token; with YaRN, times a magnitude factor.
+    """Return the cosine and the sine of every angle of every token. With YaRN, multiply them by a magnitude factor.
 
     Returns:
         Two [T, R/2] tensors, float64 if `dtype` is float64 and float32 otherwise.
@@ -122,14 +122,16 @@ def apply_rope(
         q_pe: [T, N, R], rope part of the queries.
         k_pe: [T, R], rope part of the keys, which all heads share.
         rope: rotary parameters.
-        q_scale: float32 scale of queries in e4m3 (8 bits), [] or [N]; None for queries in the dtype of `q_pe`.
+        q_scale: float32 scale, [] or [N], with which the rotated `q_pe` is quantised to e4m3 (8 bits); None keeps the
+            dtype of `q_pe`.
         frequencies: [R/2], result of `rotary_frequencies`, on the device of `q_pe`: float64 if `q_pe` is float64,
             float32 otherwise. None computes the frequencies in each call.
         graph: kind of the CUDA graph that captures this call; NONE without a graph.
-        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+        backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
-        The rotated `q_pe` and `k_pe`, new tensors of the same dtype. If `q_scale` is given, `q_pe` is in e4m3.
+        The rotated `q_pe` and `k_pe`, new tensors of the dtype of `q_pe`. If `q_scale` is given, the rotated `q_pe` is
+        in e4m3.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match. For CPU tensors also: the scale is not finite and positive.

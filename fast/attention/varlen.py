@@ -45,10 +45,11 @@ def flash_attn_varlen(
     """Compute softmax attention of packed requests: the queries of a request attend the keys of the same request.
 
     See `reference.attention.varlen` for the arithmetic. A request may have more keys than queries. With a causal mask,
-    the last query of a request sees all keys of the request, and each earlier query sees one key less.
+    the last query of a request sees all keys of the request, and each earlier query sees one key less than the query
+    that follows it.
 
     Args:
-        q: [T, N, D].
+        q: [T, N, D]; in this module, D is the head dim of queries and keys.
         k: [S, N, D].
         v: [S, N, Dv]; Dv may differ from D.
         cu_seqlens_q: [B + 1], prefix sum of the query lengths; a length may be 0.
@@ -58,7 +59,7 @@ def flash_attn_varlen(
         softmax_scale: factor of the scores.
         causal: if True, each query sees no key after its own position.
         out_dtype: dtype of the output; None means the dtype of `q`.
-        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+        backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
         out [T, N, Dv] and lse [N, T].
@@ -108,9 +109,9 @@ def flash_attn_varlen_shared_rope(
         out_dtype: dtype of the output; None means the dtype of `q`.
         bounded: if True, S may be larger than cu_seqlens_k[-1], and the keys after the last request are not read.
         return_lse: whether the kernel stores the LSE.
-        out: tensor [T, N, Dv] in `out_dtype`, with any strides, that receives the output; it must share no memory with
-            the arguments. None allocates a tensor.
-        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+        out: tensor [T, N, Dv] in `out_dtype`, with any strides, that receives the output; `out` must share no memory
+            with the other arguments. None allocates a tensor.
+        backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
         With `return_lse`, an `AttentionState`: out [T, N, Dv] and lse [N, T]. Without `return_lse`, the output tensor
@@ -118,8 +119,8 @@ def flash_attn_varlen_shared_rope(
 
     Raises:
         TypeError: `bounded` or `return_lse` is not a bool.
-        ValueError: for the same reasons as `flash_attn_varlen`; with `bounded`, cu_seqlens_k[-1] may be smaller than S.
-            Also if `out` has a wrong shape, dtype or device, or overlaps an argument.
+        ValueError: for the same reasons as `flash_attn_varlen`, except that with `bounded` a cu_seqlens_k[-1] smaller
+            than S is valid. Also if `out` has a wrong shape, dtype or device, or overlaps another argument.
         UnsupportedConfiguration: for the same reasons as `flash_attn_varlen`.
     """
     inputs = AttentionInputs(q, k_nope, k_pe, v, cu_seqlens_q, cu_seqlens_k)
@@ -183,7 +184,7 @@ def attend(
     tokens, heads, _ = q.shape
     if out is None:
         out = q.new_empty(tokens, heads, v.shape[2], dtype=out_dtype)
-    elif not out_is_checked:  # in every call: equal shapes do not show which tensors overlap
+    elif not out_is_checked:  # check `out` in every call: which tensors overlap cannot be seen from their shapes
         given = [each for each in inputs if each is not None]
         check_out("out", out, (tokens, heads, v.shape[2]), out_dtype, q.device, *given)
     lse = q.new_empty(heads, tokens, dtype=wide_dtype(out_dtype)) if return_lse else None
@@ -197,7 +198,7 @@ def _launch_attention(
 ):  # fmt: skip
     if q.device.type == "cpu":
         check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0])
-        # if the call is not bounded, `attend` checks that the offsets reach S
+        # If the call is not bounded, `attend` checks that the last offset is S.
         check_offsets("cu_seqlens_k", cu_seqlens_k, most=k.shape[0])
     return backends.kernel(backend, "flash_attn_varlen")(
         q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype,

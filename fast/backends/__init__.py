@@ -1,4 +1,4 @@
-"""Choose the backend that serves a call: of all backends that can serve the call, the one with the highest priority.
+"""Choose the backend that serves a call: the backend with the highest priority of all that can serve the call.
 
 An op is a function of `fast` that kernels implement, such as `mla_decode`. A backend is a set of kernels behind one
 name, such as "triton". A backend declares its ops, and the calls of each op that its kernels can serve. Every parameter
@@ -18,7 +18,8 @@ name, such as "triton". A backend declares its ops, and the calls of each op tha
 
 Some ops must be served by the same backend:
 
-- The ops of one decode (`DECODES`): a schedule fits only the kernel whose number of programs and costs it was made for.
+- The ops of one decode (`DECODES`): a schedule is made for the number of programs and the costs of one kernel. The
+  schedule fits no other kernel.
 - The ops that write and read a message between ranks (`MESSAGES`): each backend has its own layout of the message.
 
 If a mapping binds one op of such a group to a backend, the mapping also binds every other op of the group that this

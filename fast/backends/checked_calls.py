@@ -38,9 +38,9 @@ from .registry import on_change
 from .repeated_launches import Launches
 from .selection import BoundOps
 
-MOST_SIGNATURES = 512  # signatures kept for each op; a decode can add one in each step, because `max_seq_len` grows
+MOST_SIGNATURES = 512  # signatures kept for each op; every step of a decode can add one, because `max_seq_len` grows
 MOST_CONFIGS = 4096  # configs that are kept in `_CONFIGS`
-_KEEPING = threading.RLock()  # held while a thread adds or forgets signatures
+_KEEPING = threading.RLock()  # a thread holds this lock while it adds or forgets signatures
 _ALL_CALLS: list[CheckedCalls | CheckedOnce | CallsInside] = []
 _PROPERTIES = operator.attrgetter("shape", "dtype", "device", "requires_grad")
 
@@ -118,7 +118,8 @@ class CheckedCalls:
             result = known[1].run(self._launch, *arguments, backend)
         finally:
             PER_THREAD.order = order
-        if order is not None and backend not in OWN_BACKENDS:  # such a backend may return other strides next time
+        # Confirm the strides of the result: a backend of another project may return other strides in the next call.
+        if order is not None and backend not in OWN_BACKENDS:
             confirm(
                 *[each for each in (result if isinstance(result, tuple) else (result,)) if isinstance(each, Tensor)]
             )
@@ -192,9 +193,9 @@ class CallsInside:
     def given(self, *arguments: Any) -> Order | contextlib.AbstractContextManager[None]:
         """Return a context manager for the calls inside the function.
 
-        At the first call of the function with a signature, the context manager records the checks and ops inside. At
-        later calls with this signature, the checks and ops inside reuse the record. The context manager does nothing if
-        the thread is already inside such a context manager, or if calls must be checked in full.
+        In the first call of the function with a signature, the context manager records the checks and ops inside. In
+        later calls with this signature, the checks and ops inside reuse what was recorded. The context manager does
+        nothing if the thread is already inside such a context manager, or if calls must be checked in full.
         """
         if PER_THREAD.order is not None or must_be_dispatched() or torch._C._is_any_autocast_enabled():
             return _NOTHING  # autocast is not in the signature, but changes the dtypes of products in the function
@@ -206,7 +207,7 @@ class CallsInside:
         return Order(entries, lambda found: self._end(signature, found))
 
     def _end(self, signature: tuple, found: tuple[Entry, ...] | None) -> None:
-        """Keep the recorded calls `found`; if `found` is None, forget the record, because a call did not match."""
+        """Keep the calls `found`; if `found` is None, forget what was recorded, because a call did not match."""
         if found is None:
             self._orders.pop(signature, None)
         else:
@@ -418,7 +419,7 @@ def _identity_of_new_kind(argument: Any) -> Any:
 
 
 def _needs_dispatcher(arguments: tuple, grad: bool) -> bool:
-    """Return whether some tensor needs torch's dispatcher: it needs a gradient, is a negated view or a meta tensor."""
+    """Return whether a tensor needs torch's dispatcher: it needs a gradient, or is a negated view or a meta tensor."""
     for argument in arguments:
         if isinstance(argument, Tensor):
             if argument.is_neg() or argument.is_meta or (grad and argument.requires_grad):

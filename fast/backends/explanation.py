@@ -1,4 +1,4 @@
-"""Report which backend serves each op of a layer, and why the other backends do not serve it."""
+"""Report which backend serves each op of a layer, and why other backends do not serve this op."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def layer_requests(
 ) -> list[KernelRequest]:
     """Return one `KernelRequest` (the capabilities that a backend needs) for each op of a layer, sorted by op.
 
-    Each `KernelRequest` needs a backend that serves batches with any query lengths.
+    The requests for the ops of a decode and for `flash_attn_varlen` need a backend that serves any query lengths.
 
     Args:
         config: configuration of the layer.
@@ -52,7 +52,7 @@ def layer_requests(
         dtype: dtype of the layer's tensors.
         block_size: tokens of a cache block.
         cache_format: format of the layer's cache.
-        fp8_mode: the layer's mode of decodes over a cache in e4m3.
+        fp8_mode: fp8 mode of the layer's decodes.
     """
     latent, rope = config.kv_lora_rank, config.qk_rope_head_dim
     entry = (("kv_lora_rank", latent), ("qk_rope_head_dim", rope))
@@ -118,8 +118,9 @@ def explain(
 ) -> str:
     """Return one line for each op of a layer: the backend that serves the op, and the reasons against other backends.
 
-    If `backend` is given, each line also has the word "bound" or "chosen". "bound" means that `backend` decides which
-    backend serves the op. "chosen" means that the backend with the highest priority serves the op.
+    If `backend` is given, each line also has the word "bound" or "chosen". "bound" means that the argument `backend`
+    names the backend of the op. "chosen" means that the argument names no backend for the op, so that the backend with
+    the highest priority serves the op.
 
     Args:
         config: configuration of the layer.
@@ -127,7 +128,7 @@ def explain(
         dtype: dtype of the layer.
         block_size: tokens of a cache block.
         cache_format: format of the layer's cache.
-        fp8_mode: the layer's mode of decodes over a cache in e4m3.
+        fp8_mode: fp8 mode of the layer's decodes.
         backend: the layer's `backend=`: a name, a mapping from op to name, or None (`fast.backends`).
 
     Raises:

@@ -48,7 +48,7 @@ class Entry:
 class Order:
     """Context manager for one call of a function: record the checks and ops inside the function, or reuse a record.
 
-    If a check or op does not match the record, this and all later checks and ops compute their own signatures.
+    If a check or op does not match the record, this check or op and all that follow compute their own signatures.
 
     Args:
         entries: record of an earlier call of the function with the same signature; None makes a new record.
@@ -74,7 +74,10 @@ class Order:
             self._end(None)
 
     def next(self, owner: Any) -> Entry | None:
-        """Return the entry of the next call; None if `owner` must compute its own signature."""
+        """Return the next entry of the reused record if it belongs to the check or op `owner`, otherwise None.
+
+        With None, `owner` must compute its own signature.
+        """
         entries, place = self._entries, self._place
         if entries is None or self._failed:
             return None
@@ -85,7 +88,7 @@ class Order:
         return None
 
     def note(self, owner: Any, value: Any) -> None:
-        """Record one call."""
+        """Add a call of the check or op `owner` to the new record; do nothing if an earlier record is reused."""
         if self._entries is None:
             self._found.append(Entry(owner, value))
 
@@ -99,12 +102,12 @@ class Order:
                 self._failed = True
 
     def give_up(self) -> None:
-        """Stop recording and reusing calls, because a call inside has no signature."""
+        """Stop recording and reusing calls, because a call inside the function has no signature."""
         self._failed = True
 
 
 class CallsOfOthers:
-    """Context manager for code of another project, such as a projection: calls in it are not recorded or reused."""
+    """Context manager for code of another project, such as a projection: calls inside are not recorded or reused."""
 
     __slots__ = ("_order",)
 

@@ -13,7 +13,7 @@ from reference.interfaces import COMPUTE_FORMAT, E4M3, FLOAT_DTYPES, FP8_DS_MLA,
 from .registry import Backend, OpSupport, register
 
 DECODES = ("mla_decode", "decode_programs", "schedule_costs")  # one backend serves all three ops of a decode
-MESSAGES = ("pack_attn_state", "merge_packed_attn_states")  # one backend writes and reads a message
+MESSAGES = ("pack_attn_state", "merge_packed_attn_states")  # the backend that writes a message must also read it
 OPS = (  # every op that a backend can serve
     "advance_step", "apply_rope", "compute_visible_lens", "concat_and_cache_mla", "copy_blocks", "decode_programs",
     "dequantize_entries", "flash_attn_varlen", "gather_and_maybe_dequant_cache", "merge_attn_states",
@@ -31,7 +31,7 @@ READS = {"pack_attn_state": "merge_packed_attn_states"}  # op that writes a mess
 
 
 def missing(package: str, least: str | None = None) -> str | None:
-    """Return what to install; None if the package is installed, in version `least` or later. Import no package."""
+    """Return what to install, or None if `package` is installed in version `least` or later; import no package."""
     if least is None:
         return None if importlib.util.find_spec(package) else package
     try:
@@ -50,8 +50,9 @@ def _ops_of(package: str, names: tuple[str, ...], **declared) -> dict[str, OpSup
 def _ops_of_all(package: str, dtypes: tuple[torch.dtype, ...]) -> dict[str, OpSupport]:
     """Declare the support for `OPS`.
 
-    `ENTRY_OPS` and `DECODES` serve every cache format, and a decode every fp8 mode. A reorder serves every stored
-    dtype. The output of `QUANTIZING_OPS` may also be in e4m3, so `zero_padding_tokens` serves e4m3 too.
+    `ENTRY_OPS` and `DECODES` serve every cache format, and `DECODES` also serve every fp8 mode. `reorg_kvcache` also
+    serves `STORED_DTYPES`. The output of `QUANTIZING_OPS` and of `rope_norm_and_cache` may also be in e4m3, and
+    `zero_padding_tokens` also serves e4m3.
     """
     return (
         _ops_of(package, OPS, dtypes=dtypes)

@@ -30,7 +30,7 @@ ENTRY_POINTS = "mla_twins.backends"  # entry point group in which other packages
 MASKS = ("causal", "visible_lens")
 HEAD_DIMS = (  # names of widths in a `KernelRequest`
     "kv_lora_rank", "qk_rope_head_dim", "qk_head_dim", "v_head_dim",
-    "head_dim",  # for ops with one width: columns of a cache, or values of an attention state
+    "head_dim",  # for ops with one width: the columns of a cache, or the width of an attention state's output
 )  # fmt: skip
 
 
@@ -101,8 +101,8 @@ class OpSupport:
         dtypes: supported dtypes of queries and keys.
         out_dtypes: supported dtypes of the output, if a caller may choose the dtype; None means the same as `dtypes`.
         cache_formats: names of the supported cache formats.
-        head_dims: mapping from name (`KernelRequest.head_dims`) to supported sizes. A name that is missing in the
-            mapping may have any size. None means that every name may have any size.
+        head_dims: mapping from the name of a width (`KernelRequest.head_dims`) to its supported sizes. A width that is
+            missing in the mapping may have any size. None means that every width may have any size.
         block_sizes: supported block sizes; None for any.
         batch_invariant: whether the kernel can be batch-invariant: a request gets the same bits in every batch.
         query_lens: the most general supported kind of query lengths.
@@ -110,8 +110,8 @@ class OpSupport:
         graph: the most general supported kind of CUDA graph.
         lse: whether the kernel returns the LSE; not used for an op without an LSE.
         needs_words: whether the cache must consist of 16-byte words (`KernelRequest.cache_in_words`).
-        reads: if this op writes a message for other ranks: name of the op that reads the message, which the backend
-            must declare too. None for all other ops.
+        reads: for an op that writes a message for other ranks: name of the op that reads the message. The backend must
+            declare this reading op too. None for all other ops.
         priority: priority for this op; None for the priority of the backend.
         fp8_modes: supported modes of a decode over a cache in e4m3, from `FP8_MODES`.
     """
@@ -271,8 +271,8 @@ def register(backend: Backend) -> None:
     """Add a backend, so that it can serve the ops that it declares.
 
     Another package can declare its backends with an entry point of the group "mla_twins.backends". The entry point is
-    one `Backend`, an iterable of backends, or a function that returns either of them. Entry points are read once, when
-    a backend is chosen for the first time.
+    one `Backend`, an iterable of backends, or a function that returns a backend or an iterable of backends. Entry
+    points are read once, when a backend is chosen for the first time.
 
     Args:
         backend: the backend; no registered backend may have its name.

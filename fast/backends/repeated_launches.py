@@ -26,7 +26,7 @@ class Launches:
 
     Attributes:
         compiled: mapping from the number of a launch in the call to two values: the compiled kernel, and the values of
-            the kernel's parameters behind the `arguments` of `launch`.
+            the kernel's parameters that follow the `arguments` of `launch`.
         replay: replay of these calls; None if no call was recorded, or if the record cannot be replayed.
         no_replay: why these calls cannot be replayed; None if there is no known reason.
     """
@@ -107,7 +107,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     if hasattr(compiled, "packed_metadata"):  # Triton's interpreter compiles nothing
         rest = tuple([constants[name] for name in kernel.arg_names[len(arguments) :]])
         call.compiled[number] = (compiled, rest)
-        if call.recorder is not None:  # an earlier call kept no kernel, because it failed before this launch
+        if call.recorder is not None:  # the earlier call failed before this launch, so it did not keep this kernel
             call.recorder.launches.append(Launch(compiled, (*grid, 1, 1)[:3], (*arguments, *rest)))
     elif call.recorder is not None:
         call.recorder.other_op = "a launch without a compiled kernel"

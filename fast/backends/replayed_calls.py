@@ -5,7 +5,8 @@ same signature (the same shapes, dtypes and values, see `checked_calls`) differ 
 A `Recorder` watches one call. It records the allocations, the launches, and which tensor each address belongs to. A
 `Replay` of this record takes a few microseconds of Python, however long the host code of the op takes.
 
-A call cannot be replayed in the following cases. The host code of the op then runs in every call (`repeated_launches`):
+Some calls cannot be replayed (`CannotReplay`), and the host code of the op then runs in every call
+(`repeated_launches`). The main reasons are:
 
 - the host code calls an op of torch that is neither an allocation nor a view;
 - a result is neither an input nor a new tensor;
@@ -117,7 +118,7 @@ class Recorder(TorchDispatchMode):
         """Return the origin of a tensor's address.
 
         Raises:
-            CannotReplay: the tensor is unknown: no input, no new tensor, and no view of one of them.
+            CannotReplay: the tensor is neither an input, nor a new tensor, nor a view of an input or new tensor.
         """
         origin = self._origins.get(id(tensor))
         if origin is None:
@@ -230,7 +231,7 @@ class _ReplayedLaunch:
         self._launch = direct_launch(recorded.compiled, recorded.grid)
         self._template: list[Any] = []  # values of all arguments, and of all fields of named tuples
         self._filled: list[tuple[int, int]] = []  # (place in the template, number of its address)
-        self._described: list[tuple[int, int, _DescriptorMaker]] = []  # for descriptors: `_filled`, and the maker
+        self._described: list[tuple[int, int, _DescriptorMaker]] = []  # (place of a descriptor, its address, maker)
         self._records: list[tuple[int, Callable]] = []  # (place of a named tuple, function that collects its fields)
 
         def number_of(origin: Origin) -> int:

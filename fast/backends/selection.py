@@ -192,7 +192,7 @@ def state_request(
         op: name of the op.
         out: [T, N, Dv], output of a state.
         graph: kind of the CUDA graph that captures the call; NONE without a graph.
-        out_dtype: dtype of the result; None if it needs no special support of the backend.
+        out_dtype: dtype of the result; None if the backend need not declare this dtype.
     """
     check_type("graph", graph, GraphSupport)
     return KernelRequest(op, out.device, out.dtype, (("head_dim", out.shape[2]),), out_dtype=out_dtype, graph=graph)

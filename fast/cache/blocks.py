@@ -31,7 +31,7 @@ def copy_blocks(
     Args:
         kv_caches: one cache per layer, all with the same number of blocks.
         block_mapping: [pairs, 2], (source block, target block).
-        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+        backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Raises:
         ValueError: shapes, dtypes or devices do not match. For CPU tensors also: a block is outside the cache, is
@@ -81,10 +81,10 @@ def swap_blocks(
         source: cache that is read.
         target: cache that is written, with the block size, entry width and dtype of `source`.
         block_mapping: [pairs, 2], (source block, target block).
-        source_scale: float32 scale of the source cache, if its format has one. The function reads both scales, so the
-            host waits for a scale on a GPU.
+        source_scale: float32 scale of the source cache, if its format has one. The function compares the values of the
+            two scales, so the host waits if a scale is on a GPU.
         target_scale: float32 scale of the target cache; it must equal `source_scale`.
-        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+        backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Raises:
         ValueError: the caches or their scales do not match. For CPU tensors also: a block is outside its cache or is

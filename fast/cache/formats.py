@@ -38,7 +38,7 @@ def quantize_entries(
         k_pe: [T, R], rotated keys.
         cache_format: format of the cache.
         kv_scale: float32 scale of the layer's cache; None if the format has no such scale.
-        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+        backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
         [T, columns] in the dtype of the cache, a new tensor.
@@ -95,19 +95,19 @@ def dequantize_entries(
     out: Float[Tensor, "S head_size"] | None = None,
     backend: BackendChoice = None,
 ) -> Float[Tensor, "S head_size"]:
-    """Return the numbers that stored cache entries stand for.
+    """Return the numbers of stored cache entries, dequantised if the format has scales.
 
     See `reference.cache.formats.dequantize_entries` for the products and for their rounding.
 
     Args:
         entries: [S, columns], stored entries.
         cache_format: format of the cache.
-        out_dtype: dtype of the result; None means the dtype of `entries`; None is legal if the format has no
+        out_dtype: dtype of the result; None means the dtype of `entries`. It must be given if the format has a
             `storage_dtype`.
         kv_scale: float32 scale of the layer's cache; None if the format has no such scale.
-        out: tensor [S, Lkv + R] in `out_dtype` that receives the result; it must share no memory with `entries`. None
-            allocates a tensor.
-        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+        out: tensor [S, Lkv + R] in `out_dtype` that receives the result; `out` must share no memory with `entries`.
+            None allocates a tensor.
+        backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
         The tensor `out` if it is given; otherwise a new tensor [S, Lkv + R] in `out_dtype`.

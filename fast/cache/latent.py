@@ -54,7 +54,7 @@ def concat_and_cache_mla(
         cache_format: format of the cache.
         kv_scale: float32 scale of the layer's cache; None if the format has no such scale.
         graph: kind of the CUDA graph that captures this call; NONE without a graph.
-        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+        backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Raises:
         ValueError: shapes, dtypes or devices do not match. For CPU tensors also: a slot is outside the cache, or the
@@ -118,21 +118,22 @@ def gather_and_maybe_dequant_cache(
     Args:
         kv_cache: cache that is read.
         block_table: [B, W], blocks of each request.
-        cu_seq_lens: [B + 1], first row of each request in the result, and the number of gathered tokens at the end.
+        cu_seq_lens: [B + 1], first row of each request in the result; the last value is the number of gathered tokens.
         starts: [B], first gathered token of each request.
         num_tokens: number of gathered tokens of all requests, cu_seq_lens[-1].
         cache_format: format of the cache.
         out_dtype: dtype of the result; None means the dtype of the cache. If the cache format has a `storage_dtype`, an
-            `out_dtype` must be given. With `storage_dtype` itself, the result has the stored entries, bit for bit.
+            `out_dtype` must be given. If `out_dtype` is this `storage_dtype`, the result has the stored entries, bit
+            for bit.
         kv_scale: float32 scale of the layer's cache; None if the format has no such scale.
         out: tensor that receives the result, with the shape and dtype of the result, for example the first rows of a
             workspace; None allocates a tensor.
         bounded: if True, `num_tokens` may be larger than cu_seq_lens[-1], and the rows after the last request become 0.
-        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+        backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
-        The tensor `out` if it is given; otherwise a new tensor [num_tokens, Lkv + R] in `out_dtype`. Stored entries
-        have the number of columns of the cache instead of Lkv + R.
+        The tensor `out` if it is given; otherwise a new tensor [num_tokens, Lkv + R] in `out_dtype`. A result of stored
+        entries has the columns of the cache instead of Lkv + R columns.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match. For CPU tensors also: `cu_seq_lens` decreases, a block is

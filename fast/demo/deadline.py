@@ -1,9 +1,9 @@
 """Deadline that ends a process whose step waits for a dead rank.
 
-A step of several ranks exchanges data through gloo (CPU) or NCCL (GPU). The two behave differently if a rank has died:
+A step of several ranks exchanges data through gloo (CPU) or NCCL (GPU). If a rank has died, gloo and NCCL differ:
 
 - gloo: the exchange raises an error in the waiting process. No deadline is needed.
-- NCCL: the launch of the exchange returns at once. When the process then reads a result, it waits without an error.
+- NCCL: the launch of the exchange returns at once. When the process then reads a result, it waits and gets no error.
   PyTorch's watchdog ends the process after the timeout of the group of ranks. But the watchdog does not know the
   requests of the step, and it does not see exchanges in a replayed CUDA graph.
 

@@ -109,8 +109,8 @@ class Job:
 def check_outputs(args: argparse.Namespace) -> None:
     """Check that the files of `--json` and `--picture` can be written, without changing their contents.
 
-    The function opens an existing file for writing. In place of a missing file, it makes a temporary file in the same
-    folder, and so it also detects a read-only or full file system.
+    The function opens an existing file for writing. If a file is missing, the function creates a temporary file in the
+    same folder, so that it also detects a read-only or full file system.
 
     Raises:
         ValueError: a folder is missing, a path is a folder, a file cannot be written, or both options name the same
@@ -123,9 +123,9 @@ def check_outputs(args: argparse.Namespace) -> None:
         target = Path(os.path.realpath(path))  # follow links, because a link may lead to another folder
         try:
             check(target.parent.is_dir() and not target.is_dir(), option, "a file in a folder that exists", path)
-            if target.is_file() or target.is_symlink():  # `realpath` leaves only links in a cycle, which `open` refuses
+            if target.is_file() or target.is_symlink():  # after `realpath`, a link is in a cycle: `os.open` refuses it
                 os.close(os.open(target, os.O_WRONLY | os.O_APPEND))
-            elif target.exists():  # a device or a pipe; do not open a pipe: `open` may block, or end the pipe's reader
+            elif target.exists():  # a device or a pipe; to open a pipe may block, or end the program that reads it
                 check(os.access(target, os.W_OK), option, "a path that can be written", path)
             else:
                 tempfile.TemporaryFile(dir=target.parent).close()
@@ -255,8 +255,8 @@ def load_model(source: str, local: bool, dtype: torch.dtype) -> nn.Module:
 def choose_scales(job: Job) -> dict[str, float] | None:
     """Return a scale for the cache of each layer, or None if the format of the caches has no such scale.
 
-    All packages and ranks get the same scales, so that they store the same numbers. A layer takes the scale of the
-    checkpoint; if the checkpoint has none, the scale comes from a calibration on the prompts.
+    All packages and ranks get the same scales, so that they store the same numbers. The scale of a layer comes from the
+    checkpoint, or from a calibration on the prompts if the checkpoint has no scale for the layer.
     """
     from ..integrations.transformers import calibrate_model
     from ..integrations.transformers.models import attention_modules

@@ -161,9 +161,9 @@ def prompt_figures(job: Job, number: int, tokens: dict[str, list[list[int]]]) ->
     """Return the figures of one prompt: its text, its lengths, and the tokens that each package generated for it.
 
     Transformers counts as a package here. `differs_at` is the index of the first generated token that is not the same
-    for all compared packages, or None. Transformers is compared only if the cache has the dtype of the model. Otherwise
-    the cache has other values, and `differs_from_transformers_at` is the index of the first token that transformers
-    does not generate.
+    for all compared packages, or None. Transformers is compared only if the cache has the dtype of the model, because
+    another format changes the values of the cache. `differs_from_transformers_at` is given for every cache format: the
+    index of the first token that differs between transformers and the package whose continuation is shown, or None.
     """
     answers = {name: ids[number] for name, ids in tokens.items()}
     shown = answers["fast" if "fast" in answers else "reference"]
@@ -181,7 +181,7 @@ def prompt_figures(job: Job, number: int, tokens: dict[str, list[list[int]]]) ->
 
 
 def compared_contenders(job: Job) -> list[str]:
-    """Return the contenders that must generate the same tokens, because their caches stand for the same numbers."""
+    """Return the packages that must generate the same tokens; transformers is one of them if no value is quantised."""
     return [*job.packages, *(["transformers"] if job.cache_format == COMPUTE_FORMAT else [])]
 
 
@@ -192,9 +192,10 @@ def first_difference(answers: list[list[int]]) -> int | None:
 
 
 def cache_figures(job: Job, schedules: dict[str, dict[str, int]]) -> dict[str, Any]:
-    """Return the bytes that a cache of all layers needs for 1000 tokens.
+    """Return the bytes that a cache of all layers needs for 1000 tokens, and the largest cache of the run in bytes.
 
-    The first figure is for latents, the second for keys and values of every head.
+    `latent_bytes_per_1000_tokens` is for a cache of latents. `expanded_bytes_per_1000_tokens` is for a cache of keys
+    and values of every head.
     """
     c, entries = job.config, job.model.config.num_hidden_layers * 1000
     latent = entries * job.cache_format.entry_bytes(c.kv_lora_rank, c.qk_rope_head_dim, job.dtype)
@@ -258,7 +259,7 @@ def kernels(job: Job) -> dict[str, list[str]]:
             more = f" and {len(reasons) - 1} more reason{'s' * (len(reasons) > 2)}" if len(reasons) > 1 else ""
             line = f"serves none: {reasons[0]}{more}"
         else:
-            line = "serves none: --backend names another backend, or others have a higher priority"
+            line = "serves none: --backend names another backend, or other backends have a higher priority"
         summary.append(f"{candidate.name}: {line}")
     return {"lines": lines, "summary": summary}
 
@@ -290,7 +291,7 @@ def verdict(figures: dict[str, Any]) -> dict[str, Any]:
     if "transformers" not in figures["compared"]:
         same = sum(prompt["differs_from_transformers_at"] is None for prompt in prompts)
         lines.append(
-            f"tokens as transformers without a quantised cache: {same} of {len(prompts)} prompts (not required)"
+            f"same tokens as transformers (cache not quantised): {same} of {len(prompts)} prompts (not required)"
         )
     if figures["bits_per_byte"] is not None:
         lines.append(in_words(figures["bits_per_byte"]))

@@ -118,7 +118,7 @@ def flatten(value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value.flatten()
     value = list(CACHE_FORMATS).index(value.name) if isinstance(value, CacheFormat) else value
-    value = FP8_MODES.index(value) if isinstance(value, str) else value  # the mode of the decodes
+    value = FP8_MODES.index(value) if isinstance(value, str) else value  # the fp8 mode of the decodes
     if dataclasses.is_dataclass(value):
         value = [getattr(value, each.name) for each in dataclasses.fields(value)]
     if isinstance(value, enum.Enum):
@@ -339,8 +339,8 @@ def caches(compared: Comparison, kv_c_normed: Tensor, k_pe: Tensor, batch: Batch
     """Compare cache writes, gathers and copies bit by bit.
 
     Returns:
-        A cache with the entries of all tokens. All other slots are NaN, so that the comparison detects an op that reads
-        one of them.
+        A cache with the entries of all tokens. All slots without a token are NaN, so that the comparison detects an op
+        that reads such a slot.
     """
     slots = batch.common(compared.oracle, batch.lens).slot_mapping
     dims = kv_c_normed.shape[1], k_pe.shape[1]

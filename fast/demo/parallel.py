@@ -47,7 +47,7 @@ def serve_in_parallel(args: argparse.Namespace, ops: ModuleType, oracle: ModuleT
     args.no_picture = True
     try:
         device = check_start(args)
-        if os.environ["RANK"] == "0":  # only this rank writes files; check them before it waits for other ranks
+        if os.environ["RANK"] == "0":  # only rank 0 writes files; check them before rank 0 waits for other ranks
             check_outputs(args)
         dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
     except (ValueError, RuntimeError) as error:
@@ -63,7 +63,7 @@ def serve_in_parallel(args: argparse.Namespace, ops: ModuleType, oracle: ModuleT
         if device != "cpu":
             os._exit(status)  # a normal exit would destroy the communicator, and may wait for dead ranks
         return status
-    dist.destroy_process_group()  # not after an error: the call could then wait for dead ranks
+    dist.destroy_process_group()  # not called after an error, because it could then wait for dead ranks
     if job.context_parallel.tp_group.rank > 0:
         return 0
     alone = alone_tokens(job)

@@ -1,4 +1,4 @@
-"""Bits per byte of the prompts: how well the model predicts the text over a cache format; fewer bits are better."""
+"""Bits per byte of the prompts: how well the model predicts the text with a cache format; fewer bits are better."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ STEP_TOKENS = 64  # tokens of one forward; all of them take the absorbed path, w
 
 
 def compare_bits_per_byte(job: Job) -> dict[str, Any] | None:
-    """Compare the bits per byte over the job's cache format with those over a cache in the dtype of the model.
+    """Compare the bits per byte with a cache in the dtype of the model and with a cache in the job's format.
 
     Returns:
-        Dictionary with the name `cache_format`, the bits per byte over both caches (`compute_dtype` and `over_format`),
-        and the relative `increase` (0.01 is 1 percent). None if the job's cache has the dtype of the model, or if the
-        prompts have no token to predict.
+        Dictionary with the bits per byte for the dtype of the model (`compute_dtype`) and for the job's format
+        (`over_format`), the name of this format (`cache_format`), and the relative `increase` (0.01 is 1 percent). None
+        if the job's cache has the dtype of the model, or if the prompts have no token to predict.
     """
     if job.cache_format == COMPUTE_FORMAT:
         return None
@@ -38,7 +38,7 @@ def compare_bits_per_byte(job: Job) -> dict[str, Any] | None:
 
 @torch.inference_mode()
 def bits_per_byte(job: Job, cache_format: CacheFormat) -> float | None:
-    """Return the bits that the model needs to predict one byte of the prompts, or None if there is no byte.
+    """Return the bits that the model needs to predict one byte of the prompts, or None if no byte is to be predicted.
 
     The first token of a prompt is not predicted. Each forward has `STEP_TOKENS` tokens on the absorbed path, so that
     every key is read from the cache. One process computes the result alone, also with context parallelism.

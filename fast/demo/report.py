@@ -202,7 +202,7 @@ def draw_cache(axes: Any, cache: dict[str, Any]) -> None:
 
 
 def draw_parity(axes: Any, parity: list[dict[str, Any]]) -> None:
-    """Draw largest error / budget and mean error / budget for each op; both must be at most 1."""
+    """Draw largest error / budget and mean error / budget for each op; both ratios must be at most 1."""
     positions = range(len(parity))
     ratios = {
         key: [budget_ratio(row[f"{key}_error"], row[f"{key}_budget"]) for row in parity] for key in ("max", "mean")

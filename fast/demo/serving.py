@@ -1,4 +1,4 @@
-"""Loop that serves requests over one paged latent cache, in batches of decodes and prefills.
+"""Loop that serves requests with a paged latent cache for each layer, in batches of decodes and prefills.
 
 The main job and a long-running test use the loop.
 
@@ -6,8 +6,8 @@ The loop is not an inference server. It shows what a scheduler must pass to MLA 
 
 - Requests start to run in the order of arrival.
 - A step has a limited number of tokens, the token budget. Decodes come first; parts of prompts fill the rest.
-- If no block is free, the loop preempts the youngest running request: it frees the blocks of this request, and computes
-  its tokens again later.
+- If no block is free, the loop preempts the youngest running request: the loop frees the blocks of this request, and
+  computes the tokens of this request again later.
 - A finished request frees its blocks.
 - Sampling is greedy.
 """
@@ -92,7 +92,7 @@ class ServingLoop:
             `choose_path` returns for it.
         eos: token or tokens that end a request, or None.
         block_order: order in which blocks are first used; None means the ascending order.
-        costs: costs from which `ops.choose_path` chooses the path of longer queries; None takes the defaults of
+        costs: costs from which `ops.choose_path` chooses the path of longer queries; None means the defaults of
             `PathCosts`.
         context_parallel: groups of the ranks that share heads and sequences, or None. `use_mla` must have got the same
             groups. Every rank creates the loop, adds the same requests and runs the same steps. The caches of D ranks
@@ -165,7 +165,7 @@ class ServingLoop:
                   f"at most the {attention.workspace_tokens} of the model's layers (use_mla(workspace_tokens=))",
                   workspace_tokens)  # fmt: skip
         self.allocator = BlockAllocator(num_blocks, block_order)
-        self.tokens_per_block = block_size * owned.size  # tokens of a sequence in one block on each rank
+        self.tokens_per_block = block_size * owned.size  # tokens of a sequence for which each rank needs one block
         self.model, self.config, self.ops = model, config, ops
         self.block_size, self.max_num_seqs, self.token_budget = block_size, max_num_seqs, token_budget
         self.workspace_tokens, self.decode_threshold, self.costs = workspace_tokens, decode_threshold, costs
@@ -338,8 +338,8 @@ class ServingLoop:
             self._take(request, needed, taken)
             plan[request] = count
 
-        # After a preemption in this step, the loop below admits no request: the first waiting request is then the last
-        # preempted one, and it needs more blocks than are free.
+        # After a preemption in this step, the loop below admits no request: the first waiting request is then the
+        # request that was preempted last, and this request needs more blocks than are free.
         admitted: list[Request] = []
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
@@ -362,7 +362,7 @@ class ServingLoop:
             taken[request] = count
 
     def _preempt(self, request: Request) -> None:
-        """Stop a running request: free its blocks, and put it first in the queue without computed tokens."""
+        """Stop a running request: free its blocks, drop its computed tokens, and put it first in the queue."""
         self.running.remove(request)
         self.allocator.free(request.blocks)
         request.blocks, request.num_computed = [], 0
@@ -395,7 +395,8 @@ class ServingLoop:
         """Run the model on the packed batch, and sample tokens.
 
         Returns:
-            The plan of the step, and a new token for each request whose last pending token is in the batch.
+            The plan of the step (`MLAMetadata`), and a new token for each request whose last pending token is in the
+            batch.
         """
         metadata = self._metadata(plan)
         ids, positions, sampled, last_rows = [], [], [], []

@@ -33,12 +33,12 @@ def reorg_kvcache(
         gathered: [D, chunk.padded_tokens, Lkv + R], the cache entries that each rank sent (Lkv: width of a latent, R:
             width of the rope key), or stored cache entries [D, chunk.padded_tokens, columns].
         chunk: the gathered chunk of context.
-        out: tensor [chunk.num_tokens, Lkv + R] that receives the result; it must share no memory with `gathered`. None
-            allocates a tensor.
+        out: tensor [chunk.num_tokens, Lkv + R] that receives the result (stored entries: columns instead of Lkv + R);
+            `out` must share no memory with `gathered`. None allocates a tensor.
         backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
-        [chunk.num_tokens, Lkv + R]; the tensor `out` if `out` is given.
+        The tensor `out` if it is given; otherwise a new tensor of the same shape.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match. For CPU tensors also: `chunk.cu_seq_lens` and

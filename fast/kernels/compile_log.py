@@ -35,7 +35,7 @@ class SharedCompilations:
         self._compiled: set[Any] = set()
 
     def claim(self, variant: Any) -> bool:
-        """Return True if this thread must compile the variant; otherwise wait until another thread has compiled it."""
+        """Return whether this thread must compile the variant; wait first if another thread is compiling it."""
         with self._changed:
             while self._compiling.get(variant, threading.get_ident()) != threading.get_ident():
                 self._changed.wait()
@@ -125,7 +125,7 @@ def _before(*, fn, compile, key=None, **_: Any) -> None:
         lines.append(kernel)
         logger.info("compiling %s", kernel)
     else:
-        logger.warning("compiling %s on first use; fast.warmup(config) does it ahead", kernel)
+        logger.warning("compiling %s on first use; call fast.warmup(config) to compile it ahead", kernel)
     _STARTED.set(time.perf_counter())
 
 

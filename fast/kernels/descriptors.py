@@ -23,7 +23,7 @@ class Memory(NamedTuple):
     dtype: torch.dtype
 
     def data_ptr(self) -> int:
-        """Return the address. Triton calls this method, because it takes this object for a tensor."""
+        """Return the address. Triton calls this method, because it treats this object like a tensor."""
         return self.address
 
 
@@ -33,8 +33,8 @@ def box_descriptor(
 ) -> TensorDescriptor | None:
     """Return the descriptor with which a Triton kernel loads boxes of a tensor; None if TMA cannot read the tensor.
 
-    TMA needs a tensor with at least one element and contiguous columns. The address and the other strides must be
-    multiples of 16 bytes.
+    TMA needs a tensor with at least one element, and with a last stride of 1. The other strides must be multiples of 16
+    bytes, and positive in a dim with several elements. The address must be a multiple of 16 bytes too.
 
     The descriptor depends on the arguments alone. If the tensor is freed and a tensor with the same shape, strides and
     dtype is allocated at the same address, the descriptor is correct for the new tensor.

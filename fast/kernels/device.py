@@ -1,4 +1,4 @@
-"""Properties of a device that launches need; they are read once for each device."""
+"""Properties of a device that launchers need; they are read once for each device."""
 
 from __future__ import annotations
 

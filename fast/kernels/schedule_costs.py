@@ -10,7 +10,7 @@ from reference.interfaces import InvariantSplitRule, ScheduleCosts
 # `invariant_starts`: `choose_schedule` multiplies `request_cost` by this factor when it estimates the time of a
 # batch-invariant schedule. The factor is above 1, because the times of the programs differ more in such a schedule.
 STARTS = 4
-# request_cost, split_cost, split_rule, invariant_starts, splits_per_tile
+# the arguments are request_cost, split_cost, split_rule, invariant_starts and splits_per_tile
 FEW_HEADS = ScheduleCosts(5, 1, InvariantSplitRule(4, 32, 16, 128), STARTS, 64)  # 16 heads or fewer
 SOME_HEADS = ScheduleCosts(5, 4, InvariantSplitRule(16, 8, 32, 64), STARTS, 64)  # 17 to 32 heads
 MANY_HEADS = ScheduleCosts(8, 4, InvariantSplitRule(16, 8, 32, 64), STARTS, 10)  # more than 32 heads

@@ -34,8 +34,8 @@ def decode(
     Args:
         layer: the `MLAAttention`.
         q_nope: [T, N, P], with the query tokens of the decodes in its first rows.
-        q_pe: rotated rope parts of the queries, with the decodes in its first rows; in e4m3 if the mode of the layer
-            needs such queries.
+        q_pe: rotated rope parts of the queries, with the decodes in its first rows; in e4m3 if the fp8 mode of the
+            layer needs queries in e4m3.
         kv_cache: cache, which already contains the new tokens.
         metadata: plan of the step.
         output: [T, N, V], in e4m3 if `output_scale` is given.

@@ -76,7 +76,7 @@ class MLAMetadataBuilder:
         max_num_seqs: largest number of requests in a batch.
         query_len_support: query lengths that the decode kernel supports.
         num_speculative_tokens: number of drafted tokens of a request in one step.
-        costs: costs with which `choose_path` compares the two paths; None takes the defaults of `PathCosts`.
+        costs: costs with which `choose_path` compares the two paths; None means the defaults of `PathCosts`.
         num_programs: number of programs of a schedule. `build` makes a schedule only if `choose_schedule` expects that
             the schedule saves time. The value is one of these:
 
@@ -100,8 +100,8 @@ class MLAMetadataBuilder:
         graph_support: batches for which a captured CUDA graph can be replayed (`GraphSupport`). None takes
             ONE_QUERY_LEN if `query_len_support` is UNIFORM, and ANY otherwise. If all requests have one token, the plan
             is of the kind ONE_QUERY_LEN, which more backends support.
-        fp8_mode: mode of decodes over a cache in e4m3 (`mla_decode`). It influences the schedule and its backend.
-            Layers with another mode refuse the plans.
+        fp8_mode: fp8 mode of the decodes (`mla_decode`). It influences the schedule and the backend of the schedule.
+            Layers with another fp8 mode refuse the plans.
         backend: backend of the ops `compute_visible_lens`, `decode_programs`, `schedule_costs` and `plan_decode`: a
             name, a mapping from op to backend name, or None. A name applies to the ops that the backend declares. For
             every other op, the backend is chosen automatically (`fast.backends`).
@@ -187,7 +187,7 @@ class MLAMetadataBuilder:
         Raises:
             ValueError: in one of these cases:
 
-                - `build_mla_metadata` raises it;
+                - `build_mla_metadata` raises ValueError;
                 - `common_prefix_len` is longer than a context;
                 - an absorbed request comes after an expanded request;
                 - the batch has more than `max_num_seqs` requests, or a request has more than `max_model_len` tokens.
@@ -241,10 +241,11 @@ class MLAMetadataBuilder:
         """Return a plan for a CUDA graph that is captured once and replayed for other batches.
 
         A batch of a replay has the same number of requests as `common`. It has at most as many query tokens as
-        `common`, and its longest query is at most as long. A request may have up to `max_model_len` tokens.
+        `common`, and no query is longer than the longest query of `common`. A request may have up to `max_model_len`
+        tokens.
 
         The caller calls this function during the capture or before the capture.
-        `reference.mla.builder.MLAMetadataBuilder.build_for_cudagraph_capture` explains both ways.
+        `reference.mla.builder.MLAMetadataBuilder.build_for_cudagraph_capture` explains these two ways.
 
         Args:
             common: batch of the capture. Its tensors are the buffers that the caller overwrites before each replay.

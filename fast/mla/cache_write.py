@@ -62,7 +62,8 @@ def rope_norm_and_cache(
         norm_weight: [Lkv].
         eps: epsilon of the norm.
         rope: rotary parameters.
-        cache_format: format of the cache. A format with scales stores the bits of `quantize_entries` of the results.
+        cache_format: format of the cache. A format with scales stores exactly what `quantize_entries` returns for the
+            normed latents and the rotated keys.
         kv_scale: float32 scale of the layer's cache; None if the format has no such scale.
         q_scale: float32 scale of queries in e4m3 (8 bits), [] or [N], only for a format with scales; None for queries
             in the dtype of `q_pe`.

@@ -58,14 +58,14 @@ def plan_captured_decodes(
             than `max_seq_len`.
         block_size: tokens per block.
         num_programs: number of programs of the schedule; 0 makes no schedule.
-        costs: costs from which the schedule is computed; None takes the defaults of `ScheduleCosts`.
-        batch_invariant: if True, the division of a request's keys into splits depends on its own length only, with or
-            without a schedule.
+        costs: costs from which the schedule is computed; None means the defaults of `ScheduleCosts`.
+        batch_invariant: if True, the splits of a request depend on the length of this request only, with or without a
+            schedule.
         ownership: the tokens that this context-parallel rank owns; None if one rank owns all tokens. With `ownership`,
             `common` has the lengths of the whole sequences and the slots of this rank.
         graph: kind of the graph: ANY for mixed query lengths, ONE_QUERY_LEN for one query length.
         cache_format: format of the caches of the layers that use the plan.
-        fp8_mode: mode of the decodes of these layers (`mla_decode`).
+        fp8_mode: fp8 mode of the decodes of these layers (`mla_decode`).
         backend: backend of `plan_decode` and `compute_visible_lens`: a name, a mapping from op to backend name, or None
             for an automatic choice (`fast.backends`).
 
@@ -94,7 +94,7 @@ def plan_captured_decodes(
         common.query_start_loc, seq_lens, tokens, ownership, graph=graph, backend=backend
     )
     query_start_loc = common.query_start_loc
-    if graph is GraphSupport.ONE_QUERY_LEN:  # each request has `query_len` tokens, a padding row too
+    if graph is GraphSupport.ONE_QUERY_LEN:  # each request has `query_len` tokens, also a request of length 0
         last = requests * query_len
         query_start_loc = torch.arange(0, last + 1, query_len, dtype=torch.int32, device=seq_lens.device)
     if ownership is not None:

@@ -1,4 +1,4 @@
-"""Cascade: a decode that attends the prefix that all its requests share only once.
+"""Cascade: a decode that attends the shared prefix of its requests once, instead of once for each request.
 
 docs/glossary.md explains the terms and the letters of shapes.
 """
@@ -76,7 +76,7 @@ def use_cascade_attention(
     entry_bytes = cache_format.entry_bytes(c.kv_lora_rank, c.qk_rope_head_dim, dtype)
     whole_bytes = keys * entry_bytes
     apart_bytes = whole_bytes - (requests - 1) * common_prefix_len * entry_bytes
-    state_elements = 4 * tokens * c.num_heads * (c.kv_lora_rank + 1)  # prefix and suffix; written and read
+    state_elements = 4 * tokens * c.num_heads * (c.kv_lora_rank + 1)  # 4: two states, each written and read once
     state_bytes = state_elements * element_bytes(wide_dtype(dtype))
     apart = max(flops, FLOPS_PER_BYTE * apart_bytes) + FLOPS_PER_BYTE * state_bytes
     return apart < max(flops, FLOPS_PER_BYTE * whole_bytes)

@@ -53,7 +53,7 @@ def choose_path(
         query_len: number of new tokens of the request.
         context_len: number of context tokens of the request.
         config: config of the layer.
-        costs: cost of a FLOP, a byte and a request on each path, for example from `measured_path_costs`; None takes the
+        costs: cost of a FLOP, a byte and a request on each path, for example from `measured_path_costs`; None means the
             defaults of `PathCosts`.
         cache_format: format of the cache.
         dtype: dtype of queries, keys and values.
@@ -96,7 +96,7 @@ def choose_paths(
         decode_threshold: a request with at most this number of new tokens takes the absorbed path, whatever
             `choose_path` returns for it. With 0, `choose_path` decides for every request.
         config: config of the layer; with None, `decode_threshold` alone decides.
-        costs: costs for `choose_path`; None takes the defaults of `PathCosts`.
+        costs: costs for `choose_path`; None means the defaults of `PathCosts`.
         query_len_support: query lengths that the decode kernel supports. With another value than VARLEN,
             `decode_threshold` alone decides.
         cache_format: format of the cache, for `choose_path`.
@@ -122,7 +122,7 @@ def choose_paths(
     absorbed = query_lens <= decode_threshold
     if config is None or query_len_support is not QueryLenSupport.VARLEN:
         return absorbed
-    longer = (~absorbed).nonzero().flatten()  # only for these requests, costs are compared
+    longer = (~absorbed).nonzero().flatten()  # the function compares costs for these requests only
     if longer.numel():
         lens = (lens[longer].to(torch.float64) for lens in (query_lens, context_lens))
         entry_bytes = cache_format.entry_bytes(config.kv_lora_rank, config.qk_rope_head_dim, dtype)
@@ -179,7 +179,7 @@ def costs_file(gpu: str, num_heads: int) -> str:
 
 
 def measured_path_costs(config: MLAConfig, device: torch.device | str) -> PathCosts | None:
-    """Return path costs that were measured on the same GPU model, with a number of heads near to `config.num_heads`.
+    """Return path costs that were measured on the same GPU model, for the number of heads nearest to that of `config`.
 
     Args:
         config: config of the layer.

@@ -53,8 +53,8 @@ def dcp_gather_context(
 ) -> Float[Tensor, "S head_size"]:
     """Gather the cache entries of one chunk from all ranks, in the order of the tokens, for a prefill.
 
-    If the format has a dtype of its own, the ranks exchange the stored bytes. Each rank then converts the entries that
-    it received (`dequantize_entries`).
+    If the format has a `storage_dtype`, the ranks exchange stored entries. Each rank then converts the entries that it
+    received (`dequantize_entries`).
 
     Args:
         kv_cache: cache of this rank.
@@ -65,8 +65,8 @@ def dcp_gather_context(
         out_dtype: dtype of the result; None takes the dtype of the cache.
         kv_scale: float32 scale of the layer's cache; None if the format has no such scale (`CacheFormat.layer_scale`).
         workspace: contiguous tensor [rows, Lkv + R] in `out_dtype` for the entries that this rank sends and receives.
-            It needs at least (D + 1) * `chunk.padded_tokens` rows. With `chunk.num_tokens` further rows, its first rows
-            receive the result. None allocates tensors.
+            It needs at least (D + 1) * `chunk.padded_tokens` rows. If it has at least `chunk.num_tokens` rows more, its
+            first rows receive the result. None allocates tensors.
         backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
@@ -151,8 +151,8 @@ def dcp_decode(
             queries in e4m3.
         cache_format: format of the cache.
         kv_scale: float32 scale of the layer's cache; None if the format has no such scale (`CacheFormat.layer_scale`).
-        fp8_mode: one of `converted`, `fp8_query` and `fp8_product` (`mla_decode`). In the last two, the ranks gather
-            queries in e4m3.
+        fp8_mode: one of `converted`, `fp8_query` and `fp8_product` (`mla_decode`). In the modes `fp8_query` and
+            `fp8_product`, the ranks gather queries in e4m3.
         q_scale: float32 scale of queries in e4m3, the same on all ranks: [], or [D * N / TP] for one scale for each
             gathered head (`ContextParallel.heads_of_group`). None for `converted`.
         backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
@@ -175,11 +175,11 @@ def dcp_decode(
     check_dtype("out_dtype", ql_nope.dtype if out_dtype is None else out_dtype)
     backend = backends.bind(backend, DCP_DECODE_OPS)
     latent, group = ql_nope.shape[2], context_parallel.cp_group
-    # [heads, T, Lkv + R]: the all-gather appends the heads of all ranks, so that no copy has to reorder the heads
+    # [heads, T, Lkv + R]: with heads as the first dimension, the all-gather gives the heads of all ranks in order
     parts = ql_nope.transpose(0, 1), q_pe.transpose(0, 1)
     if fp8_mode == CONVERTED:
         q = group.all_gather(torch.cat(parts, dim=-1))
-    else:  # as bytes, because groups know no e4m3
+    else:  # exchange bytes, because `Group` does not support e4m3
         q = group.all_gather(torch.cat([x.view(torch.uint8) for x in parts], dim=-1)).view(E4M3)
     q = q.flatten(0, 1).transpose(0, 1)
     state = mla_decode(

@@ -56,7 +56,7 @@ def decode_programs(
 ) -> int:
     """Return how many programs of the decode kernel a device runs at the same time.
 
-    The result is the `num_programs` of `plan_decode`. A builder calls this function itself if its `num_programs` is
+    Pass the result to `plan_decode` as `num_programs`. A builder calls this function itself if its `num_programs` is
     None.
 
     Args:
@@ -66,7 +66,7 @@ def decode_programs(
         block_size: tokens per cache block.
         query_len: length of the longest query in the decode.
         cache_format: format of the cache.
-        fp8_mode: mode of decodes over a cache in e4m3 (`mla_decode`).
+        fp8_mode: fp8 mode of the decode (`mla_decode`).
         backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Raises:
@@ -98,7 +98,7 @@ def schedule_costs(
         dtype: dtype of the queries.
         block_size: tokens per cache block.
         cache_format: format of the cache.
-        fp8_mode: mode of decodes over a cache in e4m3 (`mla_decode`).
+        fp8_mode: fp8 mode of the decode (`mla_decode`).
         backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Raises:
@@ -156,18 +156,19 @@ def mla_decode(
         metadata: decode part of the plan; query token t attends the first `visible_lens[t]` keys of its request.
         softmax_scale: (P + R)^-1/2, times YaRN's factor; not (Lkv + R)^-1/2.
         schedule: schedule (`plan_decode`), which assigns keys to the programs of the kernel. With None, the kernel
-            divides the keys itself. A schedule changes results by rounding alone. The backend "cpu" ignores it.
-        out_dtype: dtype of `out`; None takes the dtype of `ql_nope`, and is refused for queries in e4m3.
-        cache_format: format of the cache. If the numbers of a cache have scales, the backend "triton" computes the
-            products of 16-bit queries in float16, which is exact for queries, keys and values.
+            divides the keys itself. A schedule changes results by rounding alone. The backend "cpu" ignores `schedule`.
+        out_dtype: dtype of `out`; None means the dtype of `ql_nope`, and is refused for queries in e4m3.
+        cache_format: format of the cache. The backend "triton" converts stored e4m3 numbers to the dtype of the queries
+            or to float16, both without rounding. It may also convert bfloat16 queries to float16, divided by a power of
+            two so that no query overflows.
         kv_scale: float32 scale of the layer's cache, []; None if the format has no such scale.
         fp8_mode: which products over a cache in e4m3 are computed in e4m3: `converted` (none), `fp8_query` or
             `fp8_product`; `reference.mla_decode` explains them. A backend declares the modes that it supports, and
-            never computes in another mode. The backend "cpu" multiplies in float32 or float64, and rounds only
-            probabilities (`fp8_product`).
-            The backend "triton" multiplies in float16 where a GPU cannot multiply e4m3 numbers.
+            never computes in another mode. The backend "cpu" multiplies in float32 or float64; in `fp8_product`, it
+            rounds the probabilities to e4m3 first. The backend "triton" multiplies in float16 where it cannot multiply
+            e4m3 numbers on the GPU.
         q_scale: float32 scale of queries in e4m3, [] or [N]; None for `converted`.
-        out: contiguous tensor [T, N, Lkv] in `out_dtype` that receives the output; it must share no memory with the
+        out: contiguous tensor [T, N, Lkv] in `out_dtype` that receives the output; `out` must share no memory with the
             other tensors. The backend "hopper" needs an address that is a multiple of 16 bytes. None allocates a
             tensor.
         backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
@@ -226,7 +227,7 @@ def mla_decode(
     )  # fmt: skip
     if out is None:
         return AttentionState(*_DECODES.run(signature, chosen, *arguments))
-    # checked in every call: a signature (shapes, dtypes, devices) does not show whether two tensors share memory
+    # Check `out` in every call: a signature (shapes, dtypes, devices) does not show whether two tensors share memory.
     check_out("out", out, tuple(ql_nope.shape), out_dtype, ql_nope.device, *inputs, contiguous=True)
     return AttentionState(out, _DECODES_INTO.run(signature, chosen, *arguments, out))
 

@@ -1,6 +1,7 @@
-"""Number of programs and costs of a schedule that suit a device; the values are asked from a backend once and cached.
+"""Number of programs and costs of a schedule on a device; a backend computes each value once, and the module keeps it.
 
-A schedule assigns the keys of a decode to programs (kernel instances). `plan_decode` computes it from both values.
+A schedule assigns the keys of a decode to programs (kernel instances). `plan_decode` computes a schedule from the
+number of programs and the costs.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class DecodeLayer(NamedTuple):
         dtype: dtype of the queries.
         block_size: tokens per block.
         cache_format: format of the cache.
-        fp8_mode: mode of decodes over a cache in e4m3 (`mla_decode`).
+        fp8_mode: fp8 mode of the decode (`mla_decode`).
     """
 
     config: MLAConfig
@@ -58,17 +59,17 @@ class DecodeLayer(NamedTuple):
         *,
         batch_invariant: bool,
     ) -> ProgramsAndCosts:
-        """Return the given number of programs and the given costs, each replaced by the value of the device if None.
+        """Return the number of programs and the costs of a schedule; replace each None by the value of the device.
 
         If no backend serves the op `decode_programs`, the number of programs of the device is 0. If no backend serves
         the op `schedule_costs`, the costs of the device are the defaults of `ScheduleCosts`.
 
         Args:
             query_len: length of the longest query in the decode.
-            num_programs: number of programs of a schedule; None takes the number of the device.
-            costs: costs of a schedule; None takes the costs of the device.
+            num_programs: number of programs of a schedule; None means the number of the device.
+            costs: costs of a schedule; None means the costs of the device.
             batch_invariant: whether the splits of a request depend on its own length only. Such a decode needs the
-                costs even without a schedule, for the rule of its splits.
+                costs even without a schedule, because the costs contain the rule of its splits.
             backend: mapping from op to backend name, or None for an automatic choice.
         """
         if num_programs is not None and costs is not None:
@@ -85,7 +86,7 @@ class DecodeLayer(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _of_device(layer: DecodeLayer, query_len: int, named) -> ProgramsAndCosts:
-    """Return both values of the device with one look-up in a cache."""
+    """Return the number of programs and the costs of the device with one look-up in a cache."""
     return ProgramsAndCosts(_programs_of_device(layer, query_len, named), _costs_of_device(layer, named))
 
 

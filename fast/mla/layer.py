@@ -110,18 +110,18 @@ class MLAAttention(nn.Module):
             bias.
         cache_format: format of the layer's cache.
         workspace: memory in which a prefill gathers and expands one chunk; all layers of a model can share it. None
-            takes the workspace of the plan. A memory-profile run has no plan: it allocates a workspace and frees it.
-        kv_scale: scale of the layer's cache, only for a format with `CacheFormat.layer_scale`. None leaves the choice
-            to the first step: a prefill is measured, a decode takes 1.0 (`reference.interfaces.kv_scales`).
+            means the workspace of the plan; a memory-profile run, which has no plan, then allocates and frees its own.
+        kv_scale: scale of the layer's cache, only for a format with `CacheFormat.layer_scale`. With None, the first
+            step chooses the scale: a prefill from its values, a decode 1.0 (`reference.interfaces.kv_scales`).
         fp8_weights: whether the absorbed weights are stored in e4m3 (8 bits), with one scale for each head
-            (`quantize_weight`). They are read by the constructor and by `refresh_weights`.
-        fp8_mode: mode of decodes over a cache in e4m3 (`mla_decode`). In the modes `fp8_query` and `fp8_product`, the
-            kernels that absorb and rotate the queries of decodes make these queries in e4m3. `forward_attention` gets
-            rotated queries, so it converts their rope parts in a step of its own.
-        q_scale: scale of queries in e4m3, only for these two modes: one number, or a tensor [N] with one for each of
-            all N heads. None takes 1.0, with a warning (`reference.interfaces.query_scales`).
-        expand_by_module: whether prefills expand latents by calling `kv_b_proj` (`expand_kv_by_module`). Otherwise they
-            multiply by its dense weight (`expand_kv`).
+            (`quantize_weight`). The constructor and `refresh_weights` quantise the weights.
+        fp8_mode: fp8 mode of the decodes (`mla_decode`). In the modes `fp8_query` and `fp8_product`, the kernels that
+            absorb and rotate the queries of decodes make these queries in e4m3. `forward_attention` gets rotated
+            queries, so it quantises their rope parts in a step of its own.
+        q_scale: scale of queries in e4m3, only for the modes `fp8_query` and `fp8_product`: one number, or a tensor [N]
+            with one for each of all N heads. None means 1.0, with a warning (`reference.interfaces.query_scales`).
+        expand_by_module: whether prefills expand latents by calling `kv_b_proj` (`expand_kv_by_module`). Otherwise
+            prefills multiply latents by the dense weight of `kv_b_proj` (`expand_kv`).
         check_every_call: if True, every op checks all its arguments in every call. If False, an op may skip a check
             that an earlier call with the same shapes, strides and dtypes has passed (`fast.backends.checked_calls`).
         backend: name of a backend, mapping from op to backend name, or None. A name applies to the ops that the backend
@@ -220,9 +220,9 @@ class MLAAttention(nn.Module):
     def refresh_weights(self) -> None:
         """Read the weight of `kv_b_proj` again, after the caller changed this weight.
 
-        If `kv_b_proj` is not a plain linear module, the layer keeps a dense copy of its weight if a product reads it.
-        This function updates the copy and the `fp8_weights`, in place if device and dtype have not changed.
-        `reference.mla.layer.MLAAttention.refresh_weights` explains both.
+        The layer keeps a dense copy of this weight if `kv_b_proj` is not a plain linear module and a product reads the
+        dense weight. This function updates the copy and the `fp8_weights`, in place if device and dtype have not
+        changed. `reference.mla.layer.MLAAttention.refresh_weights` explains the copy and the `fp8_weights`.
 
         Raises:
             ValueError: `kv_b_proj` has a bias.
@@ -235,7 +235,7 @@ class MLAAttention(nn.Module):
         return split_kv_b_proj(weight, c.num_heads, c.qk_nope_head_dim, c.v_head_dim)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> MLAAttention:
-        """Move or cast the layer, and drop the cached views of weights: they would keep the old memory alive."""
+        """Move or cast the layer, and drop the cached views of weights, which would keep the old memory alive."""
         self._weight_views.forget()
         return super()._apply(fn, recurse)
 
@@ -299,7 +299,7 @@ class MLAAttention(nn.Module):
         q_pe, kv_c_normed, k_pe = new.q_pe, new.kv_c, new.k_pe
         if in_e4m3 < end or in_e4m3 == 0:
             q_pe, kv_c_normed, k_pe = write_tokens(self, new, slots, kv_cache, graph, weights)
-        del kv_c, new  # the last tensors that keep the memory of the down-projection
+        del kv_c, new  # these tensors are views of the down-projection's output and keep its memory alive
         if split > 0:
             decode(self, q_nope, q_e4m3 if in_e4m3 else q_pe, kv_cache, metadata, output, weights)
         expanded = split - in_e4m3, end - in_e4m3  # the rows of the prefills in the tensors of the second write

@@ -95,9 +95,9 @@ def build_mla_metadata(
 ) -> MLAMetadata:
     """Plan one step: choose a path for each request, cut context into chunks, and decide on a schedule.
 
-    Requests at the beginning of the batch that may take the absorbed path are decodes. All other requests are prefills.
-    `reference.mla.metadata.build_mla_metadata` explains which requests may take the absorbed path, and how a batch
-    without lengths on the CPU is planned.
+    The first request that may not take the absorbed path and all requests behind this request are prefills. All
+    requests in front of this request are decodes. `reference.mla.metadata.build_mla_metadata` explains which requests
+    may take the absorbed path, and how a batch without lengths on the CPU is planned.
 
     Args:
         common: batch of the step.
@@ -107,7 +107,7 @@ def build_mla_metadata(
             `choose_path` returns for it (`reorder_batch_threshold`).
         config: config of the layer, for `choose_path` and for the schedule. With None, `decode_threshold` alone decides
             the paths, and the plan has no schedule.
-        costs: costs for `choose_path`; None takes the defaults of `PathCosts`.
+        costs: costs for `choose_path`; None means the defaults of `PathCosts`.
         query_len_support: query lengths that the decode kernel supports.
         require_order: if True, an absorbed request after an expanded request is an error.
         ownership: the tokens that this context-parallel rank owns; None if one rank owns all tokens. With
@@ -121,9 +121,9 @@ def build_mla_metadata(
         cache_format: format of the cache. It influences `choose_path` and the schedule. Layers with another format
             refuse the plan.
         dtype: dtype of queries and keys. It influences `choose_path` and the schedule. A plan is valid for any dtype.
-        fp8_mode: mode of decodes over a cache in e4m3 (`mla_decode`). It influences the schedule and its backend.
-            Layers with another mode refuse the plan.
-        staging: pinned memory through which plans are copied to a GPU; None takes pinned memory from PyTorch's
+        fp8_mode: fp8 mode of the decodes (`mla_decode`). It influences the schedule and the backend of the schedule.
+            Layers with another fp8 mode refuse the plan.
+        staging: pinned memory through which plans are copied to a GPU; None means new pinned memory from PyTorch's
             allocator in each call.
         backend: backend of the ops `compute_visible_lens`, `decode_programs`, `schedule_costs` and `plan_decode`: a
             name, a mapping from op to backend name, or None. A name applies to the ops that the backend declares. For
@@ -182,7 +182,7 @@ def build_mla_metadata(
     one_each = decode_tokens == decodes and (common.max_query_len <= 1 or decode_threshold == 1)
     if query_lens is None and not (one_each and decodes == requests):
         query_lens = starts_cpu.diff()
-    if one_each and query_lens is not None and config is not None:  # `choose_path` may absorb longer queries
+    if one_each and query_lens is not None and config is not None:  # `choose_path` may make longer queries decodes
         one_each = _longest(query_lens[:decodes]) <= 1
 
     # tensors of the plan that are not views of the batch, by name; one copy sends them all to the device

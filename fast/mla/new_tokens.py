@@ -28,7 +28,7 @@ from .weight_views import AttentionWeights
 
 
 class NewTokens(NamedTuple):
-    """What the projections made from the new tokens of a step; nothing is rotated or normed yet.
+    """Results of the projections for the new tokens of a step, before the rotation and the norm.
 
     Attributes:
         positions: [T], position of each token in its request.
@@ -85,9 +85,9 @@ def measure_step(
     kv_cache: Shaped[Tensor, "num_blocks block_size columns"],
     weights: AttentionWeights,
 ) -> None:
-    """Choose the scale of the cache if a step is the first write, and record the step for a calibration.
+    """Choose the scale of the cache if no step has written to the cache yet; record the step for a calibration.
 
-    Call this function after all checks of the step and before the write.
+    Call this function after all checks of the step and before the step writes to the cache.
     """
     made = []
 
@@ -98,7 +98,7 @@ def measure_step(
         return tuple(made)
 
     def entries() -> tuple[Tensor, Tensor]:
-        with backends.CallsOfOthers():  # most calls of the layer do not need the entries before the write
+        with backends.CallsOfOthers():  # do not record these calls of ops: most steps do not make them
             return rotated()[1:]
 
     def queries() -> tuple[Tensor, Tensor]:

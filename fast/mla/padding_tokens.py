@@ -25,8 +25,8 @@ def zero_padding_tokens(
 ) -> None:
     """Write zeros to the rows of `output` that belong to padding tokens: the rows from `query_start_loc[-1]` on.
 
-    A decode kernel leaves these rows undefined. The host does not know `query_start_loc[-1]` of a replay, so a kernel
-    reads it on the device. The kernel has one program for each of the T tokens.
+    A decode kernel leaves these rows undefined. The host does not know the value of `query_start_loc[-1]` in a replay,
+    so a kernel reads this value on the device. The kernel has one program for each of the T tokens.
 
     Args:
         output: [T, N, V] (tokens, heads, value dimension), of a float dtype or in e4m3; written in place.

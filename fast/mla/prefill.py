@@ -76,8 +76,8 @@ def run_prefill_new_tokens(
         metadata: prefill part of the plan.
         softmax_scale: (P + R)^-1/2, times YaRN's factor.
         return_lse: True if the caller will merge attention over the context into the result.
-        out: tensor [T, N, V] that receives the output, in the dtype of the output and with any strides; it must share
-            no memory with the other tensors. None allocates a tensor.
+        out: tensor [T, N, V] that receives the output, in the dtype of the output and with any strides; `out` must
+            share no memory with the other tensors. None allocates a tensor.
         backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
@@ -227,7 +227,8 @@ def forward_prefill(
         softmax_scale: (P + R)^-1/2, times YaRN's factor.
         gather: function `(kv_cache, metadata, chunk, cache_format=, out_dtype=) -> [S, Lkv + R]` that returns the cache
             entries of a chunk. `out_dtype` is the dtype of `q`. If `workspace` or `kv_scale` is given, the function
-            also gets it by name. Under context parallelism, pass `dcp_gather_context`.
+            also gets this keyword argument. Under context parallelism, pass `dcp_gather_context` with its argument
+            `context_parallel` bound (`functools.partial`).
         cache_format: format of the cache.
         return_lse: whether the caller needs the LSE of the result.
         kv_scale: float32 scale of the layer's cache; None if the format has no such scale (`CacheFormat.layer_scale`).
@@ -235,9 +236,9 @@ def forward_prefill(
             merge of a request rounds the float32 output once; PyTorch rounds the output of requests without context.
         output_block_scale: must be None: an output with one scale for each group of elements is not supported.
         expand: function that expands latents [S, Lkv] into k_nope [S, N, P] and v [S, N, V], such as
-            `expand_kv_by_module` with a given module; it allocates the results. Only the shapes of `w_uk` and `w_uv`
-            are then used. None means `expand_kv` with `w_uk` and `w_uv`.
-        out: tensor [T, N, V] that receives the output, with any strides; it must share no memory with the other
+            `expand_kv_by_module` with a given module. The function allocates the results, and only the shapes of
+            `w_uk` and `w_uv` are then used. None means `expand_kv` with `w_uk` and `w_uv`.
+        out: tensor [T, N, V] that receives the output, with any strides; `out` must share no memory with the other
             tensors. Its dtype is e4m3 if `output_scale` is given, otherwise the dtype of `q`. None allocates a tensor.
         workspace: memory in which each chunk is gathered and expanded; None allocates new memory for each chunk.
         backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
@@ -252,11 +253,11 @@ def forward_prefill(
         TypeError: `return_lse` is not a bool, or `workspace` is not a `ContextWorkspace`.
         ValueError: shapes, dtypes or devices do not match; `out` overlaps another tensor; `workspace` was made with a
             `memory` that is too small. For CPU tensors also: a scale is not finite and positive.
-        UnsupportedConfiguration: `output_block_scale` is given; no backend that `backend` allows can serve the call.
+        UnsupportedConfiguration: `output_block_scale` is given, or no backend that `backend` allows can serve the call.
     """
     if expand is not None:
         check_function("expand", expand)
-    if gather is not gather_context or expand is not None:  # unknown calls of ops: each op checks its arguments
+    if gather is not gather_context or expand is not None:  # these functions may call any op, so no check is skipped
         check_function("gather", gather)
         own_gather = None if gather is gather_context else gather
         return _forward_prefill(

@@ -16,7 +16,7 @@ def to_device(
     Args:
         tensors: int32 tensors on the CPU, by name.
         device: device of the result.
-        staging: pinned memory for the copy; None takes pinned memory from PyTorch's allocator.
+        staging: pinned memory for the copy; None means new pinned memory from PyTorch's allocator.
 
     Returns:
         The tensors on `device`, by name.
@@ -38,8 +38,8 @@ class StagingBuffer:
     """Pinned memory through which plans are sent to a GPU; the host never waits for the GPU.
 
     The memory consists of parts, each with a CUDA event that is recorded after the last copy from the part. A plan uses
-    a part whose copy has finished; if there is no such part, the buffer allocates a new one. Only one thread may use a
-    buffer.
+    a part whose copy has finished. If every part still has a running copy, the buffer allocates a new part. Only one
+    thread may use a buffer.
     """
 
     def __init__(self):

@@ -32,7 +32,7 @@ class LayerSignature:
     Attributes:
         config: config with all heads.
         cache_format: format of the cache.
-        fp8_mode: mode of the decodes.
+        fp8_mode: fp8 mode of the decodes.
         workspace_tokens: largest number of context tokens of a chunk.
         parts: signatures (shapes, strides, dtypes, devices) of the weights and of the scales, and the names of the
             backends.
@@ -55,7 +55,7 @@ class AttentionWeights(NamedTuple):
         norm_weight: weight of `kv_a_layernorm`, [Lkv].
         made_from: layouts of the two weights, and the settings of the layer; None if the views must not be kept.
         w_uk: [Lkv, N, P]; if the layer keeps no dense weight, a tensor of this shape in which one NaN is repeated.
-        w_uv: [Lkv, N, V]; likewise.
+        w_uv: [Lkv, N, V]; if the layer keeps no dense weight, a tensor of this shape in which one NaN is repeated.
         w_uk_t: [N, P, Lkv], which turns queries into absorbed queries; in e4m3 if the layer has `fp8_weights`.
         w_uv_by_head: [N, Lkv, V]; in e4m3 if the layer has `fp8_weights`.
         kv_scale: float32 scale of the layer's cache, []; None if the format has no such scale.
@@ -131,7 +131,7 @@ def _layout(weight: Tensor) -> tuple:
 def _make(
     layer: nn.Module, weight: Tensor, norm_weight: Tensor, kv_scale: Tensor | None, made_from: tuple | None
 ) -> AttentionWeights:
-    """Return the views of the layer's weights; without `made_from`, they get no signature."""
+    """Return the views of the layer's weights; if `made_from` is None, the views get no signature."""
     w_uk, w_uv = layer.up_projections() if layer.has_dense_weight else _stand_ins(layer)
     signature, fp8_weights, ranks = None, layer.fp8_weights, layer.context_parallel
     q_scale = None if layer.q_scale is None else layer.q_scale.value
@@ -141,7 +141,7 @@ def _make(
         w_uk_t, w_uv_by_head = w_uk.permute(1, 2, 0), w_uv.transpose(0, 1)
     else:
         w_uk_t, w_uv_by_head = fp8_weights.w_uk_t, fp8_weights.w_uv
-    if made_from is not None and ranks is None:  # checks on every rank, because ranks exchange data
+    if made_from is not None and ranks is None:  # ranks exchange data, so with several ranks every call is checked
         with contextlib.suppress(backends.NoSignature):
             parts = backends.signature_of((w_uk, norm_weight, layer.backend, kv_scale, w_uk_t, w_uv_by_head, q_scale))
             signature = LayerSignature(layer.config, layer.cache_format, layer.fp8_mode, layer.workspace_tokens, parts)
@@ -165,7 +165,7 @@ def _stand_ins(layer: nn.Module) -> tuple[Tensor, Tensor]:
 
 
 def dense_weight_of(layer: nn.Module) -> Tensor:
-    """Return the dense weight of `kv_b_proj`, [N (P + V), Lkv]; recover it if the layer does not keep it."""
+    """Return the dense weight of `kv_b_proj`, [N (P + V), Lkv]; recover the weight if the layer does not keep it."""
     if layer.recovered_kv_b_weight is not None:
         return layer.recovered_kv_b_weight
     if layer.has_dense_weight:

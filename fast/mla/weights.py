@@ -1,7 +1,8 @@
 """The up-projections of the latent, for keys and for values (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-The matrices W_UK and W_UV are views of the weight of `kv_b_proj`, so nothing is copied. Each product is one `torch.bmm`
-over the heads. A product with a weight or a result in e4m3 (8 bits) is the op `multiply_heads` of a backend.
+The matrices W_UK and W_UV are views of the weight of `kv_b_proj`, so nothing is copied. If the weight or the result of
+a product is in e4m3 (8 bits), the op `multiply_heads` of a backend computes the product. Any other product is one
+`torch.bmm` over the heads.
 `reference.mla.weights` explains the algebra; docs/glossary.md explains the letters of shapes.
 """
 
@@ -74,7 +75,8 @@ def dense_weight(linear: nn.Module, in_features: int, dtype: torch.dtype) -> Flo
 def recover_weight(linear: nn.Module, in_features: int, dtype: torch.dtype, held: Tensor | None) -> Tensor | None:
     """Return the dense weight of a module that is not a plain linear of `dtype`; None for a plain linear.
 
-    If `held`, an earlier result, has the device and dtype of the weight, it is overwritten in place and returned.
+    `held` is an earlier result or None. If `held` has the device and dtype of the weight, the function overwrites
+    `held` in place and returns `held`.
 
     Raises:
         ValueError: the module has a bias.
@@ -197,7 +199,7 @@ def query_to_latent(
         q_nope: [T, N, P].
         w_uk_t: [N, P, Lkv], or this weight in e4m3 (`quantize_weight`).
         q_scale: float32 scale of queries in e4m3, [] or [N]; None for queries in the dtype of `q_nope`.
-        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+        backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
             PyTorch multiplies if neither the weight nor the result is in e4m3.
 
     Returns:
@@ -221,7 +223,7 @@ def _check_queries(q_nope, w_uk_t, q_scale):
 
 
 def _check_backend(backend: BackendChoice) -> None:
-    """Check the name or the mapping of a caller, also if PyTorch multiplies."""
+    """Check the argument `backend` of a caller, also if PyTorch multiplies and no backend is used."""
     backends.bind(backend)
 
 
@@ -262,9 +264,10 @@ def latent_to_value(
         w_uv: [N, Lkv, V], or this weight in e4m3 (`quantize_weight`).
         output_scale: float32 scale of an output in e4m3; None for an output in the dtype of `latent`.
         output_block_scale: must be None: an output with one scale for each group of elements is not supported.
-        out: tensor [T, N, V] that receives the result, with any strides; it must share no memory with the arguments.
-            Its dtype is e4m3 if `output_scale` is given, otherwise the dtype of `latent`. None allocates a tensor.
-        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+        out: tensor [T, N, V] that receives the result, with any strides; `out` must share no memory with the other
+            arguments. Its dtype is e4m3 if `output_scale` is given, otherwise the dtype of `latent`. None allocates a
+            tensor.
+        backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
             PyTorch multiplies if neither the weight nor the output is in e4m3.
 
     Returns:
@@ -273,7 +276,7 @@ def latent_to_value(
     Raises:
         ValueError: shapes, dtypes or devices do not match, or `out` overlaps an argument. For CPU tensors also: a scale
             is not finite and positive.
-        UnsupportedConfiguration: `output_block_scale` is given; no backend that `backend` allows can serve the call.
+        UnsupportedConfiguration: `output_block_scale` is given, or no backend that `backend` allows can serve the call.
     """
     _check_latents(latent, w_uv, output_scale, output_block_scale)
     _check_backend(backend)
@@ -377,8 +380,8 @@ def expand_kv(
         kv_c_normed: [S, Lkv], RMS-normed latents.
         w_uk: [Lkv, N, P].
         w_uv: [Lkv, N, V].
-        workspace: contiguous vector that receives the results; it must share no memory with the arguments.
-            `reference.mla.weights.expand_kv` gives its size. None allocates tensors.
+        workspace: contiguous vector that receives the results; `workspace` must share no memory with the other
+            arguments. `reference.mla.weights.expand_kv` gives its size. None allocates tensors.
 
     Returns:
         k_nope [S, N, P] and v [S, N, V]; k_nope[:, n] and v[:, n] of each head n are contiguous. Both are views of
@@ -387,7 +390,7 @@ def expand_kv(
     Raises:
         ValueError: shapes, dtypes or devices do not match; `workspace` is too small or overlaps an argument.
     """
-    if workspace is not None:  # checked in every call: a signature does not show whether two tensors share memory
+    if workspace is not None:  # check in every call: a signature does not show whether two tensors share memory
         _check_expansion(kv_c_normed, w_uk, w_uv, workspace)
         check_no_overlap(workspace, kv_c_normed, w_uk, w_uv)
     return expand_into(kv_c_normed, w_uk, w_uv, workspace)

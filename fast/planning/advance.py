@@ -44,7 +44,7 @@ def advance_step(
 
     `common.query_start_loc_cpu` may also be None, and then stays None. In this case every upper bound above 0 grows
     by 1, and one of two conditions must hold: each request has at most one query token, or all requests have
-    `max_query_len` query tokens. The reference twin has the general rule.
+    `max_query_len` query tokens. The docstring of the twin in `reference` has the general rule.
 
     On a GPU, the function cannot raise an error for a value in a tensor. Instead:
 
@@ -63,7 +63,7 @@ def advance_step(
         ownership: the tokens that this context-parallel rank owns; None if one rank owns all tokens.
         max_seq_len: largest allowed length of a request; None if only the block table limits the lengths.
         graph: kind of the CUDA graph that captures this call; NONE without a graph.
-        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+        backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
         The batch of the next step. Its tensors on the device are the tensors of `common`.
@@ -81,7 +81,7 @@ def advance_step(
     check_type("graph", graph, GraphSupport)
     request = backends.KernelRequest("advance_step", common.block_table.device, graph=graph)
     chosen = backends.select(request, backend)
-    following = advanced_batch(common, limit)  # read `common` before the op, which on a CPU may write its CPU fields
+    following = advanced_batch(common, limit)  # before the op, which may write the CPU fields of a batch on the CPU
     owned = ONE_RANK if ownership is None or ownership.size == 1 else ownership  # one rank: `interleave` has no effect
     torch.ops.mla_twins.advance_step(
         sampled_token_ids,

@@ -44,7 +44,7 @@ def plan_decode(
             `schedule_costs` returns measured costs.
         batch_invariant: if True, the splits of a request depend on the length of this request alone.
         graph: kind of the CUDA graph that captures this call; NONE without a graph.
-        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+        backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
         The schedule, on the device of `seq_lens`.

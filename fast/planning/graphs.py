@@ -56,8 +56,8 @@ class DecodeGraph:
     Args:
         step: function (hidden_states [T, H], positions [T], plan) -> [T, H]: one layer, or all layers of a model. The
             function must not change its arguments. If the cache of a layer has a scale (`KVScale`), the scale must be
-            chosen before the constructor captures the graphs: pass it to the layer, or run a prefill first. Otherwise
-            the scale becomes 1.0, with a warning.
+            chosen before the constructor captures the graphs: pass the scale to the layer, or run a prefill first.
+            Otherwise the scale becomes 1.0, with a warning.
         builder: builder of the plan, such as `MLAMetadataBuilder`. With context parallelism, every rank constructs a
             `DecodeGraph` with its own builder. All ranks run the same batches, and each rank passes its own slots.
         batch_sizes: numbers of requests to which batches are padded.
@@ -66,14 +66,14 @@ class DecodeGraph:
         dtype: dtype of the hidden states.
         device: device of the step.
         query_len: largest number of query tokens of a request: 1, plus the drafted tokens if there are any.
-        layers: the layers that the step runs. The constructor raises before it captures a graph if a layer has another
-            cache format or another mode of decodes than the builder, and `run` and `replay` raise if one of them
-            changes later. A layer that is not in `layers` raises itself in the runs before the capture; on a CPU, in
-            its first run.
+        layers: the layers that the step runs. If a layer has another cache format or another fp8 mode than the builder,
+            the constructor raises before it captures a graph. If a format or a mode changes later, `run` and `replay`
+            raise. A layer that is not in `layers` raises later: in the runs before the capture or, on a CPU, in its
+            first run.
 
     Attributes:
-        cache_format: the builder's format of caches; None if the builder has none.
-        fp8_mode: the builder's mode of decodes over a cache in e4m3 (`mla_decode`); None if the builder has none.
+        cache_format: the builder's cache format; None if the builder has no cache format.
+        fp8_mode: the builder's fp8 mode (`mla_decode`); None if the builder has no fp8 mode.
         max_seq_len: largest number of tokens that a request may have in a run.
         graph_support: ANY if a run may mix query lengths up to `query_len`. ONE_QUERY_LEN if every request of a run
             must have `query_len` tokens.
@@ -83,7 +83,8 @@ class DecodeGraph:
     Raises:
         TypeError: `builder` is not a builder.
         ValueError: `batch_sizes` is empty, or has a size below 1 or above the builder's maximum; another number is
-            below 1; the builder cannot make a plan for `query_len` inside a graph; a layer has another format or mode.
+            below 1; the builder cannot make a plan for `query_len` inside a graph; a layer has another cache format or
+            fp8 mode than the builder.
         UnsupportedConfiguration: on a CUDA device, no backend can serve an op of the step inside a graph.
     """
 
@@ -105,7 +106,8 @@ class DecodeGraph:
         check_type("layers", layers, Sequence, "a sequence of layers")
         check_graph_sizes(builder, batch_sizes, max_blocks, hidden_size, query_len)
         self.step, self.builder, self.layers = step, builder, tuple(layers)
-        self.cache_format = getattr(builder, "cache_format", None)  # a builder for another family may have neither
+        # a builder of another attention family may have no cache format and no fp8 mode
+        self.cache_format = getattr(builder, "cache_format", None)
         self.fp8_mode = getattr(builder, "fp8_mode", None)
         check_graph_formats(self)
         self.batch_sizes = tuple(sorted(set(batch_sizes)))

@@ -43,7 +43,7 @@ def compute_visible_lens(
         ownership: the tokens that this context-parallel rank owns; the result then counts only keys of this rank. None
             if one rank owns all tokens.
         graph: kind of the CUDA graph that captures this call; NONE without a graph.
-        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+        backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
         [num_tokens] int32.

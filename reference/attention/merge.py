@@ -27,19 +27,19 @@ def merge_attn_states(
         out = (w_a out_a + w_b out_b) / (w_a + w_b)
         lse = m + log(w_a + w_b)
 
-    The merge has these properties:
+    The merge has these properties (a row is one query token and head):
 
     - The merge is associative and commutative, up to rounding.
-    - If one state attended no keys for a query token and head (lse = -inf), the merged state gets the output and the
-      LSE of the other state for them, unchanged.
-    - If one state has lse = +inf or NaN for a query token and head, the merged output and LSE are NaN there.
+    - If one state attended no keys in a row (lse = -inf), this row of the merged state is a copy of the row of the
+      other state.
+    - If one state has lse = +inf or NaN in a row, the merged output and LSE are NaN in this row.
 
     Args:
         prefix: one state, with out [T, N, Dv] and lse [N, T].
         suffix: the other state, with the shapes and dtypes of `prefix`.
         output_scale: float32 scale of an output in e4m3 (8 bits); None for an output in the dtype of the arguments. The
             merged output is not rounded before it is divided by the scale.
-        output_block_scale: must be None: an output with one scale for each group of elements is not supported.
+        output_block_scale: must be None, because an output with one scale for each group of elements is not supported.
 
     Returns:
         The merged state, in the dtypes of the arguments. If `output_scale` is given, the output is in e4m3.

@@ -31,10 +31,10 @@ from ..interfaces import (
 def rotary_frequencies(rope: RopeConfig, dim: int, dtype: torch.dtype = torch.float32) -> Float[Tensor, " {dim//2}"]:
     """Return the frequency of each pair of elements, in radians per position: theta^(-2i/R) for pair i.
 
-    YaRN extends the context for which a model was trained. Let n be the number of rotations of a pair over the original
-    context. With YaRN, the frequency of the pair depends on n:
+    YaRN makes a model usable for longer sequences than those of its training. Let n be the number of rotations that a
+    pair makes over `original_max_position_embeddings` positions. With YaRN, the frequency of the pair depends on n:
 
-    - n > `beta_fast`: the frequency stays;
+    - n > `beta_fast`: the frequency does not change;
     - n < `beta_slow`: the frequency is divided by `factor`;
     - otherwise: the frequency lies between the original and the divided frequency, interpolated linearly by the index
       of the pair.
@@ -61,7 +61,7 @@ def rotary_frequencies(rope: RopeConfig, dim: int, dtype: torch.dtype = torch.fl
         return frequencies
 
     def pair_with_rotations(rotations: float) -> float:
-        """Return the index, as a float, of the pair that makes `rotations` rotations over the original context."""
+        """Return the index, as a float, of the pair that makes `rotations` rotations over the original positions."""
         wavelength = yarn.original_max_position_embeddings / rotations
         return dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(rope.theta))
 
@@ -143,8 +143,8 @@ def apply_rope(
         q_pe: [T, N, R], rope parts of the queries.
         k_pe: [T, R], rope parts of the keys, which all heads share.
         rope: rotary parameters.
-        q_scale: float32 scale of queries in e4m3 (8 bits), [] or [N] (`mla_decode`); None for queries in the dtype of
-            `q_pe`. The rotated queries are not rounded before they are divided by the scale.
+        q_scale: float32 scale of queries in e4m3 (8 bits), [] or [N], as `mla_decode` takes it; None for queries in the
+            dtype of `q_pe`. The rotated queries are not rounded before they are divided by the scale.
 
     Returns:
         The rotated `q_pe` and `k_pe`, as new tensors of the same dtype. If `q_scale` is given, `q_pe` is in e4m3.

@@ -77,16 +77,16 @@ def flash_attn_varlen(
     With `causal`, query i of a request with Sq queries and S keys attends the keys 0 to S - Sq + i.
 
     Args:
-        q: [T, N, D], queries of all requests, one request after another.
-        k: [S, N, D], keys of all requests.
+        q: [T, N, D], queries of all requests, one request after another; D is the width of a query and of a key.
+        k: [S, N, D], keys of all requests; here S is the number of keys of all requests together.
         v: [S, N, Dv], values of all requests; Dv may differ from D.
         cu_seqlens_q: [B + 1], prefix sum of the query lengths; 0 is a legal length.
         cu_seqlens_k: [B + 1], prefix sum of the key lengths; 0 is a legal length.
-        max_seqlen_q: upper bound of the query lengths. A kernel needs it to size its grid; the result does not depend
-            on it.
+        max_seqlen_q: upper bound of the query lengths. A kernel needs this bound to size its grid; the result does not
+            depend on it.
         max_seqlen_k: upper bound of the key lengths; the result does not depend on it.
         softmax_scale: factor of the scores.
-        causal: whether to hide the keys after each query.
+        causal: whether a query attends only the keys up to its own position.
         out_dtype: dtype of `out`; None means the dtype of `q`.
 
     Returns:

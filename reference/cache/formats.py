@@ -79,7 +79,7 @@ def dequantize_entries(
     out_dtype: torch.dtype | None = None,
     kv_scale: Float[Tensor, ""] | None = None,
 ) -> Float[Tensor, "S head_size"]:
-    """Return the numbers that stored cache entries stand for.
+    """Return stored cache entries as numbers; dequantise them if the format has scales.
 
     A stored e4m3 number is multiplied by its scale in float32 (in float64 if `out_dtype` is float64). The product is
     rounded to `out_dtype`.
@@ -87,8 +87,8 @@ def dequantize_entries(
     Args:
         entries: [S, columns], stored entries.
         cache_format: format of the cache.
-        out_dtype: dtype of the result; None means the dtype of `entries`; None is legal if the format has no
-            `storage_dtype`.
+        out_dtype: dtype of the result. None means the dtype of `entries`. If the format has a `storage_dtype`, the
+            caller must give a dtype.
         kv_scale: float32 scale of the layer's cache; None if the format has no such scale.
 
     Returns:

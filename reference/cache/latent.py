@@ -1,6 +1,6 @@
 """Write cache entries to a paged latent cache, and gather cache entries from it.
 
-The place of a token in the cache is its slot: slot s is row s % block_size of block s // block_size.
+The place of a token in the cache is its slot: slot s is in block s // block_size, at the offset s % block_size.
 """
 
 from __future__ import annotations

@@ -56,10 +56,10 @@ class Group(ABC):
         size: D, number of ranks.
         rank: this rank, in [0, D).
         members: global ranks of the members, in order.
-        received: bytes that this rank received so far, by operation. The bytes are not measured: they are the least
-            that any algorithm needs. For a tensor of n bytes, an all-gather counts (D - 1) n bytes. A reduce-scatter or
-            an all-to-all counts (D - 1) n / D bytes, and an all-reduce counts 2 (D - 1) n / D bytes. An exchange in a
-            CUDA graph is counted at the capture, and not at the replays.
+        received: {operation: bytes that this rank received so far}. The bytes are not measured: they are the smallest
+            number with which the operation is possible. For an argument of n bytes, an all-gather counts (D - 1) n
+            bytes. A reduce-scatter or an all-to-all counts (D - 1) n / D bytes, and an all-reduce counts
+            2 (D - 1) n / D bytes. An exchange in a CUDA graph is counted at the capture, and not at the replays.
         last_operation: name of the operation that was started last.
     """
 
@@ -155,7 +155,7 @@ def _bytes(x: Tensor) -> int:
 
 
 def _either(new: str, old: str) -> Callable[..., Any]:
-    """Return the function `new` of `torch.distributed`, or its older name `old` if this PyTorch has no `new`."""
+    """Return the function `new` of `torch.distributed`; if this PyTorch lacks it, return the older function `old`."""
     return getattr(dist, new, None) or getattr(dist, old)
 
 
@@ -320,19 +320,19 @@ class ContextParallel:
         return replace(config, num_heads=self.local_heads(config.num_heads))
 
     def largest(self, value: Tensor) -> Tensor:
-        """Return the largest `value` [] of all ranks of `cp_group`, with the same bits on every rank."""
+        """Return the largest of the scalars `value` of all ranks of `cp_group`, with the same bits on every rank."""
         return self.cp_group.all_gather(value.view(1)).amax()
 
     def largest_of_heads(self, value: Tensor) -> Tensor:
-        """Return the largest `value` [] of all ranks of `tp_group`, which together have all heads."""
+        """Return the largest of the scalars `value` of all ranks of `tp_group`, which together have all heads."""
         return self.tp_group.all_gather(value.view(1)).amax()
 
     def own_heads(self, x: Tensor) -> Tensor:
-        """Return the elements of `x` [N], one for each head, for the N / TP heads of this rank; a view."""
+        """Return the N / TP elements of `x` for the heads of this rank, as a view; `x` [N] has one for each head."""
         return x.view(self.tp_group.size, -1)[self.tp_group.rank]
 
     def heads_of_group(self, x: Tensor) -> Tensor:
-        """Return the elements of `x` [N] for the N D / TP heads whose queries this rank gathers, in their order."""
+        """Return the elements of `x` [N] for the N D / TP heads whose queries this rank gathers, in the same order."""
         members = [self.tp_group.members.index(member) for member in self.cp_group.members]
         return torch.cat([x.view(self.tp_group.size, -1)[member] for member in members])
 
@@ -364,7 +364,9 @@ class ContextParallel:
         found = [trait for trait, present in traits.items() if present]
         if type(linear) is not nn.Linear or found:
             got = type(linear).__name__ + "".join(found)
-            raise UnsupportedConfiguration([f"{name}: expected a plain linear without bias to share heads, got {got}"])
+            raise UnsupportedConfiguration(
+                [f"{name}: expected a plain linear without bias, because ranks divide its heads, got {got}"]
+            )
         check(linear.weight.shape[dim] % num_heads == 0, name, f"a weight of {num_heads} heads in dimension {dim}",
               list(linear.weight.shape))  # fmt: skip
         width = linear.weight.shape[dim] // num_heads * local_heads

@@ -1,6 +1,6 @@
-"""Merge attention states over the ranks of a group, where each rank attended other keys.
+"""Merge attention states over the ranks of a group, where each rank attended different keys.
 
-An attention state is the output of attention and its log-sum-exp (LSE). A row is one query token and head.
+An attention state is the output of attention and its log-sum-exp (LSE). A row is one (query token, head) pair.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .groups import Group
 def _weighted(out: Tensor, weights: Tensor, lse: Tensor) -> Tensor:
     """Return outputs [.., T, N, Dv] times their weights [.., N, T]; 0 in rows without keys, where `lse` is -inf.
 
-    The given `out` may be NaN in a row without keys, and NaN times a weight of 0 would be NaN.
+    The argument `out` may be NaN in a row without keys, and NaN times a weight of 0 would be NaN.
     """
     per_row = "... heads tokens -> ... tokens heads 1"
     return torch.where(rearrange(lse, per_row) == -torch.inf, 0, rearrange(weights, per_row) * out.to(weights.dtype))

@@ -24,7 +24,7 @@ def reorg_kvcache(
     """Return the cache entries of a chunk from all ranks, one request after another and in the order of the tokens.
 
     The result has the same bits as a gather on one rank that owns all tokens. (In vLLM, the function of this name
-    returns all tokens of rank 0, then all tokens of rank 1, and so on, for each request.)
+    returns for each request first all tokens of rank 0, then all tokens of rank 1, and so on.)
 
     Args:
         gathered: [D, `chunk.padded_tokens`, Lkv + R], cache entries of each rank: its rank-local tokens of the chunk,

@@ -24,7 +24,7 @@ class _Turns:
         turn: the rank that may run; -1 if no rank may run.
         ready: for each rank, a function that returns whether the rank can continue; None if the rank has ended.
         waits_for: for each rank, the exchange that the rank waits for, as text for error messages.
-        error: the first exception of any rank, or None. If it is set, every waiting rank raises.
+        error: the first exception of any rank, or None. After an exception, every rank raises when it waits.
     """
 
     def __init__(self, size: int):

@@ -5,8 +5,8 @@ All docstrings write shapes with these letters:
 - T: query tokens of all requests; B: requests; W: columns of a block table.
 - S, Sq and C: all tokens of a request, its query tokens, and its context (S - Sq).
 - H: hidden size; N: heads; Lq and Lkv: widths of the query latent and of the key/value latent.
-- P and R: width of a head without and with rope (R may be 0); V: width of a value head; Dv: width of an output.
-- D: ranks that share each sequence; I: consecutive tokens on one of these ranks.
+- P and R: in a query or key head, widths of the parts without and with rope (R may be 0); V: width of a value head.
+- Dv: width of an output; D: ranks that share each sequence; I: consecutive tokens that each rank owns in turn.
 
 This package depends on torch and jaxtyping alone.
 """

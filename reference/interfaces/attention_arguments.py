@@ -96,7 +96,8 @@ def check_decode(
 ) -> None:
     """Check shapes, dtypes and devices of the arguments of `mla_decode`; read no values.
 
-    If the heads of `ranks` ranks will be gathered, a scale for each head has the heads of all these ranks.
+    `ranks` is the number of ranks whose queries will be gathered. If `q_scale` has one element for each head, it must
+    have N * `ranks` elements: one for each head of the gathered queries.
     """
     check_fp8_mode(fp8_mode)
     in_e4m3 = fp8_mode != CONVERTED
@@ -180,7 +181,7 @@ def check_decode_values(metadata: DecodeMetadata, num_tokens: int, block_size: i
 
     A request may have fewer keys than query tokens: under context parallelism, `seq_lens` counts the keys of one rank.
     """
-    mixed = metadata.graph is GraphSupport.ANY  # tokens behind the last request are padding
+    mixed = metadata.graph is GraphSupport.ANY  # if True, tokens behind the last request are padding
     check_offsets("metadata.query_start_loc", metadata.query_start_loc, None if mixed else num_tokens, num_tokens)
     used = int(metadata.query_start_loc[-1])
     lengths = metadata.seq_lens.tolist()
@@ -216,7 +217,7 @@ def check_prefill(q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor
 
 
 def check_prefill_requests(metadata: PrefillMetadata, device: torch.device, argument: str = "metadata") -> int:
-    """Check shapes, dtypes and devices of the plan of a prefill, but not its chunks; read no values.
+    """Check shapes, dtypes and devices of the plan of a prefill, except its chunks; read no values.
 
     Returns:
         B, the number of requests of the plan.
@@ -247,8 +248,9 @@ def check_prefill_plan(
 def check_prefill_parts(metadata: PrefillMetadata, num_tokens: int, device: torch.device, argument: str) -> None:
     """Check the parts of the plan of a prefill; read no values.
 
-    A part has consecutive requests. All parts together must have all requests and query tokens, in their order. A chunk
-    of a part (context tokens of its requests) must have as many tokens as its rows in the chunk of all requests.
+    A part (`PrefillPart`) has consecutive requests. All parts together must have all requests and query tokens, in
+    their order. `rows` gives for each chunk of a part the range of rows in a chunk of all requests. This range must
+    have as many rows as the chunk of the part has tokens.
     """
     token, requests = 0, 0
     for part in metadata.parts:
@@ -284,7 +286,7 @@ def check_prefill_parts(metadata: PrefillMetadata, num_tokens: int, device: torc
 def check_expanded(
     q: Tensor, k_nope: Tensor, k_pe: Tensor, v: Tensor, metadata: PrefillMetadata, *chunks: ContextChunk
 ) -> None:
-    """Check shapes, dtypes and devices of attention over expanded keys; read no values.
+    """Check shapes, dtypes and devices of the arguments of attention over expanded keys; read no values.
 
     Args:
         q: [T, N, P + R].

@@ -84,9 +84,12 @@ def bounded_batch(
         column_tokens: tokens of a sequence that one column of the block table holds.
 
     Raises:
-        ValueError: the batch may have prefills, and `query_start_loc_cpu` or `seq_lens_cpu_upper_bound` is None; an
-            upper bound is not valid (`check_bound_values`); `query_len_support` is UNIFORM, `query_start_loc_cpu` is
-            None, and the requests may have different query lengths.
+        ValueError: in one of the following cases:
+
+            - the batch may have prefills, and `query_start_loc_cpu` or `seq_lens_cpu_upper_bound` is None;
+            - an upper bound is not valid (`check_bound_values`);
+            - the requests may have different query lengths, `query_len_support` is UNIFORM, and `query_start_loc_cpu`
+              is None.
     """
     if has_host_lens(common):
         return common
@@ -113,7 +116,7 @@ def bounded_batch(
 
 
 def longest_decode_lens(num_decodes: int, max_seq_len: int) -> Int32[Tensor, " decodes"]:
-    """Return the lengths for which a schedule saves most: `max_seq_len` for one request, and 1 for all others.
+    """Return the lengths for which a schedule saves most time: `max_seq_len` for one request, and 1 for all others.
 
     If the true lengths are not on the CPU, `choose_schedule` gets these lengths. The decode then gets a schedule if any
     batch of this size would get one.

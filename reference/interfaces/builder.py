@@ -78,7 +78,7 @@ class AttentionMetadataBuilder(Protocol):
     def use_cascade_attention(
         self, common_prefix_len: int, query_lens: Int32[Tensor, " B"], seq_lens: Int32[Tensor, " B"]
     ) -> bool:
-        """Return whether decodes with a shared prefix are estimated to be faster if one call attends it for all.
+        """Return whether a cascade (one call attends the prefix that all decodes share) is estimated to be faster.
 
         Args:
             common_prefix_len: tokens of the prefix.
@@ -103,7 +103,7 @@ def most_captured_tokens(builder: AttentionMetadataBuilder, max_blocks: int) -> 
     """Return the largest number of tokens that a request may have in a replay of a `DecodeGraph`.
 
     Args:
-        builder: builder that plans the graph; a request has at most its `max_model_len` tokens.
+        builder: builder that plans the graph; a request has at most `builder.max_model_len` tokens.
         max_blocks: columns of the block table; a request has at most the tokens that fit into these columns.
     """
     owned = ONE_RANK if builder.ownership is None else builder.ownership
@@ -130,7 +130,7 @@ def captured_batch(graph: Any, buffers: GraphBuffers) -> CommonAttentionMetadata
     return CommonAttentionMetadata(
         seq_lens=buffers.seq_lens,
         query_start_loc=buffers.query_start_loc,
-        seq_lens_cpu=torch.full((requests,), most, dtype=torch.int32, device="cpu"),  # upper bound of every replay
+        seq_lens_cpu=torch.full((requests,), most, dtype=torch.int32, device="cpu"),  # upper bounds for every replay
         query_start_loc_cpu=graph.query_len * torch.arange(requests + 1, dtype=torch.int32, device="cpu"),
         block_table=buffers.block_table,
         slot_mapping=buffers.slot_mapping,

@@ -62,7 +62,7 @@ def check_formatted_cache(
 
 
 def check_alignment(kv_cache: Tensor, cache_format: CacheFormat) -> None:
-    """Check that the address and the strides of a cache are multiples of `CacheFormat.alignment`."""
+    """Check that address and strides of a cache are multiples of `CacheFormat.alignment`, and columns have no gaps."""
     bytes_ = cache_format.alignment
     if bytes_ == 1:
         return
@@ -84,7 +84,8 @@ def check_stored_cache(
         kv_cache: the cache. Its number of columns is checked if the format has one legal (Lkv, R). Otherwise every
             number of columns is valid, because the caller of a gather gives neither Lkv nor R.
         cache_format: format of the cache.
-        out_dtype: dtype of the result; None means the dtype of the cache (legal for formats without a `storage_dtype`).
+        out_dtype: dtype of the result. None means the dtype of the cache. If the format has a `storage_dtype`, the
+            caller must give a dtype.
         kv_scale: scale of the layer's cache, or None.
 
     Returns:
@@ -124,7 +125,7 @@ def check_stored_entries(
     """Check shape, dtype and device of stored cache entries [S, columns]; read no values.
 
     Returns:
-        Dtype of the numbers that the entries stand for.
+        Dtype of the entries after `dequantize_entries`.
     """
     check_format(cache_format)
     check_tensor("entries", entries, ("S", "columns"), _dtypes_of(cache_format))
@@ -251,12 +252,12 @@ def check_rank_offsets(
     Args:
         cu_seq_lens: [B + 1], prefix sum of the number of tokens of each request in the chunk.
         local_cu_seq_lens: [D, B + 1], for each of D ranks the prefix sum of the number of tokens of this rank.
-        interleave: number of consecutive tokens that a rank owns.
+        interleave: I. Each rank in turn owns I consecutive tokens of a sequence.
         num_tokens: upper bound of the tokens of the chunk.
         padded_tokens: upper bound of the tokens of every rank.
 
     Raises:
-        ValueError: the prefix sums differ, or there are more tokens than an upper bound.
+        ValueError: the prefix sums differ, or `num_tokens` or `padded_tokens` is too small.
     """
     check_offsets("chunk.cu_seq_lens", cu_seq_lens, most=num_tokens)
     rank_local_lens = get_dcp_local_seq_lens(cu_seq_lens.diff(), local_cu_seq_lens.shape[0], None, interleave).T
@@ -274,9 +275,10 @@ def check_ownership(ownership: TokenOwnership | None) -> None:
 
 
 def check_rank_local_slots(common: CommonAttentionMetadata, ownership: TokenOwnership) -> None:
-    """Check that a batch has no more slots than new tokens that the rank owns. Each rank caches only its own tokens.
+    """Check that the number of slots in a batch is at most the number of new tokens that the rank owns.
 
-    The check finds slots that were computed as if there were one rank: then every token has a slot.
+    Each rank caches only its own tokens. The check finds slots that were computed for one rank that owns all tokens:
+    in such a batch, every token has a slot.
     """
     starts, tokens = common.num_computed_tokens_cpu, common.num_actual_tokens
     own = (get_dcp_local_seq_lens(lens, ownership.size, ownership.rank, ownership.interleave).sum() for lens in

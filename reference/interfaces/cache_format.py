@@ -90,7 +90,7 @@ class CacheFormat:
 
     @property
     def scaled(self) -> bool:
-        """Return whether the format has scales. A stored number then stands for its product with a scale."""
+        """Return whether the format has scales. A stored e4m3 number must then be multiplied by a scale."""
         return self.layer_scale or self.scale_tile > 0
 
     def dtype_for(self, query_dtype: torch.dtype) -> torch.dtype:
@@ -146,8 +146,8 @@ class CacheFormat:
         Args:
             cache_dtype: dtype of the cache tensor.
             out_dtype: dtype that the caller wants. None means the dtype of the cache tensor. If the format has a
-                `storage_dtype`, the caller must give a dtype. `storage_dtype` itself asks for the stored entries,
-                without a conversion.
+                `storage_dtype`, the caller must give a dtype. If `out_dtype` is the `storage_dtype` itself, the entries
+                are returned as stored, without a conversion.
 
         Raises:
             ValueError: the dtype is not in `query_dtypes`; `out_dtype` is None and the format has a `storage_dtype`.
@@ -166,7 +166,7 @@ class CacheFormat:
     def gathered_width(self, columns: int, out_dtype: torch.dtype | None = None) -> int:
         """Return the elements of a gathered cache entry, for a cache with `columns` columns.
 
-        This is Lkv + R, or the number of columns if `out_dtype` asks for the stored entries.
+        The result is Lkv + R, or the number of columns if the entries are returned as stored (`returns_stored`).
 
         Raises:
             ValueError: the format has `dims`, and a cache of these dims has another number of columns.

@@ -234,7 +234,7 @@ def is_plain_linear(linear: nn.Module, dtype: torch.dtype) -> bool:
 def linear_output(argument: str, output: object) -> Tensor:
     """Return the product from the output of a linear module, which is a tensor or a pair (product, bias).
 
-    The linear modules of vLLM and Megatron return the pair. The product in the pair is without the bias, so the bias
+    The linear modules of vLLM and Megatron return such a pair. The product in the pair is without the bias, so the bias
     must be None.
 
     Raises:
@@ -321,7 +321,7 @@ def check_offsets(argument: str, offsets: Tensor, total: int | None = None, most
 def check_eager_offsets(argument: str, offsets: Tensor, total: int) -> None:
     """Check that a prefix sum on the CPU ends at `total`; do nothing on other devices and under torch.compile.
 
-    Callers need this check before an op that accepts a smaller last element.
+    Callers need this check before an op that does not raise if the last element is smaller than `total`.
     """
     if offsets.device.type == "cpu" and not torch.compiler.is_compiling():
         check_offsets(argument, offsets, total)

@@ -17,7 +17,7 @@ from .rope_config import RopeConfig, yarn_mscale
 if TYPE_CHECKING:
 
     class _SoftmaxScale:
-        """Type of `softmax_scale`: the constructor takes a number or None, and reading gives a number."""
+        """Type of `softmax_scale`: the constructor takes a number or None, and the attribute is a number."""
 
         def __get__(self, config: object, owner: object) -> float: ...
 

@@ -22,8 +22,8 @@ DECODE_TILE = 64  # keys in a tile, for every block size of the cache
 class InvariantSplitRule:
     """Four numbers that determine the splits of each request in a `batch_invariant` decode.
 
-    In such a decode a request gets the same bits in every batch, so its splits depend on its own length alone. From
-    short to long requests, the splits grow in this order:
+    In such a decode a request gets the same bits in every batch, so its splits depend on its own length alone. For
+    longer requests, either the number of splits or their size grows:
 
     | length of the request | tiles of a split | number of splits |
     |---|---|---|
@@ -36,9 +36,9 @@ class InvariantSplitRule:
 
     Attributes:
         small_tiles: number of tiles in the smallest split; an even number, because kernels process tiles in pairs.
-        small_splits: a longer request gets this number of splits first, and then larger splits.
-        large_tiles: a longer request gets splits of this number of tiles first, and then more splits; an even number.
-        max_splits: largest number of splits of a request.
+        small_splits: largest number of splits of `small_tiles` tiles. Longer requests get larger splits.
+        large_tiles: number of tiles up to which the splits then grow, an even number. Longer requests get more splits.
+        max_splits: largest number of splits of a request. The longest requests get larger splits again.
 
     Raises:
         ValueError: a number is below 1; `small_tiles` or `large_tiles` is odd; `large_tiles` is below `small_tiles`;
@@ -66,7 +66,7 @@ class InvariantSplitRule:
 
 @functools.lru_cache(maxsize=64)
 def invariant_split_rule(small_tiles: int, small_splits: int, large_tiles: int, max_splits: int) -> InvariantSplitRule:
-    """Return the `InvariantSplitRule` of four numbers. The result is cached, so a second call validates nothing.
+    """Return the `InvariantSplitRule` of four numbers; a later call with the same numbers returns the same object.
 
     Raises:
         ValueError: for the same reasons as `InvariantSplitRule`.
@@ -118,7 +118,7 @@ class ScheduleCosts:
         invariant_starts: factor by which `choose_schedule` multiplies `request_cost` for a `batch_invariant` decode. In
             such a decode a program attends whole splits, so the times of the programs differ more.
         splits_per_tile: number of splits of one request that the combine kernel adds in the time of one tile; below
-            2^20. `plan_decode` needs it to avoid more splits than are worthwhile.
+            2^20. `plan_decode` estimates the time of the combine kernel from this number.
 
     Raises:
         TypeError: `split_rule` is not an `InvariantSplitRule`.
@@ -221,14 +221,14 @@ def choose_schedule(
     """Decide from the lengths of the requests whether a decode is faster with a schedule.
 
     Without a schedule the kernel divides every request into the same number of splits. The decode then takes about as
-    long as if all requests had the length of the longest request. A schedule therefore saves this number of tiles (B is
-    the number of requests with keys):
+    long as if all requests had the length of the longest request. A schedule therefore saves the time of this number of
+    tiles (B is the number of requests with keys):
 
         B * tiles of the longest request - tiles of all requests together
 
-    A schedule costs about `request_cost` tiles for each request and for each program. A batch-invariant schedule costs
-    `invariant_starts` times as much. The decode gets a schedule if it saves more than it costs. (`docs/log.md` has the
-    measurement of the cost.)
+    A schedule costs the time of about `request_cost` tiles for each request and for each program. A batch-invariant
+    schedule costs `invariant_starts` times as much. The decode gets a schedule if the schedule saves more than it
+    costs. (`docs/log.md` has the measurement of the cost.)
 
     Args:
         seq_lens: [B], keys of each request, on the CPU.

@@ -27,11 +27,11 @@ from .ownership import ONE_RANK, get_dcp_local_seq_lens
 from .support import GraphSupport, QueryLenSupport
 
 CPU = torch.device("cpu")
-FORMAT_AND_MODE = ("cache_format", "fp8_mode")  # what builder, layers and plans of a graph have in common
+FORMAT_AND_MODE = ("cache_format", "fp8_mode")  # attributes that must be equal in the builder, layers and plans
 
 
 def requests_with_tokens(common: CommonAttentionMetadata) -> int:
-    """Return the number of requests up to the last request that has a query token.
+    """Return the number of requests up to and including the last request that has a query token.
 
     If `query_start_loc_cpu` is None, the result is the number of all requests.
     """
@@ -42,7 +42,7 @@ def requests_with_tokens(common: CommonAttentionMetadata) -> int:
 
 
 def longest_query(common: CommonAttentionMetadata) -> int:
-    """Return the length of the longest query; `max_query_len`, an upper bound, if `query_start_loc_cpu` is None."""
+    """Return the length of the longest query; if `query_start_loc_cpu` is None, return its bound `max_query_len`."""
     if common.query_start_loc_cpu is None:
         return common.max_query_len if common.num_reqs else 0
     lens = common.query_start_loc_cpu.diff()
@@ -196,7 +196,7 @@ def check_update(captured: MLAMetadata, common: CommonAttentionMetadata, block_s
     Args:
         captured: the captured plan.
         common: the batch.
-        block_size: tokens per block; the captured plan must have the same number.
+        block_size: tokens per block; the captured plan must have the same block size.
     """
     check_type("captured", captured, MLAMetadata)
     check_type("captured.decode", captured.decode, DecodeMetadata)
@@ -227,7 +227,7 @@ def check_update(captured: MLAMetadata, common: CommonAttentionMetadata, block_s
 def _check_num_tokens(common: CommonAttentionMetadata, exactly: bool) -> None:
     """Check that `num_actual_tokens` is the last element of `query_start_loc_cpu`, if this tensor is not None.
 
-    Without `exactly`, `num_actual_tokens` may be larger; the further tokens are padding.
+    If `exactly` is False, `num_actual_tokens` may be larger; the further tokens are padding.
     """
     if common.query_start_loc_cpu is not None:
         last, tokens = int(common.query_start_loc_cpu[-1]), common.num_actual_tokens
@@ -269,7 +269,7 @@ def check_captured(captured: MLAMetadata, plan: MLAMetadata) -> None:
 
 
 def check_graph_support(graph_support: GraphSupport | None, query_len_support: QueryLenSupport) -> GraphSupport:
-    """Return `graph_support`; for None, return ANY, or ONE_QUERY_LEN if the decode kernel supports UNIFORM only."""
+    """Return `graph_support`. If it is None, return ONE_QUERY_LEN for a decode kernel with UNIFORM, otherwise ANY."""
     check_type("graph_support", graph_support, (GraphSupport, type(None)), "a GraphSupport or None")
     one_length = query_len_support is QueryLenSupport.UNIFORM
     if graph_support is None:
@@ -306,7 +306,7 @@ def check_graph_query_len(graph: Any) -> None:
 
 
 def check_graph_formats(graph: Any) -> None:
-    """Check that the builder and the layers of a `DecodeGraph` have the format and the mode of the graph."""
+    """Check that builder and layers of a `DecodeGraph` have the `cache_format` and the `fp8_mode` of the graph."""
     for name in FORMAT_AND_MODE:
         held = getattr(graph, name)
         _check_same(f"builder.{name}", held, getattr(graph.builder, name, None), "as in the graph")
@@ -315,14 +315,14 @@ def check_graph_formats(graph: Any) -> None:
 
 
 def check_graph_plan(graph: Any, plan: Any) -> None:
-    """Check that a plan of the builder has the format and the mode of a `DecodeGraph`, if the plan has them at all."""
+    """Check that a plan has the `cache_format` and `fp8_mode` of a `DecodeGraph`, if the plan has these attributes."""
     for name in FORMAT_AND_MODE:
         held = getattr(graph, name)
         _check_same(f"plan.{name}", held, getattr(plan, name, held), "as in the graph")
 
 
 def _check_same(argument: str, held: CacheFormat | str | None, found: object, where: str) -> None:
-    """Check that a format or a mode is the one that a `DecodeGraph` has."""
+    """Check that the format or mode `found` is equal to `held`, the format or mode of a `DecodeGraph`."""
     if found is not held and found != held:
         wanted, got = (each.name if isinstance(each, CacheFormat) else each for each in (held, found))
         check(False, argument, f"{wanted}, {where}", got)

@@ -96,7 +96,7 @@ def write_captured(captured: MLAMetadata, plan: MLAMetadata) -> None:
 
     Args:
         captured: the captured plan; the function writes its tensors.
-        plan: plan of the next replay, after `check_captured`.
+        plan: plan of the next replay; the caller must call `check_captured` first.
     """
     if isinstance(plan, ContextParallelMetadata):
         captured.decode.seq_lens.copy_(plan.decode.seq_lens)

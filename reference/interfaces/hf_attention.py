@@ -23,9 +23,10 @@ class HFAttention(NamedTuple):
     Attributes:
         config: config of the layer, with all heads.
         modules: projections and norms, by the names of the arguments of `MLAAttention`; None for a missing module.
-        kv_scale: scale that the checkpoint stores for the cache; None if the layer uses no such scale, or if the caller
-            gives a scale.
-        q_scale: scale that the checkpoint stores for the queries in e4m3; None in the same cases.
+        kv_scale: scale that the checkpoint stores for the cache; None if the checkpoint has none, if the cache format
+            has no such scale, or if the caller gives `kv_scale`.
+        q_scale: scale that the checkpoint stores for queries in e4m3; None if the checkpoint has none, if the fp8 mode
+            has no such scale, or if the caller gives `q_scale`.
     """
 
     config: MLAConfig
@@ -35,10 +36,10 @@ class HFAttention(NamedTuple):
 
 
 def layer_from_hf(layer_class: Callable[..., Any], module: nn.Module, options: dict[str, Any]) -> Any:
-    """Return the `MLAAttention` of a package for an attention module of transformers (`MLAAttention.from_hf`).
+    """Return the layer of `reference` or `fast` for an attention module of transformers (`MLAAttention.from_hf`).
 
     Args:
-        layer_class: the class `MLAAttention`.
+        layer_class: the class `MLAAttention` of one of the two packages.
         module: the attention module, with the projections of all heads.
         options: keyword arguments of the layer.
     """

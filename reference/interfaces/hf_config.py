@@ -77,8 +77,8 @@ def _asks(value: object) -> bool:
 def _list_of(config: Any, path: str, name: str, reasons: list[str]) -> list[Any]:
     """Return the elements of a field that has one element for each layer.
 
-    The result is empty if the field is missing or None, or if it is neither a list nor a tuple. In the last case the
-    function also adds a reason to `reasons`, unless the value enables no feature (`_asks`).
+    The result is empty if the field is missing or is neither a list nor a tuple. If the value of such a field enables a
+    feature (`_asks`), the function also adds a reason to `reasons`.
     """
     value = getattr(config, name, None)
     if isinstance(value, list | tuple):
@@ -118,7 +118,7 @@ def _other_attention(config: Any, path: str = "config") -> list[str]:
     if not all(isinstance(source, int) and source == layer for layer, source in enumerate(sources)):
         reasons.append(f"{path}.kv_source_layers: layers that share keys and values are not implemented, "
                        f"got {short_text(sources)}")  # fmt: skip
-    nested = getattr(config, "attn_config", None) if path == "config" else None  # some models nest their fields
+    nested = getattr(config, "attn_config", None) if path == "config" else None  # some configs nest these fields
     if isinstance(nested, Mapping):
         nested = SimpleNamespace(**{str(name): value for name, value in nested.items()})
     if isinstance(nested, bool | int | float | str | list | tuple):
@@ -160,7 +160,7 @@ def _rope_from_hf(config: Any, model_type: str) -> RopeConfig:
         reasons.append(f"config.rope_theta: expected a number above 1, got {theta}")
     interleaved = getattr(config, "rope_interleave", None)
     if model_type == "deepseek_v2":
-        interleaved = True  # its config lacks the field; this model rotates pairs of neighbours
+        interleaved = True  # DeepSeek-V2 rotates pairs of neighbours, and its config lacks the field
     if not isinstance(interleaved, bool):
         got = f"no value for model type {model_type!r}" if interleaved is None else short_text(interleaved)
         reasons.append(f"config.rope_interleave: expected True or False, got {got}")

@@ -4,8 +4,8 @@ Only formats with `CacheFormat.layer_scale` have this scale. A layer takes it fr
 
 1. the argument `kv_scale` of the layer;
 2. the checkpoint: the attribute `kv_scale` or `k_scale` of the module (`MLAAttention.from_hf`);
-3. a calibration (`calibrate_kv_scales`), whose scales are saved to a JSON file and passed as `kv_scale`. The file has
-   the scales of queries too (`reference.interfaces.query_scales`);
+3. a calibration (`calibrate_kv_scales`), whose scales are saved to a JSON file and passed as `kv_scale`. The file also
+   has the scales of queries (`reference.interfaces.query_scales`);
 4. the first step with a prefill: the largest absolute value that this step writes becomes the largest e4m3 number;
 5. 1.0, with a warning, if a decode or a graph capture comes before any prefill.
 
@@ -72,7 +72,7 @@ class KVScale(nn.Module):
         check_type("source", source, ScaleSource)
         device = device if device is None else check_device("device", device)
         self.register_buffer("value", torch.ones((), dtype=torch.float32, device=device), persistent=False)
-        self._number = 1.0  # the chosen scale; for a layer that was made on the device meta
+        self._number = 1.0  # the chosen scale as a float, because a buffer on the device meta has no values
         self.source: ScaleSource | None = None
         self.written = False
         if value is not None:
@@ -104,7 +104,7 @@ class KVScale(nn.Module):
             has_prefill: whether the step has tokens of a prefill.
             largest: function that returns the largest absolute value that the step writes, a tensor [] on the device of
                 the scale. It is called only if the step may choose the scale; the host then waits for the device. If
-                the value is 0, the step writes zeros or nothing, and the choice is left to a later step.
+                the largest value is 0, the step writes zeros or nothing, and a later step chooses the scale.
 
         Returns:
             float32 tensor [].
@@ -117,7 +117,7 @@ class KVScale(nn.Module):
             check(not torch.compiler.is_compiling(), "kv_scale", wanted, "no scale")
             if has_prefill and not _is_capturing(self.value.device):
                 found = largest().to(torch.float32)
-                if not bool(found > 0):  # any scale describes zeros
+                if not bool(found > 0):  # zeros are stored as zeros with any scale
                     return self.value
                 self.value.copy_(e4m3_scale(found).clamp(min=torch.finfo(torch.float32).tiny))
                 self.source = ScaleSource.FIRST_PREFILL
@@ -200,7 +200,7 @@ def _is_capturing(device: torch.device) -> bool:
 
 
 def scale_number(argument: str, value: Any) -> float:
-    """Return a scale as a number; a tensor is read.
+    """Return a scale as a float. If the scale is a tensor on a GPU, the host waits for the GPU.
 
     Raises:
         TypeError: the scale is neither a number nor a tensor.
@@ -258,29 +258,29 @@ class CalibratedScales(dict[str, float]):
 
 
 def _scale_of(largest: list[Tensor]) -> float:
-    """Return the scale with which the largest recorded value becomes the largest e4m3 number; 1.0 for zeros."""
+    """Return the scale with which the largest recorded value becomes the largest e4m3 number; 1.0 if all are 0."""
     number = float(torch.stack([value.float() for value in largest]).amax())
     return number / E4M3_MAX if number > 0 else 1.0
 
 
 @contextlib.contextmanager
 def calibrate_kv_scales(layers: Mapping[str, nn.Module]) -> Iterator[CalibratedScales]:
-    """Record the largest absolute values of each layer, and return scales at the end of the block.
+    """Record the largest absolute values of each layer, and compute scales at the end of the `with` block.
 
     The scale of a cache comes from the values that the layer writes to its cache. The scale of queries comes from the
-    absorbed queries of all tokens, also of prefills. The layers may have a cache of any format. Run a few prompts
-    inside the block.
+    absorbed queries of all tokens, also of prefills. The caches of the layers may have any format. Run a few prompts
+    inside the `with` block.
 
     Args:
         layers: mapping from the name of a layer to its `MLAAttention`.
 
     Yields:
-        Mapping from the name of a layer to the scale of its cache, with the scales of the queries as its attribute
-        `queries`. Both are empty until the block ends.
+        Mapping from the name of a layer to the scale of its cache. The attribute `queries` of this mapping has the
+        scales of the queries. Mapping and attribute are empty until the `with` block ends.
 
     Raises:
         TypeError: `layers` is not a mapping to layers.
-        ValueError: a layer has written nothing inside the `with` statement.
+        ValueError: a layer ran no step inside the `with` block.
     """
     check_type("layers", layers, Mapping)
     for name, layer in layers.items():
@@ -306,7 +306,7 @@ def save_kv_scales(path: str | os.PathLike, scales: Mapping[str, float], cache_f
         path: the file; an existing file is replaced.
         scales: mapping from the name of a layer to the scale of its cache. The file also gets the scales of queries if
             `scales` is a `CalibratedScales`.
-        cache_format: format of the caches that use the scales. The scales of queries suit every format.
+        cache_format: format of the caches that use the scales. The scales of queries do not depend on this format.
 
     Raises:
         ValueError: a scale is not finite and positive, or the format does not have one scale for each layer.
@@ -334,8 +334,8 @@ def load_kv_scales(path: str | os.PathLike, cache_format: CacheFormat = FP8_E4M3
         cache_format: format of the caches that will use the scales.
 
     Returns:
-        Mapping from the name of a layer to the scale of its cache. Its attribute `queries` has the scales of queries;
-        it is empty if the file has none.
+        Mapping from the name of a layer to the scale of its cache. The attribute `queries` of this mapping has the
+        scales of queries; the attribute is empty if the file has none.
 
     Raises:
         OSError: the file cannot be read.

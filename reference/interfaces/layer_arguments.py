@@ -53,7 +53,7 @@ def check_modules(**modules: object) -> None:
 
 
 def check_no_bias(argument: str, linear: nn.Module) -> None:
-    """Check that a linear module whose weight a layer reads has no bias, which the layer would ignore."""
+    """Check that a linear module has no bias: the layer reads only the weight, so it would ignore a bias."""
     check(getattr(linear, "bias", None) is None, argument, "no bias", "a bias")
 
 
@@ -72,7 +72,7 @@ def check_module_expansion(
 
 
 def check_rms_norm(x: Tensor, weight: Tensor, eps: float) -> None:
-    """Check the arguments of `rms_norm`: x [T, L], weight [L], eps at least 0."""
+    """Check the arguments of `rms_norm`: x [T, L] with rows of any width L, weight [L], eps at least 0."""
     check_tensor("x", x, ("T", "L"))
     check_tensor("weight", weight, (x.shape[1],), device=x.device)
     check_number("eps", eps, 0)

@@ -35,10 +35,10 @@ class AttentionState:
     all keys of the queries, a caller may drop the LSE.
 
     Attributes:
-        out: [T, N, Dv], the softmax-weighted sum of the values. Dv is V on the expanded path and Lkv on the absorbed
-            path. It is 0 for a query without keys.
-        lse: [N, T], natural logarithm of the sum of exp(score) over the keys; float32, or float64 if `out` is float64.
-            It is -inf for a query without keys.
+        out: [T, N, Dv], the softmax-weighted sum of the values; 0 for a query without keys. Dv is V on the expanded
+            path and Lkv on the absorbed path.
+        lse: [N, T], natural logarithm of the sum of exp(score) over the keys; -inf for a query without keys. The dtype
+            is float32, or float64 if `out` is float64.
     """
 
     out: Float[Tensor, "T N Dv"]
@@ -145,12 +145,12 @@ class CommonAttentionMetadata:
             The validated batch.
 
         Raises:
-            ValueError: in one of the following cases. The message names the argument, and the request if there is one.
+            ValueError: in one of the following cases. The message names the argument and, where possible, the request.
 
                 - a shape or dtype is wrong;
                 - `query_start_loc_cpu` decreases;
-                - a request that is not a padding row has more query tokens than tokens;
-                - there are fewer slots than tokens;
+                - the length of a request that is not a padding row is below its number of query tokens;
+                - there are fewer slots than query tokens;
                 - a slot after the slot of the last token is not -1 (checked for slots on a CPU).
         """
         check_tensor("query_start_loc_cpu", query_start_loc_cpu, ("B + 1",), (torch.int32,), torch.device("cpu"))
@@ -213,7 +213,7 @@ class CommonAttentionMetadata:
 
                 - a shape is wrong;
                 - a length is negative;
-                - a request that is not a padding row has more query tokens than tokens;
+                - the length of a request that is not a padding row is below its number of query tokens;
                 - `block_table` has too few columns for the longest request;
                 - a request has a negative block id (checked for a block table on a CPU);
                 - `block_size` is not a multiple of the interleave of `ownership`.
@@ -265,10 +265,10 @@ class PrefillMetadata:
         context_chunks: the context of these requests (tokens that are already in the cache), cut into chunks; empty if
             no request has context.
         block_size: tokens per block for which the plan was computed. A call with a cache of another block size raises.
-        parts: the requests, divided into parts of consecutive requests: in each part, all requests have context or none
-            has. Attention over a part with context is merged from several attention states; a part without context
-            needs one state. Empty if there would be one part or more than `MOST_PARTS`, or if the plan was made without
-            lengths on the CPU.
+        parts: the requests, divided into parts of consecutive requests. In a part, either all requests have context, or
+            no request has context. A part with context needs several attention states and merges them; a part without
+            context needs one attention state. `parts` is empty if there would be only one part or more than
+            `MOST_PARTS` parts, or if the plan was made without lengths on the CPU.
     """
 
     block_table: Int32[Tensor, "B W"]
@@ -288,7 +288,7 @@ class PrefillMetadata:
 
 @dataclass(frozen=True, eq=False)
 class PrefillPart:
-    """Consecutive requests of a prefill that all have context, or that all have no context.
+    """Consecutive prefills of a step that all have context, or that all have no context.
 
     Attributes:
         first_token: index of the part's first query token among the query tokens of all prefills.
@@ -333,8 +333,8 @@ class DecodeMetadata:
     Attributes:
         block_table: [B, W], block ids of these requests.
         seq_lens: [B], keys of each request in the cache, the new tokens included; 0 for padding rows.
-        query_start_loc: [B + 1], prefix sum of the query lengths. Its last element is T, or at most T if `graph` is
-            ANY; the tokens behind the last element are then padding.
+        query_start_loc: [B + 1], prefix sum of the query lengths. The last element is T. If `graph` is ANY, the last
+            element may be below T; the tokens from this index on are then padding.
         max_query_len: upper bound of the query lengths.
         visible_lens: [T], number of keys that each query token attends: S - Sq + i + 1 for query token i of a request
             with S keys and Sq query tokens, and 0 for a padding row (`compute_visible_lens`).
@@ -385,7 +385,7 @@ class MLAMetadata:
         num_decode_tokens: number of query tokens of the requests on the absorbed path.
         decode: the part of the plan for the absorbed path.
         prefill: the part of the plan for the expanded path.
-        workspace_tokens: largest number of context tokens of a chunk, for which the chunks of `prefill` were cut.
+        workspace_tokens: largest number of context tokens that a chunk of `prefill` may have.
         schedule: optional schedule, which assigns the keys of the decode to the programs of a kernel. With None the
             kernel divides the keys itself.
         cascade: plans over a shared prefix and over the suffixes, which the layer uses in place of `decode`. None if

@@ -122,7 +122,7 @@ def visible_lens_of_tokens(
     rank: int = 0,
     interleave: int = 1,
 ) -> Int32[Tensor, " num_tokens"]:
-    """Compute for each query token the number of keys on one rank that it attends, without a loop over the requests.
+    """Return how many keys of one rank each query token attends, computed without a loop over the requests.
 
     The query token with index i in a request of Sq query tokens attends the first S - Sq + i + 1 tokens of the
     sequence. A token of a padding row (S = 0) attends no token.

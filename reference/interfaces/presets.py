@@ -38,7 +38,7 @@ PRESETS: Mapping[str, Mapping[str, int | None]] = {
 
 
 def _published_yarn(factor: float, mscale: float, beta_fast: float = 32.0) -> YarnConfig:
-    """Return YaRN parameters with a pre-training context of 4096 tokens, and `mscale` as both magnitude scales."""
+    """Return YaRN parameters for pre-training sequences of 4096 tokens, with `mscale` as both magnitude scales."""
     return YarnConfig(factor, 4096, beta_fast, 1.0, mscale, mscale)
 
 
@@ -51,8 +51,8 @@ PRESET_ROPES: Mapping[str, RopeConfig | None] = {
     "deepseek-v3": RopeConfig(10000.0, True, _published_yarn(40.0, 1.0)),
     "kimi-k2": RopeConfig(50000.0, True, _published_yarn(32.0, 1.0, beta_fast=1.0)),
     "moonlight": RopeConfig(50000.0, True),
-    # source: config.json of huggingface.co/openbmb/MiniCPM3-4B. Its rope (LongRoPE) divides each frequency by another
-    # number.
+    # source: config.json of huggingface.co/openbmb/MiniCPM3-4B. The rope of this model (LongRoPE) divides each
+    # frequency by a different number.
     "minicpm3": None,
     # source: github.com/radixark/miles, scripts/models/glm5-744B-A40B.sh; interleaved as in transformers' glm_moe_dsa
     "glm-5": RopeConfig(1e6, True),

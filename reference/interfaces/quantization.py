@@ -27,7 +27,7 @@ class QuantizedWeight:
     """An absorbed weight in e4m3: one matrix for each head (`quantize_weight`).
 
     Attributes:
-        values: [N, K, M], e4m3, any strides.
+        values: [N, K, M] in e4m3, a matrix of K rows and M columns for each head; any strides.
         scale: float32, [] for one scale, or [N] for one scale for each head. The weight is `values` times `scale`.
     """
 
@@ -41,7 +41,7 @@ class QuantizedWeight:
 
 
 class AbsorbedWeights(nn.Module):
-    """The two absorbed weights of a layer in e4m3, as buffers of the layer. Move it to other devices with the layer.
+    """The two absorbed weights of a layer in e4m3, as buffers, so that they move to other devices with the layer.
 
     Attributes:
         w_uk_t: [N, P, Lkv], for `query_to_latent`.
@@ -124,7 +124,7 @@ def check_weight(argument: str, weight: Tensor | QuantizedWeight, shape: tuple[i
 
 
 def check_scale(argument: str, scale: Tensor, num_heads: int | None, device: torch.device) -> None:
-    """Check a float32 scale: a tensor [], or [N] if `num_heads` is given. A scale on a GPU is not read.
+    """Check a float32 scale: a tensor [], or [N] if `num_heads` is given. The check does not read the values.
 
     Raises:
         TypeError: the scale is not a tensor.

@@ -7,8 +7,8 @@ A layer takes this scale from the first of these sources:
 3. a calibration, whose scales are saved to a JSON file and passed as `q_scale` (`CalibratedScales.queries`);
 4. 1.0, with a warning by the constructor of the layer.
 
-Queries are not stored, so the scale may change at any time. No step chooses a scale: a scale that depends on the first
-prompt would give every later request other results.
+Queries are not stored, so the scale may change at any time. No step chooses a scale, because the results of all later
+requests would then depend on the first prompt.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class QueryScale(nn.Module):
     """The float32 scale of a layer's queries in e4m3, a buffer of the layer.
 
     Args:
-        value: a number or a tensor with one element: one scale for all heads. A tensor [N]: one scale for each head.
+        value: a number or a tensor with one element is one scale for all heads; a tensor [N] has a scale for each head.
         num_heads: N, number of all heads of the config, also if ranks share the heads.
         source: where `value` comes from.
         device: device of the buffer; None takes the device of `value` if it is a tensor, otherwise the CPU.
@@ -57,15 +57,15 @@ class QueryScale(nn.Module):
         if device is None:
             device = value.device if isinstance(value, Tensor) else numbers.device
         self.register_buffer("value", numbers.to(check_device("device", device)), persistent=False)
-        self._numbers = numbers  # on the CPU; for a layer that was made on the device meta
+        self._numbers = numbers  # a copy on the CPU, because a buffer on the device meta has no values
         self.choose(value, source)
 
     def choose(self, value: float | Tensor, source: ScaleSource = ScaleSource.ARGUMENT) -> None:
-        """Set the scale in place, because a captured graph reads the buffer. A tensor on a GPU is read.
+        """Set the scale in place, because a captured graph reads the buffer. The host waits for a tensor on a GPU.
 
         Args:
-            value: a number, a tensor with one element, or a tensor [N]; the buffer keeps its shape, so a scale for each
-                head needs a layer that was made with a scale for each head.
+            value: a number, a tensor with one element, or a tensor [N]. The buffer keeps its shape, so a tensor [N] is
+                legal only if the layer was made with a tensor [N].
             source: where the scale comes from.
 
         Raises:
@@ -131,7 +131,7 @@ def make_query_scale(
 
 
 def checkpoint_query_scale(module: nn.Module) -> Tensor | float | None:
-    """Return the scale that a checkpoint stores for the queries of a module, its attribute `q_scale`, or None."""
+    """Return the attribute `q_scale` of a module, in which checkpoints store the scale of queries, or None."""
     found = getattr(module, "q_scale", None)
     return found if isinstance(found, (Tensor, float, int)) else None
 
@@ -139,8 +139,9 @@ def checkpoint_query_scale(module: nn.Module) -> Tensor | float | None:
 def observe_queries(layer: nn.Module, metadata: MLAMetadata, queries: Callable[[], tuple[Tensor, Tensor]]) -> None:
     """Record the largest absolute value of the absorbed queries of a step, if a calibration of the layer runs.
 
-    The queries of all tokens count, also of prefills, which a decode would make in the same way. Padding tokens do not
-    count. Under context parallelism, all ranks get the same largest value.
+    The function reads the absorbed queries of all tokens except padding tokens. The tokens of prefills are included,
+    because a decode would compute the same absorbed queries for them. Under context parallelism, all ranks get the same
+    largest value.
 
     Args:
         layer: the `MLAAttention`, with the attributes `observed_queries` and `context_parallel`.

@@ -1,4 +1,4 @@
-"""Parameters of the rotary position embedding (rope) and of YaRN, which extends rope to longer contexts."""
+"""Parameters of the rotary position embedding (rope) and of YaRN, which extends rope to longer sequences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def yarn_mscale(factor: float, mscale: float) -> float:
     arXiv 2309.00071, section 3.4, has the formula with a = 1. DeepSeek added the factor a.
 
     Args:
-        factor: f, ratio of the extended to the original context.
+        factor: f, as in `YarnConfig`.
         mscale: a, one of the two magnitude scales of `YarnConfig`.
     """
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
@@ -26,11 +26,12 @@ class YarnConfig:
     """YaRN context extension (arXiv 2309.00071) with DeepSeek's two magnitude scales.
 
     Attributes:
-        factor: f, ratio of the extended to the original context.
-        original_max_position_embeddings: longest context of the pre-training, in tokens.
-        beta_fast: a rope frequency with more than this number of rotations over the original context stays as it is.
-        beta_slow: a rope frequency with fewer than this number of rotations over the original context is divided by
-            `factor`. (`rotary_frequencies` interpolates in between.)
+        factor: f, the factor by which YaRN extends the longest sequence of the pre-training.
+        original_max_position_embeddings: tokens of the longest sequence of the pre-training.
+        beta_fast: a rope frequency with more than this number of rotations over the longest sequence of the
+            pre-training does not change.
+        beta_slow: a rope frequency with fewer than this number of rotations is divided by `factor`. For numbers of
+            rotations between `beta_slow` and `beta_fast`, `rotary_frequencies` interpolates.
         mscale: magnitude scale in the numerator of `cos_sin_scale`, or None.
         mscale_all_dim: magnitude scale in the denominator of `cos_sin_scale`, or None. The softmax scale is multiplied
             by yarn_mscale(factor, mscale_all_dim)^2.
@@ -56,7 +57,7 @@ class YarnConfig:
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name))
 
-    @functools.cached_property  # every layer reads it in every step
+    @functools.cached_property  # cached, because every layer reads this property in every step
     def cos_sin_scale(self) -> float:
         """Return the factor by which cos and sin of the rotation angles are multiplied.
 

@@ -61,9 +61,9 @@ def stride_order(include_layers: bool = False, layout: str = "layers_first") -> 
 def context_unit(block_size: int, context_parallel_size: int = 1, interleave: int = 1) -> int:
     """Return the unit of context chunks, in tokens: every chunk begins at a multiple of this number.
 
-    A chunk is a part of the cached context of a request that a prefill expands at once. With one rank the result is the
-    block size, so that a chunk begins at the start of a block. With D ranks and interleave I the result is
-    lcm(block_size, D * I), so that all ranks own the same number of the tokens before the chunk.
+    A chunk is a part of the cached context that a prefill expands at once. With one rank the result is the block size,
+    so that a chunk begins at the start of a block. With D ranks and interleave I the result is lcm(block_size, D * I).
+    The tokens of a request before the chunk are then divided equally among the ranks.
 
     Args:
         block_size: tokens per block.
@@ -84,9 +84,9 @@ def chunked_prefill_workspace_size(
 ) -> int:
     """Return the number of context tokens that a prefill expands at once, by the rule of vLLM.
 
-    The number is min(max(8 max_model_len, 4 max_num_seqs block_size), 64k), where 64k is 65536. It is rounded up to
-    whole units (`context_unit`; with one rank a unit is a block), but not above 64k. It is at least one unit for each
-    of `max_num_seqs` sequences.
+    The number is min(max(8 max_model_len, 4 max_num_seqs block_size), 64k), where 64k is 65536. The number is rounded
+    up to whole units (`context_unit`; with one rank a unit is a block), but not above 64k. The result is at least one
+    unit for each of `max_num_seqs` sequences.
 
     Args:
         max_model_len: largest number of tokens of a sequence.

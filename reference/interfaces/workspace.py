@@ -1,7 +1,7 @@
 """The workspace of a prefill: memory in which the cached context is gathered and expanded, chunk by chunk.
 
-A chunk has at most `workspace_tokens` context tokens. To gather a chunk is to copy its cache entries out of the cache.
-To expand it is to compute keys and values of every head from the entries.
+A chunk has at most `workspace_tokens` context tokens. To gather a chunk means to copy its cache entries out of the
+cache. To expand a chunk means to compute keys and values of every head from these entries.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class ContextWorkspace:
     parallelism, the second part first has the cache entries that the rank sends and receives. The keys and values then
     overwrite these entries.
 
-    A builder (`MLAMetadataBuilder`) has one workspace, which is in each of its plans with context. A layer uses the
-    workspace of its plan, or the workspace that was given to the layer. Therefore all layers share one workspace.
+    A builder (`MLAMetadataBuilder`) has one workspace, and puts it into each plan with context. A layer to which the
+    caller gave a workspace uses this workspace. All other layers use the workspace of the plan, so they share it.
 
-    If no memory is given, the first layer that needs the workspace allocates the memory. It allocates new memory if a
-    later layer needs more elements, another dtype or another device. Given memory is never replaced.
+    If no memory is given, the first layer that needs the workspace allocates the memory. If a later layer needs more
+    elements, another dtype or another device, this layer allocates new memory. Given memory is never replaced.
 
     Two steps must not use a workspace at the same time: each CUDA stream and each thread needs its own workspace.
 
@@ -112,7 +112,7 @@ def context_workspace_size(config: MLAConfig, workspace_tokens: int, context_par
     For chunks of S tokens, the gathered entries need S (Lkv + R) elements, and the expanded keys and values need
     S N (P + V) elements. (Both numbers are rounded up for alignment.) With D ranks, a rank also sends S / D entries and
     receives S entries. These entries use the memory of the expanded keys and values. If this memory is too small for
-    them, the workspace is larger.
+    the entries, the workspace is larger.
 
     Args:
         config: config with the heads of this rank (`ContextParallel.local_config`).
@@ -141,7 +141,7 @@ def reserve_largest(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """Reserve memory for every chunk of up to `workspace_tokens` tokens, and return its two parts.
+    """Reserve memory for any chunk of up to `workspace_tokens` tokens, and return two views of the memory.
 
     Args:
         workspace: the workspace.

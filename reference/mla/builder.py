@@ -82,8 +82,8 @@ class MLAMetadataBuilder:
 
             - None: the number that suits the device (in this package: 1);
             - 0: no step gets a schedule;
-            - an int: this number. If a decode has more than `reorder_batch_threshold` query tokens, the step gets no
-              schedule;
+            - an int above 0: this number. If a decode has more than `reorder_batch_threshold` query tokens, the step
+              gets no schedule;
             - a function: it takes the length of the longest decode query and returns the number.
         batch_invariant: whether the decode gives a request the same bits in every batch and with every number of
             programs. If True, `choose_path` is not used: every request with more than `reorder_batch_threshold` new
@@ -94,9 +94,9 @@ class MLAMetadataBuilder:
             rank. With groups, a batch has the lengths of whole sequences and the slots of this rank, and no step has a
             cascade.
         schedule_costs: costs from which schedules are computed; None means the defaults of `ScheduleCosts`.
-        cache_format: format of the cache, for the choice of a path and of a cascade. Layers with another format refuse
-            the plans.
-        dtype: dtype of queries and keys, for the choice of a path and of a cascade. A plan is valid for any dtype.
+        cache_format: format of the cache. The estimates of paths and cascades depend on it, and layers with another
+            format refuse the plans.
+        dtype: dtype of queries and keys. Only the estimates of paths and cascades depend on it.
         graph_support: query lengths that the batches of one CUDA graph may have (`GraphSupport`). None means
             ONE_QUERY_LEN if `query_len_support` is UNIFORM, and ANY otherwise. A batch with one token of each request
             gets a plan for ONE_QUERY_LEN in both cases, because more kernels support this kind of graph.
@@ -312,8 +312,9 @@ class MLAMetadataBuilder:
     ) -> bool:
         """Return whether `build` plans a cascade for a shared prefix.
 
-        The result is False under context parallelism, and also for a batch-invariant builder, because a shared prefix
-        depends on other requests. Otherwise the function `use_cascade_attention` decides.
+        The result is False under context parallelism. It is also False for a batch-invariant builder, because with a
+        cascade the bits of a request would depend on the other requests. Otherwise the function
+        `use_cascade_attention` decides.
 
         Args:
             common_prefix_len: tokens of the prefix.

@@ -1,4 +1,4 @@
-"""Cascade: attend a prefix that all requests share once for all requests, then the suffix of each request alone."""
+"""Cascade: one call attends the prefix that all requests share, a second call attends the suffix of each request."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def use_cascade_attention(
 
     The FLOPs are the same with and without a cascade. With a cascade a kernel reads the prefix once, and without a
     cascade once for each request. But a cascade also writes two attention states (output and log-sum-exp, over the
-    prefix and over the suffix), and reads them again to merge them. A cascade is faster if memory traffic limits the
-    decode and the prefix reads that it saves have more bytes than the states.
+    prefix and over the suffix), and reads them again to merge them. A cascade is faster if two conditions hold: memory
+    traffic limits the decode, and the cascade saves more bytes of the prefix than the states add.
 
     Args:
         common_prefix_len: number of context tokens that all requests share, as the function `common_prefix_len`

@@ -65,8 +65,8 @@ def dcp_gather_context(
             `gather_and_maybe_dequant_cache`).
         kv_scale: float32 scale of the layer's cache; None if the format has no such scale (`CacheFormat.layer_scale`).
         workspace: [rows, Lkv + R] in `out_dtype`, contiguous, for the entries that this rank sends and receives. It
-            needs at least (D + 1) * `chunk.padded_tokens` rows. If it has `chunk.num_tokens` rows more, the result is
-            written to its first rows. None allocates tensors.
+            needs at least (D + 1) * `chunk.padded_tokens` rows. If it has at least `chunk.num_tokens` further rows, the
+            result is written to its first rows. None allocates tensors.
 
     Returns:
         [`chunk.num_tokens`, Lkv + R] in `out_dtype`; a view of the first rows of `workspace` if it has room for the
@@ -141,8 +141,8 @@ def dcp_decode(
             and is refused for queries in e4m3.
         cache_format: format of the cache.
         kv_scale: float32 scale of the layer's cache; None if the format has no such scale (`CacheFormat.layer_scale`).
-        fp8_mode: one of `converted`, `fp8_query` and `fp8_product` (`mla_decode`). In the last two, the ranks gather
-            queries in e4m3.
+        fp8_mode: one of `converted`, `fp8_query` and `fp8_product` (`mla_decode`). In the modes `fp8_query` and
+            `fp8_product`, the ranks gather queries in e4m3.
         q_scale: float32 scale of queries in e4m3, the same on all ranks: [], or [D * N / TP] for one scale for each
             gathered head (`ContextParallel.heads_of_group`). None for `converted`.
 
@@ -162,7 +162,7 @@ def dcp_decode(
     check_number("softmax_scale", softmax_scale)
     check_dtype("out_dtype", ql_nope.dtype if out_dtype is None else out_dtype)
     latent, group = ql_nope.shape[2], context_parallel.cp_group
-    sent = torch.uint8 if ql_nope.dtype == E4M3 else ql_nope.dtype  # groups know no e4m3
+    sent = torch.uint8 if ql_nope.dtype == E4M3 else ql_nope.dtype  # groups cannot exchange tensors in e4m3
     q = torch.cat((ql_nope.view(sent), q_pe.view(sent)), dim=-1)
     q = group.all_gather(rearrange(q, "tokens heads width -> heads tokens width"))
     q = rearrange(q, "ranks heads tokens width -> tokens (ranks heads) width").view(ql_nope.dtype)

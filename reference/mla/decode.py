@@ -60,7 +60,7 @@ def mla_decode(
     | `fp8_query` | e4m3 with `q_scale` | in e4m3 | in 16 bits |
     | `fp8_product` | e4m3 with `q_scale` | in e4m3 | in e4m3: probabilities are rounded too |
 
-    `fp8_ds_mla` stores the rope parts in 16 bits, so every mode multiplies them in 16 bits.
+    The cache format `fp8_ds_mla` stores the rope parts in 16 bits, so every mode multiplies them in 16 bits.
 
     Args:
         ql_nope: [T, N, Lkv], queries with W_UK absorbed (`query_to_latent`).
@@ -89,7 +89,8 @@ def mla_decode(
             - the offsets decrease, or a length is above `max_seq_len`;
             - `visible_lens` of a query token is above the number of keys of its request;
             - a block is outside the cache;
-            - the queries do not have the dtype that `fp8_mode` needs, or the cache has no e4m3 numbers for this mode;
+            - the queries do not have the dtype that `fp8_mode` needs;
+            - `fp8_mode` is not `converted`, and the cache is not in e4m3;
             - a scale is not finite and positive.
     """
     check_decode(ql_nope, q_pe, kv_cache, metadata, cache_format, schedule, kv_scale, fp8_mode, q_scale, out_dtype)

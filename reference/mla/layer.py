@@ -74,7 +74,7 @@ def rms_norm(x: Float[Tensor, "T L"], weight: Float[Tensor, " L"], eps: float) -
     The mean and the division are computed in float32 (float64 if `x` is float64).
 
     Args:
-        x: [T, L].
+        x: [T, L], rows of any width L.
         weight: [L].
         eps: epsilon, at least 0.
 
@@ -118,17 +118,17 @@ class MLAAttention(nn.Module):
         workspace: memory in which a prefill gathers and expands one chunk; all layers of a model can share it. With
             None the layer uses the workspace of the plan (`MLAMetadata.workspace`). A memory-profile run, which has no
             plan, then allocates the memory and frees it.
-        kv_scale: scale of the layer's cache, only for a format with `CacheFormat.layer_scale`. None leaves the choice
-            to the first step: a prefill is measured, a decode takes 1.0 (`reference.interfaces.kv_scales`).
+        kv_scale: scale of the layer's cache, only for a format with `CacheFormat.layer_scale`. With None, the first
+            step sets the scale: from its values if it has a prefill, otherwise 1.0 (`reference.interfaces.kv_scales`).
         fp8_weights: whether the absorbed weights are stored in e4m3 (8 bits), with one scale for each head
-            (`quantize_weight`). They are read by the constructor and by `refresh_weights`.
-        fp8_mode: mode of decodes over a cache in e4m3 (`mla_decode`). In the modes `fp8_query` and `fp8_product` the
-            layer makes the queries of decodes in e4m3, in the ops that absorb and rotate them.
-        q_scale: scale of queries in e4m3, only for these two modes: one number, or a tensor [N] with one for each of
-            all N heads. None takes 1.0, with a warning (`reference.interfaces.query_scales`).
+            (`quantize_weight`). The constructor and `refresh_weights` quantise the weights.
+        fp8_mode: mode of decodes over a cache in e4m3 (`mla_decode`). In the modes `fp8_query` and `fp8_product`, the
+            ops that absorb and rotate the queries of decodes return them in e4m3.
+        q_scale: scale of queries in e4m3, only for these two modes: a number, or a tensor [N] with a scale for each of
+            all N heads. None means 1.0, with a warning (`reference.interfaces.query_scales`).
         expand_by_module: whether prefills expand latents by calling `kv_b_proj` (`expand_kv_by_module`). Otherwise they
-            multiply by its dense weight (`expand_kv`). For a quantised module, the first product reads
-            fewer bytes and rounds as the module does; the second product writes into the workspace.
+            multiply by its dense weight (`expand_kv`). A call of a quantised module reads fewer bytes than `expand_kv`,
+            and rounds as the module does. Only `expand_kv` writes its result into the workspace.
 
     Attributes:
         kv_scale: the scale as a `KVScale`, a buffer of the layer; None if the format has no such scale.
@@ -226,10 +226,10 @@ class MLAAttention(nn.Module):
 
         If `kv_b_proj` is a plain `nn.Linear`, the layer uses its parameter directly. If `kv_b_proj` is quantised,
         wrapped or hooked, the layer keeps a dense copy of the weight (`dense_weight`), and this call updates the copy.
-        With `fp8_weights`, this call quantises the absorbed weights again. Both happen in place if possible.
+        With `fp8_weights`, this call quantises the absorbed weights again. Old tensors are overwritten if possible.
 
-        The layer keeps no dense copy if nothing reads it: with `expand_by_module`, prefills do not, and with
-        `fp8_weights`, decodes do not.
+        With both `expand_by_module` and `fp8_weights`, the layer keeps no dense copy: prefills then call the module,
+        and decodes read the quantised weights.
 
         Raises:
             ValueError: `kv_b_proj` has a bias.
@@ -343,7 +343,7 @@ class MLAAttention(nn.Module):
         output_scale: Float[Tensor, ""] | None = None,
         output_block_scale: Tensor | None = None,
     ) -> None:
-        """Write the new tokens to the cache, then compute attention: decodes absorbed, prefills expanded.
+        """Write the new tokens to the cache, then attend: decodes on the absorbed, prefills on the expanded path.
 
         Args:
             q: [T, N, P + R], queries with the rope part rotated.
@@ -371,8 +371,8 @@ class MLAAttention(nn.Module):
     ) -> None:
         """Compute `forward_attention`.
 
-        `q_e4m3` are the rotated rope parts [T, N, R] of the queries in e4m3. None makes them from `q`, which is already
-        rounded to the dtype of the layer.
+        `q_e4m3` has the rotated rope parts [T, N, R] of the queries in e4m3. If it is None, they are computed from `q`,
+        which is already rounded to the dtype of the layer.
         """
         c = self.local_config
         w_uk, w_uv = self.up_projections()

@@ -95,20 +95,20 @@ def build_mla_metadata(
     If an engine does not know the lengths on the CPU, `common.seq_lens_cpu` is None. This function then plans the paths
     and the chunks from upper bounds of the lengths. The tensors of the plan get the true lengths from the device:
 
-    - If `max_query_len` is at most `decode_threshold`, the function needs no other CPU values than `max_query_len`
-      and `max_seq_len`.
+    - If `max_query_len` is at most `decode_threshold`, the function needs no lengths on the CPU. It uses
+      `max_query_len`, `max_seq_len` and `num_actual_tokens`.
     - Otherwise the step may have prefills, and needs `query_start_loc_cpu` and `seq_lens_cpu_upper_bound`.
-      `choose_path` gets upper bounds of the contexts. `clamp_context_chunk` cuts the chunks to the true lengths, so the
-      upper bounds change the result by rounding alone.
-    - `choose_schedule` gets the lengths for which a schedule saves most: one request of `max_seq_len` keys, and one key
-      in all other requests. `schedule_choice` has the numbers of these lengths.
+      `choose_path` gets upper bounds of the context lengths. `clamp_context_chunk` cuts the chunks to the true lengths,
+      so the upper bounds change the result by rounding alone.
+    - `choose_schedule` gets the lengths for which a schedule saves most time: one request of `max_seq_len` keys, and
+      one key in each other request. The numbers in `schedule_choice` describe these lengths.
 
     Args:
         common: the batch.
         block_size: tokens per block of the cache.
         workspace_tokens: largest number of context tokens of a chunk.
         decode_threshold: number of query tokens up to which a request may take the absorbed path without a call of
-            `choose_path`. The function `reorder_batch_threshold` computes it.
+            `choose_path`. The function `reorder_batch_threshold` computes this number.
         config: config of the layer. With None, `choose_path` is not called, so `decode_threshold` alone determines the
             paths, and the plan has no schedule.
         costs: costs passed to `choose_path`.
@@ -135,7 +135,7 @@ def build_mla_metadata(
             - `num_programs` is above 0 and `config` is None;
             - the slots were computed for another block size, or the block table has too few columns;
             - `workspace_tokens` is below `context_unit`, the smallest chunk;
-            - more tokens have a slot than the rank owns (checked for slots on the CPU);
+            - there are more slots than new tokens that the rank owns (checked for slots on the CPU);
             - a padding row (a request without keys) has query tokens and is among the prefills;
             - `common.seq_lens_cpu` is None, the step may have prefills, and `query_start_loc_cpu` or
               `seq_lens_cpu_upper_bound` is missing;
@@ -235,10 +235,10 @@ def build_mla_metadata(
 
 
 def _split_by_context(prefill: PrefillMetadata, context_lens: Int32[Tensor, " B"]) -> tuple[PrefillPart, ...]:
-    """Divide a prefill into parts of consecutive requests: in each part, all requests have context, or none has.
+    """Divide the prefills of a step into parts of consecutive requests: in each part, all have context, or none has.
 
-    Requests without context need a single call of the attention kernel. The output of requests with context is merged
-    with the outputs over the chunks of the context, so these requests are called separately.
+    A part without context needs one call of the attention kernel, which writes the output. A part with context needs
+    one call for the new tokens and one call for each chunk, and merges the attention states of these calls.
 
     Args:
         prefill: plan of the prefill, whose `query_start_loc` and chunks are on the CPU.
@@ -246,7 +246,7 @@ def _split_by_context(prefill: PrefillMetadata, context_lens: Int32[Tensor, " B"
 
     Returns:
         The parts, in the order of the requests. Their tensors are on the CPU, except the block tables. The result is
-        empty if there would be one part, or more than `MOST_PARTS`.
+        empty if there would be only one part, or more than `MOST_PARTS` parts.
     """
     starts, contexts = prefill.query_start_loc.tolist(), context_lens.tolist()
     parts, first = [], 0
@@ -297,7 +297,7 @@ def _rank_local_decode_lens(
 ) -> Int32[Tensor, " decodes"]:
     """Return the number of keys that this rank has of each decode, as a tensor on the CPU.
 
-    If the lengths are not on the CPU, return lengths of at most `max_seq_len` for which a schedule saves most
+    If the lengths are not on the CPU, return lengths of at most `max_seq_len` for which a schedule saves most time
     (`longest_decode_lens`).
     """
     if not has_host_lens(common):

@@ -1,7 +1,7 @@
-"""Expansion of latents by the product of `kv_b_proj` itself, without a dense copy of its weight.
+"""Expand latents by calling `kv_b_proj` itself, without a dense copy of its weight.
 
-A quantised `kv_b_proj` stores its weight in few bits and has a product of its own. `expand_kv` needs the dense weight,
-which has more bytes than the stored one. The product of the module reads the stored weight.
+A quantised `kv_b_proj` stores its weight in few bits, and a call of the module reads this stored weight. `expand_kv`
+needs the dense weight instead, which has more bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def expand_kv_by_module(
 ) -> tuple[Float[Tensor, "S N P"], Float[Tensor, "S N V"]]:
     """Expand latents into keys (without their rope part) and values of every head by calling `kv_b_proj`.
 
-    The result is that of `expand_kv` with the dense weight of the module (`dense_weight`), except for rounding: a
+    The result differs from `expand_kv` with the dense weight of the module (`dense_weight`) by rounding alone: a
     quantised module may round the latents, and the dense weight is rounded to the dtype of the latents.
 
     Args:

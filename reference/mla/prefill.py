@@ -200,10 +200,10 @@ def forward_prefill(
 
     The steps are:
 
-    1. Expand the latents of the new tokens, and attend these keys with the causal mask. Requests without context are
-       then done.
-    2. For each chunk of the context, gather the cache entries, expand the latents, and attend these keys without a
-       mask. Merge the attention state (output and log-sum-exp) with the state over the keys so far.
+    1. Expand the latents of the new tokens to keys and values, and attend these keys with the causal mask. Requests
+       without context are then done.
+    2. For each chunk of the context, gather the cache entries, expand their latents, and attend the keys of the chunk
+       without a mask. Merge this attention state (output and log-sum-exp) with the state over all keys before.
 
     Args:
         q: [T, N, P + R], queries with the rope part rotated.

@@ -131,8 +131,8 @@ def quantize_weight(weight: Float[Tensor, "N K M"], per_head: bool = False) -> Q
 
     e4m3 has a relative error of at most 1/16 for quotients of at least 2^-6; smaller quotients lose digits. One scale
     for the weight therefore costs precision in heads whose weights are much smaller than the largest weight. The table
-    shows this for 16 heads of random weights, after the weights of one head were multiplied by a factor. It has the
-    error of the other 15 heads: root mean square of the error / root mean square of their weights.
+    shows this for 16 heads of random weights, after the weights of one head were multiplied by a factor. Its numbers
+    are the relative error of the other 15 heads: root mean square of the error, divided by that of their weights.
 
     | factor | one scale for the weight | one scale for each head |
     |---|---|---|
@@ -203,7 +203,8 @@ def query_to_latent(
     Args:
         q_nope: [T, N, P], query parts without rope.
         w_uk_t: [N, P, Lkv], from `absorb`, or this weight in e4m3 (`quantize_weight`).
-        q_scale: float32 scale of queries in e4m3, [] or [N] (`mla_decode`); None for queries in the dtype of `q_nope`.
+        q_scale: float32 scale of queries in e4m3, [] or [N], as `mla_decode` takes it; None for queries in the dtype of
+            `q_nope`.
 
     Returns:
         [T, N, Lkv], queries that can attend the cached latents; e4m3 if `q_scale` is given.

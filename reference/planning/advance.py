@@ -27,9 +27,9 @@ def advance_step(
 ) -> CommonAttentionMetadata:
     """Advance a batch to the next step, in place: the sampled token of each request becomes its one query token.
 
-    An engine that samples on the device can run several steps without the CPU. In each step, it makes the plan, runs
-    the layers, samples, and calls this function. The function writes into the tensors of `common`, so one CUDA graph
-    may contain several steps. Let S be the length of a request in `common`. The next step has:
+    An engine that samples on the device can run several steps without the CPU. In each step, the engine makes the plan,
+    runs the layers, samples, and calls this function. The function writes into the tensors of `common`, so one CUDA
+    graph may contain several steps. Let S be the length of a request in `common`. The next step has:
 
     - For a request with S > 0 and query tokens: its sampled token at position S. The length becomes S + 1. The slot of
       the token follows from the block table (see `slot_mapping`); it is -1 on a context-parallel rank that does not own
@@ -93,7 +93,7 @@ def advance_step(
     check_advance_values(
         common.query_start_loc, common.seq_lens, common.block_table, input_ids.shape[0], block_size * owned.size, limit
     )
-    following = advanced_batch(common, limit)  # first: on a CPU the loop below may overwrite the CPU fields
+    following = advanced_batch(common, limit)  # before the loop below, which may overwrite the CPU fields on a CPU
     starts, lens, tables = common.query_start_loc.tolist(), common.seq_lens.tolist(), common.block_table.tolist()
     sampled = sampled_token_ids.tolist()
     new_ids, new_positions, new_slots, new_starts = [], [], [], [0]

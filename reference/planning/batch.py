@@ -22,7 +22,7 @@ def split_decodes_and_prefills(
     """Count the leading requests that decode, the prefills after them, and the query tokens of both parts.
 
     The first request with more than `decode_threshold` query tokens and all requests after it are prefills. All
-    requests before it decode, also requests without query tokens.
+    requests before the first prefill decode, also requests without query tokens.
 
     Args:
         common: the batch.
@@ -58,8 +58,9 @@ def split_decodes_and_prefills(
 def reorder_batch_to_split_decodes_and_prefills(decodes: Bool[Tensor, " B"]) -> tuple[tuple[int, int], ...]:
     """Return the fewest swaps of two requests after which all decodes come first in the batch.
 
-    With n decodes, every prefill among the first n requests must be swapped with a decode behind them. Each swap moves
-    one prefill, so the number of swaps is the number of these prefills. All other requests keep their index.
+    With n decodes, every prefill among the first n requests must be swapped with a decode behind the first n requests.
+    Each swap moves one prefill, so the number of swaps is the number of these prefills. All other requests keep their
+    index.
 
     Args:
         decodes: [B] bool on the CPU, True for the requests that decode (`choose_paths`, or query_lens <= threshold).

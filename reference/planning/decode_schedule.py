@@ -42,7 +42,8 @@ def plan_decode(
     gets the parts that start in segment p, the units p Q to (p + 1) Q - 1. All parts of one request that a program gets
     form one split. A request without keys has no split and no length on the line.
 
-    The function lays out two lines, and takes the schedule with the lower upper bound of the time:
+    The function lays out two lines, computes an upper bound of the time for each line, and takes the line with the
+    smaller upper bound:
 
     - *Balanced*: a part is one tile. A request has `request_cost` units, then one unit for each tile. A program that
       continues a request of the previous program needs another `request_cost`. Therefore no program takes longer than

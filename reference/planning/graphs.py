@@ -52,7 +52,7 @@ class DecodeGraph:
     Args:
         step: function (hidden_states [T, H], positions [T], plan) -> [T, H], such as one layer over its cache or all
             layers of a model. The function must not change its arguments. If the cache of a layer has a scale
-            (`KVScale`), the scale must be chosen before the first run: pass it to the layer, or run a prefill first.
+            (`KVScale`), the scale must be chosen before the first run: pass `kv_scale` to the layer, or run a prefill.
         builder: builder that plans the step (such as `MLAMetadataBuilder`). Under context parallelism every rank makes
             a `DecodeGraph` with its own builder. All ranks then run the same batches, each rank with its own slots.
         batch_sizes: numbers of requests to which batches are padded.
@@ -62,8 +62,8 @@ class DecodeGraph:
         device: device of the step.
         query_len: largest number of query tokens of a request: 1 plus the number of drafted tokens.
         layers: the layers that the step runs. The constructor and every run raise if a layer has another cache format
-            or another mode of decodes than the builder. A layer that is not in `layers` raises itself, when it gets the
-            plan of its first step.
+            or another mode of decodes than the builder. A layer that is not in `layers` raises the error itself, when
+            it gets the plan of its first step.
 
     Attributes:
         cache_format: the builder's format of caches; None if the builder has none.
@@ -97,7 +97,8 @@ class DecodeGraph:
         check_type("layers", layers, Sequence, "a sequence of layers")
         check_graph_sizes(builder, batch_sizes, max_blocks, hidden_size, query_len)
         self.step, self.builder, self.layers = step, builder, tuple(layers)
-        self.cache_format = getattr(builder, "cache_format", None)  # a builder for another family may have neither
+        # the builder of another attention family may have no `cache_format` and no `fp8_mode`
+        self.cache_format = getattr(builder, "cache_format", None)
         self.fp8_mode = getattr(builder, "fp8_mode", None)
         check_graph_formats(self)
         self.batch_sizes = tuple(sorted(set(batch_sizes)))

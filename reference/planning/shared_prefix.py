@@ -50,7 +50,7 @@ def split_shared_prefix(
     """Split the plan of a decode into a plan over the shared prefix and a plan over the suffix of each request.
 
     The plan over the prefix has one request with all query tokens. This function does not check that the requests
-    share the prefix. Call the function `common_prefix_len` for the length that they share.
+    share the prefix. The function `common_prefix_len` returns the length of the prefix that the requests share.
 
     Args:
         metadata: plan of the decode.

@@ -25,7 +25,7 @@ def slot_mapping(
     block_size: int,
     num_tokens: int,
 ) -> Int64[Tensor, " num_tokens"]:
-    """Return the cache slot of every new token. With Sq new tokens, the new tokens are the last Sq tokens of a request.
+    """Return the cache slot of every new token; the new tokens of a request are the last tokens of its sequence.
 
     The token at position p of request b has the slot block_table[b, p // block_size] * block_size + p mod block_size.
 

@@ -23,7 +23,7 @@ def compute_visible_lens(
     token of a padding row (a request with S = 0) attends no key, and neither does a token behind the last request.
 
     The numbers follow from tensors on the device alone, so a CUDA graph can contain this computation. Each replay then
-    computes them from its own lengths.
+    computes the numbers from its own lengths.
 
     Args:
         query_start_loc: [B + 1], prefix sum of the query lengths Sq.
@@ -52,7 +52,7 @@ def compute_visible_lens(
 
 
 def _visible_lens(starts: list[int], lengths: list[int], ownership: TokenOwnership | None) -> list[int]:
-    """Return the number of keys that each query token attends (of this rank, if `ownership` is given)."""
+    """Return the number of keys that each query token attends; with `ownership`, count only keys of this rank."""
     visible = []
     for (start, end), length in zip(itertools.pairwise(starts), lengths, strict=True):
         visible += [length - (end - 1 - token) if length > 0 else 0 for token in range(start, end)]

@@ -24,7 +24,7 @@ def test_in_the_interpreter():
 
 
 def make_states(dtype, tokens=21, heads=3, width=20):
-    """Return two states; some rows have no keys in one state or in both, and some rows are invalid."""
+    """Return two states in which some rows have no keys, an LSE of NaN or inf, or outputs of NaN or 10^4."""
     states = []
     for _ in range(2):
         lse = torch.randn(heads, tokens, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
@@ -62,7 +62,7 @@ def test_merge(ops, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("heads, width", [(3, 20), (1, 512), (16, 128)])
 def test_triton_merge(heads, width, dtype):
-    """The kernel's e4m3 output has the bits of the kernel's own float32 output, quantised."""
+    """The kernel's e4m3 output equals the kernel's own float32 output after quantisation, bit for bit."""
     from fast.kernels.triton.merge import merge_attn_states
 
     states = [AttentionState(x.out.to(DEVICE), x.lse.to(DEVICE)) for x in make_states(dtype, 21, heads, width)]
@@ -73,7 +73,7 @@ def test_triton_merge(heads, width, dtype):
         lse = torch.full_like(states[0].lse, NAN)
         merge_attn_states(*arguments, out, lse, *(() if given is None else (given,)))
         outs.append(AttentionState(out.cpu(), lse.cpu()))
-    if dtype != torch.float32:  # the float32 output was rounded to 16 bits; merge float32 states instead
+    if dtype != torch.float32:  # the kernel rounds merged 16-bit states to 16 bits, so merge float32 states instead
         wide = [x.float() if x.dtype == dtype else x for x in arguments]
         outs[0] = AttentionState(*(x.cpu() for x in merge_attn_states(*wide)))
     assert_quantised(outs[1], outs[0], scale.cpu())
@@ -94,7 +94,7 @@ def test_triton_merge_without_a_scale():
 @pytest.mark.skipif(INTERPRETED or ON_GPU, reason="records launches with CPU tensors")
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)], ids=str)
 def test_compiles_for(capability, monkeypatch):
-    """Compile the kernel with a scale for a GPU; from compute capability 8.9 on, it uses the GPU's conversions."""
+    """With a scale, the compiled kernel converts to e4m3 with a GPU instruction from compute capability 8.9 on."""
     from fast.kernels.device import DeviceFacts
     from fast.kernels.triton import fp8, merge
 

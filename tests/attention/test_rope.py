@@ -1,4 +1,4 @@
-"""Tests of the rotary embedding: complex multiplication, YaRN in transformers, and properties of rotations.
+"""Tests of the rotary embedding (rope): comparisons with complex numbers and transformers, properties of rotations.
 
 "Pitfall 15" is entry 15 of the list in `tests/__init__.py`. The budget of a result is the largest error that
 docs/correctness.md allows. `compare` measures errors against the float64 result (gold), and computes the budget.
@@ -38,7 +38,7 @@ def draw(tokens: int, heads: int, width: int, dtype=torch.float64):
 
 
 def check_rope(ops, rope: RopeConfig):
-    """Assert that each pair of elements that the config defines is rotated by position x frequency (pitfall 15)."""
+    """Assert that rope rotates the config's pairs (interleaved or half-split) by position x frequency (pitfall 15)."""
     config = replace(DIRECT, qk_rope_head_dim=32, rope=rope)
     positions, q_pe, k_pe = draw(7, 3, 32)
     positions = positions % 2000  # small positions, so that an angle in float64 has 12 correct digits
@@ -55,7 +55,7 @@ def test_against_complex_numbers(ops, rope):
 
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 def test_yarn_against_transformers(ops, rope):
-    """The frequencies and the magnitude of cos and sin equal those of YaRN in transformers (pitfall 14)."""
+    """With YaRN, frequencies and magnitude of cos and sin equal the values of transformers (pitfall 14)."""
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -114,9 +114,9 @@ def deepseek_frequencies(dim: int, theta: float, original: int, betas: tuple[flo
 def test_yarn_ramp_against_deepseek(ops):
     """The frequencies equal the frequencies of DeepSeek's code, wherever YaRN's ramp ends.
 
-    Pairs before the ramp keep their frequency, pairs behind the ramp have a fully scaled frequency, and pairs in the
-    ramp lie between both. The ramp can end behind the last pair: the last pair has the index dim // 2 - 1, and the
-    largest possible end of the ramp is dim - 1.
+    The ramp is a range of pairs. Pairs before the ramp keep their frequency, and YaRN divides the frequency of pairs
+    behind the ramp by its factor. Pairs in the ramp get a frequency between these two. The ramp can end behind the last
+    pair: the last pair has the index dim // 2 - 1, and the largest possible end of the ramp is dim - 1.
     """
     ends = set()
     for dim, theta, original, betas in YARN_GRID:
@@ -128,7 +128,7 @@ def test_yarn_ramp_against_deepseek(ops):
 
 
 def test_yarn_ramp_against_transformers(ops):
-    """The errors of the frequencies for YARN_GRID are within a budget, computed from the errors of transformers."""
+    """For YARN_GRID, errors of frequencies are within a budget that is computed from the errors of transformers."""
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -204,7 +204,7 @@ def test_no_tokens(ops):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 def test_parity(rope, dtype):
-    """The error of rope in `fast` is within the budget for strided inputs, such as the projections of a layer."""
+    """The error of rope in `fast` is within the budget for strided inputs, such as slices of a layer's projections."""
     positions, q_pe, k_pe = draw(40, 3, 24, dtype)
     q_pe, k_pe = q_pe[..., 8:], k_pe[..., 8:]
     gold = reference.apply_rope(positions, q_pe.double(), k_pe.double(), rope)

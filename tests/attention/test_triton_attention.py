@@ -121,7 +121,7 @@ def test_no_queries(query_lens):
 @runs
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_strided_views(dtype):
-    """Strided inputs give the same bits as packed inputs.
+    """Strided inputs give the same bits as contiguous inputs.
 
     Keys and values are stored head by head, the rope key is a part of cache entries, and q is every second column of a
     wider tensor.
@@ -164,7 +164,7 @@ def test_wide_out(causal):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("causal", [True, False])
 def test_written_without_lse(dtype, causal):
-    """The kernel writes its output into a strided tensor of the caller, and writes nothing between the rows.
+    """The kernel writes its output into a strided view that the caller gives, and writes nothing outside this view.
 
     The output has the same bits with and without a tensor for the LSE.
     """
@@ -301,7 +301,7 @@ def test_same_bits_again(dtype):
 @gpu_only
 @pytest.mark.parametrize("dims", [(128, 64, 128), (12, 8, 10)])
 def test_captured_in_a_graph(dims):
-    """A replay of a captured graph reads the lengths again, so it is right after they changed (with the same sum)."""
+    """Change the lengths of a captured graph, but not their sum -> a replay gives the bits for the new lengths."""
     lens, other = ([40, 200], [70, 330]), ([111, 129], [71, 329])
     inputs = make_inputs(*lens, 4, dims, torch.bfloat16)
     cu = [offsets(each).to(DEVICE) for each in lens]

@@ -1,7 +1,7 @@
 """Tests that merges do not hide a bad LSE: if one state has the LSE NaN or +inf in a row, the merged row is NaN.
 
-A row is one (token, head) pair. All other rows must have no NaN. The tests merge states of several ranks, two states of
-one rank, and the splits of a decode.
+A row is one (token, head) pair. All other rows must have no NaN. The tests merge the states of several ranks, merge two
+states of one rank, and combine the splits of a decode.
 
 On a GPU, `tl.maximum(NaN, x)` is x; in Triton's interpreter it is NaN. These tests make the interpreter return x too. A
 kernel that needs NaN from a maximum must then pass `propagate_nan`.
@@ -24,7 +24,7 @@ if ON_GPU or INTERPRETED:
     from fast.kernels import combine
     from fast.kernels.triton import merge
 
-NEIGHBOURS = (0.5, -torch.inf, torch.inf, torch.nan)  # LSEs of a row on all other ranks if one rank has a bad LSE
+NEIGHBOURS = (0.5, -torch.inf, torch.inf, torch.nan)  # LSE of the other ranks in a row in which one rank has a bad LSE
 HEADS, TOKENS = 6, len(NEIGHBOURS) + 1
 
 
@@ -77,7 +77,7 @@ BAD = pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("merge", ["a2a", "ag_rs"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_of_any_rank(ops, size, merge, bad):
-    """If any rank has a bad LSE in a row, only this merged row is NaN, in both packages."""
+    """In both packages, a merged row is NaN if any rank has a bad LSE in this row, and no other merged row is NaN."""
     check_bad_rows(over_ranks(ops, states_with(bad, size, torch.float64), merge), size)
 
 
@@ -86,7 +86,7 @@ def test_of_any_rank(ops, size, merge, bad):
 @pytest.mark.parametrize("merge", [weight_and_sum, pack_and_combine], ids=["ag_rs", "a2a"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_of_any_rank_in_triton(size, merge, bad):
-    """With the Triton kernels of the merges over ranks, a bad LSE on any rank makes only its own merged row NaN.
+    """The Triton kernels of a merge over ranks return NaN exactly in the rows in which any rank has a bad LSE.
 
     The test fails if a kernel's maximum ignores the NaN of a rank. The kernel would then treat this rank as a rank
     without keys.
@@ -107,10 +107,10 @@ def test_of_either_state_in_triton(bad):
 @pytest.mark.parametrize("cut", ["evenly", "scheduled", "batch-invariant", "batch-invariant, planned"])
 @pytest.mark.parametrize("requests", [1, 2])
 def test_of_any_split_in_triton(requests, cut, other):
-    """If one split has NaN as largest score or as sum of weights of a row, only this row is NaN in the result."""
+    """If a split has NaN as largest score or as sum of exponentials of a row, only this row of the result is NaN."""
     splits, latent = 3, 24
-    # Row i < `splits` has NaN as largest score of split i. Row `splits` + i has NaN as sum of weights of split i. The
-    # last 2 rows have no NaN.
+    # In the last request, split i has NaN as largest score of row i, and as sum of exponentials of row `splits` + i.
+    # The last 2 rows have no NaN.
     bad = 2 * splits
     largest = 9 * torch.randn(requests, splits, bad + 2)
     total, values = torch.rand(requests, splits, bad + 2) + 0.5, torch.randn(requests, splits, bad + 2, latent)

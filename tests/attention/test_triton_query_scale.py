@@ -1,4 +1,4 @@
-"""Tests of Triton's rotation of queries with a result in e4m3 (8 bits).
+"""Tests of the Triton kernels that rotate queries (rope) and return them in e4m3 (8 bits).
 
 On a GPU the kernels are compiled. Without a GPU, one test runs this file again in Triton's interpreter.
 """
@@ -37,7 +37,7 @@ def make_inputs(dtype, rope=24, latent=32, tokens=7):
 
 
 def assert_quantised(found, rotated, scale):
-    """Assert that queries have the bits of the rotated float32 queries, divided by the scale and rounded once."""
+    """Assert that `found` equals `rotated` divided by the scale and rounded once to e4m3, bit for bit."""
     assert found.dtype == E4M3
     wanted = to_e4m3(rotated.cpu(), scale.view(-1, 1)).view(torch.uint8)
     assert_same_bits(found.cpu().view(torch.uint8), wanted)
@@ -49,7 +49,7 @@ def assert_quantised(found, rotated, scale):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
 def test_apply_rope(scale, dtype, interleaved):
-    """The query is the kernel's own float32 rotation, quantised; the key keeps its bits."""
+    """With a scale, the kernel quantises its float32 rotation of queries; the rotated keys do not change."""
     from fast.kernels.triton.rope import apply_rope
 
     positions, q_pe, _, k_pe, frequencies = make_inputs(dtype)
@@ -64,7 +64,7 @@ def test_apply_rope(scale, dtype, interleaved):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cache_format", [FP8_E4M3, FP8_DS_MLA], ids=lambda x: x.name)
 def test_rope_norm_and_cache(cache_format, dtype, interleaved):
-    """The fused kernel returns the query of `apply_rope` in e4m3, and changes nothing else."""
+    """With a query scale, the fused kernel returns e4m3 queries; its other outputs and the cache keep their bits."""
     from fast.kernels.triton.rope import apply_rope, rope_norm_and_cache
 
     latent, rope = cache_format.dims or (32, 24)
@@ -90,7 +90,7 @@ def test_rope_norm_and_cache(cache_format, dtype, interleaved):
 @pytest.mark.skipif(INTERPRETED or ON_GPU, reason="records launches with CPU tensors")
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)], ids=str)
 def test_compiles_for(capability, monkeypatch):
-    """Compile both kernels with a scale for a GPU; from compute capability 8.9 on, they use its conversions."""
+    """With a scale, both compiled kernels convert to e4m3 with a GPU instruction from compute capability 8.9 on."""
     from fast.kernels.device import DeviceFacts
     from fast.kernels.triton import fp8, rope
 

@@ -108,7 +108,7 @@ def test_every_op_has_a_cpu_kernel():
     ],
 )
 def test_reasons(change, reason):
-    """If a backend does not declare one value that a call needs, it gives exactly one reason why it cannot serve it."""
+    """If a backend does not declare one value that a call needs, it refuses the call with exactly one reason."""
     narrow = deviceless(
         "narrow", 5, dtypes=(torch.float32,), head_dims={"kv_lora_rank": (512,)}, block_sizes=(64,),
         query_lens=QueryLenSupport.UNIFORM, masks=("causal",), batch_invariant=False, graph=GraphSupport.ONE_QUERY_LEN,
@@ -174,9 +174,9 @@ def test_schedule_changes_no_value(ops):
     [((1, 1, 1), "SINGLE_ONLY"), ((0, 1), "VARLEN"), ((2, 2), "UNIFORM"), ((1, 3), "VARLEN"), ((2, 2, 0), "VARLEN")],
 )
 def test_query_lens_of(lens, wanted):
-    """A batch is uniform if every query has the length `max_query_len`, and otherwise not.
+    """Query lengths are uniform if all requests have the query length `max_query_len`.
 
-    So a batch with a query of length 0 is not uniform.
+    So a batch is not uniform if a request has the query length 0.
     """
     assert backends.query_lens_of(sum(lens), len(lens), max(lens)).name == wanted
 
@@ -206,7 +206,7 @@ STEP = {"flash_attn_varlen", "gather_and_maybe_dequant_cache", "merge_attn_state
     ({"decode_programs": "decoder"}, {"mla_decode"}), ({"flash_attn_varlen": "cpu"}, set()),
 ], ids=str)  # fmt: skip
 def test_a_layer_binds_what_a_backend_declares(backend, decoder, launched):
-    """If the caller names a backend for a layer, it serves every op of the layer that it declares.
+    """A backend that the caller names for a layer serves every op of the layer that this backend declares.
 
     For every other op of the layer, a backend is chosen by capability and priority.
     """
@@ -325,10 +325,10 @@ def test_a_name_at_an_op_is_that_backend_or_every_reason(capability):
 
 
 def test_ops_with_private_buffers_between_them_stay_together(capability):
-    """One backend serves all ops that exchange private buffers, such as the ops of a decode.
+    """One backend serves all ops of a decode, and both ops that write and read one message between ranks.
 
-    If a mapping names a backend for one op of a decode, this backend serves all ops of a decode. If a backend declares
-    only one of two such ops, it serves neither of them.
+    If a mapping names a backend for one op of a decode, this backend serves all ops of a decode. A backend that
+    declares the writing op of a message, but not the reading op, does not serve the writing op.
     """
     capability(9, 0)
     for op in DECODES:
@@ -381,7 +381,7 @@ def test_rocm_is_refused_by_name(capability, monkeypatch):
     A backend that declares `rocm=True` serves an MI300.
     """
     capability(9, 4)
-    assert backends.select(ON_GPU).name == "hopper"  # as if an NVIDIA GPU reported (9, 4)
+    assert backends.select(ON_GPU).name == "hopper"  # without ROCm, the GPU counts as an NVIDIA GPU
     monkeypatch.setattr(torch.version, "hip", "6.4.1")
     for name in ("hopper", "triton"):
         reason = f"{name}: is not tested on ROCm and serves only NVIDIA GPUs, got ROCm 6.4.1"

@@ -156,7 +156,7 @@ def test_a_write_counts_as_a_change():
 
 
 def test_layer_that_checks_every_call(selections):
-    """The ops of a layer choose backends in every call with `check_every_call`, else only in the first call."""
+    """With `check_every_call`, the ops of a layer choose backends in every call; without it, only in the first call."""
     batch = make_batch([1, 1], [20, 33])
     weights, plan = make_weights(DIRECT, torch.float32), fast.build_mla_metadata(batch.common, 16, 64)
     x, positions = torch.randn(2, DIRECT.hidden_size), torch.tensor([19, 32])
@@ -202,7 +202,7 @@ class Compiled:
 
 
 def test_repeated_launches():
-    """A second call launches the compiled kernels of the first call with its own grids and arguments."""
+    """A second call launches the compiled kernels of the first call, but with its own new grids and arguments."""
     kernel, launches = FakeKernel(), Launches()
 
     def call(first, second):
@@ -283,7 +283,7 @@ def test_a_layer_checks_bad_input_after_good_input(plain_errors):
 def test_equal_configs_share_signatures(monkeypatch):
     """A new `ScheduleCosts` object with equal values counts as the same argument.
 
-    At most MOST_CONFIGS objects are kept. After more objects, a check runs again.
+    At most MOST_CONFIGS objects are remembered. A further object makes `fast` forget all calls, so a check runs again.
     """
     monkeypatch.setattr(checked_calls, "MOST_CONFIGS", 5)
     seen = []

@@ -1,7 +1,8 @@
 """Tests that every op of a captured decode step is served by a backend that can be captured.
 
-If an op is captured, it gets the argument `graph`. The tests fail if a layer does not pass `graph` to an op, or if an
-op does not pass `graph` to the choice of the backend.
+In a step that a CUDA graph captures, each op gets the argument `graph`, so that no backend without graph support is
+chosen. The tests fail if a layer does not pass `graph` to an op, or if an op does not pass `graph` to the choice of the
+backend.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def test_a_merge_over_ranks(launched, merge):
 
 
 def test_a_named_backend_is_not_replaced(launched, plain_errors):
-    """If a call of a captured step names a backend without graph support, the error gives the reason."""
+    """A call of a captured step that names a backend without graph support raises an error with the reason."""
     state = fast.AttentionState(torch.ones(2, 3, 4), torch.zeros(3, 2))
     fast.merge_attn_states(state, state, backend="eager")
     assert launched == {"merge_attn_states"}

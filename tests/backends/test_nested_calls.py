@@ -60,7 +60,7 @@ class Step:
 
 
 class Wrapped(torch.nn.Module):
-    """A projection whose output is changed."""
+    """A module that calls the projection `right` and changes its output with the function `change`."""
 
     def __init__(self, right, change):
         super().__init__()
@@ -268,7 +268,7 @@ def test_copies_have_no_views():
 
 
 def test_subclasses_and_autocast_make_no_notes():
-    """A step whose projection returns a subclass of `Tensor` follows no notes, and no call under autocast does.
+    """A step whose projection returns a subclass of `Tensor` follows no notes, and a call under autocast follows none.
 
     Autocast changes the dtypes of products inside `forward_prefill`, so a check refuses the call of `forward_prefill`.
     """

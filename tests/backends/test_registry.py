@@ -69,7 +69,7 @@ def test_a_backend_for_one_op(plain_errors):
 
 @pytest.mark.parametrize("found", [FOREIGN, lambda: FOREIGN, lambda: [FOREIGN]], ids=["a backend", "one", "a list"])
 def test_entry_points(found, monkeypatch):
-    """The first choice of a backend registers, once, the backends of the entry points of installed packages.
+    """The first choice of a backend registers the backends of all entry points; later choices read no entry point.
 
     If the code of an entry point raises, its backends are not registered, and a warning names the entry point.
     """
@@ -191,7 +191,7 @@ def test_no_backend_has_to_tell_programs_or_costs(monkeypatch):
 
 
 def test_a_captured_decode_asks_for_a_backend_that_can_be_captured():
-    """A captured decode is not served by a backend that declares that it cannot be captured."""
+    """A backend that declares no graph support does not serve a captured decode."""
     launched = set()
 
     def noted(op):
@@ -290,7 +290,7 @@ def test_a_priority_of_one_op(monkeypatch):
 
 
 def test_explain_asks_what_the_ops_ask(monkeypatch):
-    """`explain` names no backend that does not serve the head dims of the model."""
+    """`explain` names only backends that serve the head dims of the model."""
     only_512 = {
         op: OpSupport(print, head_dims={"kv_lora_rank": (512,)}) for op in ("concat_and_cache_mla", "mla_decode")
     }

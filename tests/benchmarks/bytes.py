@@ -3,14 +3,14 @@
     python -m tests.benchmarks.bytes
     python -m tests.benchmarks.bytes --rows gather,65536 merge,65536 --json bytes.json
 
-For comparison, each row also has the time of a contiguous copy of the same number of bytes. A small copy is slower per
-byte than a large copy. The output of every operation except merge must have exactly the expected bits. A part of the
-output of a merge is compared with `reference` in float64. Its error must be within a budget, which is computed from the
-error of `reference` in the dtype of the inputs.
+For comparison, each row also has the time of a contiguous copy of the same number of bytes, because a small copy is
+slower per byte than a large copy. The output of every operation except merge must have exactly the expected bits. A
+part of the output of a merge is compared with `reference` in float64. The error of this part must be within a budget,
+which is computed from the error of `reference` in the dtype of the inputs.
 
-The speed of an operation, as a multiple of the speed of this copy, is the fraction of the copy's bandwidth that the
-operation reaches. The bytes that must move count each input and each output once. For T tokens in blocks of 64, with e
-bytes for a stored entry (bfloat16 1152, fp8_e4m3 576, fp8_ds_mla 656):
+The table gives the speed of an operation / the speed of the copy. This ratio is the fraction of the copy's bandwidth
+that the operation reaches. The bytes of an operation count each input and each output once. A stored entry has e bytes:
+1152 in bfloat16, 576 in fp8_e4m3, 656 in fp8_ds_mla. An operation on T tokens in blocks of 64 then moves:
 
 - gather: T (e + 1152) + 4 T / 64 for the block table.
 - cache_write: T (1152 + e) + 8 T for the slots.
@@ -18,8 +18,8 @@ bytes for a stored entry (bfloat16 1152, fp8_e4m3 576, fp8_ds_mla 656):
   + 4096 T for the rope parts of the queries of 16 heads, read and written.
 
 The operations whose names end in a cache format read or write a cache of this format: gather_fp8_e4m3 dequantises the
-entries that it reads, and cache_write_fp8_e4m3 quantises the entries that it writes. fused_write (also with a format)
-rotates queries and keys and norms the latents, too, for a rank with 16 heads.
+entries that it reads, and cache_write_fp8_e4m3 quantises the entries that it writes. fused_write, with and without a
+format in its name, also rotates queries and keys and norms the latents, for a rank with 16 heads.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def gather(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[
 
 
 def random_slots(row: Row, sets: int, device: str) -> Tensor:
-    """Return the slots of a random half of the blocks of a cache with 2 x sets x tokens slots, [sets, tokens]."""
+    """Return the slots of randomly chosen blocks, [sets, tokens]; the cache has twice as many blocks."""
     blocks = sets * row.tokens // BLOCK_SIZE
     order = torch.randperm(2 * blocks, device=device)[:blocks]
     return (order[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device=device)).view(sets, row.tokens)

@@ -58,7 +58,7 @@ def make_parser(name: str, description: str) -> argparse.ArgumentParser:
         epilog="Exit status: 0 on success, 2 if the benchmark cannot run here.",
     )  # fmt: skip
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="device (default: cuda)")
-    parser.add_argument("--heads", type=int, metavar="N", help="number of heads (default: that of the config)")
+    parser.add_argument("--heads", type=int, metavar="N", help="number of heads (default: as in the config)")
     parser.add_argument("--backend", metavar="NAME", help="backend of fast (default: chosen for the device)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="file for hardware, versions and times")
     return parser

@@ -31,8 +31,8 @@ from .report import provenance
 from .timing import LAYERS, Call, Ceilings, Clock, Spread, in_turn, measure_ceilings
 
 OURS = "fast"
-# The ceiling of a rate is the highest rate that a simple operation reaches on this GPU. For each rate, three keys of a
-# result: the rate, the fraction rate / ceiling, and the work that the rate counts.
+# The ceiling of a rate is the highest rate that a simple operation reaches on this GPU. RATES has for each rate three
+# keys of a result: the key of the rate, of the fraction rate / ceiling, and of the work that the rate counts.
 RATES = (("tflops", "share_of_matmul", "flops"), ("gb_s", "share_of_bandwidth", "bytes"))
 
 
@@ -43,8 +43,8 @@ class Contender:
     Attributes:
         calls: one call for each set of inputs; a call does the timed work and nothing else.
         view: converts the output of a call to the shape that the check expects; the conversion is not timed.
-        step: function for the times "stepped", which plans a step of `timing.LAYERS` layers and runs all layers. None:
-            a step is `timing.LAYERS` calls of `calls`.
+        step: function for the times "stepped", which plans a step of `timing.LAYERS` layers and runs all layers. If it
+            is None, a step is `timing.LAYERS` calls of `calls`.
     """
 
     calls: Sequence[Call]

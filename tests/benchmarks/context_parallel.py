@@ -105,7 +105,7 @@ def make_plan(row: Row, ranks: ContextParallel | None, heads: int) -> tuple[Tens
 
 
 def captured_us(step: Callable[[], object]) -> list[float]:
-    """Replay a CUDA graph of REPLAYS steps ROUNDS times; return the time of one step in microseconds for each replay.
+    """Replay a CUDA graph of REPLAYS steps; return the microseconds of one step for each of ROUNDS replays.
 
     A barrier before each replay makes all ranks begin at the same time.
     """
@@ -244,12 +244,13 @@ def show(size: int, rows: list[dict[str, Any]]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and return the exit status.
 
-    The status is 1 if the error of an output exceeds its budget (the largest error that docs/correctness.md allows) or
-    if a speedup is below its floor. The status is 2 if there are too few GPUs or a row is invalid.
+    The status is 1 if the error of an output exceeds its budget (the largest error that docs/correctness.md allows), or
+    if the speedup of a row is below the least speedup in FLOORS. The status is 2 if there are too few GPUs or a row is
+    invalid.
     """
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.context_parallel", description=__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="number of GPUs (default: %(default)s)")
-    parser.add_argument("--rows", nargs="+", metavar="B,S,N", help="shapes to time (default: those of docs/results)")
+    parser.add_argument("--rows", nargs="+", metavar="B,S,N", help="shapes to time (default: as in docs/results)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="file for the results")
     return run(_run, argv, parser)
 

@@ -7,11 +7,12 @@
 The peers are kernels of other projects: FlashMLA, FlashAttention-3 ("FA3") and vLLM's Triton kernel.
 
 Over the cache format fp8_e4m3, the peers are FlashMLA's fp8 kernel, vLLM's Triton kernel and FlashInfer's FA3 kernel.
-FlashMLA's fp8 kernel has queries and probabilities in e4m3, so its error exceeds the budget; the table marks it.
+FlashMLA's fp8 kernel has queries and probabilities in e4m3, so its error exceeds the budget. The table marks this
+kernel with "!".
 
-A decode divides the keys of a request into splits, which different programs attend, and combines the partial outputs of
-the splits. A time contains both kernels. For a request with S keys, Sq new tokens and N heads, the FLOPs are
-2 Sq N S (576 + 512). The bytes are those of the cache entries, the queries and the output.
+A decode divides the keys of a request into splits, which different programs attend. A second kernel combines the
+partial outputs of the splits. A time contains both kernels. For a request with S keys, Sq new tokens and N heads, the
+FLOPs are 2 Sq N S (576 + 512). The bytes are the bytes of the cache entries, the queries and the output.
 
 The variants of `fast` differ in how they split requests:
 
@@ -292,7 +293,7 @@ def fp8_contenders(row: Row, inputs: Inputs, peers: ModuleType) -> tuple[dict[st
             return
         try:
             made = calls()
-        except Exception as error:  # a peer that cannot plan this row is absent; the others are timed
+        except Exception as error:  # a peer that cannot plan this row is absent; the other peers are timed
             absent[who] = f"{type(error).__name__}: {one_line(error)}"
             return
         view = lambda output: output[0].reshape(row.B * row.Sq, row.N, LATENT)  # noqa: E731

@@ -3,15 +3,18 @@
     python -m tests.benchmarks.fp8_errors --lengths 1024 131072 --json FILE
 
 The script needs no GPU: the backend "cpu" computes the decodes. The queries and the cache entries are random normal
-numbers, and the scores have the given deviation. The cache has the format `fp8_e4m3`, with the largest entry as the
-largest e4m3 number. Every error is the root of the mean square of the difference, relative to the exact output. The
-exact output is computed in float64, from the numbers that the cache stands for and
+numbers, and `--deviation` gives the standard deviation of the scores. The cache has the format `fp8_e4m3`, with a scale
+that maps the largest entry to the largest e4m3 number. An error is the root mean square of output - exact output,
+divided by the root mean square of the exact output. The exact output is computed in float64 from the dequantised cache.
+The table has two columns of errors:
 
-- from the numbers that the queries stand for (column "own queries"): the error of the rounding inside the decode;
-- from the queries before they were quantised (column "exact queries"): all errors but those of the cache.
+- "own queries": the exact output is computed from the queries after quantisation. So the error is the error of the
+  rounding inside the decode.
+- "exact queries": the exact output is computed from the queries before quantisation. So the error contains all errors
+  except the errors of the cache.
 
 The backend "cpu" multiplies in float32. The mode `converted` therefore only has the error of bfloat16 queries here, and
-`fp8_query` only the error of queries in e4m3.
+the mode `fp8_query` only has the error of queries in e4m3.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ FACTORS = (1.0, 1e3, 1e4, 1e5)  # factors of the weights of one head
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:
-    """Return the root of the mean square of the difference, relative to the root of the mean square of `exact`."""
+    """Return the root mean square of `found` - `exact`, divided by the root mean square of `exact`."""
     return float((found.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt())
 
 
@@ -50,7 +53,7 @@ def make_cache(length: int) -> tuple[Tensor, Tensor, DecodeMetadata]:
 
 
 def decode_errors(length: int, heads: int, deviation: float) -> list[dict]:
-    """Return the errors of every mode, for one length; with equal heads, and with one head of larger queries."""
+    """Return the errors of every mode for one length: with equal heads, and with one head that has larger queries."""
     cache, kv_scale, plan = make_cache(length)
     rows = []
     for outlier in (1.0, OUTLIER):
@@ -59,7 +62,7 @@ def decode_errors(length: int, heads: int, deviation: float) -> list[dict]:
         size = torch.ones(heads, 1)
         size[0] = outlier
 
-        # the weights of the softmax stay those of equal heads: a larger query gets a smaller score
+        # `own_scale` below divides the larger queries by `size` again, so the scores of all heads have equal sizes
         def decode(q: Tensor, scale: float = scale, **options) -> Tensor:
             return fast.mla_decode(
                 q[..., :LATENT], q[..., LATENT:], cache, plan, scale, cache_format=FP8_E4M3, kv_scale=kv_scale,
@@ -75,7 +78,7 @@ def decode_errors(length: int, heads: int, deviation: float) -> list[dict]:
         for kind, amax in (("tensor", larger.abs().amax()), ("head", larger.abs().amax((0, 2)))):
             q_scale = amax / E4M3_MAX
             stored = to_e4m3(larger, q_scale.view(-1, 1))
-            # the decode of queries that are divided by `size` again: their scales are numbers of each head
+            # a scale for each head, which dequantises and also divides by `size`
             own_scale = (q_scale / size.view(-1)).contiguous()
             own = decode(stored.double() * own_scale.double().view(-1, 1))
             for mode in ("fp8_query", "fp8_product"):
@@ -92,7 +95,7 @@ def row(length: int, mode: str, scale: str, heads: str, found: Tensor, own: Tens
 
 
 def weight_errors() -> list[dict]:
-    """Return the errors of an absorbed weight, whose first head has larger numbers; the error is of all other heads."""
+    """Return the errors of absorbed weights with larger numbers in the first head; an error is over the other heads."""
     rows = []
     for factor in FACTORS:
         weight = torch.randn(16, 128, LATENT)
@@ -118,7 +121,7 @@ def table(rows: list[dict]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> dict:
-    """Measure, print the tables, and write them as JSON if asked to."""
+    """Measure and print the tables, and write JSON if `--json` is given; return the measured errors."""
     parser = argparse.ArgumentParser(description="Measure the errors of e4m3 in queries, probabilities and weights.")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 16384, 131072], help="tokens of the request")
     parser.add_argument("--heads", type=int, default=4, help="number of heads, at least 2")

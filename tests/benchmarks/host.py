@@ -68,7 +68,7 @@ TARGETS_US = {  # op: longest acceptable median in microseconds on the machine o
     "concat_and_cache_mla": 40.0, "rope_norm_and_cache": 40.0, "forward_prefill": 150.0,
     "forward_prefill, one chunk": 350.0, "MLAAttention, decodes": 350.0,
 }  # fmt: skip
-DIMS = {"cuda": Batch(16, 4096, 2, 64, 512), "cpu": Batch(3, 40, 2, 8, 16)}  # some ops leave out the prompts' context
+DIMS = {"cuda": Batch(16, 4096, 2, 64, 512), "cpu": Batch(3, 40, 2, 8, 16)}  # some ops have prompts without context
 PROFILED_LINES = 40
 
 

@@ -108,7 +108,7 @@ def advance_call(lens: torch.Tensor) -> Callable[[], object]:
     """Compare `advance_step` with `reference` on a batch of decodes, and return a function that calls `advance_step`.
 
     The buffers of the call are on the device of `lens`. Each call makes the requests one token longer. A request stops
-    to grow when its row of the block table is full.
+    when its row of the block table is full.
     """
     requests, width = lens.shape[0], 8192 // BLOCK_SIZE
     given = []

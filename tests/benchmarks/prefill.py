@@ -149,7 +149,8 @@ def check(row: Row, inputs: Inputs, value: AttentionState | Tensor) -> list[Pari
     """Check that the whole output is finite, and compare ranges of queries of a few heads with `reference`.
 
     A compared range has the n queries a, ..., a + n - 1. With a causal mask, its last query attends the first
-    Skv - Sq + a + n keys. `reference` gets these keys only, and lets the last query attend the last of them.
+    Skv - Sq + a + n keys. `reference` gets these keys only, and its causal mask lets the last query attend all of these
+    keys.
 
     Args:
         row: the shape.

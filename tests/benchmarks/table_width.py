@@ -7,9 +7,9 @@ An engine keeps one block table that is wide enough for the longest sequence tha
 length of the longest request of the step as `max_seq_len`. The variant "fast, by the table" gets the number of tokens
 that fit into a row of the table, as in a CUDA graph that is captured for the longest sequence.
 
-The variants "planned" follow a schedule of `plan_decode`. A stepped time is the time of one layer in a CUDA graph of 61
-layers. The graph makes the schedule once. In the other ways of timing, every call makes its schedule. Blocks have 64
-tokens, the dtype is bfloat16, and the dimensions are the dimensions of DeepSeek-V3.
+The variants with "planned" in their names follow a schedule of `plan_decode`. A stepped time is the time of one layer
+in a CUDA graph of 61 layers. The graph makes the schedule once. In the other ways of timing, every call makes its
+schedule. Blocks have 64 tokens, the dtype is bfloat16, and the dimensions are the dimensions of DeepSeek-V3.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class Ceilings:
 def input_sets(bytes_per_call: int, l2_bytes: int, at_most: int = 32) -> int:
     """Return the number of sets of inputs that the calls of a replay use in turn, at most `at_most`.
 
-    Together the sets have at least 4 times the bytes of the L2 cache, so that a call does not find its inputs there.
+    Together the sets have at least 4 times the bytes of the L2 cache, so this cache does not hold the inputs of a call.
     """
     return max(1, min(at_most, -(-4 * l2_bytes // bytes_per_call)))
 

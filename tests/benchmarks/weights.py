@@ -8,10 +8,10 @@ A row is one of two kinds of products. T is the number of tokens and N the numbe
 - query_to_latent and latent_to_value multiply by an absorbed weight, [N, 128, 512] or [N, 512, 128]. "fast" has the
   weight in bfloat16. "fast, e4m3" has the weight in e4m3 with one scale for each head, and "fast, e4m3, one scale" with
   one scale for the weight (`quantize_weight`).
-- expand_kv expands latents into keys and values, where `kv_b_proj` stores its weight in e4m3. "fast" multiplies by a
-  dense copy of the weight in bfloat16 (`expand_kv`). The others call the module (`expand_kv_by_module`): "fast,
-  weight-only module" converts its weight to bfloat16 in every call, and "fast, e4m3 module" also rounds the latents to
-  e4m3 and multiplies in e4m3.
+- expand_kv expands latents into keys and values with a module `kv_b_proj` that stores its weight in e4m3. "fast"
+  multiplies by a dense copy of the weight in bfloat16 (`expand_kv`). Two contenders call the module
+  (`expand_kv_by_module`): "fast, weight-only module" converts its weight to bfloat16 in every call, and "fast, e4m3
+  module" rounds the latents to e4m3 and multiplies in e4m3.
 
 The bytes of a contender are the least traffic of its product: each input and the stored weight (with its scales) are
 read once, and the output is written once. K and M are the rows and columns of the matrix of a head.
@@ -23,12 +23,13 @@ read once, and the output is written once. K and M are the rows and columns of t
 `held_bytes` are the bytes of the weights that must be held for the product: the dense copy comes in addition to the
 stored weight of the module.
 
-An error is the root of the mean square of the difference from a float64 product, relative to this product. The float64
-product has the weight before it was quantised (absorbed weights), or the numbers that the module stores (expansion).
-The check that a row must pass is another one: there the float64 product has the numbers that the contender multiplies.
+An error is the root mean square of the difference from a float64 product, divided by the root mean square of this
+product. The float64 product of an absorbed weight uses the weight before quantisation. The float64 product of an
+expansion uses the numbers that the module stores. The check that a row must pass compares with another float64 product,
+which uses the numbers that the contender multiplies.
 
 The field "scales" of the results file has the errors of the absorbed weights themselves, for one scale and for one
-scale for each head: random normal weights, and the weights of the checkpoint that ships with `fast`.
+scale for each head. These weights are random normal weights, and the weights of the checkpoint that ships with `fast`.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from .timing import Call, input_sets
 
 LATENT, NOPE, VALUE = 512, 128, 128
 DTYPE = torch.bfloat16
-MOST_SETS = 256  # a weight of 16 heads in e4m3 has 1 MB
+MOST_SETS = 256  # most sets of inputs; a small weight (16 heads in e4m3: 1 MB) needs many sets to exceed the L2 cache
 EXPANSION = "expand_kv"
 OPS = ("query_to_latent", "latent_to_value", EXPANSION)
 PER_HEAD, ONE_SCALE = f"{OURS}, e4m3", f"{OURS}, e4m3, one scale"
@@ -102,7 +103,7 @@ class Row:
         return 2 * self.T * self.N * k * m
 
     def bytes_with(self, weight_bytes: int, scale_bytes: int) -> int:
-        """Return the least traffic of the product, with the bytes of a number of the weight and those of all scales."""
+        """Return the least traffic, if a number of the weight has `weight_bytes` and all scales have `scale_bytes`."""
         k, m = self.matrix
         read = self.T * k * (1 if self.op == EXPANSION else self.N)  # all heads read the same latent
         return DTYPE.itemsize * (read + self.T * self.N * m) + weight_bytes * self.N * k * m + scale_bytes
@@ -152,7 +153,7 @@ class RoundingLinear(WeightOnlyLinear):
         return (stored.double() * scale.double()) @ self.numbers().T
 
     def forward(self, x: Tensor) -> Tensor:
-        """Round the input and multiply; on a CPU in float64, because not every PyTorch can multiply e4m3 there."""
+        """Round the input and multiply; on a CPU in float64, as not every version of PyTorch multiplies e4m3 there."""
         if not x.is_cuda:
             return self.exact(x).to(x.dtype)
         stored, scale = self._rounded(x)
@@ -160,7 +161,7 @@ class RoundingLinear(WeightOnlyLinear):
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:
-    """Return the root of the mean square of the difference, relative to the root of the mean square of `exact`."""
+    """Return the root mean square of `found` - `exact`, divided by the root mean square of `exact`."""
     return float((found.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt())
 
 
@@ -170,7 +171,7 @@ def dense_numbers(weight: QuantizedWeight) -> Tensor:
 
 
 def random_weight(heads: int, device: str) -> Tensor:
-    """Return a random weight of `kv_b_proj`, [N (P + V), Lkv], with products of deviation 1."""
+    """Return a random weight of `kv_b_proj`, [N (P + V), Lkv]; its products have the standard deviation 1."""
     return (torch.randn(heads * (NOPE + VALUE), LATENT, device=device) * LATENT**-0.5).to(DTYPE)
 
 
@@ -180,11 +181,12 @@ class Products:
 
     Attributes:
         calls: calls of each contender, one for each set of inputs.
-        low: `reference`'s result for the first set of inputs, in bfloat16.
-        gold: float64 product of the numbers that the contender multiplies.
-        exact: float64 product without the errors that are measured; one for all contenders.
-        weight_bytes: bytes of a number of the stored weight, and of all its scales.
-        held_bytes: bytes of the weights that must be held.
+        low: for each contender, a function that returns a bfloat16 result for the first set of inputs; the budget is
+            computed from the error of this result.
+        gold: for each contender, a function that returns the float64 product of the numbers that it multiplies.
+        exact: float64 product; the measured error of each contender is its difference from this product.
+        weight_bytes: for each contender, the bytes of one number of the stored weight, and the bytes of all scales.
+        held_bytes: for each contender, the bytes of all weights that must be held.
     """
 
     calls: dict[str, list[Call]]
@@ -235,7 +237,7 @@ def expansions(row: Row, sets: int, backend: str | None, device: str) -> Product
         return product.unflatten(1, (row.N, -1))
 
     def low(who: str) -> Tensor:
-        # the arithmetic of a module is its own: its budget is that of its exact product, rounded once
+        # `reference` does not have the arithmetic of the module; so low is the module's exact product, rounded once
         return by_head(modules[who][0].exact(x)).to(DTYPE)
 
     size, scales = copy.numel(), 4 * len(copy)
@@ -266,7 +268,7 @@ def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: s
     """
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if device == "cuda" else 1
     num_bytes = row.bytes_with(DTYPE.itemsize, 0)
-    # the e4m3 weight is the smallest input: all sets together must not fit into the L2 cache
+    # all sets together must not fit into the L2 cache, not even with the weight in e4m3, which has the fewest bytes
     sets = input_sets(row.bytes_with(1, 0), l2_bytes, MOST_SETS)
     products = (expansions if row.op == EXPANSION else absorbed_products)(row, sets, backend, device)
     errors: dict[str, float] = {}
@@ -310,7 +312,7 @@ def _absorbed(weight: Tensor, *dims: int) -> tuple[Tensor, Tensor]:
 def scale_errors() -> dict[str, list[dict[str, Any]]]:
     """Return the errors of absorbed weights in e4m3 with one scale and with one scale for each head.
 
-    The error "all" is that of the whole weight, and "worst head" is the largest error of one head.
+    The error "all" is the error of the whole weight, and "worst head" is the largest error of one head.
     """
     torch.manual_seed(0)
     rows = []

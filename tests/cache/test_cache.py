@@ -44,7 +44,7 @@ def check_write(ops, query_lens, seq_lens, dtype, latent: int = 12, rope: int = 
 def test_write(ops, lens, dtype):
     """A write changes only the slots of new tokens (pitfall 6).
 
-    Nothing is written for padding rows (requests of length 0) and for tokens after the last request.
+    Nothing is written for padding rows (requests of length 0) or for tokens after the last request.
     """
     check_write(ops, *lens, dtype)
 
@@ -181,7 +181,7 @@ def test_offsets_beyond_32_bit(ops):
 
 @pytest.mark.parametrize("layout", ["layers_first", "blocks_first"])
 def test_all_layers_in_one_tensor(ops, layout):
-    """If one tensor has the caches of all layers, an op changes only the given layer, for any order of axes."""
+    """If one tensor has the caches of all layers, an op changes only the given layer, in both orders of the axes."""
     layers, blocks, block_size, width = 3, 5, 4, 32
     device = torch.get_default_device()
     caches = ops.allocate_kv_cache(blocks, block_size, width, torch.float32, device, num_layers=layers, layout=layout)

@@ -1,8 +1,8 @@
 """Tests of the fp8 cache formats: every bit that they store, and the numbers that these bits stand for.
 
 The expected numbers come from the definition of e4m3 and not from PyTorch: 1 sign bit, 4 exponent bits (e), and 3
-mantissa bits (m). The value is 2^(e - 7) * (1 + m / 8), or 2^-9 * m for e = 0; e = 15 with m = 7 is NaN. Every byte of
-a cache that belongs to no token is 0xFF.
+mantissa bits (m). The value is 2^(e - 7) * (1 + m / 8), or 2^-9 * m for e = 0; e = 15 with m = 7 is NaN. A code is the
+byte of an e4m3 number. Every byte of a cache that belongs to no token is 0xFF.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def quantized(ops, values: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """Return the codes of a vector of numbers, with a scale for the layer."""
+    """Return the codes of a vector of numbers that are quantised with one scale."""
     entries = ops.quantize_entries(values[:, None], values[:, None][:, :0], FP8_E4M3, torch.tensor(scale))
     assert entries.dtype == torch.float8_e4m3fn
     return entries.view(torch.uint8)[:, 0]
@@ -45,7 +45,7 @@ def quantized(ops, values: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
 @pytest.mark.parametrize("scale", [1.0, 0.5, 0.37, 3e-5, 7e4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_code_is_read(ops, dtype, scale):
-    """Read all 256 codes -> value x scale, the product in float32 (in float64 for float64), rounded to the dtype."""
+    """Read all 256 codes -> value x scale, multiplied in float32 (for float64: in float64) and rounded to the dtype."""
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, None]
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     got = ops.dequantize_entries(codes, FP8_E4M3, dtype, torch.tensor(scale))[:, 0]
@@ -56,7 +56,7 @@ def test_every_code_is_read(ops, dtype, scale):
 
 @pytest.mark.parametrize("scale", [1.0, 0.25, 2.0**-20, 2.0**30])
 def test_every_code_is_written(ops, scale):
-    """Quantise the value of every code with an exact scale -> this code; both codes of NaN become 0x7F."""
+    """Quantise the value of every code with a power of two as scale -> this code; both codes of NaN become 0x7F."""
     got = quantized(ops, table_of_values().float() * scale, scale)
     wanted = torch.arange(256, dtype=torch.uint8)
     wanted[0xFF] = NAN_CODE
@@ -64,7 +64,7 @@ def test_every_code_is_written(ops, scale):
 
 
 def test_rounding(ops):
-    """Quantise numbers between two neighbours -> the nearest neighbour; the middle goes to the even mantissa."""
+    """Quantise numbers between two e4m3 numbers -> the nearer one; the middle is rounded to the even mantissa."""
     values = table_of_values()[:127].float()  # positive, ascending
     low, high = values[:-1], values[1:]
     middle = (low + high) / 2
@@ -98,7 +98,7 @@ def test_the_quotient_is_rounded_once_to_float32(ops):
     assert_same_bits(codes, quantized(ops, quotients))
 
 
-# Tests of fp8_ds_mla: each group of 128 latent elements (a tile) has a scale.
+# Tests of fp8_ds_mla: each group of 128 latent elements has a scale. In this file, a tile is such a group.
 
 
 def in_tiles(ops, latent: torch.Tensor, dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,13 +109,13 @@ def in_tiles(ops, latent: torch.Tensor, dtype=torch.float32) -> tuple[torch.Tens
 
 
 def test_tile_scales(ops):
-    """Quantise four tiles -> a scale is the largest absolute value of a tile / 448, and this value becomes 448."""
+    """Quantise four tiles -> each scale is the tile's largest absolute value / 448, and this value becomes 448."""
     latent = torch.randn(512).mul(0.1).clamp(-1, 1)
     largest = torch.tensor([3.0, 1e-6, 250.0, 7e30])
     latent.view(4, 128)[torch.arange(4), torch.tensor([0, 127, 5, 64])] = torch.tensor([3.0, -1e-6, -250.0, 7e30])
     latent.view(4, 128)[1] *= torch.where(latent.view(4, 128)[1].abs() > 1e-6, 1e-7, 1.0)
     codes, scales = in_tiles(ops, latent)
-    assert_same_bits(scales, largest / torch.tensor(448.0))  # not / 448, which a GPU rounds in another way
+    assert_same_bits(scales, largest / torch.tensor(448.0))  # with the number 448, a GPU would round differently
     at_largest = codes.view(4, 128)[torch.arange(4), torch.tensor([0, 127, 5, 64])]
     assert at_largest.tolist() == [LARGEST, LARGEST | 0x80, LARGEST | 0x80, LARGEST]
 
@@ -160,7 +160,7 @@ def test_rope_of_tiles_stays_in_bfloat16(ops):
 
 
 def test_bytes_of_an_entry():
-    """Count bytes -> 50.0 % of an entry in bfloat16 for fp8_e4m3, and 656 of its 1152 bytes for fp8_ds_mla."""
+    """Count the bytes of an entry -> 1152 in bfloat16, 576 in fp8_e4m3, and 656 in fp8_ds_mla."""
     sizes = [each.entry_bytes(512, 64, torch.bfloat16) for each in (COMPUTE_FORMAT, FP8_E4M3, FP8_DS_MLA)]
     assert sizes == [1152, 576, 656]
 
@@ -190,7 +190,7 @@ def test_twins_store_the_same_bits(cache_format, latent, rope, dtype):
 
 
 def test_conversions_in_the_compute_dtype(ops):
-    """Without a format, an entry is the latent and the key, and reading it converts the dtype only."""
+    """Without a format, a stored entry has the bits of latent and key, and a read only converts the dtype."""
     rows = torch.randn(5, 32)
     entries = ops.quantize_entries(rows[:, :24], rows[:, 24:])
     assert_same_bits(entries, rows)
@@ -257,7 +257,7 @@ def test_gather_into_a_workspace(cache_format, latent, rope, monkeypatch):
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("cache_format, latent, rope", FORMATS)
 def test_rope_norm_and_cache(cache_format, latent, rope, interleaved, dtype):
-    """Rotate, norm and write in one op -> the cache has the bytes of `quantize_entries` of the op's own outputs."""
+    """Rotate, norm and write in one op -> `quantize_entries` of the op's outputs gives the bytes in the cache."""
     tokens, scale = 7, scale_of(cache_format)
     rows = torch.randn(tokens, latent + rope).to(dtype)
     cache = new_fp8_cache(cache_format, 3, 4, latent, rope)
@@ -312,7 +312,7 @@ def test_swap_refuses_other_scales(ops, plain_errors):
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("cache_format, latent, rope", FORMATS)
 def test_reorg_of_stored_entries(ops, cache_format, latent, rope, size):
-    """Reorder the stored entries of all ranks, then read them -> the numbers of a gather on one rank."""
+    """Reorder the stored entries of all ranks with `reorg_kvcache` -> the same bytes, in the order of the tokens."""
     entries = torch.randint(0, 256, (24, cache_format.columns(latent, rope)), dtype=torch.uint8)
     with torch.device("cpu"):  # the host plans chunks
         chunk = ops.plan_context_chunks(integers(15, 9), 96, 4, size, 1)[0]
@@ -452,7 +452,7 @@ def test_gather_refuses_what_does_not_fit(ops, plain_errors):
 
 
 def test_a_backend_without_the_format_is_named():
-    """Name the Hopper backend for an fp8 cache -> it has no kernel of these ops, and the error says so."""
+    """Name `hopper` for a write to an fp8 cache -> an error, because this backend has no kernel for the write."""
     good = write_arguments(FP8_E4M3, 24, 8)
     with pytest.raises(fast.UnsupportedConfiguration, match="hopper: has no kernel for concat_and_cache_mla"):
         fast.concat_and_cache_mla(**good, backend="hopper")

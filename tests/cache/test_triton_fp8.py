@@ -114,7 +114,7 @@ def test_quantize(cache_format, latent, rope_dim, dtype):
 @pytest.mark.parametrize("dtype", READ, ids=str)
 @pytest.mark.parametrize("cache_format, latent, rope_dim", FORMATS)
 def test_dequantize(cache_format, latent, rope_dim, dtype):
-    """Read entries of all codes -> the reference's numbers; NaN stays NaN."""
+    """Read entries with random codes -> the reference's numbers; NaN stays NaN."""
     entries, scale = random_entries(cache_format, latent, rope_dim, 12), scale_of(cache_format)
     wanted = reference.dequantize_entries(entries, cache_format, dtype, scale)
     odd = torch.zeros(12, entries.shape[1] + 3, dtype=torch.uint8)  # rows at odd addresses
@@ -167,7 +167,7 @@ def test_gather(cache_format, latent, rope_dim, strided, dtype):
 @runs
 @pytest.mark.parametrize("scale", [torch.nan, torch.inf, 0.0])
 def test_rows_outside_the_cache_are_zero_with_any_scale(scale):
-    """Gather a block outside the cache with a scale that is NaN or infinite -> its rows are 0."""
+    """Gather a block outside the cache with a scale that is NaN, infinite or 0 -> the rows of the block are 0."""
     held = new_fp8_cache(FP8_E4M3, 2, 4, 32, 8, device=DEVICE)
     out = torch.full((4, 40), 7.0, device=DEVICE)
     places = on_device(integers(5).view(1, 1), integers(0, 4), integers(0))
@@ -180,9 +180,10 @@ def test_rows_outside_the_cache_are_zero_with_any_scale(scale):
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("cache_format, latent, rope_dim", FORMATS)
 def test_rope_norm_and_cache(cache_format, latent, rope_dim, interleaved, dtype):
-    """Rotate, norm and write in one launch -> the cache has the bytes of `quantize_entries` of the launch's outputs.
+    """Rotate, norm and write in one launch -> `quantize_entries` of the launch's outputs gives the bytes in the cache.
 
-    The outputs are within the budget, and in the interpreter they have the bits of a launch for the compute dtype.
+    The errors of the outputs are within the budget. In the interpreter, the outputs have the same bits as the outputs
+    of a launch that writes a cache in the compute dtype.
     """
     tokens, capacity = 7, 24
     projected = (torch.randn(tokens, latent + rope_dim) * 3).to(dtype)
@@ -223,7 +224,7 @@ def test_rope_norm_and_cache(cache_format, latent, rope_dim, interleaved, dtype)
 @runs
 @pytest.mark.parametrize("cache_format, latent, rope_dim", FORMATS)
 def test_copies_keep_every_byte(cache_format, latent, rope_dim):
-    """Copy and swap blocks, and reorder entries of two ranks -> the same bytes, also those of NaN."""
+    """Copy and swap blocks, and reorder entries of two ranks -> moved entries keep their bytes, also NaN."""
     raw = torch.randint(0, 256, (2, 6, 4, cache_format.columns(latent, rope_dim)), dtype=torch.uint8)
     caches = [each.clone().to(DEVICE).view(cache_format.storage_dtype) for each in raw]
     cache.copy_blocks(caches, long([[2, 0], [5, 4], [9, 1]]))
@@ -274,8 +275,8 @@ def recorded(monkeypatch, cache_format: CacheFormat, dtype: torch.dtype, native:
 def test_compiles(cache_format, capability, native, monkeypatch):
     """Compile every kernel for Ampere, Ada and Hopper -> IEEE divisions, and accesses of 16 bytes to rows of entries.
 
-    Ampere has no instructions for e4m3, so there the kernels convert with integers. The product of number and scale is
-    rounded to float32 before it is rounded to the dtype of the result.
+    Ampere has no instructions for e4m3, so there the kernels convert with integers. Only kernels that quantise divide
+    by the scale; a kernel that dequantises has no division.
     """
     launches = recorded(monkeypatch, cache_format, torch.bfloat16, native)
     assert len(launches) == 6
@@ -284,8 +285,8 @@ def test_compiles(cache_format, capability, native, monkeypatch):
         assert ("e4m3" in ptx) == native, name
         reads = "dequantize" in name
         assert bool(re.search(r"div\.rn\.f32", ptx)) != reads, name
-        # the norm, which defines no stored bits by itself, divides by the number of elements
+        # only the norm has an approximate division (by the number of elements), and quantisation does not use it
         assert len(re.findall(r"div\.(?:full|approx)", ptx)) == ("norm" in name), name
         assert re.search(r"ld\.global\.v4\.b32|ld\.global\.v2\.b64", ptx), name
-        if "rope" not in name:  # a program of the fused write has four warps for the 512 bytes of one entry
+        if "rope" not in name:  # in the fused write, four warps store the 512 bytes of one latent: 4 bytes a thread
             assert re.search(r"st\.global\.v4\.b32|st\.global\.v2\.b64", ptx), name

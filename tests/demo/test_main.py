@@ -69,7 +69,7 @@ def places(text: str, *words: str) -> list[int]:
 
 
 def test_as_a_newcomer_runs_it(tmp_path):
-    """Run `python -m fast` in a new process, without a terminal -> the promised output, picture and JSON file."""
+    """Run `python -m fast` in a new process, without a terminal -> it prints results, and writes picture and JSON."""
     picture, path = tmp_path / "p.png", tmp_path / "f.json"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
@@ -193,7 +193,7 @@ def test_output_places_of_a_rank(tmp_path, capsys, plain_errors, no_work, monkey
     assert main([*SMALL, "--context-parallel", "2", *bad]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: --json: expected a file in a folder that exists") and err.count("\n") == 1, err
-    (tmp_path / "mla-twins.png").mkdir()  # no error: this is the path of the picture, and several ranks draw no picture
+    (tmp_path / "mla-twins.png").mkdir()  # no error, although `--picture` has this path: several ranks draw no picture
     with pytest.raises(AssertionError, match="the work began"):
         main([*SMALL, "--context-parallel", "2", "--json", str(tmp_path / "f.json")])
     assert [path.name for path in tmp_path.iterdir()] == ["mla-twins.png"]
@@ -266,7 +266,8 @@ def test_bfloat16_and_a_named_backend(run):
 def test_a_cache_in_e4m3(run):
     """Serve over fp8_e4m3 -> both packages generate the same tokens, and the job reports the bits per byte.
 
-    An entry has one byte for each element. The tokens of transformers are reported, but not required.
+    An entry has one byte for each element. The job reports where the tokens differ from the tokens of transformers, but
+    equal tokens are not required.
     """
     done = run("--cache-format", "fp8_e4m3")
     figures = done.figures
@@ -288,14 +289,14 @@ def test_a_cache_in_e4m3(run):
 
 
 def test_one_package_over_e4m3(run):
-    """Serve over fp8_e4m3 with one package -> nothing to compare the tokens with, and the verdict says so."""
+    """Serve over fp8_e4m3 with one package -> the verdict says that the tokens were not compared."""
     done = run("--cache-format", "fp8_e4m3", "--ops", "fast", "--dtype", "bfloat16", "--no-picture")
     assert done.status == 0 and done.figures["compared"] == ["fast"]
     assert "greedy tokens: not compared, because only fast ran" in done.out
 
 
 def test_other_tokens_over_e4m3_fail(run):
-    """Let `fast` decode with a wrong scale of the cache -> parity fails, and the tokens count in the verdict."""
+    """Let `fast` decode with a wrong scale of the cache -> parity fails, and the job ends with status 1."""
 
     def mla_decode(ql_nope, q_pe, kv_cache, metadata, softmax_scale, schedule=None, kv_scale=None, **options):
         scale = None if kv_scale is None else kv_scale * 2

@@ -107,7 +107,7 @@ def make_loop(model):
 
 
 def poison_unowned(loop: ServingLoop) -> None:
-    """Write NaN to every slot that holds no computed token of a running request."""
+    """Write NaN to every slot that holds no cache entry of a running request."""
     for kv_cache in loop.kv_caches:
         kv_cache[loop.allocator.free_blocks] = POISON
         for request in loop.running:
@@ -153,7 +153,8 @@ def test_mixed_batch_gives_transformers_tokens(make_loop, ops, prompts, wanted):
 def test_chunked_prefill_with_tiny_budget_and_workspace(make_loop, ops, prompts, wanted):
     """Serve with a budget of 3 tokens a step and a workspace of one block -> the right tokens.
 
-    A step then has at most one prefill with context. The prefill expands its context in chunks of one block.
+    With these sizes, a step has at most one prefill with context. This prefill expands its context in chunks of one
+    block.
     """
     order = [5, 3, 0]
     loop = make_loop(ops, block_size=4, token_budget=3, max_num_seqs=3, workspace_tokens=4,
@@ -180,7 +181,7 @@ def test_pieces_of_prompts_take_the_absorbed_path(make_loop, ops, prompts, wante
 def test_every_decode_leads_the_batch(make_loop, ops, prompts, wanted):
     """Serve prompts -> a request with one pending token (a token that is not in the cache yet) runs as a decode.
 
-    With 4 tokens in a step, prompts of 33 = 4 x 8 + 1 and 17 = 4 x 4 + 1 tokens have one token left at the end.
+    With at most 4 tokens in a step, prompts of 33 = 4 x 8 + 1 and 17 = 4 x 4 + 1 tokens have one token left at the end.
     """
     order = [4, 3, 5, 0]
     loop = make_loop(ops, block_size=4, token_budget=4, max_num_seqs=4, workspace_tokens=4)
@@ -430,9 +431,9 @@ print(large - small, 512 * HEADS * (NOPE + ROPE + VALUE) * 4, *growth)
 def test_peak_memory_of_a_chunked_prefill_does_not_grow_with_the_context():
     """Prefill with a context of 4096, then of 32768 tokens -> the peak memory grows only a little.
 
-    The peak memory is allowed to grow as much as the cache, plus two workspaces of expanded keys and values. As a
-    control, a prefill expands the whole context at once (537 MB of keys and values). Its peak memory grows by more than
-    10 x this limit.
+    The limit of the growth is the additional bytes of the larger cache, plus the bytes of two workspaces of expanded
+    keys and values. As a control, another prefill expands the whole context at once (537 MB of keys and values). With
+    this prefill, the peak memory grows by more than 10 x the limit.
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", PEAK_MEMORY]

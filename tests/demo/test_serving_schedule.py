@@ -22,7 +22,7 @@ from fast.demo.serving import ServingLoop
 from ..support.factories import DIRECT
 
 VOCABULARY = 101
-# The fixture switches off the run-time checks of annotations, because they would make thousands of steps slow.
+# The fixture `plain_errors` switches off the run-time checks of annotations. They would make thousands of steps slow.
 WITHOUT_SHAPE_CHECKS = pytest.mark.usefixtures("plain_errors")
 
 
@@ -82,7 +82,10 @@ def random_load(seed: int, count: int) -> list[tuple[list[int], int]]:
 
 
 def steps_of(loop: ServingLoop, load):
-    """Serve requests that arrive over time; for each step, yield the ids of running requests and the report."""
+    """Serve requests that arrive over time; for each step, yield the ids of running requests and the report.
+
+    The ids are those of the requests that were running before the step.
+    """
     drawn, left = random.Random(0), list(load)
     while left or loop.running or loop.waiting:
         for _ in range(min(len(left), drawn.randint(0, 3) if loop.running or loop.waiting else 1)):
@@ -94,7 +97,7 @@ def steps_of(loop: ServingLoop, load):
 @WITHOUT_SHAPE_CHECKS
 @pytest.mark.parametrize("seed", [0, 2, 3, 7])
 def test_the_youngest_requests_are_preempted_and_wait(seed):
-    """Serve with too few blocks -> the loop preempts the youngest running requests, and they wait in this step."""
+    """Serve with too few blocks -> the loop preempts the youngest running requests, which do not run in this step."""
     load, preemptions, most = random_load(seed, 40), 0, 0
     loop = make_loop(num_blocks=16, max_num_seqs=10, token_budget=24)
     for before, report in steps_of(loop, load):
@@ -113,7 +116,7 @@ def test_the_youngest_requests_are_preempted_and_wait(seed):
 def test_a_preempted_request_that_would_fit_in_pieces_still_waits():
     """Preempt a request -> it waits, although the free blocks could hold the first tokens of its prompt.
 
-    The preempted request gives up all its blocks. The older request takes only one of them, so 7 blocks stay free.
+    The preempted request gives up all its blocks. The older request takes one of these blocks, so 7 blocks stay free.
     """
     loop = make_loop(num_blocks=10, max_num_seqs=2, token_budget=8)
     loop.add([1, 2, 3], 12)

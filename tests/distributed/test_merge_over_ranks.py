@@ -34,7 +34,7 @@ def test_merge_over_ranks(ops, size, merge):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("merge", MERGES)
 def test_merge_within_budget(merge, dtype):
-    """The error of a merge of `fast` against float64 is within its budget, as docs/correctness.md defines it.
+    """The error of a merge of `fast` against float64 is within the budget that docs/correctness.md defines.
 
     The budget is computed from the error of the same merge of `reference` in the same dtype. The merged LSE is float32.
     """
@@ -65,7 +65,7 @@ def test_infinite_lse_is_nan(ops, merge, bad):
 
 @pytest.mark.parametrize("merge", MERGES)
 def test_a_rank_without_keys_counts_nothing(ops, merge):
-    """If the LSE of a row is -inf on a rank, this rank does not change the merged row, even if its output is NaN."""
+    """If the LSE of a row is -inf on a rank, the rank does not change the merged row, even if its output is NaN."""
     states = rank_states(3, 4, 6, 5, torch.float64)
     wanted = over_ranks(ops, states, merge)
     for state in states:

@@ -1,4 +1,4 @@
-"""Tests of ranks in processes, over gloo or over NCCL on GPUs: results, ranks that disagree, and ranks that die."""
+"""Tests of ranks that run in processes (over gloo, or over NCCL on GPUs): results, ranks that disagree or die."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_loops_that_disagree(options, message):
 
 @pytest.mark.parametrize("merge", ["a2a", "ag_rs"])
 def test_decode_graphs(merge):
-    """If each rank is a process, a `DecodeGraph` gives the outputs of the same steps without a graph.
+    """If each rank is a process, steps in a `DecodeGraph` give the same outputs as steps without a graph.
 
     On a CPU, a `DecodeGraph` captures nothing: it copies its inputs to its buffers and runs the steps eagerly.
     """
@@ -181,7 +181,7 @@ def test_a_rank_that_stands_still():
 def torchrun(*options: str, processes: int = 4, folder: Path) -> tuple[int, str, str]:
     """Run `torchrun -m fast` on the CPU with one thread for each rank, and return exit status, stdout and stderr.
 
-    After 240 s all processes of the command are ended.
+    If the command runs longer than 240 s, the function ends all processes of the command.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
@@ -207,7 +207,7 @@ def torchrun(*options: str, processes: int = 4, folder: Path) -> tuple[int, str,
     ],
 )
 def test_main_job(tmp_path, size, interleave, merge, ops, cache_format):
-    """The main job on four ranks generates the tokens of a single rank over the same cache format.
+    """The main job on four ranks generates the same tokens as a single rank over the same cache format.
 
     `size` ranks share each sequence.
     """

@@ -15,7 +15,7 @@ from reference.interfaces import ContextChunk, TokenOwnership
 from ..support.context_parallel import gathered_chunk
 from ..support.factories import assert_same_bits, integers, offsets
 
-LENS = (2500, 0, 3001, 1, 3900, 64)  # tokens 4096 and 8192 of the batch lie in two different requests
+LENS = (2500, 0, 3001, 1, 3900, 64)  # chunks begin at tokens 4096 and 8192, inside two different requests
 
 
 @pytest.mark.parametrize("rows", ["dense", "with gaps"])

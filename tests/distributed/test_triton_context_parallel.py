@@ -30,7 +30,7 @@ def test_in_the_interpreter():
 
 
 def gathered_rows(size, interleave, lens, width, dtype):
-    """Return the all-gathered context [D, padded, width], with NaN after the rows of each rank, and the chunk."""
+    """Return the all-gathered context [D, padded tokens, width], with NaN after each rank's rows, and the chunk."""
     chunk = ContextChunk(integers(*[0] * len(lens)).cpu(), offsets(lens).cpu(), sum(lens), max(lens))
     chunk = reference.rank_local_chunk(chunk, TokenOwnership(size, 0, interleave))
     gathered = torch.randn(size, chunk.padded_tokens, width).to(dtype)
@@ -42,7 +42,7 @@ def gathered_rows(size, interleave, lens, width, dtype):
 @runs
 @pytest.mark.parametrize(("size", "interleave", "width"), [(1, 1, 7), (2, 1, 96), (3, 4, 7), (4, 16, 576), (7, 2, 96)])
 def test_reorg(size, interleave, width):
-    """`reorg_kvcache` gives the bits of `reference`, also if rows have gaps between them, and keeps the gaps."""
+    """`reorg_kvcache` gives the bits of `reference`, even from rows with gaps, and never writes between output rows."""
     for dtype in DTYPES if width == 96 else DTYPES[:1]:
         gathered, chunk = gathered_rows(size, interleave, (5, 0, 33, 1, 70), width, dtype)
         wanted = reference.reorg_kvcache(gathered, chunk)
@@ -69,7 +69,7 @@ def test_reorg_of_offsets_outside(far):
 
 
 def rank_states(size, tokens, heads, value, dtype):
-    """Return a state for each rank.
+    """Return an attention state for each rank.
 
     A row is one (token, head) pair. If a row has no keys on a rank, its output on this rank is NaN. A merged state must
     not contain this NaN. The row of head 0 and token 1 has no keys on any rank.
@@ -84,7 +84,7 @@ def rank_states(size, tokens, heads, value, dtype):
 
 
 def merged_by(states, merge):
-    """Return the reference's merge over all ranks, in the dtype of the states and in float64."""
+    """Return the merged state of `reference` over all ranks, computed in the dtype of the states, then in float64."""
 
     def whole(states):
         function = {"ag_rs": reference.cp_lse_ag_out_rs, "a2a": reference.cp_lse_a2a}[merge]
@@ -158,7 +158,7 @@ def test_infinite_lse_is_nan(merge, bad):
 @pytest.mark.parametrize("merge", ["ag_rs", "a2a"])
 @pytest.mark.parametrize(("size", "total"), [(4, 4), (2, 4)])
 def test_layers(size, total, merge, dtype):
-    """The errors of a layer on simulated ranks of one GPU are within the budget of docs/correctness.md.
+    """The errors of a layer on simulated ranks of one GPU are within the budget that docs/correctness.md defines.
 
     The budget is computed from the error of `reference` in the same dtype.
     """
@@ -189,7 +189,7 @@ def test_a_step_is_captured(merge):
 def captured_twice(ranks, replay):
     """Run a step of 3 requests, and return the state of a second step with other lengths.
 
-    With `replay`, the step is captured, and the second step is a replay of the graph.
+    With `replay`, a graph captures a step with the first lengths, and the second step is a replay of this graph.
     """
     torch.manual_seed(0)
     cache = torch.randn(30, 16, 48, device="cuda")

@@ -48,7 +48,8 @@ def test_decode_counts():
     assert row.bytes == 603_979_776 + 18_874_368 + 16_777_216
     assert decode.Row(128, 4096, 2, 128).flops == 2 * row.flops
     assert decode.Row(128, 4096, 2, 128).bytes - row.bytes == 18_874_368 + 16_777_216
-    # over fp8_e4m3 the cache has half of the bytes; over fp8_ds_mla it has 656 / 1152 of them
+    # a cache in fp8_e4m3 has half of the bytes of a 16-bit cache; a cache in fp8_ds_mla has 656 / 1152 of the bytes of
+    # a 16-bit cache
     for cache_format, cache in ((FP8_E4M3, 301_989_888), (FP8_DS_MLA, 343_932_928)):
         assert row.bytes_over(cache_format) == cache + 18_874_368 + 16_777_216
 
@@ -73,7 +74,7 @@ def test_prefill_counts():
 def test_bytes_counts():
     """Count the bytes of each operation on 65536 tokens -> the numbers computed by hand.
 
-    A copy reads and writes 75.5 MB of cache entries, and reads its indices. A merge reads two states and writes one
+    Each copy reads and writes 75.5 MB of cache entries, and reads its indices. A merge reads two states and writes one
     state; a float32 state has 4.29 GB of output and 33.6 MB of LSE.
     """
     entries = 2 * 75_497_472
@@ -83,14 +84,15 @@ def test_bytes_counts():
     for name, entry in (("fp8_e4m3", 576), ("fp8_ds_mla", 656)):
         assert moves.Row(f"gather_{name}", 65536).bytes == 65536 * (entry + 1152) + 4096
         assert moves.Row(f"cache_write_{name}", 65536).bytes == 65536 * (1152 + entry) + 524_288
-        # also written: 1152 bytes of normed and rotated entries; read: positions; read and written: queries of 16 heads
+        # for each token, a fused write also writes a normed and rotated entry (1152 bytes), reads a slot and a position
+        # (16 bytes), and reads and writes the rope parts of the queries of 16 heads (2048 bytes)
         assert moves.Row(f"fused_write_{name}", 65536).bytes == 65536 * (1152 + entry + 1152 + 16 + 2 * 2048)
     assert moves.Row("merge", 65536).bytes == 3 * (4_294_967_296 + 33_554_432)
     assert moves.Row("merge_bfloat16", 65536).bytes == 3 * (2_147_483_648 + 33_554_432)
 
 
 def test_bytes_of_a_contender():
-    """Give contenders bytes of their own -> their GB/s are computed from these bytes."""
+    """Give a contender its own number of bytes -> its GB/s are computed from this number."""
     case = case_of()
     case.figures["contender_bytes"] = {"slow": 10**8}
     row = contest.contest(case, FakeClock(), ("flushed",))
@@ -112,7 +114,10 @@ def test_spread():
 
 
 def test_input_sets():
-    """Compute how many sets of inputs a replay needs -> together 4 x the bytes of the L2 cache; 1 to 32 sets."""
+    """Compute how many sets of inputs a replay needs -> at least 1 and at most 32.
+
+    If this range allows it, all sets together have 4 x the bytes of the L2 cache.
+    """
     assert timing.input_sets(10, 100) == 40 - 8 and timing.input_sets(150, 100) == 3
     assert timing.input_sets(10**9, 100) == 1 and timing.input_sets(1, 10**9) == 32
 
@@ -153,7 +158,7 @@ def test_check_passes(name, row):
 
 @pytest.mark.parametrize("cache_format", [FP8_E4M3, FP8_DS_MLA], ids=lambda each: each.name)
 def test_decode_over_a_cache_format(cache_format):
-    """Decode over a cache format -> every contender is within its budget, and another softmax scale is not."""
+    """Decode over a cache format -> every contender is within its budget, and an output times 1.1 is not."""
     row = decode.Row(2, 70, 2, 5)
     case = decode.make_case(row, None, "cpu", device="cpu", cache_format=cache_format)
     assert case.bytes == row.bytes_over(cache_format)

@@ -49,7 +49,7 @@ def captured(call):
 def test_steps_in_one_graph(config, dtype, programs):
     """Run 4 steps in one graph -> the same bits as 4 replays of a graph of one step.
 
-    `check_against_the_host` compares the outputs with steps whose batches were made on the host.
+    `check_against_the_host` compares the outputs with the outputs of steps whose batches the host made.
     """
     loop = make_loop(fast, config, dtype, DEVICE, len(LENS), STEPS, programs)
     held = loop_cache(config, dtype, len(LENS)).to(DEVICE)
@@ -70,7 +70,7 @@ def test_steps_in_one_graph(config, dtype, programs):
 
 @torch.no_grad()
 def test_a_graph_runs_past_the_end():
-    """Let a request fill its row of the block table in a graph -> it stops, and no foreign cache entry is written."""
+    """Let requests fill their block table rows in a graph -> they stop, and write no entry of another request."""
     config, dtype = DIRECT, torch.float32
     loop = make_loop(fast, config, dtype, DEVICE, 3, STEPS)
     held = loop_cache(config, dtype, 3).to(DEVICE)
@@ -107,7 +107,7 @@ def test_no_synchronisation():
 
 @pytest.mark.parametrize("ids", [torch.int32, torch.int64])
 def test_a_captured_mixed_batch(ids):
-    """Replay a captured call three times -> the first replay advances a mixed batch, the others a batch of decodes."""
+    """Replay a captured `advance_step` 3 times -> the results of `reference` for a mixed batch, then for decodes."""
     with torch.device("cpu"):
         *tensors, common = buffers([1, 1, 5, 7, 0], [9, 0, 9, 7, 3], 6, 2, ids)
     mine, common_gpu = [x.to(DEVICE) for x in tensors], moved(common, DEVICE)
@@ -118,7 +118,7 @@ def test_a_captured_mixed_batch(ids):
         target.copy_(values)
     for _ in range(3):
         graph.replay()
-        reference.advance_step(*tensors, common, BLOCK)  # the same batch object again, as in the graph
+        reference.advance_step(*tensors, common, BLOCK)  # as in the graph, each call gets the same batch object
         wanted = (*tensors[1:], common.seq_lens, common.query_start_loc, common.slot_mapping)
         assert all(target.cpu().equal(values) for target, values in zip(targets, wanted, strict=True))
 

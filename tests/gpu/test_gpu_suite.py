@@ -121,7 +121,7 @@ def places(*found) -> list[str]:
 def test_shards_run_again_where_a_race_has_no_place(monkeypatch):
     """Report a race without a source line -> the shard runs again, at most twice.
 
-    Races that are reported with source lines count in every run.
+    A race that one run reports with source lines counts, even if a later run of the shard does not report it.
     """
     head, call = places(*TRITONS)
     nowhere = reported(("work_items.py:9", "work_items.py:7"), (head, call))
@@ -219,7 +219,7 @@ def test_what_racecheck_must_say():
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_shards(count):
-    """Divide tests into shards with `--shard` -> every test is in exactly one shard, also with few tests."""
+    """Divide tests by `--shard` -> each test is in exactly one shard, even for fewer tests than shards."""
     for tests in (0, 2, 11):
         items = [SimpleNamespace(path=Path(f"test_{number}.py"), number=number) for number in range(tests)]
         ran = []
@@ -257,7 +257,7 @@ def test_suite_runs_every_file(monkeypatch):
         count = gpu_suite.SHARDS.get(file.name, 1)
         wanted.update((str(file), "--device=cpu", f"--shard={number}/{count}") for number in range(1, count + 1))
     assert found == wanted and {*gpu_suite.SHARDS} <= {file.name for file in files}
-    assert len({file.name for file in files}) == len(files), "two test files of one name"
+    assert len({file.name for file in files}) == len(files), "two test files have the same name"
 
 
 def test_time_limit():

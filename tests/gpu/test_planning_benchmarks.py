@@ -47,7 +47,8 @@ def test_model_is_what_choose_path_compares():
 def test_fit():
     """Fit constants to times with 3 % of noise -> the chosen path is at most 7 % slower than the faster path.
 
-    Without constants, `choose_path` counts operations. At some point, its path is then more than 20 % slower.
+    Without constants, `choose_path` counts operations. For some lengths, it then chooses a path that is more than 20 %
+    slower than the faster path.
     """
     points = grid(V3, 0.03)
     costs = crossover.fit(points, V3, steps=800, trials=2000)
@@ -74,7 +75,7 @@ def test_both_paths_compute_the_same(monkeypatch):
 
 
 def test_advance_is_compared(monkeypatch):
-    """Make the timed call of `advance_step` wrong -> `advance_call` notices the difference from `reference`."""
+    """Make the timed call of `advance_step` wrong -> `advance_call` raises, because results differ from `reference`."""
     planning.advance_call(integers(5, 16, 4000))()
     right = fast.advance_step
 

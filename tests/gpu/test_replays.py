@@ -28,7 +28,7 @@ def on_the_gpu(default_device):
 
 
 def launch_functions():
-    """Return, for each op, its launch functions that remember which calls were checked."""
+    """Return the launch function of each op that skips the checks of repeated calls, by the name of the op."""
     return {str(each._dispatched): each._launch for each in checked_calls._ALL_CALLS
             if isinstance(each, checked_calls.CheckedCalls)}  # fmt: skip
 
@@ -62,7 +62,7 @@ def test_every_op_is_replayed(dtype):
                 for old, new in pairs:
                     assert not isinstance(old, torch.Tensor) or torch.equal(comparable(old), comparable(new)), name
             # A Hopper decode is not replayed if it must copy queries whose rows are not aligned to 16 bytes. A call
-            # without a launch is not replayed either: `quantize_entries` without scales calls PyTorch alone.
+            # without a launch is not replayed either: `quantize_entries` without scales calls only PyTorch functions.
             own = launches.compiled and launches.no_replay != "aten.clone.default"
             assert launches.replay is not None or not own, (name, launches.no_replay)
             replayed |= {name} if launches.replay is not None else set()

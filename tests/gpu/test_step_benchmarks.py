@@ -123,9 +123,9 @@ def test_every_kernel_belongs_to_a_part():
 
 
 def test_time_of_parts():
-    """Add up kernels that overlap -> the time of an overlap counts once.
+    """Add up the times of kernels that overlap -> the time of an overlap counts once.
 
-    So the times of the parts add up to the time in which a kernel runs.
+    So the times of the parts add up to the time in which at least one kernel runs.
     """
     kernels = [
         Kernel("gemm", 10, 20), Kernel("_decode_kernel", 20, 50), Kernel("_combine_splits_kernel", 45, 60),
@@ -161,9 +161,11 @@ def test_marks():
 
 
 def test_parts_and_busy_shares():
-    """Divide traced steps into parts -> "idle" is the rest of the wall time; "busy" counts from the second layer on.
+    """Divide traced steps into parts -> the times and shares computed by hand.
 
-    After the end of the first layer, kernels run for 9 us, then no kernel runs for 1 us, then kernels run for 9 us.
+    "idle" is the wall time without the times of the other parts. "busy" is the time in which a kernel runs, divided by
+    the whole time; both times begin after the first layer. After the end of the first layer, kernels run for 9 us, then
+    no kernel runs for 1 us, then kernels run for 9 us.
     """
     steps = [traced_step(0), traced_step(100), traced_step(200)]
     assert step.parts_of(steps, 40.0) == {"idle": 11, "plan": 2, "projections": 18, "attention": 9, "movement": 0}
@@ -239,7 +241,7 @@ def test_steps_on_a_cpu(tmp_path, capsys):
     called = {name: [op["op"] for op in row["ops"] if op["op"].startswith("mla_twins")] for name, row in rows.items()}
     assert [name for name, ops in called.items() if "mla_twins::mla_decode" in ops] == ["decodes", "mixed"]
     gathered = [name for name, ops in called.items() if "mla_twins::gather_cache_out" in ops]
-    assert gathered == ["prompts with context"]  # into the workspace of the layer
+    assert gathered == ["prompts with context"]  # the op gathers into the workspace of the layer
     assert "Steps of 2 layers" in capsys.readouterr().out
 
 
@@ -249,7 +251,7 @@ def test_step_refusals(capsys):
 
 
 def test_step_table(capsys):
-    """Draw the table of steps -> parts of eager steps and of graphs. `verdicts` returns which targets are met."""
+    """Draw the table of steps -> the parts of eager steps and of graphs. `verdicts` says which targets are met."""
     spread = {"median_us": 2000.0, "quartiles_us": [1900.0, 2100.0], "runs": 3}
     parts = {"idle": 500.0, "plan": 5.0, "projections": 700.0, "attention": 700.0, "movement": 95.0}
     eager = {
@@ -275,9 +277,9 @@ def test_step_table(capsys):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_traced_steps_on_a_gpu(monkeypatch, tmp_path):
-    """Run the benchmark `step` on a GPU -> the sum of all parts is at least the wall time.
+    """Run the benchmark `step` on a GPU -> the sum of all parts is at least 99 % of the wall time.
 
-    Every kernel belongs to a known part, and the values "busy" are in range.
+    Every kernel belongs to a known part. "busy" and "busy_traced" are above 0, and "busy_traced" is at most 1.
     """
     small = {name: replace(batch, keys=min(batch.keys, 256), context=min(batch.context, 256), new_tokens=min(
         batch.new_tokens, 128)) for name, batch in step.BATCHES["cuda"].items()}  # fmt: skip

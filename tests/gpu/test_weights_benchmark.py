@@ -11,7 +11,7 @@ from ..benchmarks import weights
 def test_weights_counts():
     """Count the work of products with 128 heads -> the numbers computed by hand.
 
-    A weight has 128 * 128 * 512 numbers: 16.8 MB in bfloat16. The dense weight of `kv_b_proj` has twice as many.
+    W_UK and W_UV each have 128 * 128 * 512 numbers: 16.8 MB in bfloat16. `kv_b_proj` has twice as many numbers.
     """
     row = weights.Row("query_to_latent", 16, 128)
     assert row.flops == 2 * 16 * 8_388_608
@@ -25,7 +25,7 @@ def test_weights_counts():
 
 @pytest.mark.parametrize("op", weights.OPS)
 def test_weights_errors(op):
-    """Check a row -> the error of bfloat16 is far below that of e4m3; a weight of another head fails the check."""
+    """Check a row -> bfloat16 has a far smaller error than e4m3; the outputs of another head fail the check."""
     case = weights.make_case(weights.Row(op, 19, 3), None, "cpu", device="cpu")
     for contender in case.contenders.values():
         who, output = contender.view(contender.calls[0]())
@@ -43,9 +43,9 @@ def test_weights_errors(op):
 
 
 def test_errors_of_scales(monkeypatch):
-    """Give one head larger weights -> one scale loses digits of the other heads, one scale for each head does not.
+    """Give one head larger weights -> one scale for all heads loses digits of other heads; a scale per head does not.
 
-    The weights are a random layer, then those of every layer of the checkpoint.
+    The benchmark measures the weights of a random layer, then the weights of every layer of the checkpoint tiny-mla.
     """
     names = [name for name, _ in weights.absorbed_weights()]
     assert names[0] == "random, query_to_latent" and names[2] == "tiny-mla, layers.0, query_to_latent"

@@ -480,7 +480,7 @@ STEPS = {
 @pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_layer(ops, config, steps):
-    """Run a layer in many kinds of steps, such as prefills and mixed steps -> the outputs of whole sequences.
+    """Run a layer in many kinds of steps, such as mixed steps -> the outputs of attention over whole sequences.
 
     The test detects pitfalls 14 and 15.
     """
@@ -488,7 +488,7 @@ def test_layer(ops, config, steps):
 
 
 def test_layer_with_short_queries_absorbed(ops):
-    """Let requests with up to three query tokens take the absorbed path -> the outputs of whole sequences."""
+    """Let requests with up to three query tokens be decodes -> the outputs of attention over whole sequences."""
     check_layer(ops, DIRECT, [(3, 2), (1, 3), (2, 2), (9, 3)], threshold=3)
 
 
@@ -545,7 +545,7 @@ def test_layer_constructor_refuses(ops, plain_errors):
 
 
 def test_inputs_were_not_degenerate():
-    """Make test inputs with the helpers of `factories` -> different cache entries, and no zero weights (pitfall 21)."""
+    """Make test inputs with the helpers of `factories` -> different cache entries, no constant weights (pitfall 21)."""
     batch = make_batch((1, 2), (18, 5))
     entries = make_entries(batch, 20, torch.bfloat16)
     for own in entries:

@@ -38,7 +38,7 @@ def test_the_least_sizes_serve(ops):
 
 
 def test_arguments_by_position(ops):
-    """Pass six arguments by position -> the same result as by name. Pass a seventh one by position -> an error."""
+    """Pass six arguments by position -> the same result as by name. Pass a seventh argument by position -> an error."""
     base, ids = served("v3-yarn", ops).model, prompt()
     positions, mask = torch.arange(6)[None], torch.ones_like(ids)
     mask[0, :2] = 0

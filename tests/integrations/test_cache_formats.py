@@ -77,9 +77,10 @@ def test_caches_have_the_dtype_and_columns_of_the_format(ops, cache_format):
 
 @pytest.mark.parametrize("decode_threshold", [1, 64])
 def test_steps_read_what_the_cache_stores(ops, decode_threshold):
-    """Feed prompts in pieces over e4m3 -> errors of the logits at most twice those of `reference`.
+    """Feed prompts in three calls over a cache in e4m3 -> errors of the logits at most twice those of `reference`.
 
-    Both paths read the cache: prefills (threshold 1) expand the dequantised context, decodes (64) attend it directly.
+    Both paths read the cache: prefills (threshold 1) expand the dequantised context, and decodes
+    (threshold 64) attend the stored entries directly.
     """
     ids, mask = padded_batch()
 
@@ -100,7 +101,7 @@ def test_steps_read_what_the_cache_stores(ops, decode_threshold):
         ours, theirs = (each.kv_cache.view(torch.uint8).int() for each in (layer, other))
         owned = torch.zeros(ours.shape[:2], dtype=torch.bool)
         owned.view(3, -1)[torch.arange(owned.numel() // 3) < layer.record.lens[:, None]] = True
-        # activations differ in their last bits, which may move a number over the border between two codes
+        # activations of the packages differ in their last bits, so a number may be rounded to the next e4m3 number
         assert ((ours - theirs)[owned].abs() <= 1).all()
     with torch.no_grad():
         gold = STOCK[MODEL](ids, attention_mask=mask).logits[mask.bool()].double()
@@ -109,7 +110,7 @@ def test_steps_read_what_the_cache_stores(ops, decode_threshold):
 
 @WITHOUT_SHAPE_CHECKS
 def test_generate_reorder_and_crop(ops):
-    """Generate with beams over e4m3 -> the same tokens with `reference` and `fast`; rows of the cache are reordered."""
+    """Generate with beams, which reorders rows of the e4m3 cache -> the same tokens with `reference` and `fast`."""
     ids, mask = padded_batch()
     found = []
     for package in (reference, ops):
@@ -119,7 +120,7 @@ def test_generate_reorder_and_crop(ops):
 
 
 def test_packed_batch_takes_caches_of_the_format(ops, plain_errors):
-    """Pass packed batches over e4m3 -> the caches must have the dtype of the format, and the plan must be for it."""
+    """Pass a packed batch with caches in another dtype or a plan for another format -> an error; nothing is written."""
     model = served(MODEL, ops, cache_format="fp8_e4m3", kv_scales=SCALES)
     table = torch.tensor([[0, 1]], dtype=torch.int32)
     step = packed_step(ops, [6], [6], table)
@@ -142,7 +143,7 @@ def test_serving_loop_counts_the_bytes_of_the_format(ops):
     loop.add([1, 2, 3, 4, 5], 2)
     report = loop.step()
     assert {cache.dtype for cache in loop.kv_caches} == {torch.float8_e4m3fn}
-    assert report.cache_bytes == 2 * BLOCK * HEAD_SIZE * LAYERS  # two blocks of one byte for each element
+    assert report.cache_bytes == 2 * BLOCK * HEAD_SIZE * LAYERS  # two blocks; an element has one byte
     loop.run()
     assert sources_of(model) == {ScaleSource.FIRST_PREFILL}
 
@@ -205,9 +206,9 @@ def test_one_scale_for_all_layers(ops):
 
 @WITHOUT_SHAPE_CHECKS
 def test_calibration_of_a_model(model, ops, tmp_path):
-    """Calibrate a model -> the scales map the largest value to 448, and the file serves the model again.
+    """Calibrate a model, save the scales and load them -> the same scales; the model is unchanged by the calibration.
 
-    The model is unchanged afterwards. A calibration of the prompts alone finds the scales of the first prefill.
+    Here the calibration runs only the prompts. A first prefill of the same prompts therefore finds the same scales.
     """
     before, batches = attributes(model), prompts()
     scales = calibrate_model(model, batches, ops, max_new_tokens=1, block_size=BLOCK)
@@ -222,7 +223,7 @@ def test_calibration_of_a_model(model, ops, tmp_path):
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error")
         model(**batches[0])
-    assert scales_of(model) == pytest.approx(found)  # up to the last bits of the activations
+    assert scales_of(model) == pytest.approx(found)  # activations of the two runs can differ in their last bits
 
 
 # caches and layers that do not fit together

@@ -90,7 +90,7 @@ def test_size_and_dims():
     assert config.kv_lora_rank >= 64 and config.qk_rope_head_dim >= 16 and config.num_heads >= 8
     assert config.q_lora_rank is not None
     yarn = config.rope.yarn
-    assert yarn is not None and yarn.mscale != yarn.mscale_all_dim  # both magnitude factors differ from 1
+    assert yarn is not None and yarn.mscale != yarn.mscale_all_dim  # if equal, YaRN would not scale cos and sin
     # the three dimensions differ, so that code that exchanges two of them fails
     assert len({config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim}) == 3
 

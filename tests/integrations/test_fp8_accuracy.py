@@ -29,7 +29,7 @@ from .test_checkpoint import ASSETS, BOS, CHECKPOINT, load, windows  # noqa: E40
 
 pytestmark = WITHOUT_SHAPE_CHECKS
 MOST_BITS = 0.01  # largest relative increase of the bits per byte
-CALIBRATED = 5  # prompts of the calibration
+CALIBRATED = 5  # number of prompts in the calibration
 DRAWS = 12
 LATENT, ROPE = 512, 64
 
@@ -56,10 +56,10 @@ def job_of(ops, prompts: list[str]) -> SimpleNamespace:
 
 @pytest.mark.parametrize(("ops", "count"), [(fast, 5), (reference, 5)], ids=["fast", "reference"])
 def test_bits_per_byte_where_every_key_is_stored(ops, count):
-    """Decode shipped prompts over fp8_e4m3 -> at most 1 % more bits per byte than over the dtype of the model.
+    """Decode shipped prompts over fp8_e4m3 -> at most 1 % more bits per byte than over a cache in the model's dtype.
 
-    All tokens take the absorbed path, so that also the key of a new token is read from the cache. With shorter texts,
-    the bits of the model without `use_mla` show that the measure itself is right.
+    All tokens take the absorbed path, so that also the key of a new token is read from the cache. Over a cache in
+    the model's dtype, the bits per byte must equal the bits that the test computes from the model without `use_mla`.
     """
     prompts = [path.read_text() for path in sorted((ASSETS / "prompts").glob("*.py.txt"))[:count]]
     job = job_of(ops, prompts)
@@ -78,7 +78,7 @@ def test_bits_per_byte_where_every_key_is_stored(ops, count):
 def test_bits_per_byte_in_steps_of_a_server():
     """Prefill windows of 1024 bytes in steps of 256 tokens over fp8_e4m3 -> at most 1 % more bits per byte.
 
-    A server with a token budget of 256 runs such steps: they read the earlier tokens from the cache.
+    A server with a token budget of 256 runs such steps. Each step reads the tokens of earlier steps from the cache.
     """
     targets, model = windows()[::8], load()
     inputs = torch.nn.functional.pad(targets[:, :-1], (1, 0), value=BOS)
@@ -126,7 +126,10 @@ def random_model(seed: int, rope_size: float = 1.0):
 
 
 def error_ratio(seed: int, rope_size: float) -> float:
-    """Return error fp8_ds_mla / error fp8_e4m3 of the last hidden states if every key is read from the cache."""
+    """Return the error of the last hidden states over fp8_ds_mla, divided by their error over fp8_e4m3.
+
+    In all runs, every key is read from the cache.
+    """
     model = random_model(seed, rope_size)
     ids = torch.randint(1, 61, (1, 40))
     scales = calibrate_model(model, batches_of(ids), max_new_tokens=1)
@@ -145,9 +148,10 @@ def error_ratio(seed: int, rope_size: float) -> float:
 
 @pytest.mark.parametrize(("rope_size", "most"), [(1.0, 1.0), (8.0, 0.6)])
 def test_error_of_fp8_ds_mla_against_fp8_e4m3(rope_size, most):
-    """Run 12 random models over both formats -> the median of error fp8_ds_mla / error fp8_e4m3 is at most `most`.
+    """Run 12 random models over both formats -> the median of their `error_ratio` is at most `most`.
 
-    If the rope keys are large, most of the error of fp8_e4m3 comes from them, and fp8_ds_mla does not quantise them.
+    If the rope keys are large, most of the error of fp8_e4m3 comes from them. The format fp8_ds_mla does not
+    quantise rope keys.
     """
     ratios = [error_ratio(seed, rope_size) for seed in range(DRAWS)]
     assert statistics.median(ratios) <= most, sorted(ratios)

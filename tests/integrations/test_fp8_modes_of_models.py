@@ -40,7 +40,7 @@ def rounded(scales):
 
 @WITHOUT_SHAPE_CHECKS
 def test_generate(ops):
-    """Generate in each mode -> plans and layers have the mode, and both packages generate the same tokens."""
+    """Generate in the mode fp8_query -> layers have this mode and these scales; both packages give the same tokens."""
     ids, mask = padded_batch()
     found = {}
     for package in (reference, ops):
@@ -53,7 +53,7 @@ def test_generate(ops):
 
 @pytest.mark.parametrize("mode", ["fp8_query", "fp8_product"])
 def test_decodes_differ_from_converted(ops, mode):
-    """Feed a prompt as decodes in another mode -> finite logits, other than in the mode `converted`."""
+    """Decode prompts in fp8_query or fp8_product -> finite logits that differ from those in the mode `converted`."""
     ids, mask = padded_batch()
     logits = []
     for options in ({}, {"fp8_mode": mode, "q_scales": Q}):
@@ -72,7 +72,7 @@ def with_checkpoint_scales(model):
 
 
 def test_order_of_the_sources(model, ops, tmp_path):
-    """Give scales from several sources -> argument, then checkpoint, then calibration file, then 1.0 with a warning."""
+    """Give scales from several sources -> priority: argument, checkpoint, calibration file, 1.0 with a warning."""
     path, without = tmp_path / "scales.json", tmp_path / "without.json"
     fast.save_kv_scales(path, CalibratedScales(KV, Q))
     fast.save_kv_scales(without, KV)
@@ -106,7 +106,7 @@ def test_order_of_the_sources(model, ops, tmp_path):
 
 @WITHOUT_SHAPE_CHECKS
 def test_calibration_of_a_model(model, ops, tmp_path):
-    """Calibrate a model -> the file serves it in another mode, and no query of the prompts is saturated."""
+    """Calibrate a model, decode its prompts with the saved scales -> the largest scaled query value is 200 to 448."""
     ids, mask = padded_batch()
     before = attributes(model)
     scales = calibrate_model(model, [dict(input_ids=ids, attention_mask=mask)], ops, max_new_tokens=2, block_size=BLOCK)

@@ -49,7 +49,7 @@ def test_logits_with_padding_of_every_kind(name, ops):
 def test_logits_of_a_prompt_fed_in_pieces(name, ops, cuts, decode_threshold):
     """Pass the tokens of the prompts in several calls -> logits within the budget.
 
-    Prefills expand the context in chunks of at most four blocks. In some calls, a row has padding tokens only.
+    Prefills expand the context in chunks of at most four blocks. In some calls, all tokens of a row are padding.
     """
     ids, mask = padded_batch()
     bounds = (0, *cuts, ids.shape[1])
@@ -127,7 +127,7 @@ def test_two_latent_norms_of_different_epsilons_are_refused(ops):
 
 @pytest.mark.parametrize("fields", [dict(sliding_window=8), dict(attn_logit_softcapping=2.0)])
 def test_use_mla_refuses_other_attention(model, ops, fields):
-    """Call `use_mla` for a model with another kind of attention -> an error names the field; the model is unchanged."""
+    """Call `use_mla` for another kind of attention -> an error names the config field, and the model is unchanged."""
     for field, asked in fields.items():
         setattr(model.config, field, asked)
     with pytest.raises(UnsupportedConfiguration, match=f"^config.{next(iter(fields))}: "):

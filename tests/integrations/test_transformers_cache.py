@@ -135,7 +135,7 @@ def test_padding_is_never_written_and_unwritten_bytes_reach_nothing(ops, monkeyp
 def test_pages_grow_by_doubling(ops, monkeypatch):
     made = record_allocations(ops, monkeypatch)
     served("v3-yarn", ops).generate(torch.randint(1, VOCAB, (2, 5)), max_new_tokens=14, do_sample=False)
-    widths = [2, 4, 8]  # blocks of 4 tokens for each row: at first, from 9 tokens on, from 17 tokens on
+    widths = [2, 4, 8]  # blocks of 4 tokens for each row: 2 at first, 4 from 9 tokens on, 8 from 17 tokens on
     assert [made[i].shape[0] for i in range(len(made))] == [2 * width for width in widths for _ in range(LAYERS)]
 
 

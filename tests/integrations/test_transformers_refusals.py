@@ -1,4 +1,4 @@
-"""Tests of calls under `use_mla` that must be refused because of wrong results, and of similar calls that are valid.
+"""Tests of calls under `use_mla` that must be refused, as their results would be wrong, and of similar valid calls.
 
 `use_mla` makes a DeepSeek model of transformers compute its attention with `reference` or `fast`.
 """

@@ -406,7 +406,7 @@ def step_inputs(ops):
 
 @pytest.mark.parametrize("change", STEPS.values(), ids=STEPS)
 def test_layer_refuses_a_plan(ops, change):
-    """A layer refuses a plan with any invalid field, and does not change the cache."""
+    """A layer refuses a plan with an invalid field, whatever the field is, and does not change the cache."""
     layer, hidden, positions, cache, plan = step_inputs(ops)
     layer(hidden, positions, cache.clone(), plan)
     before = cache.clone()
@@ -469,7 +469,7 @@ def test_decode_refuses_a_bound_below_its_queries(ops, plain_errors):
 def test_decode_refuses_half_a_schedule(ops, plain_errors):
     """A decode refuses an incomplete schedule.
 
-    A schedule has both `tile_ranges` and `split_offsets`. A batch-invariant schedule can also have neither.
+    A schedule has both `tile_ranges` and `split_offsets`. A batch-invariant schedule can also lack both.
     """
     plan = DecodeMetadata(integers(0)[:, None], integers(4), offsets([1]), 1, integers(4), 4, 4)
     arguments = torch.randn(1, 2, 8), torch.randn(1, 2, 2), torch.randn(1, 4, 10), plan, 0.3
@@ -499,9 +499,9 @@ def test_decode_takes_fewer_keys_than_queries(ops):
 
 
 def test_out_dtype_decides_the_lse(ops):
-    """For any input dtype, the LSE is float64 with a float64 output and float32 with other outputs.
+    """The LSE of a float64 output is float64, and the LSE of any other output is float32.
 
-    Both kinds of attention states can be merged.
+    The dtype of the inputs does not matter. Attention states of both kinds can be merged.
     """
     q, k, v, starts = torch.randn(4, 2, 6), torch.randn(4, 2, 6), torch.randn(4, 2, 5), offsets([4])
     for dtype in (torch.float32, torch.float64):

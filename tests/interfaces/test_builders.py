@@ -19,7 +19,7 @@ from reference.interfaces import AttentionMetadataBuilder, GraphSupport
 from ..support.factories import DIRECT, integers, make_batch
 
 BLOCK, LONGEST, REQUESTS = 16, 256, 6
-BUILDERS = {  # name: builder for blocks of 16 tokens, 256 tokens a sequence, 6 requests and 1 draft token
+BUILDERS = {  # name: function that makes a builder (16 tokens a block, 256 a sequence; 6 requests; 1 draft token)
     f"{ops.__name__}.MLAMetadataBuilder{' (batch-invariant)' * invariant}": (
         lambda ops=ops, invariant=invariant: ops.MLAMetadataBuilder(
             DIRECT, BLOCK, LONGEST, REQUESTS, num_speculative_tokens=1, num_programs=3, batch_invariant=invariant
@@ -111,9 +111,9 @@ def test_captured_plans(builder):
 
 
 def test_shared_prefixes(builder):
-    """A builder chooses a cascade (the shared prefix is attended once) if `use_cascade_attention` returns True.
+    """The method `use_cascade_attention` returns the result of the function of this name.
 
-    A batch-invariant builder never chooses a cascade.
+    True means a cascade: the shared prefix is attended once. A batch-invariant builder returns False instead.
     """
     query_lens, lens = integers(*[1] * 6), integers(*[4096] * 6)
     asked = builder.use_cascade_attention(4000, query_lens, lens)

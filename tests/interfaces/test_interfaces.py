@@ -1,7 +1,7 @@
 """Tests of `reference.interfaces`: configurations, presets, formulas for integers, the softmax scale, checks.
 
-`from_hf` makes an `MLAConfig` from a config of transformers. P and R are the head dims without and of rope. "Pitfall
-14" is entry 14 of the list in tests/__init__.py.
+`from_hf` makes an `MLAConfig` from a config of transformers. P is the head dim without rope, and R is the rope dim.
+"Pitfall 14" is entry 14 of the list in tests/__init__.py.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def test_presets(name):
         MLAConfig.from_preset("llama")
 
 
-# preset: from its config.json theta, YaRN's factor, beta_fast, mscale (= mscale_all_dim); then its softmax scale
+# preset: theta, YaRN's factor, beta_fast and mscale (= mscale_all_dim) of its config.json, and its softmax scale
 PUBLISHED_SCALES = {
     "deepseek-v2-lite": (1e4, 40, 32, 0.707, 0.114721),
     "deepseek-v2": (1e4, 40, 32, 0.707, 0.114721),
@@ -107,7 +107,7 @@ PUBLISHED_SCALES = {
 
 @pytest.mark.parametrize("name", PUBLISHED_SCALES)
 def test_presets_have_the_published_rope(name):
-    """The rope and the softmax scale of a preset equal the values that `from_hf` reads from its config.json."""
+    """The rope and the softmax scale of a preset equal what `from_hf` computes from its published config.json."""
     theta, factor, beta_fast, mscale, scale = PUBLISHED_SCALES[name]
     yarn = dict(rope_type="yarn", factor=factor, beta_fast=beta_fast, beta_slow=1, mscale=mscale, mscale_all_dim=mscale,
                 original_max_position_embeddings=4096)  # fmt: skip
@@ -138,7 +138,7 @@ def test_a_preset_without_its_rope_is_refused(plain_errors):
 
 
 def test_a_computed_scale_is_computed_anew():
-    """Copy a config that computed its softmax scale, with other dims or another rope -> the copy computes it again."""
+    """Replace dims or the rope of a config without a given softmax scale -> the new config computes its own scale."""
     config = MLAConfig.from_preset("deepseek-v3")
     for changes in (dict(qk_nope_head_dim=64), dict(rope=RopeConfig()), dict(qk_nope_head_dim=192, v_head_dim=256)):
         changed = dataclasses.replace(config, **changes)
@@ -148,7 +148,7 @@ def test_a_computed_scale_is_computed_anew():
 
 
 def test_a_given_scale_is_kept():
-    """`replace`, copies and pickles keep a given softmax scale, until `replace` gets another scale or None."""
+    """`replace`, copies and pickles keep a given softmax scale, unless `replace` gets another scale or None."""
     config = MLAConfig(64, 4, None, 32, 16, 8, 12, softmax_scale=0.1)
     assert config.softmax_scale == config.given_softmax_scale == 0.1
     smaller = dataclasses.replace(config, num_heads=2, qk_nope_head_dim=8, rope=RopeConfig(yarn=YarnConfig(4.0, 64)))
@@ -172,7 +172,7 @@ def test_a_scale_that_is_no_finite_number_is_refused(scale, plain_errors):
     assert "\n" not in str(error.value) and len(str(error.value)) < 130
 
 
-# preset: hidden size, heads, query latent, key/value latent, P, R and value dim of its config.json
+# preset: hidden size, heads, query latent, key/value latent, P, R and value dim of its published config.json
 PUBLISHED = {
     "deepseek-v2-lite": [2048, 16, None, 512, 128, 64, 128],
     "deepseek-v2": [5120, 128, 1536, 512, 128, 64, 128],
@@ -236,7 +236,7 @@ def test_from_hf_reads_every_field():
 
 
 def test_from_hf_deepseek_classes():
-    """`from_hf` reads interleaved rope for DeepSeek-V2, and for DeepSeek-V3 the pairing of the config (pitfall 15)."""
+    """For DeepSeek-V2, `from_hf` gives interleaved rope; for DeepSeek-V3, it reads `rope_interleave` (pitfall 15)."""
     transformers = pytest.importorskip("transformers")
     small = dict(hidden_size=64, num_attention_heads=4, q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=16,
                  qk_rope_head_dim=8, v_head_dim=12, num_hidden_layers=1)  # fmt: skip
@@ -386,7 +386,7 @@ def test_from_hf_accepts_what_is_switched_off(fields):
     ids=str,
 )
 def test_from_hf_refuses_a_malformed_field_by_name(fields, reason, plain_errors):
-    """A malformed field gives an error that names the field, and not, for example, `'int' object is not iterable`."""
+    """The error for a malformed field names the field; `'int' object is not iterable`, for example, would not."""
     with pytest.raises(UnsupportedConfiguration) as error:
         MLAConfig.from_hf(hf(**fields))
     assert [got[: len(reason)] for got in error.value.reasons] == [reason]

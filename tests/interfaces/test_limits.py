@@ -232,7 +232,7 @@ def test_the_choice_of_one_is_the_choice_of_many(ops):
         for support in (QueryLenSupport.UNIFORM, QueryLenSupport.SINGLE_ONLY):
             decodes = ops.build_mla_metadata(common, 16, 256, config=V3, costs=absorb_all, query_len_support=support)
             assert decodes.num_decodes == first
-    common = make_batch([9, 600, 9], [5000, 600, 5000]).common  # absorbed, expanded, absorbed
+    common = make_batch([9, 600, 9], [5000, 600, 5000]).common  # the cheaper paths are absorbed, expanded, absorbed
     assert ops.build_mla_metadata(common, 16, 8192, config=V3).num_decodes == 1
 
 
@@ -298,7 +298,7 @@ def test_chunks_begin_at_multiples_of_d_i(ops, size, interleave):
 
 
 class Event:
-    """A fake CUDA event that logs its creation and each record; a test sets `ran` as if the copy had run."""
+    """A fake CUDA event that logs its creation and each record; a test sets `ran` to pretend that the copy has run."""
 
     def __init__(self, log):
         self.log, self.ran = log, True
@@ -337,8 +337,8 @@ def test_staging_writes_only_what_has_been_copied(without_a_gpu):
     from fast.mla.builder import StagingBuffer
 
     staging, log, made = StagingBuffer(), without_a_gpu.log, []
-    # for each plan: sizes of its tensors, events whose copies have run before, event that the plan uses (None: a new
-    # event)
+    # for each plan: the sizes of its tensors, the events whose copies have run before `send`, and the event that `send`
+    # uses for the plan (None: a new event)
     for number, (sizes, ran, taken) in enumerate([
         ((3, 2), (), None), ((1,), (), None), ((4,), (0,), 0), ((2,), (), None), ((11,), (1, 2), 1), ((9,), (), 2)
     ]):  # fmt: skip

@@ -1,4 +1,4 @@
-"""Tests of thousands of calls with one malformed argument: each call must raise one line that names the argument.
+"""Tests of thousands of calls with a malformed argument: each must raise a one-line error that names the argument.
 
 The calls run in another process (`tests.malformed_calls`), because the process of the tests checks annotations at run
 time. The other process returns a report with the outcome of each call.
@@ -35,7 +35,8 @@ UNCHECKED = {"AttentionState", "BatchSplit", "CascadeMetadata", "ContextChunk", 
 NOT_CALLED = UNCHECKED | {"CACHE_FORMATS", "PRESETS", "GraphSupport", "QueryLenSupport", "ScaleSource", "GroupError",
                           "UnsupportedConfiguration"}  # fmt: skip
 
-# Calls that are allowed to succeed with a malformed value: regular expressions for call, argument, value; the reason.
+# Calls that are allowed to succeed with a malformed value. A key has regular expressions for call, argument and value.
+# The value of the key is the reason.
 LEGITIMATE = {
     (r"run_prefill_.*|gather_context|dcp_gather_context", r"metadata\.(context_chunks|parts).*", r".*"):
         "the functions read only the chunk that is passed",
@@ -98,7 +99,8 @@ def fault(row: list, arguments: list[str]) -> str | None:
     named = re.match(r"(\w+)[\w.\[\]()]*: ", message)
     if kind == "UnsupportedConfiguration" and named and named[1] in ("cpu", "triton", "hopper"):
         return None  # the message lists every backend with its reasons
-    # if the value has the right type or another device, and contradicts another argument, the error can name this one
+    # A value of the right type, or a value on another device, can contradict another argument. The error may then name
+    # the other argument.
     may_be_named = {argument, ALSO_NAMED.get(argument)}
     if type_is_right or value.startswith("a meta tensor"):
         may_be_named |= set(arguments)
@@ -168,12 +170,12 @@ def test_no_exception_is_idle(reports):
 
 
 def unchecked(config, seq_lens):
-    """Return a sum; a function under test that forgets to check its arguments."""
+    """Return a sum without a check of the arguments, which `fault` must report."""
     return config.num_heads + int(seq_lens.max())
 
 
 def late(config, kv_cache):
-    """Write the cache, then check `config`; a function under test that checks too late."""
+    """Write the cache, and check `config` only afterwards, which `fault` must report."""
     kv_cache.add_(1)
     check_type("config", config, MLAConfig)
 

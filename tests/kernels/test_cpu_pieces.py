@@ -35,7 +35,7 @@ def cpu_module(name):
 
 
 class Shapes(TorchDispatchMode):
-    """Dispatch mode that collects the shapes of the results of the given ops; without given ops, of all ops."""
+    """Dispatch mode that collects the shapes of the results of the given ops, or of all ops if none is given."""
 
     def __init__(self, *ops: str):
         super().__init__()

@@ -53,11 +53,12 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 BF16 = torch.bfloat16
 DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 H200 = DeviceFacts(132, (9, 0), 232448)
-# How a request is divided among programs. "planned" is with a schedule. "sliced": two programs share each work item,
-# and each computes half of the output columns. "two phases": programs first compute all scores, then all outputs.
+# How a request is divided among programs. "whole": the request is one split. "split": it has three splits. "scheduled"
+# and "planned": a schedule divides the request. "sliced": two programs share each work item, and each computes half of
+# the output columns. "two phases": programs first compute all scores, then all outputs.
 CUTS = ("whole", "split", "scheduled", "batch-invariant", "batch-invariant, planned", "batch-invariant, sliced",
         "batch-invariant, two phases")  # fmt: skip
-ONLY_MANY = CUTS[-2:]  # these two exist only for more than 32 heads
+ONLY_MANY = CUTS[-2:]  # these two ways exist only for more than 32 heads
 LAUNCHED_BY = {row_blocks_16_32._row_blocks_16_32_kernel: decode, row_blocks_64._row_blocks_64_kernel: decode,
                two_phases_kernels._two_phases_kernel: two_phases_launch,
                two_phases_kernels._clear_kernel: two_phases_launch}  # fmt: skip
@@ -185,7 +186,7 @@ def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
     loops = product_loops(disassembly)
     assert loops
     consumers = 2 if heads > 32 and cut != "batch-invariant, two phases" else 1
-    # with two consumers, leave out the loops that load the block table (LDG): they process masked tiles only
+    # with two consumers, leave out the loops that load the block table (LDG): these loops process only masked tiles
     main = [loop for loop in loops if not any("LDG" in text for text in loop)] if consumers == 2 else loops
     assert len(main) == consumers  # one main loop for each consumer
     if cut == "batch-invariant, two phases":  # the score products are in no loop, so check the whole kernel
@@ -203,8 +204,8 @@ def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
 def count_arrivals() -> None:
     """Print, for each of three kernels, its cache key and two counts of arrivals at mbarriers.
 
-    The first count has all arrivals that one thread makes for its warp group. The second count has only the arrivals
-    before which every thread arrives, too (`cp.async.mbarrier.arrive`).
+    The first count has all arrivals that one thread makes for its warp group. The second count has only those of
+    these arrivals before which each thread also arrives for itself (`cp.async.mbarrier.arrive`).
     """
     for heads, cut in ((3, "batch-invariant, planned"), (64, "scheduled"), (64, "batch-invariant, two phases")):
         with pytest.MonkeyPatch.context() as patch:
@@ -215,7 +216,7 @@ def count_arrivals() -> None:
 
 
 def test_every_thread_arrives_for_racecheck(capsys, tmp_path):
-    """After a call of `let_every_thread_arrive`, every thread arrives at each barrier.
+    """After a call of `let_every_thread_arrive`, every thread arrives at each mbarrier.
 
     Racecheck needs these arrivals. Without the call, one thread arrives for its warp group. The two forms of a kernel
     have different cache keys.
@@ -381,9 +382,9 @@ def test_slices_where_processors_are_idle(monkeypatch):
 def test_room_for_parts(heads, cut, runs, programs, slots, partial_rows, kept, monkeypatch):
     """The buffers have room for all partial outputs and for the weighted sums that programs keep between splits.
 
-    The request has 40 tiles. A batch-invariant decode makes 3 splits of at most 16 tiles, or 10 splits of 4 tiles for
-    16 heads. A schedule of 3 programs gets room for 1 + 3 splits. `partial_rows` is the number of partial outputs of
-    each row, and `kept` the number of float32 values that each program keeps.
+    The request has 40 tiles. A batch-invariant decode makes 3 splits of at most 16 tiles. For 16 heads it makes 10
+    splits of 4 tiles. A schedule of 3 programs that is not batch-invariant gets room for 1 + 3 splits. `partial_rows`
+    is the number of partial outputs of each row. `kept` is the number of float32 values that each program keeps.
     """
     launches = watched(monkeypatch)
     monkeypatch.setattr(select, "best_num_programs", lambda *_: runs)
@@ -401,8 +402,9 @@ def test_two_phases_where_processors_are_idle(monkeypatch):
     - The launch is cooperative, because programs wait for each other.
     - The number of programs is the number of score blocks or of column blocks, whichever is larger, but at most the
       number of multiprocessors.
-    - The block table has 40 columns. With blocks of 64 tokens it has 20 pairs of tiles, which make 3 splits. With
-      blocks of 16 tokens it has 5 pairs, which make 1 split.
+
+    In this test the block table has 40 columns. With blocks of 64 tokens, these are 20 pairs of tiles, which make 3
+    splits. With blocks of 16 tokens, these are 5 pairs, which make 1 split.
     """
     launched = watched(monkeypatch)
     unplanned = "batch-invariant"
@@ -449,7 +451,7 @@ def test_memory_checkers_see_every_variant(monkeypatch):
     monkeypatch.setattr(decode, "combine_partial_outputs", lambda *_, **__: None)
     monkeypatch.setattr(decode, "device_facts", lambda _: H200)
     for given in memory_checks.decodes():
-        *tensors, cut = given[:-5]  # the last arguments: format, its scale, mode, scale of queries, backend
+        *tensors, cut = given[:-5]  # the last arguments: cache format, its scale, fp8 mode, scale of queries, backend
         decode.mla_decode(*tensors, InvariantSplitRule(*cut))
     lines = []
     for kernel, kinds, constants in launches.values():
@@ -465,7 +467,7 @@ def test_memory_checkers_see_every_variant(monkeypatch):
 def test_rows_by_own_length(heads, query_len, rows, monkeypatch):
     """In a batch-invariant decode, row blocks have 16 or 32 rows for up to 32 heads, and 64 rows for more heads.
 
-    This is so for any number of query tokens.
+    For up to 32 heads, a row block has 16 rows if a request has at most 16 rows, and 32 rows if a request has more.
     """
     asked = []
     monkeypatch.setattr(select, "best_num_programs", lambda *given: asked.append(given[4]) or 1)
@@ -475,7 +477,7 @@ def test_rows_by_own_length(heads, query_len, rows, monkeypatch):
 
 
 def test_queries_in_words():
-    """`_in_words` copies queries only if their words of 16 bytes are not aligned or their strides do not fit."""
+    """`_in_words` copies queries only if a row is not contiguous, or if the address or a stride is not aligned."""
     storage = torch.randn(4 * 3 * 512 + 16, dtype=torch.bfloat16)
     packed = storage[: 3 * 4 * 512].view(3, 4, 512)
     for there, strides in (

@@ -96,7 +96,7 @@ def test_lengths(lens, heads, dtype):
 @pytest.mark.parametrize("splits", [2, 3, 16])
 @pytest.mark.parametrize("heads", [4, 32, 64])
 def test_splits(heads, splits, monkeypatch):
-    """A decode is within the budget even if some splits have no keys, because there are few tiles (pitfall 2)."""
+    """A decode is within the budget even if some splits have no keys: there are fewer tiles than splits (pitfall 2)."""
     monkeypatch.setattr(select, "best_num_splits", lambda *bounds: splits)
     check_parity([1, 0, 2, 1], [590, 9, 267, 0], heads, BF16)
 
@@ -144,8 +144,8 @@ def test_scheduled(heads, programs, batch_invariant):
 def test_short_before_long(heads, batch_invariant):
     """A decode ends and is within the budget if a program gets a short work item before a long work item.
 
-    If the first work item is long, the producer waits for its queries. If a later work item is long, the producer must
-    not wait.
+    If the first work item is long, the producer waits until the queries of this work item have arrived. If a later work
+    item is long, the producer must not wait for queries.
     """
     for lens in ([64, 1300, 64, 2100], [0, 1300, 33, 1100], [64, 0, 70, 1300]):
         inputs = make_inputs([1] * 4, lens, heads, BF16)
@@ -404,7 +404,7 @@ def test_nan_stays_with_its_owner(heads):
 def test_same_bits_a_thousand_times(heads, block_size, widths, dtype, cut, monkeypatch):
     """1000 decodes of the same inputs give the same bits, for every size of row block and every way to divide requests.
 
-    With "runs", the combine kernel adds the splits of the second program.
+    With "runs", the combine kernel adds the partial outputs of the second program.
     """
     monkeypatch.setattr(select, "best_num_splits", lambda *_: 3 if cut == "split" else 1)
     monkeypatch.setattr(select, "best_num_programs", lambda *_: 2 if cut == "runs" else 1)
@@ -462,7 +462,7 @@ def test_query_offsets_out_of_range(heads, starts, monkeypatch):
 
     monkeypatch.setattr(torch, "empty", nan_at_first)
     state = launch(ql, q_pe, cache, replace(plan, query_start_loc=integers(*starts)))
-    if starts in ((-(2**31), 8), (0, 2**31 - 1)):  # clamped to all tokens
+    if starts in ((-(2**31), 8), (0, 2**31 - 1)):  # clamped to (0, 8), which are all tokens
         assert_same_bits(state.out, clean.out)
         assert_same_bits(state.lse, clean.lse)
     else:

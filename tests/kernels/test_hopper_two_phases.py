@@ -1,10 +1,11 @@
 """Tests that a batch-invariant Hopper decode in two phases gives the same bits as the kernel `row_blocks_64`.
 
 In two phases, programs first compute the scores of all tiles (64 keys each), and then the columns of all outputs. A
-*score block* is the scores of up to 64 rows, which are (query token, head) pairs, for one pair of tiles. A *column
-block* is some columns of an output. `row_blocks_64` computes scores and output columns of one pair of tiles after
-another. The launcher chooses one of the two kernels for a batch-invariant decode, and the choice must not change any
-bit. A result is "within the budget" if its error against the reference is small enough.
+*score block* is the scores of one pair of tiles for up to 64 rows; a row is one (query token, head) pair. A *column
+block* is some columns of an output. The kernel `row_blocks_64` has one phase: it computes the scores of a pair of
+tiles, adds the pair to the outputs, and continues with the next pair. The launcher chooses one of the two kernels for a
+batch-invariant decode, and the choice must not change any bit. `verdict` asserts that a result is within the budget,
+the largest error that docs/correctness.md allows.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from fast.kernels.hopper.mla_decode import launch as decode
 from fast.kernels.hopper.mla_decode import select
 
 BF16, FP16 = torch.bfloat16, torch.float16
-UNPLANNED = schedule_of(None, 64, 0, True)  # batch-invariant, without a schedule; for any number of heads above 32
+UNPLANNED = schedule_of(None, 64, 0, True)  # batch-invariant, without work items; for any number of heads above 32
 launch = partial(decode_inputs.launch, decode, schedule=UNPLANNED)
 taken = []
 
@@ -117,7 +118,7 @@ def test_rising_scores(heads, block_size):
 
 @pytest.mark.parametrize("heads", [64, 128])
 def test_pages_outside_the_cache(heads):
-    """Both kernels mask block numbers outside the cache, and give the same bits, even if a whole split is masked."""
+    """Both kernels skip the tokens of blocks outside the cache and give the same bits, even if they skip a split."""
     ql, q_pe, cache, plan = make_inputs([1, 1, 1], [1600, 1085, 1500], heads, BF16)
     table = plan.block_table.clone()
     table[0, 3], table[1, 16], table[2, :17] = GARBAGE, -1, 2**31 - 1
@@ -133,7 +134,8 @@ def test_hostile_lists():
     ql, q_pe, cache, plan = make_inputs([1, 1, 1], [1100, 640, 70], 64, BF16)
     for lens in ((2**31 - 1, 640, 70), (-5, 2147480000, 0)):
         check_same_bits(ql, q_pe, cache, replace(plan, seq_lens=integers(*lens)))
-    # With these lengths, a split has more pairs of tiles than the kernel checks at a time.
+    # The kernel reads the flags of 32 pairs of tiles at a time; a flag says that the scores of a pair are written.
+    # With these lengths, a split has more than 32 pairs.
     long = make_inputs([1], [8000], 64, BF16)
     for length in (2**31 - 1, 300_000, 262_145):
         check_same_bits(*long[:3], replace(long[3], seq_lens=integers(length), visible_lens=integers(length)))

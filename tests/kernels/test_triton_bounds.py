@@ -1,9 +1,14 @@
 """Tests that the sizes of a Triton decode follow from `max_seq_len` and not from the width of the block table.
 
-The sizes are the number of splits of a request and the lengths of the buffers. There are four kinds of decodes: without
-a schedule (`evenly`), with a schedule, batch-invariant without work items in the schedule, and batch-invariant with
-work items (`planned`). In a batch-invariant decode, a request has the same bits in every batch. Without a GPU, one test
-runs this file again in Triton's interpreter.
+The sizes are the number of splits of a request and the lengths of the buffers. The tests run four kinds of decodes:
+
+- `evenly`: without a schedule; every request has the same number of splits
+- `scheduled`: with a schedule, not batch-invariant
+- `batch-invariant`: batch-invariant, and the schedule has no work items
+- `batch-invariant, planned`: batch-invariant, and the schedule has work items
+
+In a batch-invariant decode, a request has the same bits in every batch. Without a GPU, one test runs this file again in
+Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -62,7 +67,7 @@ def test_a_wide_table_costs_nothing(cut):
 def test_one_short_request_is_cut_into_few_splits():
     """A request of 1024 keys gets 16 splits, and a request of 40960 keys gets 66 splits.
 
-    The request has 128 heads, and the GPU has 132 multiprocessors.
+    Each request is alone and has 128 rows, and the GPU has 132 multiprocessors.
     """
     found = [decode._num_splits(programs=2, rows=128, keys=keys, processors=132) for keys in (1024, 40960)]
     assert found == [16, 66]

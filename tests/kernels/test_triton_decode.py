@@ -97,9 +97,10 @@ def test_splits(splits, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cut", ["whole", "split", "scheduled"])
 def test_rising_scores(cut, dtype, monkeypatch):
-    """A decode is within the budget if the largest score of some rows rises at a later tile, and sums are rescaled."""
-    # The scores are larger than 100, so the rounding of scores dominates the error of a float32 result. The budget is
-    # computed from the error of `reference`. With few rows this error can be small by chance; 64 heads give many rows.
+    """A decode is within the budget if the largest score of some rows rises at a later tile."""
+    # When the largest score rises, the kernel must rescale its sums. The scores are larger than 100, so the rounding of
+    # scores dominates the error of a float32 result. The budget is computed from the error of `reference`. With few
+    # rows this error can be small by chance; 64 heads give many rows.
     heads = 64 if dtype == torch.float32 else 4
     inputs = rising_inputs(heads, dtype, WIDTH)
     monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if cut == "split" else 1)

@@ -1,7 +1,11 @@
 """Tests that compile the Triton decode over fp8 caches without a GPU, for Ampere, Ada, Hopper and Blackwell.
 
-A kernel that loads single bytes, converts a tile for each of its two products, or serialises its products gives the
-same numbers, but is much slower. No test of results finds such a fault.
+The compiled code must not have the following faults, which make a kernel much slower but do not change its results. A
+test that compares results therefore cannot find them.
+
+- The kernel loads single bytes.
+- The kernel converts a tile twice: once for the product with the queries, and once for the product with probabilities.
+- The kernel waits for each product before it starts the next product.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ FORMATS = {"fp8_e4m3": FP8_E4M3, "fp8_ds_mla": FP8_DS_MLA}
 KERNELS = ("_decode_kernel", "_scheduled_decode_kernel")
 formats = pytest.mark.parametrize("cache_format", FORMATS)
 DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
-# (chip, number of heads): by default one number for three chips
+# (chip, number of heads): by default three pairs; with HYPOTHESIS_PROFILE=deep all pairs
 LAUNCHES = [(chip, heads) for chip in CHIPS for heads in (16, 128)
             if DEEP or (chip, heads) in (("Ampere", 16), ("Ada", 16), ("Hopper", 128))]  # fmt: skip
 
@@ -43,7 +47,7 @@ def built(
     chip: str, cache_format: str, heads: int, scheduled: bool = False, dtype: torch.dtype = torch.bfloat16,
     mode: str = CONVERTED, per_head: bool = False,
 ):  # fmt: skip
-    """Compile the kernel that a decode of one request launches on a chip; return the result and its constants."""
+    """Compile the kernel that a decode of one request launches on a chip; return compiled kernel and constants."""
     capability, shared = CHIPS[chip]
     stored, launches = FORMATS.get(cache_format, COMPUTE_FORMAT), {}
     q_scale = torch.ones(heads) if per_head else torch.ones(())
@@ -91,7 +95,7 @@ def test_tiles_are_prefetched_and_converted_once(heads, cache_format):
     """On Hopper, tiles are copied to shared memory in words of 16 bytes, and every e4m3 number is converted once.
 
     Every thread copies 16 latents with one instruction and converts two numbers with one instruction. The kernel has
-    two loops, and the first of them is pipelined: its loads occur once for every stage.
+    two loops over tiles. The first loop is pipelined, so the code contains its loads once for every stage.
     """
     found, constants = built("Hopper", cache_format, heads)
     ptx, sizes = found.asm["ptx"], constants["c"]
@@ -114,7 +118,11 @@ def test_hopper_products_are_not_serialised(cache_format):
 
 
 def test_shapes_of_the_caches_in_the_dtype_of_the_queries_are_unchanged():
-    """Caches in the dtype of the queries keep their launch shapes; fp8 caches have more stages or smaller tiles."""
+    """Caches in the dtype of the queries keep their launch shapes: rows of a row block, warps and pipeline stages.
+
+    With 16 heads, fp8 caches have the same launch shapes. With 128 heads, fp8 caches have a third stage, and the tiles
+    of `fp8_ds_mla` have 32 keys.
+    """
     shapes = {
         (name, heads): tuple(built("Hopper", name, heads)[1][each] for each in ("ROWS", "num_warps", "num_stages"))
         for name in ("compute_dtype", *FORMATS) for heads in (16, 128)
@@ -133,9 +141,10 @@ modes = pytest.mark.parametrize("mode", FP8_MODES[1:])
 @formats
 @pytest.mark.parametrize("chip, heads", LAUNCHES)
 def test_products_in_e4m3(chip, heads, cache_format, mode):
-    """The modes compile for every chip, fit into shared memory, and multiply e4m3 numbers where the chip can.
+    """The kernels of `fp8_query` and `fp8_product` compile, fit into shared memory, and multiply in e4m3 if possible.
 
-    Hopper has products of e4m3 numbers for 64 rows, Ada for every row block, and Ampere has none.
+    Ada multiplies in e4m3 for every row block, and Hopper for row blocks of 64 rows. Ampere has no such instructions.
+    On Blackwell, these launches have row blocks that are too small to multiply in e4m3.
     """
     in_e4m3 = chip == "Ada" or (chip == "Hopper" and heads == 128)
     instruction = {"Ada": "mma.sync", "Hopper": "wgmma.mma_async"}.get(chip, "tcgen05.mma")
@@ -148,7 +157,8 @@ def test_products_in_e4m3(chip, heads, cache_format, mode):
         own = [line for line in products if "e4m3" in line]
         assert sizes.E4M3_DOTS == bool(own) == in_e4m3
         assert all(instruction in line for line in own)
-        # the rope part of `fp8_ds_mla` is multiplied in bfloat16, and only probabilities in e4m3 leave no other product
+        # Products that are not in e4m3: the rope parts of `fp8_ds_mla` (bfloat16), and probabilities x values in
+        # `fp8_query` (float16). If `in_e4m3` is False, no product is in e4m3.
         others = cache_format == "fp8_ds_mla" or mode == "fp8_query" or not in_e4m3
         assert (len(own) < len(products)) == others
         assert ("bf16.bf16" in ptx) == (cache_format == "fp8_ds_mla")
@@ -159,11 +169,11 @@ def test_products_in_e4m3(chip, heads, cache_format, mode):
 @formats
 @pytest.mark.parametrize("chip, heads", [each for each in LAUNCHES if each[0] in ("Ada", "Hopper")])
 def test_sums_of_products_in_e4m3_begin_with_zero(chip, heads, cache_format, mode):
-    """Every e4m3 product begins with a sum of zero, because Tensor Cores add e4m3 products with few digits."""
+    """Every e4m3 product begins with a sum of zero, because Tensor Cores add e4m3 products with few binary digits."""
     ir = built(chip, cache_format, heads, mode=mode)[0].asm["ttir"]
     zeros = set(re.findall(r"(%\S+) = arith\.constant dense<0\.000000e\+00>", ir))
     sums = re.findall(r"tt\.dot \S+, \S+, (%\S+?),? .*?: tensor<\d+x\d+xf8E4M3FN>", ir)
-    assert len(sums) >= 2 * (8 if mode == "fp8_product" else 4)  # four column blocks, in two loops
+    assert len(sums) >= 2 * (8 if mode == "fp8_product" else 4)  # products in four column blocks, in each of two loops
     assert set(sums) <= zeros
 
 
@@ -185,7 +195,7 @@ def test_estimated_shared_memory(chip, heads, cache_format, mode):
 @modes
 @pytest.mark.parametrize("heads", [16, 128])
 def test_two_programs_share_a_multiprocessor(heads, mode):
-    """On Hopper, row blocks of 16 rows need no more shared memory with queries in e4m3 than with queries in float16."""
+    """On Hopper, a program needs no more shared memory with queries in e4m3 than with queries in float16."""
     for cache_format in FORMATS:
         plain = built("Hopper", cache_format, heads, dtype=torch.float16)[0].metadata.shared
         assert built("Hopper", cache_format, heads, mode=mode)[0].metadata.shared <= plain

@@ -69,7 +69,7 @@ if ON_GPU or INTERPRETED:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("native", [False, True] if ON_GPU else [False])
 def test_every_code_is_converted_exactly(native, dtype):
-    """Each of the 256 codes becomes the number that torch defines, in the dtype of the queries; NaN stays NaN."""
+    """The kernel converts each of the 256 codes of e4m3 to the same number as torch, in each dtype; NaN stays NaN."""
     codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
     values = torch.empty(256, dtype=dtype, device=DEVICE)
     _convert_kernel[(1,)](codes, values, native)
@@ -109,7 +109,7 @@ def test_block_sizes(block_size, cache_format, widths):
 @dtypes
 @pytest.mark.parametrize("widths", [(32, 0), (24, 8), (40, 24), (32, 8)], ids=str)
 def test_widths(widths, dtype):
-    """The format with a scale of the layer supports every width, also without a rope part."""
+    """The format `fp8_e4m3` supports every latent width and every rope width, also rope width 0."""
     for heads in (4, 40):
         check_parity(FP8_E4M3, [1, 3], [34, 67], heads, dtype, widths)
 
@@ -118,7 +118,7 @@ def test_widths(widths, dtype):
 @dtypes
 @formats
 def test_large_queries(cache_format, widths, dtype):
-    """Queries of size 1e5, or of the size that float16 allows, give the softmax of very different scores."""
+    """A decode is within the budget for queries up to 1e5 (6e4 in float16), whose scores differ very much."""
     (ql, q_pe, cache, plan), kv_scale = make_stored_inputs(cache_format, [1, 2], [70, 130], 40, dtype, widths)
     size = 6e4 if dtype == torch.float16 else 1e5
     ql, q_pe = ((x.float() * (size / x.float().abs().max())).to(dtype) for x in (ql, q_pe))
@@ -131,9 +131,10 @@ def test_large_queries(cache_format, widths, dtype):
 @dtypes
 @pytest.mark.parametrize("form", ["whole", "batch-invariant"])
 def test_scales_of_very_different_sizes(form, dtype):
-    """Scales within a tile, and from tile to tile, differ by many powers of two.
+    """A decode is within the budget if scales differ by many powers of two, within a tile and from tile to tile.
 
-    In float16, the unit of the sums of weighted latents must grow with the scales, and the sums must be rescaled.
+    In float16, the kernel divides products of probabilities and scales by a power of two. If a later tile has a larger
+    scale, the kernel must divide by a larger power of two, and must rescale its sums.
     """
     lens = ([1, 2], [230, 70])
     (ql, q_pe, _, plan), _ = make_stored_inputs(FP8_DS_MLA, *lens, 4, dtype)
@@ -141,7 +142,7 @@ def test_scales_of_very_different_sizes(form, dtype):
     plan = replace(plan, block_table=batch.common.block_table)
     exponents = torch.randint(-14, 6, (300, 4))
     exponents[::7] = -126 if dtype == torch.float32 else -20
-    exponents[150] = 60 if dtype == torch.float32 else 11  # in a later tile than the other scales
+    exponents[150] = 60 if dtype == torch.float32 else 11  # largest scale, after smaller scales
     entries = torch.randn(300, 576).clamp(-8, 8)
     entries[:, :512] *= torch.exp2(exponents.double()).float().repeat_interleave(128, -1)
     inputs = (ql * 2.0**-8, q_pe, stored_cache(batch, entries, (512, 64), FP8_DS_MLA), plan)
@@ -175,7 +176,7 @@ def test_batch_invariance(cache_format, widths):
 @runs
 @formats
 def test_nan_stays_with_its_owner(cache_format, widths):
-    """A cache entry of NaN bytes makes its own request NaN, and no other request."""
+    """A cache entry of NaN bytes gives NaN in the output of its own request, and changes no other request."""
     (ql, q_pe, cache, plan), kv_scale = make_stored_inputs(cache_format, [2, 1, 1], [70, 130, 17], 3, widths=widths)
     clean = launch((ql, q_pe, cache, plan), cache_format, kv_scale)
     codes = cache.view(torch.uint8).clone()
@@ -202,7 +203,10 @@ def test_values_outside_the_tensors(cache_format, widths):
 @runs
 @formats
 def test_strides(cache_format, widths):
-    """A strided view of one of several layers, or (if legal) columns with gaps, give the bits of a contiguous cache."""
+    """A cache that is one layer of a larger tensor gives the same bits as a contiguous cache.
+
+    If the format needs no alignment, a cache with gaps between its columns gives the same bits too.
+    """
     (ql, q_pe, cache, plan), kv_scale = make_stored_inputs(cache_format, [1, 2], [130, 64], 40, widths=widths)
     dense = launch((ql, q_pe, cache, plan), cache_format, kv_scale)
     codes = cache.view(torch.uint8)

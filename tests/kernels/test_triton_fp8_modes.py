@@ -1,4 +1,6 @@
-"""Tests of the Triton decode with queries and probabilities in e4m3 (8 bits), over fp8 caches.
+"""Tests of the Triton decode in the fp8 modes `fp8_query` and `fp8_product`, over fp8 caches.
+
+In both modes the queries are in e4m3 (8 bits). In `fp8_product` the probabilities are in e4m3 too.
 
 On a GPU the kernels are compiled. Without a GPU, one test runs this file again in Triton's interpreter. All bytes of a
 cache that belong to no token are 0xFF, which is NaN. The errors are measured against the reference in float64, which
@@ -49,12 +51,12 @@ def test_in_the_interpreter():
 
 
 def scale_of_heads(heads):
-    """Return scales of queries that differ from head to head, so that a wrong scale gives a wrong result."""
+    """Return a different scale of the queries for each head, so that the scale of a wrong head changes the result."""
     return torch.linspace(0.5, 3, heads) * 0.004
 
 
 def make_case(cache_format, lens, heads=3, widths=SMALL, block_size=64, scale=None):
-    """Return queries in e4m3, a cache, a plan, and the options of a decode; `scale` is that of the queries."""
+    """Return queries in e4m3, a cache, a plan, and the options of a decode; `scale` is the scale of the queries."""
     (ql, q_pe, cache, plan), kv_scale = make_stored_inputs(
         cache_format, *lens, heads, torch.float32, widths, block_size
     )
@@ -73,7 +75,11 @@ def launch(queries, cache, plan, out_dtype=torch.float32, schedule=None, scale=S
 
 
 def verdict(state, queries, cache, plan, scale=SCALE, query_len=1, **options):
-    """Assert that a state is within its budget; a row block has the rows of up to `query_len` query tokens."""
+    """Assert that a state is within its budget, which depends on the number of rows of a row block.
+
+    Row blocks have 64 rows on Hopper if a request has more than 16 rows, and otherwise 16 rows. A request is assumed to
+    have `query_len` x heads rows.
+    """
     given = [options[name] for name in ("cache_format", "kv_scale", "fp8_mode", "q_scale")]
     facts, rows = device_facts(DEVICE), queries[0].shape[1] * query_len
     rows = 64 if facts.capability[0] == 9 and rows > 16 else 16
@@ -104,7 +110,7 @@ def test_lengths(lens, cache_format, widths, mode):
 @pytest.mark.parametrize("heads", [3, 20])
 @pytest.mark.parametrize("form", FORMS)
 def test_forms(form, heads, cache_format, widths, mode, monkeypatch):
-    """A decode is within the budget in every form in which requests are divided among programs."""
+    """A decode is within the budget for every way to divide requests among programs."""
     monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if form == "split" else 1)
     check_parity(cache_format, mode, ([1, 0, 2, 1], [200, 9, 67, 0]), heads, widths, form=form)
 
@@ -122,7 +128,7 @@ def test_block_sizes(block_size, cache_format, widths, mode):
 @modes
 @pytest.mark.parametrize("widths", [(32, 0), (24, 8), (40, 24), (8, 16), (64, 16)], ids=str)
 def test_widths(widths, mode):
-    """The format with a scale of the layer supports every width, also without a rope part."""
+    """The format `fp8_e4m3` supports every latent width and every rope width, also rope width 0."""
     for heads in (4, 40):
         check_parity(FP8_E4M3, mode, ([1, 3], [34, 67]), heads, widths)
 
@@ -134,7 +140,8 @@ def test_widths(widths, mode):
 def test_output_dtypes(out_dtype, cache_format, widths, mode):
     """An output in 16 bits is the rounded float32 output, also if it is written into a given tensor.
 
-    Triton's interpreter does not round float32 to the nearest bfloat16, so this output has a budget there.
+    Triton's interpreter does not round float32 to the nearest bfloat16. In the interpreter, the test therefore compares
+    a bfloat16 output with the budget.
     """
     queries, cache, plan, options = make_case(cache_format, ([1, 2], [129, 64]), 5, widths)
     options["fp8_mode"] = mode
@@ -155,7 +162,7 @@ def test_output_dtypes(out_dtype, cache_format, widths, mode):
 @modes
 @formats
 def test_one_scale_and_scales_of_heads(cache_format, widths, mode):
-    """One scale, equal scales of all heads, and scales with gaps in memory give the same bits."""
+    """One scale for all heads, equal scales of the heads, and scales with gaps in memory give the same bits."""
     queries, cache, plan, options = make_case(cache_format, ([1, 2], [129, 64]), 20, widths, scale=torch.tensor(0.01))
     options["fp8_mode"] = mode
     state = launch(queries, cache, plan, **options)
@@ -170,7 +177,7 @@ def test_one_scale_and_scales_of_heads(cache_format, widths, mode):
 @modes
 @formats
 def test_large_scales(cache_format, widths, mode):
-    """Queries of size 1e5 give finite results, within the budget; the softmax scale makes their scores different."""
+    """Queries of size 1e5 give finite results within the budget, for a large and for a small softmax scale."""
     scale = torch.tensor(1e5 / 448)
     (ql, q_pe, cache, plan), kv_scale = make_stored_inputs(cache_format, [1, 2], [70, 130], 20, widths=widths)
     queries = quantised(*(x * (1e5 / x.abs().max()) for x in (ql, q_pe)), scale)
@@ -185,13 +192,16 @@ def test_large_scales(cache_format, widths, mode):
 @modes
 @pytest.mark.parametrize("form", ["whole", "batch-invariant"])
 def test_scales_of_very_different_sizes(form, mode):
-    """Scales in the entries differ from tile to tile by many powers of two; every tile must have a fitting unit."""
+    """A decode is within the budget if the scales in cache entries differ by many powers of two from tile to tile.
+
+    The kernel divides products of probabilities and scales by a power of two, which must fit the scales of every tile.
+    """
     lens = ([1, 2], [230, 70])
     (ql, q_pe, _, plan), _ = make_stored_inputs(FP8_DS_MLA, *lens, 4)
     batch = make_batch(*lens, 64)
     plan = replace(plan, block_table=batch.common.block_table)
     exponents = torch.arange(300)[:, None] // 32 * 3 - 20 + torch.randint(-2, 3, (300, 4))
-    exponents[150] = 11  # in a later tile than larger scales of the columns
+    exponents[150] = 11  # the largest scale; it comes after smaller scales in request 0
     entries = torch.randn(300, 576).clamp(-8, 8)
     entries[:, :512] *= torch.exp2(exponents.double()).float().repeat_interleave(128, -1)
     q_scale = torch.tensor(2.0**-16)
@@ -207,7 +217,7 @@ def test_scales_of_very_different_sizes(form, mode):
 @runs
 @formats
 def test_probabilities_are_rounded(cache_format, widths):
-    """`fp8_product` rounds probabilities to e4m3, which has seven binary digits less than the float16 of `fp8_query`.
+    """`fp8_product` rounds probabilities to e4m3, and `fp8_query` to float16, which has seven more binary digits.
 
     Both modes have the same LSE, because the sum of exponentials is not rounded.
     """
@@ -221,7 +231,10 @@ def test_probabilities_are_rounded(cache_format, widths):
 
 @runs
 def test_as_accurate_as_the_cpu():
-    """With a scale of the layer, `fp8_product` rounds as the backend "cpu" does, and is as accurate."""
+    """In `fp8_product` over `fp8_e4m3`, the kernel is about as accurate as the backend "cpu".
+
+    The budget of the kernel is computed from the error of "cpu", which rounds at the same places.
+    """
     queries, cache, plan, options = make_case(FP8_E4M3, ([2, 1, 1], [500, 130, 64]), 12)
     options["fp8_mode"] = "fp8_product"
     gold = reference.mla_decode(*queries, cache, plan, SCALE, None, torch.float64, **options)
@@ -277,7 +290,7 @@ def test_batch_invariance(cache_format, widths, mode):
 @modes
 @formats
 def test_nan_stays_with_its_owner(cache_format, widths, mode):
-    """A cache entry of NaN bytes makes rows of its own request NaN, and no other row. So does NaN in a query row."""
+    """A NaN cache entry makes only the rows of its request NaN, and a NaN in a query row makes only this row NaN."""
     queries, cache, plan, options = make_case(cache_format, ([2, 1, 1], [70, 130, 17]), 3, widths)
     options["fp8_mode"] = mode
     clean = launch(queries, cache, plan, **options)
@@ -300,7 +313,10 @@ def test_nan_stays_with_its_owner(cache_format, widths, mode):
 @modes
 @formats
 def test_nan_in_a_value(cache_format, widths, mode):
-    """A NaN in one column of a latent makes this column NaN, and the scores of the key, in every row that sees it."""
+    """A NaN in one column of a latent makes all outputs and LSEs of its request NaN, and changes no other request.
+
+    The score of this key is NaN in every row that sees the key.
+    """
     queries, cache, plan, options = make_case(cache_format, ([1, 1], [40, 33]), 20, widths)
     codes = cache.view(torch.uint8).clone()
     codes[plan.block_table[0, 0], 39, 7] = 0x7F

@@ -39,12 +39,14 @@ def test_in_the_interpreter():
 
 
 def combined_in_float64(largest, totals, values):
-    """Combine partial outputs in float64; return the output, the LSE, and the largest rounding errors of both.
+    """Combine partial outputs in float64; return output, LSE, error bound of the output, and error bound of the LSE.
+
+    An error bound is the largest error that rounding in float32 can cause.
 
     Args:
         largest: [splits, rows], largest score of a row in a split, in base 2.
-        totals: [splits, rows], sum of the weights.
-        values: [splits, rows, latent], weighted sum of the latents.
+        totals: [splits, rows], sum of exp2(score - largest).
+        values: [splits, rows, latent], sum of exp2(score - largest) x latent.
     """
     splits = largest.shape[0]
     if splits == 0:
@@ -78,7 +80,7 @@ def test_many_parts(requests, heads, splits):
     assert ((lse.T.flatten().cpu() - wanted_lse).abs() <= lse_bound).all()
 
 
-MANY = [1] * 1100  # splits of each request; the combine kernel reads these counts in several chunks
+MANY = [1] * 1100  # splits of each request; the combine kernel reads 256 of these counts at a time
 MANY[3], MANY[255], MANY[256], MANY[700], MANY[1099] = 2, 3, 0, 2, 4  # requests with several splits, or with none
 PLANNED_SPLITS = {  # heads, splits of each request
     "none is split": (3, [1] * 5), "one is split": (64, [1, 1, 3, 1]), "all are split": (3, [2, 5, 3, 2, 4, 2, 2]),
@@ -91,12 +93,12 @@ PLANNED_SPLITS = {  # heads, splits of each request
 @pytest.mark.parametrize("processors", [1, 3, None])
 @pytest.mark.parametrize("heads, splits", PLANNED_SPLITS.values(), ids=PLANNED_SPLITS)
 def test_what_a_schedule_splits_is_combined(heads, splits, processors, monkeypatch):
-    """The combine kernel writes the rows of the requests with several splits or none, and writes no other row.
+    """The combine kernel writes the rows of requests that have several splits or no split, and writes no other row.
 
     Some requests have no query tokens, and the last tokens belong to no request. Partial outputs that the kernel must
     not read are NaN. `processors` limits the number of programs. The results are compared with float64.
     """
-    if processors is not None:  # fewer programs than tiles
+    if processors is not None:  # fewer programs than tiles of the output
         facts = combine_launch.device_facts(DEVICE)._replace(processors=processors)
         monkeypatch.setattr(combine_launch, "device_facts", lambda _: facts)
         monkeypatch.setattr(combine_launch, "WARPS_OF_A_PROCESSOR", (4, 4))
@@ -244,7 +246,7 @@ def test_folded_parts(requests, heads, splits, folded, planned):
         return
     summed_values, highest, total = summed(0, splits)
     most = (values.abs() * torch.exp2(largest.double() - highest)[..., None]).sum(0) / total[..., None]
-    rounded = (splits + 16) * 2.0**-24  # relative rounding error; doubled below, because index 0 is rounded to float32
+    rounded = (splits + 16) * 2.0**-24  # relative error; doubled below, because partial index 0 is rounded to float32
     assert ((out.cpu() - summed_values / total[..., None]).abs() <= 2 * rounded * most).all()
     wanted_lse = (highest + total.log2()) * math.log(2)
     assert ((lse.T.cpu() - wanted_lse).abs() <= 2 * rounded * (1 + wanted_lse.abs())).all()
@@ -347,16 +349,16 @@ def test_batch_invariance(monkeypatch):
 def test_lengths_beyond_the_table(programs, batch_invariant, length, monkeypatch):
     """A length beyond the block table is clamped to the table and changes no other request."""
     monkeypatch.setattr(decode, "_num_splits", lambda *_: 3)
-    for readable in (64, 1152):  # one block, and the whole table, which is more than one split
+    for readable in (64, 1152):  # keys of request 1: one block, and the whole table, which is several splits
         ql, q_pe, cache, plan = make_inputs([1, 1, 1], [1100, readable, 70], 4, DTYPES[-1], next(iter(NARROW.values())))
         far = replace(plan, seq_lens=integers(1100, length, 70))
-        # `plan_decode` of `fast`, because `plan_decode` of `reference` would loop over 2^25 tiles
+        # Call `plan_decode` of `fast`, because `plan_decode` of `reference` would loop over 2^25 tiles.
         schedule = schedule_of(far, 4, 0, True)
         if programs > 0:
             costs = measured_schedule_costs(4)
             schedule = fast.plan_decode(far.seq_lens, programs, costs, batch_invariant=batch_invariant)
         state = launch(ql, q_pe, cache, far, schedule=schedule)
-        verdict(state, ql, q_pe, cache, plan)  # `visible_lens` of request 1 is unchanged
+        verdict(state, ql, q_pe, cache, plan)  # same result as `plan`: `visible_lens` is unchanged
 
 
 @runs

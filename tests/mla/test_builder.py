@@ -1,4 +1,4 @@
-"""Tests of the plan of a step, which must equal a slow computation token by token, and be equal in both packages.
+"""Tests of the plan of a step: it must equal a slow computation token by token, and be the same in both packages.
 
 A plan has all integers that the attention of a step needs. The first requests of a batch are decodes (absorbed path),
 the other requests are prefills (expanded path). "Pitfall 12" is entry 12 of the list in `tests/__init__.py`.
@@ -73,7 +73,7 @@ def test_plan(lens, block_size, extra, threshold):
     common = make_batch(query_lens, seq_lens, block_size).common
     decodes = reference.split_decodes_and_prefills(common, threshold).num_decodes
     if any(new > 0 and length == 0 for new, length in zip(query_lens[decodes:], seq_lens[decodes:], strict=True)):
-        for ops in (reference, fast):  # a padding row must be planned as a decode, because a prefill would not give 0
+        for ops in (reference, fast):  # a padding row must be a decode, because a prefill would not give output 0
             with pytest.raises(ValueError, match="^seq_lens: expected padding rows among the decodes only"):
                 ops.build_mla_metadata(common, block_size, workspace, threshold)
         return
@@ -162,7 +162,7 @@ def test_choices_agree(lens, threshold, support, asked, ordered):
 
 
 def test_path_choice_makes_decodes(ops):
-    """All requests before the first request with the expanded path are decodes, with any query lengths."""
+    """All requests before the first request with the expanded path are decodes, whatever their query lengths are."""
     lens = [8, 1, 20, 600, 1], [5000, 30, 4000, 900, 77]
     assert decodes_of(ops, *lens) == 0
     assert decodes_of(ops, *lens, config=V3) == 3

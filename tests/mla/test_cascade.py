@@ -25,7 +25,7 @@ SMALL = MLAConfig.from_preset("deepseek-v2-lite")
 
 
 def shared_batch(query_lens, seq_lens, shared_blocks, block_size=4):
-    """Return the number of blocks and a batch whose requests share the first blocks of one request.
+    """Return the number of cache blocks, and a batch whose requests have the same first blocks, up to `shared_blocks`.
 
     The block table has GARBAGE after the last block of each request. A padding row (S = 0) has GARBAGE only.
     """

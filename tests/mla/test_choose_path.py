@@ -1,7 +1,7 @@
-"""Tests of the choice between the absorbed and the expanded path. A test counts all matrix products for comparison.
+"""Tests of the choice between the absorbed and the expanded path, compared with a count of all matrix products.
 
 The absorbed path attends over the cached latents themselves. The expanded path first turns the latents into keys and
-values of every head. In comments, FLOPs are floating-point operations; the other letters are those of docs/glossary.md.
+values of every head. FLOPs are floating-point operations. The letters, such as Lkv, are those of docs/glossary.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..support.factories import preset as preset_config
 from ..support.properties import given, st
 
 V3 = MLAConfig.from_preset("deepseek-v3")
-ELEMENTS = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}  # bytes
+ELEMENTS = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}  # bytes of an element
 MEASURED = PathCosts(2.0, 3.5, 1.5, 2.1e-9, 1.7e-9, 1.6e-9, 2.4e-7)
 
 
@@ -114,10 +114,10 @@ STORED = CacheFormat("stored", torch.float8_e4m3fn, (torch.bfloat16, torch.float
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_bytes_come_from_the_format(ops, dtype, monkeypatch, plain_errors):
-    """The choice counts the bytes of the cache format: 1 byte for a cache element, although a query element has 2 or 4.
+    """The choice counts the bytes of the cache format: 1 byte for a cache element, and 2 or 4 for a query element.
 
     In this test the absorbed path costs FLOPs only, the expanded path costs bytes only, and both costs are nearly
-    equal. So the choice is wrong if it counts other bytes for the cache.
+    equal. The choice is therefore wrong if it counts another number of bytes for a cache element.
     """
     monkeypatch.setattr(sys.modules["reference.interfaces.cache_format"], "CACHE_FORMATS", {"stored": STORED})
     config, element = V3, ELEMENTS[dtype]
@@ -144,7 +144,7 @@ def test_ends(ops):
 
 
 def test_measured_path_costs(monkeypatch, tmp_path):
-    """`measured_path_costs` chooses, among the files of a GPU, the nearest number of heads on a logarithmic scale."""
+    """`measured_path_costs` reads the GPU's file for the nearest number of heads, on a logarithmic scale."""
     from fast.mla import choose_path as path
 
     assert path.costs_file("NVIDIA H200", 16) == "h200-16.json"

@@ -84,7 +84,7 @@ def test_gather_equals_one_rank(ops, size, interleave, cut):
 
 
 def test_gather_in_a_workspace():
-    """On D = 4 ranks, a gather needs a workspace of (D + 1) x the rows of one rank; one row less is refused.
+    """On D = 4 ranks, a gather needs a workspace of (D + 1) x the rows of one rank; a smaller workspace is refused.
 
     The workspace holds the rows of this rank and the gathered rows of all ranks.
     """

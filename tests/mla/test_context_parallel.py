@@ -73,9 +73,9 @@ def test_other_layers(ops, config, merge):
 
 @pytest.mark.parametrize(("size", "total"), [(2, 4), (1, 3), (4, 8)])
 def test_fewer_ranks_share_sequences_than_heads(ops, size, total):
-    """Every rank gives the output of a single rank, if `total` ranks divide the heads and fewer ranks a sequence.
+    """Every rank gives the output of a single rank, if `total` ranks share the heads and `size` ranks the sequences.
 
-    The tokens of every sequence are divided among the `size` ranks of each group.
+    The `total` ranks form groups of `size` ranks, and the ranks of a group divide the tokens of every sequence.
     """
     check_ranks_are_one(ops, "low-rank", size, 16, total=total)
 
@@ -170,7 +170,7 @@ def test_graphs(ops, query_len):
 
 
 def test_serving(ops):
-    """A serving loop on D ranks generates the tokens of a single rank, and its caches hold D times as many tokens."""
+    """A serving loop on D ranks generates the tokens of a single rank, and has room for D times as many tokens."""
     config = CONFIGS["low-rank"]
     wanted = [request.generated_ids for request in make_loop(ops, config, None, "cpu", torch.float64).run()]
     assert len({tuple(ids) for ids in wanted}) == 4 and all(len(set(ids)) > 3 for ids in wanted)
@@ -201,7 +201,7 @@ def test_no_step_follows_a_lost_one(ops):
     assert ops.simulate(2, 1, program) == [40, 40]
 
 
-# Functions that plant a mistake. Each replaces one function of `reference` by a wrong function, and
+# Functions that plant a mistake. Each of them replaces a function of `reference` by a wrong function, and
 # `check_ranks_are_one` must then fail.
 
 

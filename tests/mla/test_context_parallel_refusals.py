@@ -84,7 +84,7 @@ class TestBadInput:
                                    context_parallel=ops.simulate(2, 3, lambda ranks: ranks)[0])  # fmt: skip
 
     def test_gather(self, ops):
-        """`dcp_gather_context` refuses a chunk that was planned for another rank or for one rank; no bytes are sent."""
+        """`dcp_gather_context` refuses the chunk of another rank and the chunk of a single rank; no bytes are sent."""
         plain = ContextChunk(integers(0), offsets([5]), 5, 5)
         plan = reference.interfaces.PrefillMetadata(integers(0)[None], offsets([1]), 1, (), 16)
         chunk = ops.rank_local_chunk(plain, TokenOwnership(2, 0))

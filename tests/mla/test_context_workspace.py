@@ -120,7 +120,7 @@ def test_given_memory_that_does_not_fit(ops, plain_errors):
 
 
 def test_a_workspace_of_its_own_follows_the_layers():
-    """A workspace without given memory allocates again only if more elements, another dtype or device are needed."""
+    """A workspace without given memory allocates again only if a call needs more elements, another dtype or device."""
     workspace, cpu = fast.ContextWorkspace(), torch.device("cpu")
     memory = workspace.reserve(100, torch.float32, cpu)
     assert memory.shape == (100,) and workspace.reserve(60, torch.float32, cpu) is memory
@@ -256,7 +256,7 @@ def test_no_step_needs_more_than_the_profile_run(config):
 
 
 def test_growth_is_seen(monkeypatch):
-    """If layers use no workspace, `peaks` returns more memory for a longer context: the tests above detect this."""
+    """If layers use no workspace, `peaks` returns more memory for longer contexts, so the tests above would fail."""
     reserve = memory_profile.reserve_for_step
     monkeypatch.setattr(mla_layer, "reserve_for_step", lambda layer, metadata, q: (None, None) if metadata else
                         reserve(layer, metadata, q))  # fmt: skip

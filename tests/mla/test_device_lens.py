@@ -52,7 +52,7 @@ def make_builder(ops, **options):
 @pytest.mark.parametrize("offsets_too", [False, True])
 @pytest.mark.parametrize("lens", DECODES.values(), ids=DECODES)
 def test_decodes(ops, lens, offsets_too):
-    """A batch of decodes without lengths on the host gets the tensors of the plan with lengths."""
+    """For a batch of decodes, the plan without lengths on the host has the same tensors as the plan with lengths."""
     common = make_batch(*lens, BLOCK).common
     builder = make_builder(ops)
     wanted = builder.build(0, common)

@@ -45,7 +45,7 @@ LENS = (21, 21)
 PARTITIONS = {
     "chunks": (16, 1, 4), "decodes": (10, *[1] * 11), "drafts": (9, *[3] * 4), "no prefill": (1, 2, *[3] * 6),
 }  # fmt: skip
-# (new tokens, tokens after the step) of each request: prompts; a draft; mixed steps; decodes
+# (new tokens, tokens after the step) of each request: prompts; drafted tokens; mixed; decodes
 GROWING = (((40, 40), (5, 5)), ((1, 41), (3, 8)), ((2, 43), (90, 98)), ((60, 103), (1, 99)), ((1, 104), (2, 101)))
 
 
@@ -116,7 +116,7 @@ def test_every_partition_is_one_prefill(ops, format_config, partition):
 
 
 def test_entries_that_are_not_exact_are_rounded(format_config):
-    """If the format rounds the entries, a decode differs from a prefill: the identities test stored entries."""
+    """If the format rounds the entries, decodes differ from a prefill, because decodes read the stored entries."""
     config, inputs = format_config[1], make_inputs(format_config[1], LENS, torch.float64, None, exact=False)
     weights, outputs = make_weights(config, torch.float64), []
     for steps in (LENS[:1], PARTITIONS["decodes"]):
@@ -168,7 +168,7 @@ def test_whole_layers_agree(ops, name, scale):
 @pytest.mark.parametrize(("size", "interleave", "merge"), [(2, 16, "a2a"), (3, 1, "ag_rs"), (4, 64, "a2a")])
 @pytest.mark.parametrize("name", FORMATS)
 def test_ranks_are_one(ops, name, size, interleave, merge):
-    """Every rank of a context-parallel group gives the output of one rank; ranks choose the same scale."""
+    """Every rank of a context-parallel group gives the output of one rank; all ranks choose the same scale."""
     cache_format, config, _ = FORMATS[name]
     unit = reference.interfaces.context_unit(64, size, interleave)
     program = functools.partial(serve, ops, config, Steps(GROWING, 64, unit, 3), cache_format=cache_format)
@@ -181,9 +181,9 @@ def test_ranks_are_one(ops, name, size, interleave, merge):
 @pytest.mark.parametrize("out_dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_gathered_context_has_the_bits_of_one_rank(ops, format_config, size, out_dtype, workspace):
-    """`dcp_gather_context` gives the bits of `gather_context` on one rank, with a workspace of any size.
+    """`dcp_gather_context` gives the bits of `gather_context` on one rank, with and without a workspace.
 
-    The exchanged bytes are exactly `dcp_gather_bytes`.
+    The number of exchanged bytes is the result of `dcp_gather_bytes`.
     """
     cache_format, config, scale = format_config
     kv_scale = None if scale is None else torch.tensor(scale)
@@ -235,7 +235,7 @@ def test_gathered_context_has_the_bits_of_one_rank(ops, format_config, size, out
 
 
 def test_bytes_of_a_gathered_chunk(ops):
-    """The ranks exchange half of the bytes of bfloat16 with fp8_e4m3, and 656 of 1152 bytes with fp8_ds_mla."""
+    """For a cache entry, ranks exchange 1152 bytes in bfloat16, 576 bytes in fp8_e4m3 and 656 bytes in fp8_ds_mla."""
     of = functools.partial(ops.dcp_gather_bytes, 96, 512, 64, 4)
     assert of() == of(COMPUTE_FORMAT, torch.bfloat16) == 3 * 96 * 1152
     assert 2 * of(FP8_E4M3) == of()
@@ -270,7 +270,7 @@ def test_cascade_is_a_decode(ops, format_config):
 
 
 def builders(ops, cache_format, config):
-    """Return a builder of a format, and a builder of bfloat16 caches."""
+    """Return a builder for a cache format, and a builder for caches in the dtype of the queries."""
     return [ops.MLAMetadataBuilder(config, 16, 128, 4, num_speculative_tokens=1, cache_format=each)
             for each in (cache_format, COMPUTE_FORMAT)]  # fmt: skip
 
@@ -356,7 +356,7 @@ def test_graphs(ops, format_config):
 
 
 def test_dims_that_the_format_does_not_support(ops):
-    """fp8_ds_mla has one pair of dims: the layer refuses a cache of other dims, and a builder names the dims."""
+    """A layer with dims that fp8_ds_mla does not support raises an error that names the supported dims."""
     layer = make_layer(ops, SMALL, make_weights(SMALL, torch.float64), torch.float64, cache_format=FP8_DS_MLA)
     batch = make_batch((3,), (3,))
     cache = torch.zeros(batch.num_blocks, 16, 656, dtype=torch.uint8)
@@ -387,8 +387,8 @@ def test_cache_that_is_not_of_the_format(ops, format_config, wrong):
 def test_repeated_calls_reuse_their_checks(format_config):
     """A layer whose ops reuse earlier checks gives the bits of a layer that checks every call.
 
-    This holds also for the first call of a layer without a scale. Only this call computes the entries before the write,
-    to choose the scale.
+    With `fp8_e4m3`, the first call differs from later calls: it chooses the scale, for which it computes the entries
+    before it writes them.
     """
     cache_format, config, _ = format_config
     weights, batch = make_weights(config, torch.float32), make_batch(LENS, LENS)
@@ -454,7 +454,7 @@ if cache_format.layer_scale:  # a scale that was given, before its first write
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_compiled_layer(name):
-    """`torch.compile` traces a layer with a chosen scale in one graph, and gives the bits of the layer.
+    """`torch.compile` traces a layer with a chosen scale in one graph, and gives the bits of the uncompiled layer.
 
     A compiled layer cannot choose a scale: without a scale it raises before it writes. The test runs in a process
     without the run-time shape checks of the tests, which `torch.compile` cannot trace.
@@ -464,7 +464,7 @@ def test_compiled_layer(name):
 
 
 def test_explain_names_the_format():
-    """`explain` reports the backend of each op for a format, and refuses dims that the format does not have."""
+    """`explain` reports the backend of each op for a format, and refuses dims that the format does not support."""
     config = MLAConfig.from_preset("deepseek-v3")
     for cache_format in (FP8_E4M3, FP8_DS_MLA):
         lines = fast.backends.explain(config, device="cpu", dtype=torch.float32, cache_format=cache_format)
@@ -475,7 +475,7 @@ def test_explain_names_the_format():
 
 
 def test_unowned_blocks_are_not_read(ops, format_config):
-    """Block numbers after a request's last block are out of range, and the output stays finite over poisoned bytes."""
+    """A layer neither reads nor writes bytes of the cache that belong to no token, which are NaN in this test."""
     config = format_config[1]
     layer, batch, cache = make_case(ops, format_config)
     assert int(batch.common.block_table.max()) == GARBAGE

@@ -34,7 +34,7 @@ from ..support.ranks import Steps, make_rank_layer, serve
 IN_E4M3 = FP8_MODES[1:]
 Q_SCALES = {"one": 2.0**-6, "of heads": 2.0 ** -torch.arange(3, 3 + SMALL.num_heads).float()}
 LENS = (21, 9)
-# (new tokens, tokens after the step) of each request: prompts; a mixed step; a draft; decodes
+# (new tokens, tokens after the step) of each request: prompts; a mixed step; drafted tokens; decodes
 GROWING = (((40, 40), (5, 5)), ((1, 41), (20, 25)), ((2, 43), (3, 28)), ((1, 44), (1, 29)))
 
 
@@ -45,7 +45,7 @@ def format_config(request):
 
 
 class Case:
-    """A layer over a cache in e4m3 that has all tokens of two requests but the last, and a step of two decodes.
+    """A layer, its cache in e4m3 with all tokens of two requests, and a step that decodes the last token of each.
 
     Args:
         ops: package of the layer.
@@ -81,7 +81,7 @@ class Case:
         return self.layer(self.hidden[:2], self.positions, self.cache, plan)
 
     def by_hand(self, scale):
-        """Return the output of `decode` from the public functions, for the cache after the step."""
+        """Compute the output of `decode` with the public functions, over the cache that `decode` has written."""
         ops, layer, c = self.ops, self.layer, self.config
         q = layer.q_b_proj(
             ops.mla.layer.rms_norm(layer.q_a_proj(self.hidden[:2]), layer.q_a_layernorm.weight, c.latent_norm_eps)
@@ -107,7 +107,7 @@ class Case:
 @pytest.mark.parametrize("mode", IN_E4M3)
 @pytest.mark.parametrize("q_scale", Q_SCALES.values(), ids=Q_SCALES)
 def test_layer_calls_the_functions(ops, format_config, q_scale, mode, dtype):
-    """A decode of a layer is the decode of the public functions, whose results are defined in every mode."""
+    """A decode of a layer has the same bits as a decode that calls the public functions one after another."""
     case = Case(ops, format_config, dtype, fp8_mode=mode, q_scale=q_scale)
     found = case.decode()
     wanted = case.by_hand(torch.as_tensor(q_scale, dtype=torch.float32))
@@ -133,7 +133,7 @@ def test_packages_agree(format_config):
 
 @pytest.mark.parametrize("mode", IN_E4M3)
 def test_decodes_do_not_depend_on_prefills(ops, format_config, mode):
-    """A decode is the same beside a prefill and alone; the prefill beside it has the bits of the mode `converted`."""
+    """A decode has the same output beside a prefill and alone; the mode changes no bit of the prefill."""
     case = Case(ops, format_config, fp8_mode=mode, q_scale=2.0**-6)
     common = step_of(case.batch, ((1, LENS[0]), (LENS[1], LENS[1])))
     hidden, positions = case.hidden[: 1 + LENS[1]], torch.cat((torch.tensor([LENS[0] - 1]), torch.arange(LENS[1])))
@@ -149,7 +149,7 @@ def test_decodes_do_not_depend_on_prefills(ops, format_config, mode):
 
 @pytest.mark.parametrize("mode", IN_E4M3)
 def test_forward_attention(ops, format_config, mode):
-    """`forward_attention` converts rotated queries; in float32 the output is that of `forward`."""
+    """`forward_attention` quantises queries that are already rotated; in float32 it gives the output of `forward`."""
     case = Case(ops, format_config, torch.float32, fp8_mode=mode, q_scale=Q_SCALES["of heads"])
     wanted = case.decode()
     projected = case.layer.project(case.hidden[:2], case.positions)
@@ -206,7 +206,7 @@ def test_ranks_are_one(ops, name, size, merge, total, q_scale):
 
 @pytest.mark.parametrize("merge", ["ag_rs", "a2a"])
 def test_exchanged_queries_have_one_byte(ops, merge):
-    """In a decode of ranks, the gathered queries are in e4m3, and the received bytes are those of `dcp_wire_bytes`."""
+    """In a decode on two ranks, the queries are gathered in e4m3; `dcp_wire_bytes` returns the bytes of this gather."""
     config, tokens, size = SMALL, 2, 2
     widths, heads = (config.kv_lora_rank, config.qk_rope_head_dim), config.num_heads // size
     batch = make_batch((1, 1), LENS)
@@ -229,7 +229,7 @@ def test_exchanged_queries_have_one_byte(ops, merge):
 
 
 def test_ranks_refuse_before_they_exchange(ops):
-    """A wrong scale of the queries raises on each rank before an exchange."""
+    """A wrong scale of the queries raises an error on each rank before the ranks exchange any byte."""
     config, batch = SMALL, make_batch((1, 1), LENS)
     cache = torch.zeros(batch.num_blocks, 16, config.kv_lora_rank + config.qk_rope_head_dim).to(E4M3)
 
@@ -249,7 +249,10 @@ def test_ranks_refuse_before_they_exchange(ops):
 
 
 def test_sources(ops):
-    """An argument is the scale, one number or one for each head; without it, one warning says that it is 1.0."""
+    """The argument `q_scale` sets the scale; without this argument, the scale is 1.0 and one warning says so.
+
+    The argument is one number, or a tensor with one number for each head.
+    """
     options = dict(cache_format=FP8_E4M3, fp8_mode="fp8_query")
     weights = make_weights(SMALL, torch.float32)
     for value in (0.5, torch.tensor(0.5), torch.tensor([0.5], dtype=torch.bfloat16)):
@@ -266,7 +269,7 @@ def test_sources(ops):
 
 
 def test_calibration_records_queries(ops, tmp_path):
-    """A calibration records the absorbed queries of decodes and prefills; the file has the scales of the queries."""
+    """A calibration records the largest absorbed query of each layer, and its file has the scales of the queries."""
     case = Case(ops, (COMPUTE_FORMAT, SMALL, None), torch.float32)
     case.cache.fill_(0)
     with ops.calibrate_kv_scales({"a": case.layer}) as scales:
@@ -317,7 +320,10 @@ def test_ranks_calibrate_the_same_scale(ops):
 
 
 def test_scale_object():
-    """`QueryScale` alone: changes in place, casts, and a device without values."""
+    """A `QueryScale` changes its number in place, and stays float32 in a cast.
+
+    A scale that was made on the device meta has its number after it was moved to the CPU.
+    """
     scale = QueryScale(0.5, 3)
     held = scale.value
     scale.choose(torch.tensor([0.25]), ScaleSource.CHECKPOINT)
@@ -387,7 +393,7 @@ def test_a_changed_scale_is_used(ops):
 
 
 def test_twice_is_the_same(ops):
-    """The second call of a layer, which skips checks, gives the bits of the first call; fp8 weights work too."""
+    """Two calls of a layer with fp8 weights give the same bits; in `fast`, the second call skips checks."""
     case = Case(ops, FORMATS["fp8_e4m3"], torch.float32, fp8_mode="fp8_query", q_scale=2.0**-6, fp8_weights=True)
     assert_same_bits(case.decode(), case.decode())
     assert not torch.equal(case.decode(), Case(ops, FORMATS["fp8_e4m3"], torch.float32, fp8_weights=True).decode())
@@ -401,12 +407,12 @@ def test_queries_of_the_op():
     assert_same_bits(found.view(torch.uint8), to_e4m3(product, scale[:, None]).view(torch.uint8))
 
 
-# A bias of `kv_b_proj`, which a layer cannot serve.
+# A layer cannot serve a `kv_b_proj` with a bias.
 
 
 @pytest.mark.parametrize("hooked", [False, True])
 def test_bias(ops, hooked):
-    """A `kv_b_proj` with a bias is refused with one line, also if the module is no plain linear."""
+    """A `kv_b_proj` with a bias is refused with an error of one line, also if the module is no plain linear module."""
     layer = make_layer(ops, SMALL, make_weights(SMALL, torch.float32), torch.float32)
     modules = {name: getattr(layer, name) for name in ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa",
                                                        "kv_a_layernorm", "kv_b_proj", "o_proj")}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Tests of plans and decode graphs for queries in e4m3 (8 bits): mode and format of builders, plans, graphs and layers.
+"""Tests that builders, plans, decode graphs and layers must have the same fp8 mode and the same cache format.
 
 The modes of a decode over a cache in e4m3 are explained at `reference.mla_decode`.
 """
@@ -103,7 +103,7 @@ def without_modes(name="plain", priority=5):
 
 
 def test_schedules_are_for_a_backend_with_the_mode(monkeypatch):
-    """Programs and costs come from a backend that has the mode; a named backend without it is refused by name."""
+    """A schedule has the programs and costs of a backend with the mode; naming a backend without it is an error."""
     with_backends(monkeypatch, CPU_BACKEND, without_modes())
     given = dict(device="cpu", dtype=torch.float32, block_size=16, cache_format=FP8_E4M3)
     assert fast.decode_programs(SMALL, **given) == 7
@@ -144,7 +144,7 @@ def test_hopper_is_not_planned():
 
 
 def test_layer_refuses_a_backend_by_name(monkeypatch):
-    """A layer whose named backend lacks the mode raises in its first decode, and nothing has been decoded."""
+    """A layer that names a backend without the mode raises an error with this name in its first decode."""
     with_backends(monkeypatch, CPU_BACKEND, without_modes())
     case = Case(fast, backend={"mla_decode": "plain"})
     message = f"^plain: decodes in the fp8 modes converted, got {MODE}$"
@@ -186,7 +186,7 @@ class Case:
 
 
 def test_graph_of_a_mode(ops):
-    """A decode graph runs a layer with queries in e4m3: its output is that of the layer."""
+    """A decode graph runs a layer with queries in e4m3, and gives the bits that the layer gives without a graph."""
     case = Case(ops)
     graph = case.graph(layers=[case.layer])
     assert (graph.cache_format, graph.fp8_mode) == (FP8_E4M3, MODE)
@@ -199,7 +199,7 @@ def test_graph_of_a_mode(ops):
     ("cache_format", COMPUTE_FORMAT, "expected compute_dtype, as in the builder, got fp8_e4m3"),
 ])  # fmt: skip
 def test_graph_of_another_builder(ops, name, value, message):
-    """A builder of another format or mode than a layer is refused by the constructor, before any step runs."""
+    """`DecodeGraph` refuses a builder whose format or mode differs from that of a layer, before any step runs."""
     case = Case(ops)
     other = {"cache_format": FP8_E4M3, "fp8_mode": MODE, name: value}
     if value is COMPUTE_FORMAT:
@@ -215,7 +215,7 @@ def test_graph_of_another_builder(ops, name, value, message):
 
 @pytest.mark.parametrize("where", ["builder", "layers[0]", "plan"])
 def test_changes_after_the_capture(ops, where):
-    """A format or mode of the builder, a layer or a plan that changes after the capture raises before a replay."""
+    """If the mode of the builder, of a layer or of a plan changes after the capture, the next run raises an error."""
     case = Case(ops)
     graph = case.graph(layers=[case.layer])
     case.run(graph)

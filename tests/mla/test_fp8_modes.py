@@ -71,7 +71,7 @@ SCALES = {"one": torch.tensor(0.01), "of heads": torch.tensor([0.01, 0.003, 0.05
 @pytest.mark.parametrize("mode", IN_E4M3)
 @pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
 def test_reference(case, scale, mode):
-    """The reference computes with the numbers that queries and cache stand for, without a rounding."""
+    """The reference computes with the numbers that queries and cache stand for, and rounds none of them."""
     ql, q_pe, cache, plan, options = case
     stored, exact = quantised(ql, q_pe, scale)
     found = reference.mla_decode(
@@ -227,7 +227,7 @@ def test_modes_of_the_kernels(name, wanted):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
 def test_rotated_queries(ops, scale, dtype, interleaved):
-    """`apply_rope` quantises the rotated query before it is rounded to 16 bits; the key stays as it is."""
+    """`apply_rope` quantises the rotated query without rounding it to 16 bits first; the scale changes no key."""
     rope = RopeConfig(interleaved=interleaved)
     positions, q_pe, k_pe = torch.arange(5) * 7, torch.randn(5, 3, 8).to(dtype), torch.randn(5, 8).to(dtype)
     wide = q_pe.double() if dtype == torch.float64 else q_pe.float()

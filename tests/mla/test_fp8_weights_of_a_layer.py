@@ -52,7 +52,7 @@ def test_exact_weights(ops, config):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_packages_agree(dtype):
-    """`fast` is within the budget of the reference; the weights are rounded, so a layer without e4m3 differs."""
+    """The packages differ only by small rounding errors; a layer without `fp8_weights` gives other results."""
     config = CONFIGS["low-rank"]
     weights = {name: x.to(dtype).double() for name, x in make_weights(config, torch.float64).items()}
     gold_layer, low_layer = (make_layer(reference, config, weights, each, fp8_weights=True)
@@ -96,7 +96,7 @@ class Half(nn.Module):
 
 
 def test_a_module_that_is_no_linear(ops):
-    """A recovered weight is quantised too, even in inference mode. It can be refreshed outside inference mode."""
+    """A weight that is recovered in inference mode is quantised, and can be refreshed outside inference mode."""
     config = CONFIGS["direct"]
     weights = make_weights(config, torch.float32)
     modules = {name: linear(w) if w.dim() == 2 else norm(w) for name, w in weights.items()}

@@ -41,7 +41,7 @@ LENS = (20, 7)
 
 
 class Case:
-    """A layer over an fp8_e4m3 cache, with two requests and their hidden states.
+    """A layer over a cache, by default in `fp8_e4m3`, with two requests and their hidden states.
 
     Args:
         ops: package of the layer.
@@ -144,7 +144,7 @@ def test_bad_checkpoint(ops, scales, message):
 
 @pytest.mark.parametrize("cache_format", [COMPUTE_FORMAT, FP8_E4M3], ids=lambda each: each.name)
 def test_calibration(ops, cache_format, tmp_path):
-    """A calibration records the largest value of all steps of a layer; its file gives the scale of a new layer."""
+    """A calibration records the largest value of all steps of a layer, and its file has the scale for a new layer."""
     case = Case(ops, cache_format=cache_format)
     with ops.calibrate_kv_scales({"layers.0": case.layer}) as scales:
         case.prefill()
@@ -278,7 +278,7 @@ def test_steps_that_write_nothing_choose_no_scale(ops):
 
 
 def test_zeros_choose_no_scale(ops):
-    """Hidden states of zeros have entries of zeros, which any scale describes."""
+    """Entries that are all zeros choose no scale, because every scale stores zeros exactly."""
     case = Case(ops)
     case.prefill(torch.zeros_like(case.hidden))
     assert case.layer.kv_scale.source is None
@@ -287,7 +287,7 @@ def test_zeros_choose_no_scale(ops):
 
 
 def test_refused_step_chooses_no_scale(ops):
-    """A step that a check refuses leaves the scale open."""
+    """A step that a check refuses chooses no scale."""
     case = Case(ops)
     with pytest.raises(ValueError, match="metadata"):
         case.layer(
@@ -301,7 +301,7 @@ def test_refused_step_chooses_no_scale(ops):
 
 
 def test_warmup_sets_no_scale(monkeypatch):
-    """`warmup` runs a layer of its own: a layer of the caller keeps its scale open, and nothing warns."""
+    """`warmup` runs a layer of its own: a layer of the caller gets no scale, and there is no warning."""
     for name, value in (("LONG_CONTEXT", 200), ("ALONE", (64,)), ("MANY_REQUESTS", 3), ("CASCADE_TOKENS", (2,)),
                         ("CASCADE_PREFIXES", (64,))):  # fmt: skip
         monkeypatch.setattr(fast.compilation, name, value)
@@ -313,7 +313,7 @@ def test_warmup_sets_no_scale(monkeypatch):
 
 
 def test_ranks_agree(ops):
-    """All ranks of a group choose the scale of one rank that writes all tokens, though each rank writes only some."""
+    """Each rank writes only some tokens, and all ranks choose the scale that a single rank with all tokens chooses."""
     config = replace(LOW_RANK, num_heads=4)
     weights, batch = make_weights(config, torch.float64), make_batch(LENS, LENS)
     hidden = torch.randn(27, config.hidden_size, dtype=torch.float64)
@@ -335,7 +335,7 @@ def test_ranks_agree(ops):
             assert torch.equal(found, wanted)
 
 
-# When the scale is fixed, and what keeps it.
+# When the scale is fixed, and which operations keep the scale.
 
 
 def test_change_after_the_first_write(ops):
@@ -492,7 +492,7 @@ def test_no_attention_module(ops):
 
 
 def test_scale_object():
-    """Use a `KVScale` without a layer -> its buffer, its source, and its scale for a tiny largest value."""
+    """Use a `KVScale` without a layer -> the first write sets the scale: largest value / 448, and never 0."""
     scale = KVScale()
     assert scale.value.item() == 1.0 and scale.source is None
     assert scale.before_write(True, lambda: torch.tensor(1e-44)).item() == torch.finfo(torch.float32).tiny

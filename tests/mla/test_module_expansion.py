@@ -99,14 +99,14 @@ def run(ops, layer, dtype, whole=True):
 @pytest.mark.parametrize("tokens", [0, 1, 37])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_expansion(package, pairs, tokens, dtype):
-    """Expand by the module -> keys and values within the budget of `expand_kv` with the numbers of its weight."""
+    """Expand by the module -> keys and values within the budget of `expand_kv` with the module's weight."""
     c = CONFIGS["low-rank"]
     module = WeightOnly(make_weights(c, torch.float32)["kv_b_proj"].to(dtype), pairs)
     latents = torch.randn(tokens, c.kv_lora_rank).to(dtype)
     dims = c.num_heads, c.qk_nope_head_dim, c.v_head_dim
     found = EXPANSIONS[package](latents, module, *dims)
     gold = reference.expand_kv(latents.double(), *reference.split_kv_b_proj(module.dense, *dims))
-    # gold has the weight before it was rounded to the dtype, as a dense copy and the product of the module round it
+    # gold multiplies by the exact weight; a dense copy and the module's own product round the weight to the dtype
     dense = reference.dense_weight(module, c.kv_lora_rank, dtype)
     low = reference.expand_kv(latents, *reference.split_kv_b_proj(dense, *dims))
     for name, *three in zip(("k_nope", "v"), found, low, gold, strict=True):
@@ -117,7 +117,7 @@ def test_expansion(package, pairs, tokens, dtype):
 
 @pytest.mark.parametrize("package", EXPANSIONS)
 def test_expansion_rounds_as_the_module_does(package):
-    """A module that rounds its inputs to e4m3 -> keys and values have exactly the bits of its product."""
+    """Expand by a module that rounds its inputs to e4m3 -> keys and values with the bits of the module's product."""
     c = CONFIGS["direct"]
     module = Rounding(make_weights(c, torch.float32)["kv_b_proj"])
     latents = torch.randn(9, c.kv_lora_rank)
@@ -149,8 +149,8 @@ def test_expansion_refuses(package, plain_errors):
 def test_layer(ops, config, fp8_weights, whole):
     """A layer that expands by its module has the outputs of a layer with the dense copy; only rounding differs.
 
-    The module is called for the new tokens of the prompt and for each chunk of its context. `fast` calls it for nothing
-    else; `reference` recovers the weight in every step if it keeps no copy.
+    The module is called for the new tokens of the prompt and for each chunk of its context. `fast` makes no
+    other call. If the layer keeps no dense copy, `reference` also calls the module in every step to recover the weight.
     """
     options = dict(fp8_weights=fp8_weights)
     dense, own = (make_layer(ops, config, torch.float64, expand_by_module=each, **options) for each in (False, True))
@@ -162,12 +162,12 @@ def test_layer(ops, config, fp8_weights, whole):
     wanted = run(ops, dense, torch.float64, whole)
     assert dense.kv_b_proj.calls == []
     assert (found - wanted).abs().max() <= 1e-12 * wanted.abs().max() and wanted.abs().max() > 0.01
-    assert_same_bits(run(ops, own, torch.float64, whole), found)  # also with the checks of a repeated call skipped
+    assert_same_bits(run(ops, own, torch.float64, whole), found)  # a repeated call skips checks
 
 
 @pytest.mark.parametrize("kind", [WeightOnly, Rounding])
 def test_packages_agree(kind):
-    """Both packages call the module: their outputs agree, also for a module that rounds its inputs."""
+    """The outputs of both packages agree, also if the module rounds its inputs, because both call the module."""
     config = CONFIGS["low-rank"]
     options = dict(kind=kind, expand_by_module=True)
     low, found = (run(ops, make_layer(ops, config, torch.float32, **options), torch.float32, False)
@@ -175,7 +175,7 @@ def test_packages_agree(kind):
     assert (found - low).abs().max() <= torch.finfo(torch.float32).eps ** 0.5 * low.abs().max()
     plain = run(fast, make_layer(fast, config, torch.float32, kind), torch.float32, False)
     rounds = (plain - found).abs().max() > 1e-3 * found.abs().max()
-    assert rounds == (kind is Rounding)  # the module that rounds its inputs is called, and no other product
+    assert rounds == (kind is Rounding)  # the rounding of inputs shows that the layer called the module
 
 
 def test_dense_copy_only_where_it_is_read(ops):
@@ -196,7 +196,7 @@ def test_dense_copy_only_where_it_is_read(ops):
 
 
 def test_refresh(ops):
-    """Change the module of a layer without a dense copy -> prefills use it at once, decodes after `refresh_weights`."""
+    """Change the module of a layer without a dense copy -> prefills change at once, decodes after `refresh_weights`."""
     config = CONFIGS["direct"]
     layer = make_layer(ops, config, torch.float32, expand_by_module=True, fp8_weights=True)
     before = run(ops, layer, torch.float32, False)
@@ -227,7 +227,7 @@ def test_a_plain_linear(ops):
 
 
 def test_memory_profile(ops):
-    """The memory-profile run calls the module for the largest chunk, so that its memory is part of the peak."""
+    """The memory-profile run calls the module for the largest chunk, so its peak includes the memory of this call."""
     config = CONFIGS["direct"]
     layer = make_layer(ops, config, torch.float32, expand_by_module=True, fp8_weights=True, workspace_tokens=40)
     layer.kv_b_proj.calls.clear()

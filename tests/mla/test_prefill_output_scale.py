@@ -29,7 +29,7 @@ BATCHES = {  # new tokens and all tokens of each request
 
 
 def make_call(ops, name, dtype=torch.float32):
-    """Return the arguments of `forward_prefill` for a batch of prefills, whose context has several chunks."""
+    """Return the arguments of `forward_prefill` for a batch of prefills; its context, if any, has several chunks."""
     c, batch = CONFIG, make_batch(*BATCHES[name])
     cache = make_cache(batch, make_entries(batch, c.head_size, dtype), c.head_size, dtype)
     metadata = ops.build_mla_metadata(batch.common, 16, 64)
@@ -57,7 +57,7 @@ def test_output(ops, name):
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_half_precision(name):
-    """With bfloat16 inputs, the output of `fast` is within the budget of the reference's output in e4m3."""
+    """With bfloat16 inputs, the e4m3 output of `fast` is within the budget (docs/correctness.md)."""
     arguments, scale = make_call(fast, name, torch.bfloat16), torch.tensor(0.01)
     found, low = (ops.forward_prefill(*arguments, return_lse=False, output_scale=scale).float() * scale
                   for ops in (fast, reference))  # fmt: skip

@@ -200,7 +200,7 @@ def test_a_backend_without_the_product(monkeypatch):
 
 
 def relative_error(weight, quantised, heads):
-    """Return the root mean square error of some heads / the root mean square of the weights of these heads."""
+    """Return the root mean square error of the given heads, divided by the root mean square of their weights."""
     error, size = (dense(quantised) - weight.double())[heads], weight.double()[heads]
     return float((error.square().mean() / size.square().mean()).sqrt())
 

@@ -31,7 +31,7 @@ def test_in_the_interpreter():
 
 
 def multiply(x, weight, weight_scale=None, output_scale=None, out=None):
-    """Return the product of the kernel; without `out`, the unwritten result is filled with NaN first."""
+    """Return the product of the kernel; if `out` is None, the kernel writes into a new tensor full of NaN."""
     if out is None:
         out = torch.full((*x.shape[:2], weight.shape[2]), torch.nan, device=x.device)
         out = out.to(x.dtype if output_scale is None else E4M3)
@@ -40,7 +40,7 @@ def multiply(x, weight, weight_scale=None, output_scale=None, out=None):
 
 
 def check_product(tokens, dims, dtype, per_head, transposed=False):
-    """Compare a product with a weight in e4m3 with the same product in float64, within the budget of the reference."""
+    """Assert that the kernel's product with a weight in e4m3 is within the budget of the product in float64."""
     heads, inner, width = dims
     x = torch.randn(tokens, heads, inner).to(dtype)
     weight = torch.randn(heads, width, inner).transpose(1, 2) if transposed else torch.randn(heads, inner, width)
@@ -119,7 +119,7 @@ def test_every_code(dtype):
 @runs
 @pytest.mark.parametrize("transposed", [False, True])
 def test_strides_and_borders(transposed):
-    """The kernel reads views with NaN around them, and writes only its own elements."""
+    """The kernel reads no NaN around the elements of strided inputs, and writes only the elements of `out`."""
     x = torch.full((18, 4, 30), torch.nan, device=DEVICE)
     x[:, :3, 3:27] = whole_numbers(18, 3, 24).to(DEVICE)
     weight = torch.full((3, 26, 12), torch.nan, device=DEVICE).to(E4M3)
@@ -184,7 +184,7 @@ def test_compiles_for(capability, dtype, launches, monkeypatch):
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 @pytest.mark.parametrize("dims", [*PRESETS, (1, 512, 128), (8, 128, 512)], ids=str)
 def test_variants(dims):
-    """`variant_tokens` covers each `ProductTile` of 1 to 256 tokens exactly once."""
+    """For each `ProductTile` that 1 to 256 tokens need, `variant_tokens` returns exactly one number of tokens."""
     from fast.kernels.triton.weights import product_tile, variant_tokens
 
     def tiles(tokens):

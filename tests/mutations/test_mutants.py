@@ -196,7 +196,7 @@ mutants.main()
 
 
 def test_judges_and_continues(tmp_path):
-    """Run the tool in a small project -> killed, timed-out and surviving mutants; each killed one with its failed test.
+    """Run the tool in a small project -> mutants of all three outcomes, and the test that killed a mutant.
 
     A second run judges only the mutants whose verdicts are missing in the session file.
     """

@@ -245,7 +245,7 @@ def stale_last_block_in_gather(ops, patch):
 
 
 def in_layer(name, wrap):
-    """Return a mutant in which the layer calls a wrapped function: `wrap` of the function that is called `name`.
+    """Return a mutant in which the layer calls `wrap(function)` instead of the public function with this name.
 
     In `fast`, some of the layer's calls are in other modules than the layer.
     """

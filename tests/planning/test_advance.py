@@ -144,7 +144,7 @@ def upper_bounds(common, longest):
 
 
 def test_upper_bounds_stay_in_bounds(ops):
-    """Upper bounds of the lengths on the CPU never exceed the number of tokens in the block table, or `max_seq_len`."""
+    """Upper bounds of lengths on the CPU stop at `max_seq_len`, or by default at the tokens of a block table row."""
     for max_seq_len, bound in ((None, 8), (7, 7)):
         given = buffers([1, 1], [3, 4], 2)
         common = upper_bounds(given[3], bound)
@@ -168,8 +168,8 @@ def knows_its_requests(query_lens):
 def test_without_lengths(batch, ops, offsets_too, slack, bounds):
     """Without lengths on the host, three steps give the same tensors as with lengths.
 
-    The upper bounds of requests with tokens rise by 1 in each step. Without query offsets on the host, a batch is
-    refused if the number of its requests with tokens is unknown.
+    The upper bounds of requests with tokens rise by 1 in each step. A batch that has no query offsets on the host is
+    refused if the host does not know how many of its requests have tokens (`knows_its_requests`).
     """
     width = -(-(max(batch[1], default=0) + 3 + slack) // BLOCK)
     with torch.device("cpu"):
@@ -248,7 +248,7 @@ def test_drafted_tokens(ops):
 @pytest.mark.parametrize("offsets_too", [False, True])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_plans_without_lengths(ops, config, offsets_too):
-    """Over several steps without lengths on the host, a layer gives the outputs and the cache of steps with lengths."""
+    """Several steps of a layer give the same outputs and the same cache with and without lengths on the host."""
     dtype, width, query_lens, seq_lens = torch.float64, 10, [1, 1, 5, 7, 0], [20, 0, 21, 7, 0]
     with torch.device("cpu"):
         if offsets_too:
@@ -286,7 +286,7 @@ def test_plans_without_lengths(ops, config, offsets_too):
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_steps_of_a_layer(config):
-    """5 steps with `advance_step` have the bits of 5 steps whose batches the host makes; step 1 has prefills."""
+    """5 steps with `advance_step` give the same bits as 5 steps whose batches the host makes; step 1 has prefills."""
     dtype, steps, width = torch.float32, 5, 10
     layer = make_layer(fast, config, make_weights(config, dtype), dtype)
     table = torch.randperm(5 * width).view(5, width).int()
@@ -298,7 +298,8 @@ def test_steps_of_a_layer(config):
     def run(cache, ids, positions, common):
         plan = fast.build_mla_metadata(common, BLOCK, 64)
         hidden = layer(embedding[ids], positions, cache, plan)
-        last = (common.query_start_loc[1:] - 1).long()  # a request without tokens also gets a token; nothing reads it
+        # a request without tokens also gets a sampled token; nothing reads this token
+        last = (common.query_start_loc[1:] - 1).long()
         return hidden, (hidden[last] @ embedding.T).argmax(-1)
 
     def first_step():
@@ -329,7 +330,7 @@ def test_steps_of_a_layer(config):
 @pytest.mark.parametrize("on_host", [True, False])
 @pytest.mark.parametrize("programs", [0, 3])
 def test_steps_over_buffers(ops, programs, on_host):
-    """Steps that update the buffers of a CUDA graph on the device have the bits of steps whose batches the host makes.
+    """Steps that advance a batch in its buffers on the device give the same bits as steps whose batches the host makes.
 
     With `on_host`, the batch has upper bounds of the lengths on the host. Otherwise the host has neither lengths nor
     query offsets.

@@ -1,7 +1,7 @@
 """Tests of functions on a batch: decodes and prefills, reordering, slots, local attention.
 
-Expected results are found by trying every possibility. A query token is also called a new token. "Pitfall 8" is entry 8
-of the list in `tests/__init__.py`.
+Some tests find the expected result by trying every possibility. A query token is also called a new token. "Pitfall 8"
+is entry 8 of the list in `tests/__init__.py`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def test_slot_mapping_is_64_bit(ops):
 
 
 def brute_split(query_lens, threshold, uniform):
-    """Split into decodes and prefills: try every number of first requests, and take the most that can be decodes."""
+    """Return the expected split: of all numbers of first requests that can be decodes, take the largest number."""
 
     def fits(prefix):
         lengths = {n for n in prefix if n > 0}
@@ -111,7 +111,8 @@ def test_reorder_keeps_every_request(flags):
 
 
 # Tests of chunked local attention, in which a token at position i attends the positions from (i // chunk) * chunk to i.
-# A virtual batch has one request for each chunk of a real request. Ordinary attention over it is local attention.
+# A virtual batch has one request for each chunk of a real request. Ordinary attention over the virtual batch gives the
+# result of local attention over the real batch.
 
 
 def local_attention(ops, batch, chunk, q, entries):
@@ -151,7 +152,7 @@ def check_virtual_batches(ops, query_lens, seq_lens, chunk, block_size):
 
 @pytest.mark.parametrize("length", range(1, 26))
 def test_local_attention_of_every_length(length, ops):
-    """With chunks of three blocks, every query length gives the result of attention over the keys of one chunk."""
+    """With chunks of three blocks and any query length, each query token attends only the keys of its own chunk."""
     for query_len in range(1, length + 1):
         check_virtual_batches(ops, [query_len], [length], 6, 2)
 

@@ -1,4 +1,4 @@
-"""Tests of `DecodeGraph` with batches of different query lengths, and with requests without tokens at the end.
+"""Tests of `DecodeGraph`: batches of different query lengths, and batches that end with requests without tokens.
 
 On a CPU, `DecodeGraph` captures nothing and runs the step eagerly over its buffers. With `--device cuda`, the tests
 capture and replay CUDA graphs. Padding tokens fill a batch up to the tokens of a captured size. The budget of a result
@@ -51,7 +51,7 @@ def mixed_steps(config, dtype, steps=STEPS):
 @pytest.mark.parametrize("programs, invariant", [(0, False), (3, False), (0, True), (5, True)])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_replays(config, programs, invariant):
-    """The error of each step is within the budget, and the slots are those of `reference`; padding tokens get 0."""
+    """The errors are within the budget, `fast` and `reference` write the same slots, and padding tokens get 0."""
     dtype, options = torch.float32, {"num_programs": programs, "batch_invariant": invariant}
     weights = {name: weight.cpu() for name, weight in make_weights(config, dtype).items()}
     with torch.device("cpu"):
@@ -74,7 +74,7 @@ def test_replays(config, programs, invariant):
         assert graph.replay(size).shape[0] == 3 * size
         assert graph.replay(size)[batch.num_tokens :].eq(0).all(), "padding tokens are not 0"
         assert held.cpu().isnan().equal(ref_held.isnan()), "fast and reference write different slots"
-    found = {name: torch.cat(outputs) for name, outputs in results.items()}  # a budget needs values of several steps
+    found = {name: torch.cat(outputs) for name, outputs in results.items()}  # one step has too few values for a budget
     for name in ("eager", "graph"):
         parity = compare(name, found[name], found["low"], found["gold"])
         assert parity.passed, parity
@@ -150,7 +150,8 @@ def test_batch_invariance():
         hidden, positions = torch.randn(6, heads * (latent + rope)), torch.zeros(6, dtype=torch.int64)
     cache = cache.to(DEVICE)
 
-    def step(hidden_states, positions, plan):  # the projections of a layer are not batch-invariant
+    # the step runs no whole layer, because the projections of a layer are not batch-invariant
+    def step(hidden_states, positions, plan):
         q = hidden_states.view(-1, heads, latent + rope)
         state = fast.mla_decode(q[..., :latent], q[..., latent:], cache, plan.decode, 0.3, plan.schedule)
         return torch.nn.functional.pad(state.out, (0, rope)).flatten(1)
@@ -321,7 +322,7 @@ def test_replaced_buffers(plain_errors):
 
 
 def test_memory():
-    """`DecodeGraph.memory` reports the bytes of the buffers, which all batch sizes share, and of the GPU's pool."""
+    """`DecodeGraph.memory` reports the bytes of the buffers, which all batch sizes share, and of the memory pool."""
     config, dtype = DIRECT, torch.float32
     weights = {name: weight.cpu() for name, weight in make_weights(config, dtype).items()}
     tokens, requests = 6 * 3, 6
@@ -370,7 +371,7 @@ def test_undefined_rows_become_zeros():
 
 @pytest.mark.parametrize("op", ["mla_decode", "rope_norm_and_cache", "compute_visible_lens", "zero_padding_tokens"])
 def test_backends_for_one_query_length(op):
-    """A backend whose graphs need one query length serves such a capture, but no capture of mixed query lengths.
+    """A backend whose graphs need one query length serves captures of one query length, but not of mixed lengths.
 
     If the caller names this backend, a capture of mixed query lengths raises.
     """
@@ -452,7 +453,7 @@ def test_more_sizes_share_one_pool():
 def test_requests_without_tokens_between_others(ops, plain_errors):
     """A graph of query length 1 refuses requests without tokens between other requests.
 
-    A captured plan for mixed query lengths accepts them. The test runs with and without lengths on the host.
+    A captured plan for mixed query lengths accepts such requests. The test runs with and without lengths on the host.
     """
     with torch.device("cpu"):
         batch = make_batch([1, 0, 1], [20, 0, 9], BLOCK)

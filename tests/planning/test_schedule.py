@@ -38,8 +38,8 @@ CONTEXTS = st.lists(st.sampled_from([0, 1, 15, 16, 17, 31, 97, 200]), max_size=6
 def check_chunks(ops, context_lens, workspace, block_size, ranks=1, interleave=1):
     """Plan context chunks, assert their properties, and return the chunks.
 
-    The unit is `block_size`. With several ranks the unit is the least common multiple of `block_size` and
-    `ranks` x `interleave`.
+    With one rank, the unit is `block_size`. With several ranks, the unit is the least common multiple of `block_size`
+    and `ranks` x `interleave`.
 
     - Every context token is in exactly one chunk.
     - The tokens of a request in a chunk start at a multiple of the unit.
@@ -59,7 +59,7 @@ def check_chunks(ops, context_lens, workspace, block_size, ranks=1, interleave=1
         for request, (start, length) in enumerate(zip(chunk.starts.tolist(), pieces, strict=True)):
             assert start % unit == 0 and length >= 0 and (length or start == 0)
             if start:
-                assert request == present[0] and seen[request], "a later request continues an earlier chunk"
+                assert request == present[0] and seen[request], "only the first request of a chunk may continue"
             seen[request] += range(start, start + length)
         if number + 1 < len(chunks):
             assert sum(-(-length // unit) for length in pieces) == workspace // unit, (
@@ -172,8 +172,8 @@ def check_schedule(ops, lens, programs, overhead, per_tile=8):
       the start of one request, and the combination of the largest number of splits that a request has. `per_tile`
       splits are combined in one unit.
     - The programs of a request have the split numbers 0, 1, 2 and so on.
-    - There are fewer splits than (number of programs + number of requests), because decode launchers allocate partial
-      outputs for at most so many splits.
+    - There are fewer splits than (number of programs + number of requests). Decode launchers rely on this bound when
+      they allocate partial outputs.
     - Each program has the tiles that `line_of_units` gives.
     """
     costs = ScheduleCosts(request_cost=overhead, splits_per_tile=per_tile)
@@ -383,7 +383,7 @@ def test_schedule_of_nothing(ops):
 
 @pytest.mark.parametrize("lens", [(64 * 10, 64 * 10), (64 * 25,), (64 * 3, 64 * 3, 64 * 30)])
 def test_schedule_by_hand(lens, ops):
-    """Schedules for two programs and 2 units for each start equal schedules that were computed by hand.
+    """With two programs, and 2 units for the start of a request, schedules equal those that were computed by hand.
 
     1. 10 and 10 tiles: each request is a whole part of 12 units, and each program gets one request.
     2. 25 tiles: the request has two parts of at most 13 tiles. A program takes at most 15 units. In a balanced schedule
@@ -425,10 +425,10 @@ def test_whole_requests_by_hand(tiles, requests, overhead, segment, counts, ops)
     [(64, 16, 66, 8, 16), (128, 1, 66, 8, 4), (64, 16, 132, 5, 8), (64, 1, 66, 5, 4), (1, 1, 9, 5, 1)],
 )
 def test_equal_parts_by_hand(tiles, requests, programs, overhead, size, ops):
-    """If there are fewer equal requests than programs, they have equal parts, and a program gets one part or none.
+    """If there are fewer equal requests than programs, all requests have equal parts; a program gets at most one part.
 
-    A part of a request of 128 tiles has at least sqrt(128 / 8) = 4 tiles. A part of a request of 64 tiles has at least
-    sqrt(64 / 8) tiles, rounded up to an even number: 4 tiles.
+    The combine kernel adds 8 splits in one unit. So a part of a request of 128 tiles has at least sqrt(128 / 8) = 4
+    tiles. A part of a request of 64 tiles has at least sqrt(64 / 8) tiles, rounded up to an even number: 4 tiles.
     """
     schedule = check_schedule(ops, requests * [64 * tiles], programs, overhead)
     parts = math.ceil(tiles / size)
@@ -456,8 +456,9 @@ def test_similar_lengths_take_whole_parts(tiles, requests, programs, overhead, o
 def test_combination_decides(tiles, splits, ops):
     """The time to combine the splits decides between a balanced schedule and whole parts.
 
-    There are 66 programs, a start takes 8 units, and the combine kernel adds 10 splits in one unit. The planner
-    compares upper bounds of the times of both schedules, in tenths of a unit: 10 for each unit, and 1 for each split.
+    There are 66 programs, the start of a request takes 8 units, and the combine kernel adds 10 splits in one unit. The
+    planner compares upper bounds of the times of both schedules, in tenths of a unit: 10 for each unit, and 1 for each
+    split.
 
     - 16 tiles: 8 whole parts of 2 tiles take 10 units and 8 splits, 108 tenths. A balanced schedule takes 1 + 8 units
       and 16 splits, 106 tenths, so the schedule is balanced.
@@ -470,7 +471,7 @@ def test_combination_decides(tiles, splits, ops):
 def test_consecutive_parts_are_one_split(ops):
     """A program that gets several consecutive parts of a request has one split of this request.
 
-    There are 10 programs, a start takes 20 units, and all requests except the first request have 1 tile.
+    There are 10 programs, the start of a request takes 20 units, and all requests except the first have 1 tile.
 
     - 5 tiles and 17 short requests: the parts of the first request have 3 and 2 tiles and start at the units 0 and 23.
       A segment has ceil((2 * 23 + 17 * 21) / 10) = 41 units, so program 0 gets both parts.

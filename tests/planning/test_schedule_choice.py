@@ -1,7 +1,7 @@
 """Tests of `choose_schedule`: which decodes get a schedule by default. `plan.schedule_choice` records the choice.
 
 A schedule assigns the keys of all requests, in tiles of 64 keys, to the programs of the decode kernel. Without a
-schedule, all requests are split for equally many programs. A decode with a schedule is called *planned*.
+schedule, each request is divided among the same number of programs. A decode with a schedule is called *planned*.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def test_ragged_steps_are_planned_by_default(eight_programs, plain_errors):
     heads, how = eight_programs[0]
     assert heads == CONFIG.num_heads
     assert (how["dtype"], how["block_size"], how["query_len"]) == (torch.bfloat16, 64, 1)
-    assert len(eight_programs) == 1  # the number of programs is cached, so later steps do not ask the device
+    assert len(eight_programs) == 1  # `fast` caches the number of programs
 
 
 def test_zero_never_plans(ops, eight_programs):

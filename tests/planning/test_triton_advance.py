@@ -29,7 +29,7 @@ def test_in_the_interpreter():
 
 
 def strided(x):
-    """Return the same values as a view with a stride of 2, on the device."""
+    """Return a view on the device that has the values of `x` and a stride of 2."""
     wide = torch.full((x.shape[0], 2), -7, dtype=x.dtype)
     wide[:, 0] = x
     return wide.to(DEVICE)[:, 0]

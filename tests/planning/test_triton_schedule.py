@@ -81,7 +81,7 @@ def test_many_requests(requests, batch_invariant):
     [(16, 256, 66, 8), (64, 128, 66, 8), (64, 16, 66, 8), (128, 1, 66, 8), (64, 16, 132, 5), (3, 1500, 132, 5)],
 )
 def test_whole_parts(tiles, requests, programs, overhead):
-    """For equal and similar lengths, with and without length 0, schedules have the integers of `reference`."""
+    """For equal lengths, and for similar lengths mixed with zeros, the kernel gives the integers of `reference`."""
     draw = random.Random(tiles)
     for shortest, empty in ((1, 0), (0.98, 0.2)) if requests > 1 else ((1, 0),):
         lens = [draw.randint(int(64 * tiles * shortest), 64 * tiles) for _ in range(requests)]
@@ -90,7 +90,7 @@ def test_whole_parts(tiles, requests, programs, overhead):
 
 @runs
 def test_consecutive_parts_are_one_split():
-    """The kernel is right if a program gets two parts of a request, of two parts or of three parts in all."""
+    """The kernel is right if a program gets two parts of a request that has two or three parts."""
     for first_tiles, others in ((5, 17), (7, 15)):
         check([64 * first_tiles] + others * [64], 10, 128, 20, False)
 

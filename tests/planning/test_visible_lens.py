@@ -1,7 +1,7 @@
 """Tests of `compute_visible_lens`: for each query token of a decode it computes how many keys the token sees.
 
-On ranks that share sequences, it counts only keys that this rank owns. Padding tokens are the query tokens behind the
-last request. Without a GPU, one test runs this file again in Triton's interpreter.
+On ranks that share sequences, the function counts only keys that this rank owns. Padding tokens are the query tokens
+behind the last request. Without a GPU, one test runs this file again in Triton's interpreter.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def test_languages(path):
 
 
 def test_commands():
-    """Read the README's shell lines -> exactly the two commands that `.ci/run` reads; pyproject.toml has the extras."""
+    """Read the README's shell lines -> exactly two commands, which `.ci/run` runs; pyproject.toml has five extras."""
     commands = [line for _, language, source in fenced_blocks(ROOT / "README.md") if language == "sh"
                 for line in source.splitlines()]  # fmt: skip
     assert commands == [
@@ -155,7 +155,7 @@ def shell_lines() -> dict[str, list[Path]]:
 
 
 def test_every_shell_line_is_run():
-    """Read the shell lines of all pages -> all are in RUN_BY_CI or RUN_HERE; for each file, some line runs the file."""
+    """Read all shell lines -> each line is in RUN_BY_CI or RUN_HERE; a line runs each file that a page defines."""
     assert shell_lines().keys() == RUN_BY_CI.keys() | RUN_HERE.keys()
     ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     for line, found in RUN_BY_CI.items():
@@ -229,7 +229,7 @@ def directives(text: str) -> list[str]:
 
 
 def definitions() -> dict[str, tuple[str, str]]:
-    """Return for each public name two full names, in `reference` and in `fast`; both are equal for the contract."""
+    """Return for each public name its full names in `reference` and in `fast`, which are equal for the contract."""
     found = {}
     for name in reference.__all__:
         values = [getattr(package, name) for package in (reference, fast)]
@@ -556,7 +556,7 @@ def test_costs_in_words():
         f"without a schedule takes {min(cuts):.1f} to {max(cuts):.1f} times as long",
         f"Batch invariance costs {100 * statistics.geometric_mean(invariants) - 100:.0f} %",
         f"and {'nothing' if min(invariants) < 1.005 else f'{100 * min(invariants) - 100:.0f} %'} to"
-        f" {100 * max(invariants) - 100:.0f} % for a single row; both sides use the faster of planned and not planned",
+        f" {100 * max(invariants) - 100:.0f} % for a single shape. Each decode is timed with and without a schedule",
         f"on a hot GPU it is {hot:.2f}",
     ):
         assert said in text, said
@@ -594,5 +594,5 @@ def test_hardware_and_dates():
     first, last = min(results["date"] for results in gpus), max(results["date"] for results in gpus)
     dates = first if first == last else f"{first} to {last}"
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert f"NVIDIA H200, {dates}; the last row on two threads" in text
-    assert f"2.5 GHz, {cpu['date']}; medians" in text and cpu["threads"] == 2
+    assert f"All other rows were measured on an NVIDIA H200, {dates}." in text
+    assert f"two threads of an Intel Xeon at 2.5 GHz, {cpu['date']}." in text and cpu["threads"] == 2

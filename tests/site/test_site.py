@@ -288,7 +288,7 @@ def test_links(site, pages):
 
 
 def test_markdown_is_understood(site, pages):
-    """Read the text of every page -> no Markdown syntax of a list, table, fenced block, heading or formula."""
+    """Read every page -> no leftover Markdown syntax of lists, tables, fenced blocks, headings or formulas."""
     for name in pages:
         path = site / name / "index.html" if name.endswith("/") or not name else site / name
         article = path.read_text(encoding="utf-8").partition("<article")[2].partition("</article>")[0]
@@ -458,7 +458,7 @@ def test_picture_of_mla():
 
 
 def test_chart_of_the_home_page():
-    """Read the charts of the home page -> they show docs/results; the texts beside them name equal ranges of ratios."""
+    """Read the charts of README and home page -> drawn from docs/results; texts beside them name the same ratios."""
     picture = hook("picture")
     for path in picture.DRAWINGS:
         assert picture.results_digest() in path.read_text(encoding="utf-8"), f"python docs/hooks/picture.py: {path}"
@@ -546,7 +546,7 @@ def test_one_colour_a_contender(copied_docs):
 
 
 def test_performance_page_shows_no_failed_row(copied_docs):
-    """Let a row fail its comparison with `reference` -> the page shows none of its times."""
+    """Let a row fail its comparison with `reference` -> the page shows no times of this row."""
     path = copied_docs / "results" / "h200-decode.json"
     report = json.loads(path.read_text())
     report["rows"][0]["passed"] = False
@@ -564,7 +564,7 @@ def test_performance_page_has_no_typed_figures():
 
 
 def test_sources_are_compared(copied_docs):
-    """Draw the page -> for each results file, it says if the sources of `fast` have changed since the measurement."""
+    """Draw the page -> it says for each results file whether the sources of `fast` changed after the measurement."""
     from ..benchmarks.report import digest
 
     path = copied_docs / "results" / "cpu-2-cores.json"

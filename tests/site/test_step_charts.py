@@ -74,7 +74,7 @@ def test_not_measured_yet(performance, docs):
 
 
 def test_rows_that_lack_a_way(performance, docs):
-    """Ask for "stepped" times in an old results file without such times -> a note; an unknown way is an error."""
+    """Ask for "stepped" times in a results file without such times -> a note; an unknown kind of time is an error."""
     write(docs, "h200-decode.json", {**HEAD, "rows": [{"dims": {}, "times": {"replayed": {}}}]})
     page = performance.filled("<!-- results: times h200-decode.json . stepped -->", docs)
     assert page.startswith("*Not measured yet.") and HEAD["command"] in page
@@ -171,7 +171,7 @@ def timed_row(dims: dict, times: dict, **more) -> dict:
 
 
 def test_movement_section(performance, docs):
-    """Draw the movement of bytes -> the fraction of the copy's bandwidth, which is a ratio of two times."""
+    """Draw the section of byte movement -> the speed of each op relative to a plain copy, a ratio of two times."""
     rows = [timed_row({"op": f"gather{suffix}", "tokens": 65536}, {"fast": time, "plain copy": 40.0})
             for suffix, time in (("", 50.0), ("_fp8_e4m3", 44.0))]  # fmt: skip
     write(docs, "h200-movement.json", {**HEAD, "command": "python -m tests.benchmarks.bytes", "rows": rows})
@@ -181,7 +181,7 @@ def test_movement_section(performance, docs):
 
 
 def test_decode_section_names_peers_outside_the_budget(performance, docs):
-    """Draw a decode over fp8 -> the peers whose errors exceed the budget are named; their times are shown."""
+    """Draw the section of fp8 decodes -> it names the peers whose errors exceed the budget, and shows their times."""
     rows = [timed_row({"B": batch, "S": 64}, {"fast": 30.0, "FlashMLA fp8": 20.0, "vLLM Triton": 60.0})
             for batch in (1, 2)]  # fmt: skip
     write(docs, "h200-decode-fp8.json", {**HEAD, "rows": rows})
@@ -195,7 +195,7 @@ def test_decode_section_names_peers_outside_the_budget(performance, docs):
 
 
 def test_weights_section(performance, docs):
-    """Draw products with quantised weights -> every time, speed, byte count and error, also of a row that failed."""
+    """Draw the section of quantised weights -> every time, speed, byte count and error, also of a row that failed."""
     names = [weights.OURS, weights.PER_HEAD, weights.ONE_SCALE]
     figures = {
         "errors": dict(zip(names, (1.63e-3, 2.65e-2, 2.71e-2), strict=True)),

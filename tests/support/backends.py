@@ -38,6 +38,6 @@ def registered(backend: Backend) -> Iterator[None]:
 def cpu_backend(kernels: Mapping[str, Callable]) -> Backend:
     """Return a backend for CPU tensors; `kernels` maps the name of an op to the function that launches its kernels.
 
-    The backend declares what the backend "cpu" declares: formats and dtypes.
+    The backend declares the same formats and dtypes as the backend "cpu" of `fast`.
     """
     return Backend("cpu", 0, "cpu", {op: replace(CPU.ops[op], launcher=launch) for op, launch in kernels.items()})

@@ -36,12 +36,12 @@ def of_rank(common, block_size, ownership):
 def gathered_chunk(entries, starts, size, interleave, padded):
     """Return the cache entries of a chunk of the context as all ranks gather them, [D, padded, width].
 
-    A rank keeps some tokens of each request. The rows of the rank are the entries of these tokens, from the first token
-    of the chunk on. The remaining rows of the rank are NaN.
+    The first rows of a rank are the entries that this rank keeps, request after request. The entries of a request begin
+    with the first token of the request in the chunk. The remaining rows of the rank are NaN.
 
     Args:
         entries: entries of each request, [tokens, width].
-        starts: first token of each request in the chunk.
+        starts: for each request, the position of its first token in the chunk.
         size: number of ranks D.
         interleave: number of consecutive tokens I.
         padded: number of rows of each rank.

@@ -45,7 +45,7 @@ def make_inputs(query_lens, seq_lens, heads=3, dtype=torch.float32, widths=(512,
 
 
 def stored_cache(batch: Batch, entries: torch.Tensor, widths, cache_format: CacheFormat, kv_scale=None):
-    """Return a cache that stores the entries [tokens of all requests, Lkv + R]; all other bytes are the poison."""
+    """Return a cache that stores the entries [tokens of all requests, Lkv + R]; other bytes have the poison value."""
     latent, rope = widths
     columns = cache_format.columns(latent, rope)
     stored = reference.quantize_entries(entries[:, :latent], entries[:, latent:], cache_format, kv_scale)
@@ -60,8 +60,8 @@ def make_stored_inputs(
 ):
     """Return the inputs of `make_inputs` with a cache of another format, and the scale of the layer or None.
 
-    The magnitudes of the tokens differ by factors up to about 1000. A part of the latents is so small that it is stored
-    as subnormal e4m3 numbers, and a part of the numbers is above the largest number of the format and saturates.
+    The magnitudes of the tokens differ by factors up to about 1000. Some numbers of the latents are so small that they
+    are stored as subnormal e4m3 numbers. Some numbers exceed the largest number of the format and saturate.
     """
     latent, rope = widths
     batch = make_batch(query_lens, seq_lens, block_size)
@@ -184,7 +184,7 @@ def schedule_of(plan, heads, programs, batch_invariant=False, request_cost=5):
 
 
 def schedule_for(form, plan, heads):
-    """Return the schedule of a form of decode; None for a form without a schedule."""
+    """Return the schedule for an entry of FORMS; None for a form without a schedule."""
     if form in ("whole", "split"):
         return None
     return schedule_of(plan, heads, 0 if form == "batch-invariant" else 3, form != "scheduled")

@@ -25,12 +25,12 @@ def table_of_values() -> torch.Tensor:
 
 
 def scale_of(cache_format: CacheFormat) -> torch.Tensor | None:
-    """Return a scale that is no power of two, if the format has a scale for a layer."""
+    """Return a scale that is no power of two, or None if the format has no scale for a layer."""
     return torch.tensor(0.037) if cache_format.layer_scale else None
 
 
 def difficult_rows(tokens: int, latent: int, rope: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return numbers of all magnitudes [T, Lkv + R], with zero rows, infinities and NaN; at least 8 rows."""
+    """Return numbers of many magnitudes, [tokens, latent + rope], with 0, infinity and NaN; `tokens` is at least 8."""
     rows = torch.randn(tokens, latent + rope) * 2.0 ** torch.randint(-14, 12, (tokens, latent + rope))
     rows[0, :latent] = 0
     rows[1, 3], rows[2, 4], rows[3, 5] = math.nan, math.inf, -math.inf
@@ -56,7 +56,7 @@ def new_fp8_cache(
 
 
 def gather_arguments(table: torch.Tensor, lengths: list[int], starts: list[int]) -> tuple:
-    """Return the arguments of a gather from `block_table` to `num_tokens`."""
+    """Return four arguments of `gather_and_maybe_dequant_cache`: block table, offsets, starts and number of tokens."""
     return table, offsets(lengths), integers(*starts), sum(lengths)
 
 

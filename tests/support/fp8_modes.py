@@ -12,7 +12,7 @@ from reference.interfaces import AttentionState, CacheFormat, to_e4m3
 from .decode_inputs import SCALE
 from .factories import integers
 
-TILE = 32  # keys whose products of probabilities and scales have one unit
+TILE = 32  # keys of a tile; its products (probability x scale) are divided by one unit, a power of two
 PRODUCT_COLUMNS = 32  # terms that a Tensor Core adds in one step
 BLOCK_COLUMNS = 128  # columns of a column block with a scale
 KEPT_DIGITS = 13  # binary digits behind the point of a sum of e4m3 products in a Tensor Core
@@ -26,7 +26,7 @@ def quantised(ql: Tensor, q_pe: Tensor, scale: Tensor) -> list[Tensor]:
 def rounded_decode(
     queries, cache, plan, cache_format, kv_scale, mode, q_scale, out_dtype, in_e4m3=False, scale=SCALE
 ) -> AttentionState:
-    """Decode in float64, but round where the kernels round; `low` of the comparisons in docs/correctness.md.
+    """Decode in float64, but round where the kernels round; the result is `low` in docs/correctness.md.
 
     Scores are rounded to float32, and probabilities to the dtype of the mode. With `in_e4m3`, sums of products of e4m3
     numbers are cut as Tensor Cores cut them.
@@ -84,7 +84,8 @@ def _scales(cache: Tensor, table: Tensor, length: int, cache_format: CacheFormat
 
 def _rounded(weights: Tensor, scales: Tensor, in_entries: bool, mode: str) -> Tensor:
     """Return probabilities [N, S], rounded as the kernels round them."""
-    if mode == "fp8_query":  # with few scales of very different sizes, no product is below the smallest float16 number
+    # a kernel can use other units; float16 rounds the same for any power of two, if no product is too small for float16
+    if mode == "fp8_query":
         unit = torch.exp2(torch.floor(torch.log2(scales.max())) - 14) if in_entries else torch.tensor(2.0**-13)
         return (weights * scales / unit).to(torch.float16).double() * unit / scales
     if not in_entries:

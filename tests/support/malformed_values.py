@@ -58,7 +58,8 @@ def tensors(like: Tensor) -> dict[str, Tensor]:
     if the good tensor has integers. PyTorch has no sparse and no nested tensors of 8-bit floats, so these are float32.
     """
     floating, stored = like.is_floating_point(), like.dtype
-    like = torch.ones(like.shape) if stored == torch.float8_e4m3fn else like  # CSR needs equally many zeros a batch
+    # ones, because a sparse CSR tensor must have equally many zeros in each matrix of a batch
+    like = torch.ones(like.shape) if stored == torch.float8_e4m3fn else like
     made = {
         "a bool tensor": like != 0,
         "a complex tensor": torch.zeros(like.shape, dtype=torch.complex64),

@@ -141,7 +141,7 @@ def serve(
 
 
 def make_groups(size: int, interleave: int = 1, merge: str = "a2a") -> ContextParallel:
-    """Return the groups of this process: `size` consecutive processes share sequences, all processes share heads."""
+    """Return the groups of this process: `size` consecutive processes share sequences, and all share heads."""
     world, rank = dist.get_world_size(), dist.get_rank()
     groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
     return ContextParallel(groups[rank // size], dist.group.WORLD, interleave, merge)
@@ -255,7 +255,7 @@ def serve_and_die(size: int, victim: int | None, exchange: int, device: str, dty
     """Serve four requests and return the tokens; rank `victim` kills itself at exchange number `exchange`."""
     import fast
 
-    if device == "cuda":  # compile all kernels before ranks wait for each other
+    if device == "cuda":  # compiles all kernels, so that no rank waits while another rank compiles
         fast.simulate(size, 4, lambda ranks: make_loop(fast, RANK_CONFIG, ranks, device, dtype).run(),
                       dist.get_world_size())  # fmt: skip
     ranks = make_groups(size, 4)
@@ -271,9 +271,9 @@ def replay_decodes(
     """Run three decode steps of a layer, each eagerly and by graph replay.
 
     Returns:
-        Two values: a list with the eager and the replayed output of each step, [query tokens, hidden size]; and the
-        number of different amounts of reserved GPU memory after the steps. The number is 1 if no step changed the
-        amount.
+        Two values. The first value is a list with the eager and the replayed output of each step, [query tokens, hidden
+        size]. For the second value, the bytes of reserved GPU memory are read after each step, and the value is the
+        number of different results: 1 if no step changed the reserved memory.
     """
     import fast
 
@@ -343,7 +343,7 @@ def disagree(facts: dict[str, list]) -> None:
 
 
 def groups_of_a_mesh() -> tuple[int, int, tuple[int, ...]]:
-    """Make groups from a device mesh; return the size of this rank's group, the sum of its ranks, and its members."""
+    """Make groups from a device mesh; return the size, the sum of the ranks, and the members of this rank's group."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("others", "context"))

@@ -352,7 +352,7 @@ def test_same_bits_again(dtype):
 
 
 def check_unowned_bytes(ops, dtype=torch.float32):
-    """Fill cache entries without a token with NaN, infinity or 3e4 -> always the same outputs (pitfalls 6 and 7)."""
+    """Put NaN, infinity or 3e4 into cache entries that belong to no token -> the same outputs (pitfalls 6 and 7)."""
     config = LOW_RANK
     batch = make_batch([1, 1, 1, 9, 2], [17, 33, 0, 40, 2], padding=2)
     weights = make_weights(config, dtype)
@@ -368,7 +368,7 @@ def check_unowned_bytes(ops, dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", LOW)
 def test_unowned_bytes_reach_nothing(ops, dtype):
-    """Fill cache entries without a token with other values -> the same outputs (pitfalls 6 and 7)."""
+    """Change cache entries that belong to no token -> the same outputs (pitfalls 6 and 7)."""
     check_unowned_bytes(ops, dtype)
 
 

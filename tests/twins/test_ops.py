@@ -65,7 +65,7 @@ def decode_samples(
 def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
     """Return arguments of every op.
 
-    Unused cache entries are 0 and not NaN, because opcheck takes two NaN for different values.
+    Unused cache entries are 0 and not NaN, because opcheck treats two NaN as different values.
     """
     batch = make_batch([1, 2, 0], [20, 33, 0])
     entries = make_entries(batch, DIRECT.head_size, dtype)

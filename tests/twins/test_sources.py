@@ -1,4 +1,4 @@
-"""Checks of the packages' sources: no repeated code, and only listed modules use the bytes of an element."""
+"""Checks of the packages' sources: no repeated code, and only listed modules use the number of bytes of an element."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ COUNTS_BYTES = {
     "reference/interfaces/cache_format.py": "the formats",
     "reference/interfaces/cache_arguments.py": "alignment of a cache to the words of its format",
     "reference/interfaces/checks.py": "addresses of tensors that must not overlap",
-    "reference/interfaces/graphs.py": "memory of a captured set",
+    "reference/interfaces/graphs.py": "memory of captured CUDA graphs",
     "fast/backends/selection.py": "alignment of pointers and strides to the words of the copy engine",
     "reference/distributed/merge.py": "messages between ranks, which hold states of two dtypes",
     "fast/distributed/merge.py": "messages between ranks",
-    "reference/distributed/groups.py": "bytes on the wire",
+    "reference/distributed/groups.py": "bytes that an exchange sends",
     "fast/kernels/descriptors.py": "alignment to the words of the copy engine",
     "fast/kernels/cpu/context_parallel.py": "messages between ranks",
     "fast/kernels/cpu/decode.py": "CHUNK_BYTES is a fraction of the CPU's cache",

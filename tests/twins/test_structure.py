@@ -281,7 +281,7 @@ def test_families_stand_alone():
     ],
 )
 def test_a_second_family_is_seen(path, target, fault):
-    """Imagine a second family `gqa` -> `family_faults` reports the forbidden imports, and no others."""
+    """Imagine a second family `gqa` -> `family_faults` reports forbidden imports, and no other imports."""
     expected = [f"{path} imports {target}"] if fault else []
     assert family_faults({path: {target}}, ("mla", "gqa")) == expected
 
@@ -343,7 +343,7 @@ def test_docstrings(package):
 
 @pytest.mark.parametrize("package", ["reference", "fast"])
 def test_no_ambient_state(package):
-    """Search the modules -> no `global` statement; a global name of a literal is in upper case or begins with `__`."""
+    """Search the modules -> no `global` statement; global names of literals are in upper case or begin with `__`."""
     for path in (ROOT / package).rglob("*.py"):
         tree = parse(path)
         assert not [n for n in ast.walk(tree) if isinstance(n, ast.Global)], f"{path}: a global statement"

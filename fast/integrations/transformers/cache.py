@@ -135,7 +135,8 @@ class LatentCacheLayer(CacheLayerMixin):
     def _check_scale(self, scale: Tensor | None) -> None:
         """Check that a layer has the scale of the cached tokens.
 
-        Both scales are read, unless `scale` is the tensor with which the tokens were stored.
+        The check compares the values of the two scales only if tokens are cached, and if `scale` is another tensor than
+        the scale with which these tokens were stored.
         """
         if scale is self.scale or self.record.length == 0:
             return
@@ -190,7 +191,7 @@ class LatentCacheLayer(CacheLayerMixin):
         return self.record.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the key length after a step of `query_length` tokens, and the offset 0."""
+        """Return the number of keys after a step of `query_length` tokens, and 0, the offset of the first key."""
         return self.record.length + query_length, 0
 
     def get_max_length(self) -> int:

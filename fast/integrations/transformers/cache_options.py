@@ -1,4 +1,4 @@
-"""Read the options `cache_format`, `kv_scales` and `q_scales` of `use_mla`, and make the options of the plans.
+"""Read the options `cache_format`, `kv_scales` and `q_scales` of `use_mla`, and make the options of planning.
 
 Scales belong to layers. A layer has the name of its attention module inside the base model, such as
 "layers.0.self_attn" (`models.attention_modules`).
@@ -51,7 +51,7 @@ def read_scales(
     """Return the scales that `kv_scales` gives to the layers of a model, by the name of the layer.
 
     A scale in a mapping has priority over the scale of the checkpoint. The scale of the checkpoint has priority over a
-    file: the result then leaves out the layer.
+    scale in a file: the result leaves out each layer that has a scale in the checkpoint.
 
     Args:
         kv_scales: mapping from the name of a layer to its scale, path of a file of `save_kv_scales`, or None.
@@ -84,13 +84,14 @@ def read_query_scales(
 ) -> dict[str, float | Tensor]:
     """Return the scales of queries in e4m3 (8 bits) that the options give to the layers of a model.
 
-    If `q_scales` is None, the scales are those of the calibration `kv_scales`. As in `read_scales`, the scales of a
-    mapping have priority over those of the checkpoint, and the scales of a file do not.
+    If `q_scales` is None, the scales of queries in `kv_scales` are used, if this is the result of a calibration. As in
+    `read_scales`, scales in a mapping have priority over the scales of the checkpoint, which have priority over scales
+    in a file.
 
     Args:
         q_scales: mapping from the name of a layer to its scale, path of a file of `save_kv_scales`, or None.
-        kv_scales: the option of this name.
-        fp8_mode: mode of the decodes.
+        kv_scales: the option `kv_scales` of `use_mla`.
+        fp8_mode: fp8 mode of the decodes.
         modules: attention modules of the model by name.
 
     Raises:

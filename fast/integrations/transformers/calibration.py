@@ -29,16 +29,17 @@ def calibrate_model(
     """Return scales for the cache and the queries of each layer, from the largest values in some prompts.
 
     The function runs the model under `use_mla` with a cache in the dtype of the model, so that no value is quantised,
-    and undoes `use_mla` at the end. Save the result with `save_kv_scales`, and pass the file to
-    `use_mla(model, cache_format="fp8_e4m3", kv_scales=file)`, or its scales of queries to
-    `use_mla(model, cache_format=format, fp8_mode=mode, q_scales=file)` for any format in e4m3.
+    and undoes `use_mla` at the end. Save the result with `save_kv_scales`, and pass the file to `use_mla`:
+
+    - for the scales of caches in `fp8_e4m3`: `use_mla(model, cache_format="fp8_e4m3", kv_scales=file)`;
+    - for the scales of queries, with any format in e4m3: `use_mla(.., fp8_mode=mode, q_scales=file)`.
 
     Args:
         model: a DeepseekV2 or DeepseekV3 model for causal language modelling, in eval mode and not under `use_mla`.
         prompts: batches of prompts, such as the results of a tokenizer: keyword arguments of `model.generate`.
         ops: package that computes the attention, as in `use_mla`.
-        max_new_tokens: upper bound of the tokens that the model generates for each batch. The values of these tokens
-            count too.
+        max_new_tokens: largest number of tokens that the model generates for each prompt. The values of these tokens
+            count for the scales too.
         options: further keyword arguments of `use_mla`, except formats, modes and scales.
 
     Returns:
@@ -51,7 +52,7 @@ def calibrate_model(
     """
     check_int("max_new_tokens", max_new_tokens, 1, "at least 1")
     given = sorted({"cache_format", "kv_scales", "kv_scale", "fp8_mode", "q_scales", "q_scale"} & options.keys())
-    check(not given, "options", "no cache_format and no scales, which the calibration is for", ", ".join(given))
+    check(not given, "options", "no cache_format and no scales, because no value may be quantised", ", ".join(given))
     batches = list(prompts)
     check(len(batches) > 0, "prompts", "at least one batch of prompts", "none")
     for batch in batches:

@@ -1,4 +1,4 @@
-"""Combine kernels of a decode: they add the partial outputs of each row and write the row's output and LSE.
+"""Kernels that combine the splits of a decode: they add the partial outputs of each row, and write output and LSE.
 
 A row is one (query token, head) pair. A decode may divide the keys of a request into splits, which are attended
 independently. The decode kernel then writes two float32 results for each row and split:
@@ -28,9 +28,9 @@ stores the sum of these splits at the first partial index of the request. For ea
 number of splits in this sum and the number of all splits.
 
 A combine tile is some rows and some latent columns of the output of one request. In a decode with a schedule, often
-only a few requests have several splits and need to be combined. The host does not know these requests. With one program
-for each combine tile of the batch, most programs would find no work. The kernel for a schedule therefore has a limited
-number of programs:
+most requests have exactly one split, so there is nothing to combine. The host does not know which requests these are.
+With one program for each combine tile of the batch, most programs would find no work. The kernel for a schedule
+therefore has a limited number of programs:
 
 - If there are fewer programs than combine tiles, each program reads `split_offsets` to find the requests to combine. It
   processes every P-th combine tile of these requests, where P is the number of programs.
@@ -53,8 +53,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LN_2 = tl.constexpr(math.log(2))
-# `add_partial` replaces a reference score only if the new reference score is larger by more than this number. No weight
-# is therefore larger than 2^64, which is far below the largest float32, almost 2^128.
+# `add_partial` replaces a reference score only if the new reference score is larger by more than this number. Otherwise
+# exp2(new - old reference score) is at most 2^64, which is far below the largest float32, almost 2^128.
 REFERENCE_GROWTH = tl.constexpr(64.0)
 
 
@@ -237,7 +237,7 @@ def _place_of_tile(number, rank, first_request, row_tiles, column_tiles):
     """
     request_tiles = row_tiles * column_tiles
     # Let i = number // request_tiles. The tile belongs to the request to combine whose rank is i + 1. All requests
-    # before this request, and no others, have a rank of at most i. Their count is the index of this request.
+    # before this request, and no others, have a rank of at most i. Their number is the request's index in the chunk.
     request = first_request + tl.sum((rank <= number // request_tiles).to(tl.int32), 0)
     return TilePlace(request, number // column_tiles % row_tiles, number % column_tiles)
 
@@ -306,7 +306,7 @@ def _combine_tile(
     splits = tl.load(split_offsets + tile.request + 1, cache_modifier=".cg") - first_partial
     rows = _rows_of_request(query_start_loc, tile.request, tile.row_tile, num_tokens, partials.rows, HEADS, ROWS)
     if DEPENDENT:
-        gdc_wait()  # until the decode has written the partial outputs; at later tiles, this wait takes no time
+        gdc_wait()  # wait until the decode has written the partial outputs; for later tiles this takes no time
     if splits != 1:
         columns = tile.column_tile * COLUMNS + tl.arange(0, COLUMNS)
         state = _combine_partials(
@@ -336,7 +336,7 @@ def _combine_scheduled_kernel(
         gdc_launch_dependents()
     column_tiles: tl.constexpr = (LATENT + COLUMNS - 1) // COLUMNS
     partials = Partials(partial_out, partial_lse, num_partials, request_rows)
-    # a decision at run time: a compile-time constant would need two variants of the kernel
+    # choose between the two ways at run time: a compile-time constant would need two variants of the kernel
     if tl.num_programs(0) >= num_requests.to(tl.int64) * row_tiles * column_tiles:
         tile_number = tl.program_id(0)
         tile = TilePlace(

@@ -26,14 +26,14 @@ FOR_FEW_ROWS = CombineTile(1, 32, 64, 2)  # one request with many splits and few
 # programs.
 FOR_PLANNED = CombineTile(1, 512, 16, 4)
 FEW_PLANNED_SPLITS = (4, MANY_SPLITS)  # up to this many splits, FOR_FEW_SPLITS is faster: (few heads, many heads)
-MOST_PLANNED_SPLITS = 48  # with more splits and few rows, FOR_MANY_SPLITS is faster, because it gives more programs
+MOST_PLANNED_SPLITS = 48  # with more splits and under MANY_HEADS rows, FOR_MANY_SPLITS is faster (more programs)
 # batch-invariant decodes
 FOR_ONE_INVARIANT = (CombineTile(1, 32, 32, 1), CombineTile(1, 64, 16, 1))  # one request: (few rows, many rows)
 FOR_INVARIANT = (CombineTile(1, 128, 16, 1), CombineTile(1, 512, 4, 2))  # several requests: (few heads, many heads)
 FOR_PLANNED_INVARIANT = CombineTile(4, 512, 2, 4)  # with a schedule, few requests have partial outputs
-# Largest number of warps of the grid for each multiprocessor, with a schedule. More programs would not run at the same
-# time, and the launch of a program takes time even if the program has no work. If a request has fewer than two splits
-# on average, most requests need no combining, and fewer programs suffice.
+# With a schedule, the grid has at most this number of warps for each multiprocessor. More programs would not run at the
+# same time, and the launch of a program takes time even if the program has no work. If a request has fewer than two
+# splits on average, most requests need no combining, and fewer programs suffice.
 WARPS_OF_A_PROCESSOR = (16, 32)  # (fewer than two splits on average, at least two)
 CHUNK = 256  # requests that a program examines at a time to find the requests to combine
 
@@ -68,8 +68,8 @@ def combine_partial_outputs(
     """Combine the partial outputs of a decode into `out` and `lse`; do nothing if there is no partial output.
 
     `fast.kernels.combine.kernels` defines the layout of the partial outputs. The previous kernel of the stream must be
-    the decode kernel. If the decode kernel lets the next kernel begin early, it must first wait for the kernel before
-    the decode.
+    the decode kernel. A decode kernel that lets the next kernel begin early must first wait for the kernel before the
+    decode.
 
     Args:
         partial_out: flat, float32; empty if there is no partial output. The Hopper decode stores further values behind
@@ -177,6 +177,7 @@ def readable_keys(max_seq_len: int, table_width: int, block_size: int) -> int:
 def whole_tiles(keys: int) -> int:
     """Round a number of keys up to a multiple of a tile (64 keys).
 
-    Functions with an `lru_cache` take the rounded number. A growing request then adds one cache entry per 64 keys.
+    Functions with an `lru_cache` take the rounded number. A growing request then adds one entry to this `lru_cache` for
+    every 64 keys.
     """
     return -(-keys // DECODE_TILE) * DECODE_TILE

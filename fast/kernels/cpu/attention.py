@@ -44,7 +44,8 @@ def flash_attn_varlen(
         max_seqlen_q: not used by this backend.
         max_seqlen_k: not used by this backend.
         softmax_scale: factor of the scores.
-        causal: if True, the last query of a request sees all keys, and each earlier query sees one key less.
+        causal: if True, the last query of a request sees all keys, and each earlier query sees one key less than the
+            query after it.
         out_dtype: dtype of the output.
         out: [T, N, V] in `out_dtype`, any strides, written in place; None allocates `out` and `lse`.
         lse: [N, T], written in place. If `out` is given and `lse` is None, no LSE is stored.

@@ -119,7 +119,7 @@ def quantize_entries(
 
 
 def dequantize_entries(entries: Tensor, out: Tensor, cache_format: CacheFormat, kv_scale: Tensor | None) -> None:
-    """Write the numbers that `entries` [S, columns] stand for into `out` [S, Lkv + R]."""
+    """Write stored entries [S, columns] into `out` [S, Lkv + R]; dequantise them if the format has scales."""
     if not cache_format.scaled:
         out.copy_(entries)
         return

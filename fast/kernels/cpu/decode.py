@@ -148,7 +148,7 @@ def schedule_costs(
 
 
 class _BlockReader:
-    """Reader of the cache blocks of a request, converted to `wide`, the dtype in which attention is computed.
+    """Reader of the cache blocks of a request; it converts them to `wide`, the dtype in which attention is computed.
 
     Blocks that are adjacent in the cache, and already have the dtype `wide`, are not copied. Other blocks are copied
     into one buffer, which every read overwrites.
@@ -176,7 +176,7 @@ class _BlockReader:
 
 
 class _StoredBlockReader:
-    """Reader of the blocks of a cache whose numbers have scales; it has the method `read` of `_BlockReader`."""
+    """Reader for a cache format with scales; like `_BlockReader`, it has a method `read`."""
 
     def __init__(
         self,

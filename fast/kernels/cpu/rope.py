@@ -21,7 +21,7 @@ def apply_rope(
     """Return q_pe [T, N, R] and k_pe [T, R], rotated by the angles positions [T] * frequencies [R/2].
 
     Both results are multiplied by `magnitude`. `interleaved` says which elements form a pair (`reference.apply_rope`).
-    If `q_scale`, [] or [N], is given, the queries are in e4m3: divided by this scale and rounded once.
+    If `q_scale`, [] or [N], is given, the rotated queries are divided by this scale and rounded to e4m3.
     """
     angles = positions.to(frequencies.dtype)[:, None] * frequencies
     cos, sin = angles.cos() * magnitude, angles.sin() * magnitude

@@ -1,4 +1,4 @@
-"""Compute the schedule of a decode: assign tiles of `DECODE_TILE` keys to programs that then take similar times.
+"""Compute the schedule of a decode: assign tiles of `DECODE_TILE` keys to programs, which then take similar times.
 
 All requests are laid end to end on a line, whose unit is the time of one tile. Each request consists of parts, and a
 part is consecutive tiles. The length of a request on the line is the number of its tiles plus its costs. The line is
@@ -82,7 +82,7 @@ def plan_decode(
         num_programs: number of programs of the decode kernel, among which the tiles are divided.
         request_cost: time to start a request, in units of one tile.
         split_cost: time to start a further split of a request in a batch-invariant schedule, in units of one tile. If
-            it is larger than `request_cost`, `request_cost` is used.
+            `split_cost` is larger than `request_cost`, the function uses `request_cost` instead.
         splits_per_tile: number of splits of one request whose outputs the combine kernel adds in the time of one tile.
         split_rule: rule by which a batch-invariant schedule splits a request.
         batch_invariant: if True, the splits of each request depend on its length alone.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from reference.interfaces import to_e4m3
 
-WEIGHT_UNIT = 256.0  # factor of weights before they are rounded to e4m3, whose largest number is 448
+WEIGHT_UNIT = 256.0  # weights are multiplied by this factor before they are rounded to e4m3 (largest number: 448)
 
 
 class OnlineSoftmax:
@@ -22,7 +22,7 @@ class OnlineSoftmax:
         device: device of the tensors.
         rounds_to_e4m3: whether the weights of the values are rounded to e4m3 (8 bits). The weights exp(score - largest)
             are at most 1. They are multiplied by 2^8 before they are rounded, so that a weight of at least 2^-14
-            becomes a normal e4m3 number, with all digits. The sum of exponentials is not rounded.
+            becomes a normal e4m3 number with full precision. The sum of exponentials is not rounded.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Products of the rows of each head with the matrix of this head, in PyTorch, for weights or results in e4m3."""
+"""Multiply the rows of each head by the matrix of this head, in PyTorch, for weights or results in e4m3."""
 
 from __future__ import annotations
 

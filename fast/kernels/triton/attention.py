@@ -250,7 +250,7 @@ def _flash_attn_varlen_kernel(
     last_seen = tl.minimum(seen + rows, key_len - 1)
     whole = tl.maximum(tl.minimum(seen + first_row + 1, key_len), 0) // c.BLOCK_N * c.BLOCK_N
     end = tl.minimum(seen + first_row + BLOCK_M, key_len)
-    if softmax_scale < 0:  # without a mask, `_attend_keys` scales the largest score, which would become the smallest
+    if softmax_scale < 0:  # without a mask, `_attend_keys` would subtract the smallest scaled score, not the largest
         whole = 0
     VALUE: tl.constexpr = c.VALUE  # `tl.zeros` accepts no field of a named tuple in its shape
     state = SoftmaxState(
@@ -412,7 +412,7 @@ def flash_attn_varlen(
         max_seqlen_q: not used by this backend.
         max_seqlen_k: not used by this backend.
         softmax_scale: factor of the scores.
-        causal: if True, the last query of a request sees all keys, and each earlier query sees one key less.
+        causal: if True, the last query of a request sees all keys, and each query sees one key less than the next one.
         out_dtype: dtype of the output.
         out: [T, N, V] in `out_dtype`, any strides, written in place; None allocates `out` and `lse`.
         lse: [N, T], contiguous, written in place. If `out` is given and `lse` is None, no LSE is stored.

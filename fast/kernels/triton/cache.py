@@ -5,8 +5,8 @@ A cache entry is the latent and the rotated key part of one token, Lkv + R eleme
 
 - The kernels copy elements as integers of the same width, so every copy is exact bit for bit. Only a gather into
   another dtype converts the elements.
-- A block number or a slot may lie outside the cache. A kernel then skips this row: it accesses no memory outside its
-  tensors and raises no error.
+- A block number or a slot may lie outside the cache. A kernel then skips the cache entry: it accesses no memory outside
+  its tensors and raises no error.
 - By default Triton compiles another variant of a kernel if an integer argument is 1 or a multiple of 16. The option
   `do_not_specialize` prevents these variants for sizes that change from step to step.
 """
@@ -202,7 +202,7 @@ def _copy_blocks_kernel(
     BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Copy ROWS cache entries from source blocks to target blocks."""
-    tokens = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # the entries of all pairs are counted through
+    tokens = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # number of an entry, counted over all pairs
     pair = block_mapping + tokens // BLOCK_SIZE * pair_stride
     read = tl.load(pair, tokens < num_tokens, -1)
     written = tl.load(pair + side_stride, tokens < num_tokens, -1)

@@ -95,7 +95,7 @@ def gather_dequantized(
     cache_format: CacheFormat,
     kv_scale: Tensor | None,
 ) -> None:
-    """Gather entries from the cache and write their numbers into `out` [num_tokens, Lkv + R].
+    """Gather entries from the cache, dequantise them and write them into `out` [num_tokens, Lkv + R].
 
     See `cache.gather_and_maybe_dequant_cache` for the rows that become 0.
     """
@@ -116,7 +116,7 @@ def gather_dequantized(
 
 
 def dequantize_entries(entries: Tensor, out: Tensor, cache_format: CacheFormat, kv_scale: Tensor | None) -> None:
-    """Write the numbers that `entries` [S, columns] stand for into `out` [S, Lkv + R]."""
+    """Write stored entries [S, columns] into `out` [S, Lkv + R]; dequantise them if the format has scales."""
     if not cache_format.scaled:
         out.copy_(entries)
         return
@@ -140,7 +140,7 @@ def _aligned(entries: Tensor, cache_format: CacheFormat) -> Tensor:
 
 
 def entry_constants(cache_format: CacheFormat, latent: int, rope: int) -> dict[str, int]:
-    """Return the constants that say where the parts of an entry lie, in bytes: the storage of an entry is one byte."""
+    """Return the constants that say at which bytes of an entry its parts begin, for a format with 1-byte elements."""
     layout = cache_format.layout(latent, rope)
     return {"SCALES": layout.scales, "KEY": layout.rope, "SCALE_TILE": cache_format.scale_tile}
 
@@ -236,8 +236,8 @@ def store_keys(
 ):  # fmt: skip
     """Store rotated keys [ROWS, TILE] in the rope parts of the entries at `entry_rows` [ROWS].
 
-    `columns` [TILE] are indices into the rope part. `held` [TILE] is false for an index past its end. A row with
-    `written` [ROWS] false is not stored.
+    `columns` [TILE] are indices into the rope part. `held` [TILE] is false for an index past the end of the rope part.
+    A row with `written` [ROWS] false is not stored.
     """
     mask = written[:, None] & held[None, :]
     if SCALE_TILE > 0:
@@ -323,7 +323,7 @@ def _dequantize_rows(
     SCALES: tl.constexpr, KEY: tl.constexpr, SCALE_TILE: tl.constexpr,
     WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Write the numbers of the entries at `entry_rows` [ROWS] into rows of WIDTH columns of `out`.
+    """Dequantise the entries at `entry_rows` [ROWS], and write them into rows of WIDTH columns of `out`.
 
     Rows that are `written` but not `read` become 0.
     """
@@ -367,7 +367,7 @@ def _gather_dequantized_kernel(
     BLOCK_SIZE: tl.constexpr, SCALES: tl.constexpr, KEY: tl.constexpr, SCALE_TILE: tl.constexpr,
     WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, NATIVE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write the numbers of the cache entries of ROWS tokens to ROWS consecutive rows of `out`."""
+    """Dequantise the cache entries of ROWS tokens, and write them to ROWS consecutive rows of `out`."""
     tokens = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     written = tokens < num_tokens
     entry_rows, owned = gathered_entries(
@@ -387,7 +387,7 @@ def _dequantize_kernel(
     SCALES: tl.constexpr, KEY: tl.constexpr, SCALE_TILE: tl.constexpr,
     WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, NATIVE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write the numbers of ROWS entries to the same rows of `out`."""
+    """Dequantise ROWS stored entries, and write them to the rows of `out` with the same indices."""
     tokens = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     written = tokens < num_tokens
     _dequantize_rows(

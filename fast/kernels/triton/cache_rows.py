@@ -1,4 +1,4 @@
-"""Rows of cache entries inside Triton kernels: pointers, stores, copies, and the entries that a gather reads."""
+"""Functions of Triton kernels for rows of cache entries: compute their pointers, store, copy and gather rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 
 
 def as_integers(*tensors: Tensor) -> list[Tensor]:
-    """Return views of the same bytes as integers of the same width."""
+    """Return views of the tensors in which each element is an integer with the same bytes."""
     return [x.view(INTEGERS[x.element_size()]) for x in tensors]
 
 

@@ -110,7 +110,7 @@ def pack_attn_state(out: Tensor, lse: Tensor, message: Tensor, lse_bytes: int) -
 
 
 def _sort_by_owner(out, lses, outs_by_owner, lses_by_owner, size, lse_owner_stride, out_owner_stride, rank) -> None:
-    """Launch the kernel that sorts out [T, N, Dv] by owner rank, as [D, T, N / D, Dv].
+    """Launch the kernel that sorts the output [T, N, Dv] by owner rank, as [D, T, N / D, Dv].
 
     If `rank` is a number, the kernel multiplies the outputs by the softmax weights of this rank, and writes the merged
     LSE of the heads that this rank owns. If `rank` is None, the kernel copies outputs and LSE unchanged.

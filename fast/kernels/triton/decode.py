@@ -4,7 +4,8 @@ The keys of a request are divided into splits, and different programs attend dif
 program writes the partial output of its split. `fast.kernels.combine` then adds the partial outputs of each request.
 
 The kernel of this module gives every request the same number of splits. The kernel of `scheduled_decode` follows a
-schedule, which assigns tiles of keys to programs, or computes the splits of each request from its length alone.
+schedule, which assigns tiles of keys to programs. It also serves batch-invariant decodes without a schedule, and then
+computes the splits of each request from the request's length alone.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Time that a program needs to start, load queries and store its output. The unit is the time to attend one key.
 PROGRAM_COST = 256
 ROWS_COMBINED_PER_KEY = 64  # rows of partial outputs that the combine kernel adds in the time to attend one key
-FLOAT32_SUM_COLUMNS = 16  # a float32 dot product is the sum of partial sums over 16 columns each (smaller rounding)
+FLOAT32_SUM_COLUMNS = 16  # a float32 dot product adds partial sums over 16 columns each (smaller rounding error)
 # A wave is a set of programs that run on the GPU at the same time. Each wave makes the decode longer by this fraction,
 # because its programs must start and must write partial outputs.
 WAVE_COST = 0.35
@@ -119,7 +120,7 @@ def _decode_kernel(
             tl.store(partial_row, state.largest, mask=real)
             tl.store(partial_row + num_splits.to(tl.int64) * num_tokens * HEADS, state.total, mask=real)
         else:
-            divisor = tl.where(state.total == 0, 1.0, state.total)  # a row without keys has weighted 0, largest -inf
+            divisor = tl.where(state.total == 0, 1.0, state.total)  # without keys: `weighted` 0, `largest` -inf
             weighted = weighted / divisor[:, None]
             lse_row = lse + head.to(tl.int64) * num_tokens + token
             tl.store(lse_row, (state.largest + tl.log2(divisor)) * LN_2, mask=real)
@@ -156,16 +157,16 @@ def mla_decode(
     """Compute absorbed attention of the query tokens of each request over its cached latents.
 
     Args:
-        ql_nope: [T, N, Lkv], absorbed queries; float32, bfloat16 or float16, and e4m3 in the other modes than
-            "converted".
+        ql_nope: [T, N, Lkv], absorbed queries; float32, bfloat16 or float16 in the fp8 mode "converted", and e4m3 in
+            the other fp8 modes.
         q_pe: [T, N, R], rope part of the queries.
         kv_cache: [num_blocks, block_size, columns] in the storage dtype of the format.
         block_table: [B, W]; the keys of a block are masked if the block number lies outside the cache.
         seq_lens: [B], keys of each request, clamped to [0, min(max_seq_len, W * block_size)].
         query_start_loc: [B + 1], first query token of each request.
         visible_lens: [T], number of keys that each query token sees.
-        max_query_len: upper bound of the query tokens of a request; it sizes the grid.
-        max_seq_len: upper bound of the keys of a request; it sets the number of splits and the size of buffers.
+        max_query_len: upper bound of the query tokens of a request; it determines the number of programs.
+        max_seq_len: upper bound of the keys of a request; it determines the number of splits and the size of buffers.
         softmax_scale: factor of the scores.
         out_dtype: dtype of the output.
         tile_ranges: [programs, 5], from a `DecodeSchedule`; None means no schedule. Without a schedule and without
@@ -174,16 +175,17 @@ def mla_decode(
         batch_invariant: if True, the splits of each request depend on its length alone.
         split_rule: rule by which a batch-invariant decode splits a request.
         cache_format: format of the cache.
-        kv_scale: float32 scale of the layer, [], which only the kernel reads; None if the format has no such scale.
+        kv_scale: float32 scale of the layer, [], which the host does not read; None if the format has no such scale.
         out: [T, N, Lkv] in `out_dtype`, contiguous, written in place; None allocates a tensor.
-        fp8_mode: one of `FP8_MODES`; `decode_fp8_tiles` says what is rounded in each mode.
-        q_scale: float32 scale of queries in e4m3, [] or [N], which only the kernel reads; None for "converted".
+        fp8_mode: one of `FP8_MODES`; `decode_fp8_tiles` says which numbers are rounded in each mode.
+        q_scale: float32 scale of queries in e4m3, [] or [N], which the host does not read; None for "converted".
 
     Returns:
         out [T, N, Lkv] and lse [N, T].
 
     Raises:
-        ValueError: `ql_nope` does not have a dtype of the mode, or `out_dtype` is not float32, bfloat16 or float16.
+        ValueError: `ql_nope` does not have a dtype of the fp8 mode, `out_dtype` is not float32, bfloat16 or float16, or
+            the cache has no e4m3 numbers although the queries are in e4m3.
         UnsupportedConfiguration: no tile of the cache fits into the device's shared memory.
     """
     found = decode_splits(
@@ -303,8 +305,8 @@ def decode_programs(
 ) -> int:
     """Return how many programs a schedule should have on this device.
 
-    A row block is ROWS rows of a request. For each program of the schedule, the kernel starts one Triton program for
-    every row block. The returned number has the lowest estimated time of a decode: more programs fill the last wave
+    A row block is ROWS rows of a request. For each program of the schedule, the launch starts one Triton program for
+    every row block. The returned number gives the lowest estimated time of a decode: more programs fill the last wave
     better, but each further wave costs `WAVE_COST`.
     """
     facts = device_facts(device)
@@ -343,7 +345,9 @@ def schedule_costs(
 
 @functools.lru_cache(maxsize=4096)
 def _num_splits(programs: int, rows: int, keys: int, processors: int) -> int:
-    """Return the number of splits of each request with the lowest estimated time; if several tie, the smallest.
+    """Return into how many splits to divide each request, so that the estimated time is lowest.
+
+    If several numbers give the same time, the function returns the smallest of these numbers.
 
     Args:
         programs: number of programs that one split for each request would need.
@@ -361,15 +365,16 @@ def _num_splits(programs: int, rows: int, keys: int, processors: int) -> int:
 
 
 def _padded(width: int, fp8_mode: str) -> int:
-    """Return the columns of a part of an entry, padded to a power of two and to the smallest product of a GPU."""
+    """Return the columns of a part of an entry, padded to a power of two that is wide enough for `tl.dot`."""
     return max(16 if fp8_mode == CONVERTED else E4M3_COLUMNS, next_power_of_2(width))
 
 
 def _page_descriptors(kv_cache: Tensor, latent: int, rope: int, tile: int) -> tuple[object | None, object | None]:
     """Return two descriptors with which TMA (the GPU's bulk copy engine) loads a tile from the cache.
 
-    The first descriptor is for the latent part, the second for the rope part. Both are None if TMA cannot read the
-    cache: on a GPU before Hopper, or with a layout that TMA does not support. The second is None if R is 0.
+    The first descriptor is for the latent part, and the second descriptor is for the rope part. Both are None if TMA
+    cannot read the cache: on a GPU before Hopper, or with a layout that TMA does not support. If R is 0, the second
+    descriptor is None.
     """
     device, size = kv_cache.device, kv_cache.element_size()
     block_size = kv_cache.shape[1]

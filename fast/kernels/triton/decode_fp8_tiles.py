@@ -3,40 +3,42 @@
 `decode_tiles` explains rows, tiles and the online softmax. A program reads the e4m3 numbers of a tile as bytes and
 converts them to a dtype that holds every e4m3 number exactly: the dtype of the queries, or float16. A conversion to
 bfloat16 needs four times as many instructions as a conversion to float16. In row blocks of up to 32 rows, queries in
-bfloat16 are therefore converted to float16 too, in units that fit the queries of each row. No key and no value is
-multiplied by its scale, because the product would have to be rounded. The scales multiply other numbers:
+bfloat16 are therefore converted to float16 too: first, each row is divided by a power of two
+(`decode_tiles._in_float16`). No key and no value is multiplied by its scale, because the product would have to be
+rounded. The scales multiply other numbers:
 
 | scale | in the scores | in the output |
 |---|---|---|
-| of the layer | multiplies the score in float32 | multiplies the sum of weighted latents in float32 |
-| of a column block of a key | multiplies the block's part of the score in float32 | multiplies the probability |
+| one scale of the layer | multiplies the score in float32 | multiplies the sum of weighted latents in float32 |
+| scale of a key's column block | multiplies the block's part of the score in float32 | multiplies the probability |
 
 A column block is a group of columns of the latents. If a cache entry has scales, all columns of a block have the same
-scale. The product of probability and scale is computed in float32 and then rounded, as a probability without a scale
-is. A row therefore has one sum of weighted latents for each column block. With a scale of the layer, row blocks of 16
-rows have four column blocks, because the four products of a score then do not wait for each other. Other row blocks
-have one.
+scale. The product of probability and scale is computed in float32 and then rounded, like a probability without a scale.
+A row therefore has one sum of weighted latents for each column block. With a scale of the layer, a latent has four
+column blocks if the row block has 16 rows or if products are computed in e4m3, and otherwise one column block
+(`decode_shapes.stored_constants` has the exact condition). With four column blocks, the four products of a score do not
+wait for each other.
 
 Queries in e4m3 (`fp8_query` and `fp8_product`, see `reference.mla_decode`) have a scale too, which multiplies the score
 in float32. Products of e4m3 numbers are computed in e4m3 where the GPU has instructions for the row block (E4M3_DOTS,
 `decode_shapes.multiplies_e4m3`). Elsewhere both operands are converted to float16. Both ways multiply the same numbers,
-and differ in the rounding of sums alone. The values are converted to float16 for `fp8_query`. For `fp8_product`, the
-probabilities are rounded to e4m3, and the sum of the exponentials is not:
+and differ in the rounding of sums alone. For `fp8_query`, the values are converted to float16. For `fp8_product`, each
+probability is multiplied by a factor and then rounded to e4m3. The sum of the exponentials is not rounded.
 
 | scale | factor of a probability before the rounding |
 |---|---|
-| of the layer | 2^8, as in the backend "cpu" |
-| of a column block of a key | the scale, divided by the unit of the tile and column block (`_unit_in_e4m3`) |
+| one scale of the layer | 2^8, as in the backend "cpu" |
+| scale of a key's column block | the scale, divided by the unit of tile and column block (`_unit_in_e4m3`) |
 
-A product with a scale is rounded even if the probability is 1. With scales in the entries, `fp8_product` therefore has
-an error also in rows that attend one key alone.
+The product of a probability and a scale is rounded even if the probability is 1. With scales in the entries,
+`fp8_product` therefore has a rounding error also in rows that attend only one key.
 
-Tensor Cores that multiply e4m3 numbers give all summands the exponent of the largest one, keep about 13 binary digits
-behind the point, and cut off the others. A sum over a long request would lose a digit with every doubling of its
-length. So an e4m3 product always begins with a sum of zero: it adds at most 128 columns or the keys of one tile. The
-result is then added to the other sums in float32. `max_num_imprecise_acc`, the number of terms that may be added with
-few digits, is set to the length of the product. With its default on GPUs other than Hopper, which is 0, the compiler
-would make the addition in float32 a part of the product.
+Tensor Cores that multiply e4m3 numbers give all summands the exponent of the largest summand, keep about 13 binary
+digits behind the point, and cut off the other digits. A sum over all keys would lose one more digit whenever the number
+of keys doubles. Every e4m3 product therefore begins with the sum 0, and adds at most 128 columns or the keys of one
+tile. The result is then added to the earlier sums in float32. `max_num_imprecise_acc`, the number of terms that may be
+added with few digits, is set to the length of the product. Its default on GPUs other than Hopper is 0; the compiler
+would then make the addition in float32 a part of the product.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ from .fp8 import e4m3_to, float32_to_e4m3, pinned
 # divided by a unit, a power of two, so that the largest scale becomes a number from 2^14 to 2^15. float16 ends at 2^16.
 HEADROOM = tl.constexpr(14)
 BIAS = tl.constexpr(127)  # exponent bias of float32
-PROBABILITY_UNITS = tl.constexpr(2.0**13)  # factor of float16 probabilities, so that small ones are not rounded to 0
+PROBABILITY_UNITS = tl.constexpr(2.0**13)  # factor of float16 probabilities; without it, small ones would become 0
 WEIGHT_UNITS = tl.constexpr(2.0**8)  # factor of e4m3 probabilities; e4m3 ends at 448
 LAST_EXPONENT = tl.constexpr(253)  # largest biased exponent of a power of two whose inverse is a normal number
 
@@ -82,7 +84,7 @@ class StoredTile(NamedTuple):
         keys: tuple with the e4m3 numbers of each column block, [TILE, columns of the block], in the dtype in which
             they are multiplied by the queries.
         latents: the same numbers, in the dtype in which they are multiplied by the probabilities.
-        scales: tuple with the scales of each column block, [TILE]; empty if the scale is that of the layer.
+        scales: tuple with the scales of each column block, [TILE]; empty if the layer has one scale.
         rope: [TILE, ROPE_PAD]; not used if R is 0.
     """
 
@@ -233,7 +235,7 @@ def _sums_in_e4m3(state, step, stored, c):
 @triton.jit
 @no_type_check
 def _key_products(q, k, c):
-    """Return the products [ROWS, TILE] of q [ROWS, columns] and k [TILE, columns] in their dtype."""
+    """Return the products [ROWS, TILE] of q [ROWS, columns] and k [TILE, columns], which have the same dtype."""
     COLUMNS: tl.constexpr = q.shape[1]
     if q.dtype == tl.float8e4nv:
         products = tl.dot(q, tl.trans(k), max_num_imprecise_acc=COLUMNS)
@@ -247,7 +249,7 @@ def _key_products(q, k, c):
 def _load_tile(keys, block, held, cache, key_dtype: tl.constexpr, dtype: tl.constexpr, rope_dtype: tl.constexpr, c):
     """Load the keys of a tile (`StoredTile`); a key that the cache does not hold becomes 0, with scales of 0.
 
-    The dtypes are those of `StoredTile.keys`, of `StoredTile.latents` and of the rope parts.
+    `StoredTile.keys` get `key_dtype`, `StoredTile.latents` get `dtype`, and the rope parts get `rope_dtype`.
     """
     SAME: tl.constexpr = key_dtype == dtype
     BLOCKS: tl.constexpr = c.BLOCKS
@@ -285,7 +287,7 @@ def _load_tile(keys, block, held, cache, key_dtype: tl.constexpr, dtype: tl.cons
         if c.ROPE_E4M3:
             offsets = (columns + c.ROPE_COLUMN).to(tl.int64) * cache.element_stride
             rope = e4m3_to(tl.load(entries[:, None] + offsets[None, :], mask=mask, other=0), rope_dtype, c.NATIVE)
-        else:  # bfloat16; the columns of such a cache have no gaps
+        else:  # the rope part is bfloat16, and its columns are contiguous
             pointers = (entries + c.ROPE_COLUMN).to(tl.pointer_type(tl.bfloat16))
             rope = tl.load(pointers[:, None] + columns[None, :], mask=mask, other=0.0).to(rope_dtype)
     return StoredTile(key_parts, latents, scales, rope)
@@ -294,9 +296,9 @@ def _load_tile(keys, block, held, cache, key_dtype: tl.constexpr, dtype: tl.cons
 @triton.jit
 @no_type_check
 def _exponent_of_unit(exponent, scales):
-    """Return the biased exponent of the unit: that for the largest scale, and at least the earlier `exponent`.
+    """Return the biased exponent of the unit for the largest scale, but at least the earlier `exponent`.
 
-    The exponents are compared as integers, so that NaN, a scale of the NaN bits, is the largest scale.
+    The bits of the scales are compared as integers, so that a NaN counts as the largest scale.
     """
     bits = scales[0].to(tl.int32, bitcast=True) & 0x7FFFFFFF  # the bits of absolute values have the order of the values
     for number in tl.static_range(1, len(scales)):
@@ -307,14 +309,14 @@ def _exponent_of_unit(exponent, scales):
 @triton.jit
 @no_type_check
 def _unit_in_e4m3(scales):
-    """Return the biased exponent of the unit of a tile, the power of two that divides the scales of a column block.
+    """Return the biased exponent of the unit of a tile, a power of two that divides the scales of a column block.
 
-    A probability is at most 1, so that its product with the largest scale of the tile is the largest product. Divided
-    by the unit, this product is a number above 224 and at most 448, the largest e4m3 number. A tile has its own unit,
-    because the products of a tile are added to the sums in float32.
+    A probability is at most 1, so no product of a probability and a scale is above the largest scale of the tile.
+    Divided by the unit, the largest scale is above 224 and at most 448, the largest e4m3 number. Each tile can have its
+    own unit, because the products of a tile are added to the earlier sums in float32.
     """
     bits = tl.max(scales.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
-    # 448 is 1.75 * 2^8: the exponent is rounded up if the digits of the scale are above 1.75
+    # 448 is 1.75 * 2^8, so the exponent is rounded up if the significand of the scale is above 1.75
     exponent = (tl.minimum(bits, 0x7F800000) + 0x1FFFFF) >> 23
     return tl.minimum(tl.maximum(exponent - 8, 1), LAST_EXPONENT)
 

@@ -12,11 +12,11 @@ from ..device import DeviceFacts
 from ..integers import next_power_of_2
 from .fp8 import NATIVE_CAPABILITY
 
-LEAST_IN_FOUR_BLOCKS = 64  # least padded Lkv of a cache with one scale that is multiplied in four column blocks
-WARP_GROUP_ROWS = 64  # with these row blocks, the compiler would serialise products of converted queries
+LEAST_IN_FOUR_BLOCKS = 64  # if a cache has one scale, four column blocks are used only from this padded Lkv on
+WARP_GROUP_ROWS = 64  # with row blocks of 64 rows, the compiler would serialise products of converted queries
 E4M3_COLUMNS = 32  # columns (or keys) of the smallest product of e4m3 numbers that a GPU computes
-# GPUs of these generations (Hopper, and Blackwell of data centers) compute products of e4m3 numbers for 64 rows and
-# more. For fewer rows, the assembler converts every operand to float16, each time that the operand is used.
+# GPUs of these generations (Hopper, and Blackwell of data centers) compute products in e4m3 only for 64 rows or more.
+# For fewer rows, the assembler converts every operand to float16, each time that the operand is used.
 CONVERTING_GENERATIONS = (9, 10)
 
 
@@ -43,8 +43,8 @@ def launch_shape(
             the bytes of an element of the queries, shared memory also has one tile in the dtype of the queries.
         capability: compute capability of the device.
         shared: bytes of shared memory that a program may use.
-        column_blocks: number of scales of a latent in a cache entry; 1 without such scales. Each of them needs its own
-            softmax probabilities, so that larger tiles need more registers than there are.
+        column_blocks: number of scales of a latent in a cache entry; 1 without such scales. Each column block needs its
+            own softmax probabilities, so larger tiles would need more registers than the GPU has.
         fp8_mode: mode of the decode. If products are computed in e4m3, their operands are in e4m3 in shared memory too.
 
     Raises:
@@ -56,7 +56,7 @@ def launch_shape(
         shapes = ((16, 16, 4, 2), (16, 16, 4, 1))
     elif request_rows <= 16:  # memory reads limit the speed: small tiles let two programs run on each SM
         shapes = ((16, 32, 4, 3), (16, 32, 4, 2), (16, 16, 4, 2), (16, 16, 4, 1))
-    else:  # Hopper multiplies 64 rows directly from shared memory, so prefer 64, even if half are padding rows
+    else:  # Hopper multiplies 64 rows directly from shared memory, so prefer 64 rows, even if half are unused
         shapes = ((32, 32, 8, 2), (32, 16, 8, 2), (32, 16, 8, 1))
         if capability[0] == 9:
             tile = 32 if block_size == 32 or column_blocks > 1 else 64
@@ -78,7 +78,7 @@ def _shared_bytes(
     """Return the bytes of shared memory of a launch shape whose products are computed in the dtype of the queries."""
     elements, cache_elements = rows * (width + column_blocks * tile), stages * tile * width
     if cache_element_size < dtype.itemsize:
-        # the tile that is multiplied was converted, and one loaded tile fewer is in shared memory
+        # the tile that is multiplied was converted to `dtype`, and one tile fewer is in the dtype of the cache
         elements, cache_elements = elements + tile * width, cache_elements - tile * width
     return elements * dtype.itemsize + cache_elements * cache_element_size
 
@@ -88,7 +88,7 @@ def _shared_bytes_in_e4m3(rows: int, tile: int, stages: int, width: int, column_
 
     Queries and loaded tiles have one byte for each element. The tile of values is in shared memory a second time: in
     float16 (`fp8_query`), or as transposed e4m3 numbers (`fp8_product`). The probabilities are float16 (`fp8_query`).
-    For `fp8_product`, the threads exchange them in float32, before they are rounded.
+    For `fp8_product`, the threads exchange the probabilities in float32, before the probabilities are rounded.
     """
     values, weights = (E4M3, torch.float32) if fp8_mode == "fp8_product" else (torch.float16, torch.float16)
     copied = tile * (values.itemsize * width + weights.itemsize * rows * column_blocks)
@@ -96,7 +96,7 @@ def _shared_bytes_in_e4m3(rows: int, tile: int, stages: int, width: int, column_
 
 
 def multiplies_e4m3(capability: tuple[int, int], rows: int, tile: int, fp8_mode: str) -> bool:
-    """Return whether a decode multiplies operands in e4m3; if False, it converts both operands to float16, exactly."""
+    """Return whether a decode computes products in e4m3; if False, it converts e4m3 numbers before the products."""
     in_e4m3 = capability >= NATIVE_CAPABILITY and (
         rows >= WARP_GROUP_ROWS or capability[0] not in CONVERTING_GENERATIONS
     )
@@ -104,7 +104,7 @@ def multiplies_e4m3(capability: tuple[int, int], rows: int, tile: int, fp8_mode:
 
 
 def column_blocks(cache_format: CacheFormat, latent: int) -> int:
-    """Return the number of column blocks of a latent: columns that have one scale in a cache entry."""
+    """Return the number of column blocks of a latent; the columns of a block have the same scale in a cache entry."""
     return latent // cache_format.scale_tile if cache_format.scale_tile > 0 else 1
 
 

@@ -36,7 +36,8 @@ class Constants(NamedTuple):
         E4M3: True if the latents of the cache are e4m3 numbers (`decode_fp8_tiles`); the cache is then read as bytes.
             The constants below are for such a cache alone.
         NATIVE: True if the GPU has instructions for e4m3.
-        PINNED: True if the kernel is compiled for a GPU and for 16-bit queries.
+        PINNED: True if converted numbers stay in the layout of their load (`fp8.pinned`): on a GPU, unless the queries
+            are float32.
         HALF: True if bfloat16 queries are converted to float16 before they are multiplied by e4m3 numbers (not for row
             blocks of 64 rows, whose products the compiler would then serialise).
         BLOCKS: number of column blocks of a latent, which are loaded and multiplied one after another.
@@ -46,7 +47,7 @@ class Constants(NamedTuple):
         ROPE_E4M3: True if the rope part is e4m3 too, and False if it is bfloat16.
         Q_E4M3: True if the queries are e4m3 numbers, which are read as bytes.
         P_E4M3: True if the probabilities are rounded to e4m3.
-        E4M3_DOTS: True if the products of e4m3 numbers are computed in e4m3, and False if in float16.
+        E4M3_DOTS: True if products are computed in e4m3, and False if e4m3 numbers are converted first.
     """
 
     LATENT: Any
@@ -75,7 +76,7 @@ class Queries(NamedTuple):
     """Pointers to the latent and the rope part of all queries, and the strides of both parts in elements.
 
     `scale` is a pointer to the scale of queries in e4m3, or None. `scale_stride` is the stride from the scale of a head
-    to that of the next head: 0 if all heads have one scale.
+    to the scale of the next head: 0 if all heads have one scale.
     """
 
     ql_nope: Any
@@ -96,8 +97,8 @@ class RowQueries(NamedTuple):
     Attributes:
         latent: [ROWS, LATENT_PAD]; for a cache with e4m3 numbers, a tuple with one tensor for each column block.
         rope: [ROWS, ROPE_PAD]; not used if R is 0.
-        unit: [ROWS], by which a product with `latent` is multiplied (`_in_float16`): the scale of queries in e4m3. It
-            is not used if both `HALF` and `Q_E4M3` are False.
+        unit: [ROWS], factor by which the products with `latent` are multiplied. With `HALF`, it is the unit of
+            `_in_float16`; with `Q_E4M3`, it is the scale of the queries; otherwise it is not used.
     """
 
     latent: Any
@@ -135,7 +136,8 @@ class RowKeys(NamedTuple):
     Attributes:
         visible: [ROWS], number of keys that each row sees.
         end: largest number of keys that a row sees.
-        full_tiles: number of tiles at the start of the request of which every row sees every key; they need no mask.
+        full_tiles: number of tiles at the start of the request in which every row sees every key; these tiles need no
+            mask.
         table_row: pointer to the request's row of the block table.
         table_stride: elements from one entry of the request's row to the next entry.
     """
@@ -198,7 +200,8 @@ def _products(q, k, SUM_COLUMNS: tl.constexpr):
 def keys_of_tile(row_keys, tile, cache, c):
     """Return the keys of a tile [TILE], their blocks, and which keys the cache holds [TILE].
 
-    The block is one number if one cache block holds the whole tile, and otherwise [TILE].
+    The second result is one block number if one cache block holds the whole tile. Otherwise it is [TILE], one block
+    number for each key.
     """
     keys = tile * c.TILE + tl.arange(0, c.TILE)
     if c.BLOCK_SIZE % c.TILE == 0:  # one cache block holds the whole tile, so one entry of the block table suffices
@@ -277,7 +280,7 @@ def _attend_tile(state, queries, row_keys, tile, cache, scale_log2, c, PARTIAL: 
 @triton.jit
 @no_type_check
 def load_queries(queries, token, head, real, c):
-    """Load the queries of ROWS rows; a padding row gets zeros.
+    """Load the queries of ROWS rows; a row with `real` false gets zeros.
 
     For a cache with e4m3 numbers, `latent` of the result is a tuple: for every column block, the queries
     [ROWS, columns of the block].
@@ -312,8 +315,9 @@ def load_queries(queries, token, head, real, c):
 def _from_codes(latent, rope, scale, c):
     """Return queries that were loaded as e4m3 codes, in the dtype of their products; `scale` [ROWS] is their unit.
 
-    No dtype below rounds an e4m3 number. If the rope keys are bfloat16, the rope queries become bfloat16 too. Triton's
-    interpreter computes wrong products in bfloat16, and gets float32 (PINNED is False there).
+    Each of these dtypes holds every e4m3 number exactly. If the rope keys are bfloat16, the rope queries become
+    bfloat16 too. In Triton's interpreter (PINNED is False), the rope queries become float32 instead, because the
+    interpreter computes wrong products in bfloat16.
     """
     BLOCKS: tl.constexpr = c.BLOCKS
     DTYPE: tl.constexpr = tl.float8e4nv if c.E4M3_DOTS else tl.float16
@@ -335,11 +339,11 @@ def _from_codes(latent, rope, scale, c):
 @triton.jit
 @no_type_check
 def _in_float16(latent, rope, c):
-    """Return bfloat16 queries in float16, with the unit of each row, a power of two in float32.
+    """Convert bfloat16 queries to float16; divide each row by its unit first, a power of two that is returned too.
 
-    A query is the product of the result and the unit. The largest result of a row is a number from 2^14 to 2^15, so
-    queries of any size fit into float16. A result is exact, except that numbers below 2^-28 times the largest number of
-    the row lose bits. Rope queries are converted only if the rope keys are e4m3 too.
+    The largest quotient of a row is a number from 2^14 to 2^15, so queries of any size fit into float16. The quotients
+    are exact, except that numbers below 2^-28 times the largest number of the row lose bits. Rope queries are converted
+    only if the rope keys are e4m3.
     """
     BLOCKS: tl.constexpr = c.BLOCKS
     largest = tl.max(tl.abs(latent[0].to(tl.float32)), 1)
@@ -348,7 +352,7 @@ def _in_float16(latent, rope, c):
     if c.ROPE > 0 and c.ROPE_E4M3:
         largest = tl.maximum(largest, tl.max(tl.abs(rope.to(tl.float32)), 1))
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 0xFF  # biased; 255 for infinity and NaN
-    inverse_exponent = tl.minimum(2 * 127 + 14 - exponent, 253)  # of the power of two that multiplies the row
+    inverse_exponent = tl.minimum(2 * 127 + 14 - exponent, 253)  # exponent of 1 / unit
     inverse = (inverse_exponent << 23).to(tl.float32, bitcast=True)[:, None]
     halves = ()
     for number in tl.static_range(BLOCKS):
@@ -361,7 +365,7 @@ def _in_float16(latent, rope, c):
 @triton.jit
 @no_type_check
 def _load_columns(base, columns, token, head, real, strides, WIDTH: tl.constexpr):
-    """Load some columns of ROWS rows from [T, N, WIDTH]; padding rows and columns from WIDTH on get zeros."""
+    """Load columns of ROWS rows from [T, N, WIDTH]; rows with `real` false and columns from WIDTH on get zeros."""
     offsets = token.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
     return tl.load(
         base + offsets[:, None] + (columns.to(tl.int64) * strides[2])[None, :],

@@ -57,7 +57,7 @@ def e4m3_to_float32(codes, NATIVE: tl.constexpr):
 def e4m3_to(codes, dtype: tl.constexpr, NATIVE: tl.constexpr):
     """Return the values of e4m3 codes (uint8) in a float dtype that holds them exactly.
 
-    The dtype has at least 16 bits, or is Triton's dtype for e4m3 (with NATIVE alone).
+    The dtype has at least 16 bits, or is Triton's dtype for e4m3, which needs NATIVE.
     """
     if dtype == tl.float8e4nv:
         values = codes.to(tl.float8e4nv, bitcast=True)
@@ -78,10 +78,10 @@ def e4m3_to(codes, dtype: tl.constexpr, NATIVE: tl.constexpr):
 def pinned(x):
     """Return 16-bit numbers x as they are, and keep them in the layout (elements of each thread) of their load.
 
-    Two products read a tile. Without this empty instruction, the compiler changes the bytes to the layout of each
-    product and then converts them. It converts the tile twice, loads single bytes from shared memory, and does not
-    prefetch the next tile. The compiler also looks for the bytes behind the operands of a product. If it finds bytes
-    behind both, it arranges both operands as if they were bytes.
+    Two products read a tile. Without the instruction below, which only copies x, the compiler moves the bytes to the
+    layout of each product and then converts them. The compiled kernel then converts the tile twice, loads single bytes
+    from shared memory, and does not prefetch the next tile. If both operands of a product are converted from bytes, the
+    compiler would also arrange both operands as if they were bytes.
     """
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
 

@@ -80,8 +80,8 @@ def apply_rope(
     """Return q_pe [T, N, R] and k_pe [T, R], rotated by the angles positions [T] * frequencies [R/2].
 
     Both results are contiguous and multiplied by `magnitude`. `interleaved` says which elements form a pair
-    (`rope_norm_and_cache`). If `q_scale`, [] or [N], is given, the queries are in e4m3: divided by this scale and
-    rounded once.
+    (`rope_norm_and_cache`). If `q_scale`, [] or [N], is given, the rotated queries are divided by this scale and
+    rounded to e4m3.
     """
     q_out = _new_queries(q_pe, q_scale)
     k_out = torch.empty_like(k_pe, memory_format=torch.contiguous_format)
@@ -138,8 +138,8 @@ def rope_norm_and_cache(
 
     Returns:
         Rotated q_pe [T, N, R], normed latents [T, Lkv] and rotated k_pe [T, R], all contiguous. The cache entries have
-        the bits of these latents and of this k_pe. In a format with scales, they have the bits that `quantize_entries`
-        returns for both.
+        the bits of these latents and of this k_pe. In a format with scales, the cache entries have the bits that
+        `quantize_entries` writes for these latents and this k_pe.
     """
     q_out = _new_queries(q_pe, q_scale)
     normed, k_out = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (kv_c, k_pe))
@@ -176,7 +176,7 @@ def _new_queries(q_pe: Tensor, q_scale: Tensor | None) -> Tensor:
 
 
 def _stored_queries(q_out: Tensor, q_scale: Tensor | None) -> tuple[Tensor, int | None, bool]:
-    """Return the tensor that a kernel writes, the stride of the scale over heads, and the constant NATIVE.
+    """Return the tensor that a kernel writes, the stride of the scale from head to head, and the constant NATIVE.
 
     Without a scale, the stride is None, so that the compiled kernel has no parameter for it.
     """
@@ -313,7 +313,7 @@ def _rope_norm_cache_kernel(
 @triton.jit
 @no_type_check
 def _normed_latent(values, tables, token, column, held, eps, strides, LATENT: tl.constexpr):
-    """Return the normed latent of one token [LATENT_TILE], in float32; `column` and `held` [LATENT_TILE]."""
+    """Return the normed latent of one token [LATENT_TILE], in float32; columns with `held` false become 0."""
     x = tl.load(values.kv_c + token * strides.kv_c_token + column * strides.kv_c_column, held, 0.0).to(tl.float32)
     weight = tl.load(tables.norm_weight + column * strides.weight, held, 0.0).to(tl.float32)
     return x * tl.rsqrt(tl.sum(x * x, 0) / LATENT + eps) * weight
@@ -351,7 +351,7 @@ def _rope_norm_quantize_kernel(
 ):  # fmt: skip
     """Do the work of `_rope_norm_cache_kernel` for a format with scales: quantise the cache entries."""
     token, number = tl.program_id(0).to(tl.int64) // token_programs, tl.program_id(0) % token_programs
-    if number == 0:  # the cache entry: latent and shared key; vectors of one row, as in `cache_formats`
+    if number == 0:  # the cache entry: latent and shared key; one row, as `cache_formats` needs rows
         row = token + tl.arange(0, 1)
         slots = tl.load(slot_mapping + row * strides.slot, row < num_slots, -1)
         written = (slots >= 0) & (slots // BLOCK_SIZE < num_blocks)

@@ -247,7 +247,7 @@ def _plan_decode_kernel(
     if DEPENDENT:  # let the next kernel start early, and wait for the preceding kernel
         gdc_launch_dependents()
         gdc_wait()
-    end = CHUNK if ONE_CHUNK else num_requests  # with a constant, the compiler loads one chunk once for all loops
+    end = CHUNK if ONE_CHUNK else num_requests  # if `end` is constant, all loops share the loads of one chunk
     total_tiles, requests, most_tiles = tl.zeros([], tl.int32), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     for first in range(0, end, CHUNK):
         tiles = _load_tiles(seq_lens, first + tl.arange(0, CHUNK), num_requests, TILE)
@@ -299,7 +299,7 @@ def _plan_invariant_kernel(
     rule = SplitRule(small_tiles, small_splits, large_tiles, max_splits)
     zero = tl.zeros([], tl.int32)
     line = Line(request_cost - split_cost, split_cost, zero, zero, zero, num_programs, zero)
-    end = CHUNK if ONE_CHUNK else num_requests  # with a constant, the compiler loads one chunk once for all loops
+    end = CHUNK if ONE_CHUNK else num_requests  # if `end` is constant, all loops share the loads of one chunk
     total = zero
     for first in range(0, end, CHUNK):
         tiles = _load_tiles(seq_lens, first + tl.arange(0, CHUNK), num_requests, TILE)
@@ -343,7 +343,7 @@ def plan_decode(
         num_programs: number of programs of the decode kernel, among which the tiles are divided.
         request_cost: time to start a request, in units of one tile.
         split_cost: time to start a further split of a request in a batch-invariant schedule, in units of one tile. If
-            it is larger than `request_cost`, `request_cost` is used.
+            `split_cost` is larger than `request_cost`, the function uses `request_cost` instead.
         splits_per_tile: number of splits of one request whose outputs the combine kernel adds in the time of one tile.
         split_rule: rule by which a batch-invariant schedule splits a request.
         batch_invariant: if True, the splits of each request depend on its length alone.

@@ -110,7 +110,7 @@ def _scheduled_decode_kernel(
             )  # fmt: skip
             visible = tl.minimum(tl.load(visible_lens + token, mask=real, other=0), readable)
             key_end = tl.maximum(tl.max(visible, 0), 0)
-            # number of tiles at the start of the request of which every row sees every key
+            # number of tiles at the start of the request in which every row sees every key
             full_tiles = tl.maximum(tl.min(tl.where(real, visible, key_end), 0), 0) // c.TILE
             table_row = block_table + request.to(tl.int64) * table_row_stride
             state = attend(
@@ -135,7 +135,7 @@ def _scheduled_decode_kernel(
                     before = load_partial(partials, index, real, request_row, columns, c.LATENT)
                     state = add_partial(before, state)
                     tl.debug_barrier()
-                # write two numbers for the combine kernel: the splits in this sum, and all splits of the request
+                # write two counts for the combine kernel: of the splits in this sum, and of all splits of the request
                 recorded = has_first_split & (row_block == 0)
                 progress = outputs.partial_lse + 2 * num_partials.to(tl.int64) * request_rows + 2 * request
                 progress = progress.to(tl.pointer_type(tl.int32), bitcast=True)
@@ -241,7 +241,7 @@ def launch_scheduled(
     tokens, _, latent = out.shape
     requests, scheduled = inputs.block_table.shape[0], tile_ranges is not None
     programs = tile_ranges.shape[0] if scheduled else requests * programs_per_request
-    # at most one split for each request, and one more split for each program that continues a request
+    # upper bound of the splits: one for each request, and one more for each program that continues a request
     num_partials, progress = requests + programs, 0
     if batch_invariant:
         most_splits = most_invariant_splits(cdiv(max_keys, DECODE_TILE), split_rule)

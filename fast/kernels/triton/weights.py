@@ -1,8 +1,9 @@
-"""Products of the rows of each head with the matrix of this head, for weights or results in e4m3 (8 bits).
+"""Multiply the rows of each head by the matrix of this head, for weights or results in e4m3 (8 bits).
 
 A program computes a tile of the product of one head: some rows (tokens) and some columns. It converts each tile of an
 e4m3 weight to the dtype of the rows, multiplies in this dtype, and sums in float32. The scale of the weight multiplies
-the sum, so the converted weight is exact. A result in e4m3 is the float32 sum divided by its scale and rounded once.
+the sum, so the converted weight is exact. For a result in e4m3, the float32 sum is divided by the scale of the result
+and rounded once.
 """
 
 from __future__ import annotations
@@ -65,10 +66,10 @@ def product_tile(tokens: int, heads: int, inner: int, width: int, dtype: torch.d
 
 
 def variant_tokens(most_tokens: int) -> list[int]:
-    """Return numbers of tokens that together need every variant that 1 to `most_tokens` tokens can need.
+    """Return one number of tokens for every kernel variant that batches of 1 to `most_tokens` tokens can need.
 
-    A variant is the kernel compiled for one `ProductTile`; only the number of rows depends on the number of tokens. For
-    example, batches of 1 to 256 tokens need only the variants of 1, 17 and 33 tokens.
+    A variant is the kernel compiled for one `ProductTile`, of which only the number of rows depends on the number of
+    tokens. For example, batches of 1 to 256 tokens need only the variants for 1, 17 and 33 tokens.
     """
     found, rows = [1], LEAST
     while rows < min(most_tokens, MOST_ROWS):

@@ -12,9 +12,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from .gluon_versions import partition_barrier
 
 # True only in tests with racecheck, NVIDIA's detector of data races (`tests/sanitizers.py`). Racecheck assumes that an
-# mbarrier synchronises only the threads that arrive at it. If one thread arrived for all, racecheck would report races
-# of the others. Tests set this constant before Triton computes the cache key of a kernel, because the key contains the
-# constant.
+# mbarrier synchronises only the threads that arrive at it. If one thread arrived for all threads, racecheck would
+# report races of the other threads. Tests set this constant before Triton computes the cache key of a kernel, because
+# the key contains the constant.
 EVERY_THREAD_ARRIVES = gl.constexpr(False)
 
 

@@ -149,7 +149,7 @@ def visibility_of(
 @gluon.jit
 @no_type_check
 def _all_in_cache(first_blocks, begin, blocks, num_blocks, BLOCK_SIZE: gl.constexpr, NUM_WARPS: gl.constexpr):
-    """Return whether all block numbers of a work item are valid; the numbers behind `first_blocks` are loaded here."""
+    """Return whether all block numbers of a work item are valid; load the numbers behind `first_blocks` first."""
     SPAN: gl.constexpr = 32 * NUM_WARPS
     in_cache = ((first_blocks >= 0) & (first_blocks < num_blocks)).to(gl.int32)
     for start in range(begin * TILE // BLOCK_SIZE + SPAN, ceil_div(blocks.end_key, BLOCK_SIZE), SPAN):

@@ -1,7 +1,7 @@
 """Functions that compute the splits of a request from the length of this request alone (batch-invariant decode).
 
-A split is consecutive tiles (64 keys each) of one request that are attended independently of its other tiles. In a
-batch-invariant decode, the splits of a request depend neither on other requests nor on the number of programs. The
+A split is consecutive tiles (64 keys each) of one request that are attended independently of the request's other tiles.
+In a batch-invariant decode, the splits of a request depend neither on other requests nor on the number of programs. The
 sums of a request are therefore computed in the same order, and give the same bits, in every batch.
 """
 
@@ -25,7 +25,7 @@ def ceil_div(a, b):
 @gluon.jit
 @no_type_check
 def planned_tiles(length):
-    """Return the number of tiles of a request, as `plan_decode` does, without overflow for any int32 length."""
+    """Return the number of tiles of a request, computed as in `plan_decode`; no int32 length causes an overflow."""
     return (gl.maximum(length, 1) - 1) // TILE + (length > 0).to(gl.int32)
 
 

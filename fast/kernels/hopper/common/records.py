@@ -5,8 +5,9 @@ values inside a kernel (pointers, scalars, tensors, shared memory), for which no
 `values`, because Triton's tuples have an attribute of this name.
 
 A row is one (query token, head) pair, and a row block is 16, 32 or 64 rows of one request. A tile is 64 consecutive
-keys of one request. A split is consecutive tiles of one request that are attended independently of its other tiles. The
-reference score of a row is about the largest score of the row; it is subtracted from the scores of the row before exp2.
+keys of one request. A split is consecutive tiles of one request that are attended independently of the request's other
+tiles. The reference score of a row is about the largest score of the row; it is subtracted from the scores of the row
+before exp2.
 """
 
 from __future__ import annotations
@@ -341,7 +342,7 @@ class HalfState(NamedTuple):
 
 
 class CombineWeights(NamedTuple):
-    """Reference scores (in base 2) of the sum of two states, and the factors of the old state and of the new state."""
+    """Reference scores (in base 2) of the sum of two states, and the factor of each row in the old and new state."""
 
     reference: Any
     old: Any

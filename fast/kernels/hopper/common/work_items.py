@@ -51,7 +51,7 @@ def first_position(plan, sizes, SCHEDULED: gl.constexpr, SLICES: gl.constexpr):
 @gluon.jit
 @no_type_check
 def _last_candidate(plan, sizes, SCHEDULED: gl.constexpr):
-    """Return the index of the last candidate: of this program with a schedule, of the whole grid without a schedule.
+    """Return the index of the last candidate of this program (with a schedule) or of the grid (without a schedule).
 
     The index is computed anew for every work item, because keeping it would cost a register.
     """
@@ -129,7 +129,8 @@ def item_at(position, plan, inputs, sizes, EVEN_TILES: gl.constexpr, BY_LENGTH: 
         begin = position.first_tile
         end = _planned_end(position.candidate, lens.length, plan, sizes)
         exists = begin < end
-        # round down: the program that ends at a boundary and the program that begins there compute the same boundary
+        # Round `begin` and `end` down to multiples of EVEN_TILES. The program that ends at a tile and the program that
+        # begins at this tile thus compute the same boundary.
         begin = begin // EVEN_TILES * EVEN_TILES
         end = gl.where(end < planned_tiles(lens.length), end // EVEN_TILES * EVEN_TILES, end)
     else:

@@ -23,7 +23,8 @@ if the decode is batch-invariant. The arguments of these functions are:
 - `block`: the `RowBlock` of the work item. `partial`: a partial index. `OF_REQUEST`: see `epilogue.partial_rows`.
 - `ctx`: `Context`. Its `shared` has `items` and `queries`; its `bars` has `item_written` and `item_begun`.
 - `c`: `Constants`.
-- `counters`: counts of the main loop, such as the number of tiles so far; they give the phases of its barriers.
+- `counters`: counts of the main loop, such as the number of tiles processed so far. The kernel computes the phases of
+  the main loop's barriers from these counts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Groups of kernel arguments, in the order of the parameters of the decode kernels.
 
-A kernel takes some of these named tuples as one parameter, and the fields of the others as separate parameters.
+A kernel takes some of these named tuples as one parameter each. It takes the fields of the other named tuples as
+separate parameters.
 `fast.kernels.triton.arguments` says which parameters cannot be fields of a named tuple.
 """
 

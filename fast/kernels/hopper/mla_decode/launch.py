@@ -99,7 +99,7 @@ def mla_decode(
         max_query_len: upper bound of the query tokens of a request; it determines the number of row blocks.
         max_seq_len: upper bound of the keys of a request; it determines the number of splits and the size of buffers.
         softmax_scale: factor of the scores.
-        out_dtype: dtype of `out`.
+        out_dtype: dtype of `out`: float32, bfloat16 or float16.
         tile_ranges: [programs, 5] of a schedule (`DecodeSchedule`), or None. Without a schedule, every request is
             spread over the same number of programs, which is chosen for the upper bound `max_seq_len`.
         split_offsets: [B + 1] of the same schedule, or None.
@@ -114,7 +114,8 @@ def mla_decode(
         out [T, N, Lkv] and lse [N, T].
 
     Raises:
-        ValueError: a dtype is not listed above, or the address of the cache or of `out` is not a multiple of 16 bytes.
+        ValueError: `ql_nope.dtype` or `out_dtype` is not listed above, or the address of the cache or of `out` is not a
+            multiple of 16 bytes.
     """
     split_decode = decode_splits(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
@@ -151,7 +152,7 @@ def decode_splits(
     if tokens == 0 or requests == 0 or heads == 0:
         none = torch.empty(0, dtype=torch.float32, device=device)
         return SplitDecode(out, lse, none, none.clone())
-    if softmax_scale < 0:  # the kernels take the largest score before they multiply by the scale, so make it positive
+    if softmax_scale < 0:  # the kernels find the largest score before they apply the scale, which must be positive
         ql_nope, q_pe, softmax_scale = -ql_nope, -q_pe, -softmax_scale
     ql_nope, latent_strides = _in_words(ql_nope)
     q_pe, rope_strides = _in_words(q_pe)

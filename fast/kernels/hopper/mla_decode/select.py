@@ -1,7 +1,7 @@
 """Choose the kernel of a decode and the number of rows of its row blocks, and assign requests to programs.
 
 A row is one (query token, head) pair. A row block is the rows of one request that a program processes together. A tile
-is 64 keys. A split is consecutive tiles of one request that are attended independently of its other tiles.
+is 64 keys. A split is consecutive tiles of one request that are attended independently of the request's other tiles.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .two_phases.column_blocks import COLUMN_BLOCKS
 
 FEW_ROWS = (16, 32)  # rows of a row block of `row_blocks_16_32`
 MANY_ROWS = ROWS.value  # rows of a row block of `row_blocks_64`: 64
-WIDE_LATENT = 512  # latent width Lkv that slices and two phases need
+WIDE_LATENT = 512  # slices and two phases are only for this latent width Lkv
 SLICES = 2  # programs that share a split, with different output columns, if multiprocessors would otherwise be idle
 FEW_TILES = 4  # tiles that `_rows_where_alone` gives each program of a single request
 

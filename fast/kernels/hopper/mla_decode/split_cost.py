@@ -1,8 +1,8 @@
 """Choose the number of splits of a request from costs that were measured on an H200.
 
-A split is consecutive tiles (64 keys each) of one request that are attended independently of its other tiles. A row is
-one (query token, head) pair, and a row block is 16, 32 or 64 rows of one request. A work item is consecutive tiles of
-one request and row block that a program processes next.
+A split is consecutive tiles (64 keys each) of one request that are attended independently of the request's other tiles.
+A row is one (query token, head) pair, and a row block is 16, 32 or 64 rows of one request. A work item is consecutive
+tiles of one request and row block that a program processes next.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ COMBINE_NS, COMBINED_ROW_NS = 3000, 1.5  # ns of the combine kernel, and additio
 
 @functools.lru_cache(maxsize=4096)
 def best_num_splits(items: int, rows: int, keys: int, program_rows: int, row_blocks: int, processors: int) -> int:
-    """Return the number of splits of each request with the lowest estimated time; of equal times, the smallest number.
+    """Return into how many splits to divide each request, so that the estimated time is lowest.
 
-    The estimate uses upper bounds that the host knows. No length is read from the device.
+    If several numbers give the same time, the function returns the smallest of these numbers. The estimate uses upper
+    bounds that the host knows. No length is read from the device.
 
     Args:
         items: number of (request, row block) pairs; each pair has one work item per split.
@@ -70,7 +71,7 @@ def best_num_splits(items: int, rows: int, keys: int, program_rows: int, row_blo
 def best_num_programs(
     items: int, rows: int, keys: int, heads: int, program_rows: int, processors: int, split_rule: InvariantSplitRule
 ) -> int:
-    """Return the number of programs for each (request, row block) pair with the lowest estimated time.
+    """Return how many programs to use for each (request, row block) pair, so that the estimated time is lowest.
 
     The decode is batch-invariant, so the number of splits is fixed. The programs of a pair divide its splits.
 

@@ -43,8 +43,8 @@ class Kept(NamedTuple):
 
     Attributes:
         row_values: [2, ROWS]: reference scores (subtracted from the scores before exp2) and sums of weights.
-        weighted: weighted sums of all latent columns, or of their first half if the sums of the second half are in
-            global memory.
+        weighted: weighted sums of all latent columns. If the sums of the second half of the columns are in global
+            memory, only the sums of the first half.
         stored: barrier at which the consumer arrives when it has written sums to global memory.
     """
 

@@ -64,8 +64,8 @@ def _send_rows(left, right, block, out_rows, q_latent, CONSUMER: gl.constexpr):
     """Write this consumer's half of the output columns with TMA, the GPU's bulk copy engine.
 
     TMA copies the values from the shared memory of the queries, which are no longer needed. Each consumer uses the half
-    of this memory that it filled with queries. TMA writes all 64 rows. They belong to one query token, and no row lies
-    behind the last row of the request.
+    of this memory that it filled with queries. TMA can write all 64 rows: they belong to one query token, and no row
+    lies behind the last row of the request.
     """
     first_row = block.query_start * block.num_heads + block.number * ROWS
     WIDTH: gl.constexpr = left.shape[1]
@@ -83,7 +83,7 @@ def _send_rows(left, right, block, out_rows, q_latent, CONSUMER: gl.constexpr):
 @gluon.jit
 @no_type_check
 def _lines_of(left, right, q_latent, CONSUMER: gl.constexpr, WIDE: gl.constexpr):
-    """Return both quarters in the layout WIDE, in which stores fill whole cache lines.
+    """Return both quarters of this consumer in the layout WIDE, in which stores fill whole cache lines.
 
     The values change their layout through the shared memory of the queries, which are no longer needed.
     """
@@ -187,7 +187,7 @@ def _kept_pointers(kept_values, CONSUMER: gl.constexpr, LATENT: gl.constexpr, VA
 @gluon.jit
 @no_type_check
 def with_kept(state, kept_values, ctx, counters, c):
-    """Combine the state that this consumer has kept with `state`; return the sum and the unchanged counters."""
+    """Combine the state that this consumer has kept with `state`; return the new state and the unchanged counters."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.LATENT // 4 // c.SLICES, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -207,7 +207,7 @@ def with_kept(state, kept_values, ctx, counters, c):
 def keep(state, kept_values, ctx, c):
     """Store this consumer's half of a state until the next split is attended.
 
-    Reference scores and sums of weights go to shared memory, the weighted sums to global memory.
+    Reference scores and sums of weights go to shared memory, and the weighted sums go to global memory.
     """
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.LATENT // 4 // c.SLICES, 16])
     kept = ctx.shared.kept

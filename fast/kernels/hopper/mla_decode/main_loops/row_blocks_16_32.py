@@ -215,7 +215,7 @@ def _produce(ctx, latent_tma, rope_tma, c):
         position, item = seek_item(
             position, ctx.plan, ctx.inputs, sizes, 1, c.ROWS, c.HEADS, c.BY_LENGTH, c.SCHEDULED, 1
         )
-        mbarrier.wait(bars.item_begun, number & 1)  # the consumer has stopped reading the item to overwrite
+        mbarrier.wait(bars.item_begun, number & 1)  # the consumer no longer reads the item that is overwritten
         number += 1
         write_item(shared.items, number, item, bars.item_written)
 

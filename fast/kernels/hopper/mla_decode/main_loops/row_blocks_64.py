@@ -10,7 +10,7 @@ the same quarter of a later tile. README.md shows the timeline and the barriers.
 
 If multiprocessors would be idle otherwise, two programs compute the scores of the same tiles (SLICES = 2). Each program
 then multiplies the probabilities by only one slice of every quarter: one half of the columns of the quarter. In this
-case, "half" and "quarter" of the output mean only the columns that the program computes.
+case, a "half" or a "quarter" of the output means only those of its columns that the program computes.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _produce(ctx, latent_tma, rope_tma, c):
         position, item = seek_item(
             position, ctx.plan, ctx.inputs, sizes, 2, ROWS, c.HEADS, c.BY_LENGTH, c.SCHEDULED, c.SLICES
         )
-        mbarrier.wait(bars.item_begun, number & 1)  # the consumers have stopped reading the item to overwrite
+        mbarrier.wait(bars.item_begun, number & 1)  # the consumers no longer read the item that is overwritten
         number += 1
         write_item(items, number, item, bars.item_written)
 

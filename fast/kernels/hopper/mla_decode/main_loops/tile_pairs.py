@@ -2,7 +2,7 @@
 
 A consumer is four warps that multiply. A row is one (query token, head) pair.
 
-| | first consumer | second consumer |
+| | first consumer (CONSUMER = 0) | second consumer (CONSUMER = 1) |
 |---|---|---|
 | scores and softmax | tile 0 of the pair, all 64 rows | tile 1 of the pair, all 64 rows |
 | weighted sum of the values of both tiles | quarters 0 and 1 of the latent columns | quarters 2 and 3 |
@@ -16,8 +16,8 @@ The reference score of a row is the number that is subtracted from the row's sco
 grow from tile to tile (`tile_scores.reference_of`). The probabilities here are not normalised: they are exp2(score -
 reference score).
 
-In the layouts, SCORES is for the scores of a tile and VALUES for a quarter of the output. If two programs share the
-work (SLICES = 2, see `row_blocks_64`), VALUES has only the columns of one slice of the quarter.
+SCORES is the layout of the scores of a tile, and VALUES is the layout of a quarter of the output. If two programs share
+the work (SLICES = 2, see `row_blocks_64`), VALUES has only the columns of one slice of the quarter.
 """
 
 from __future__ import annotations

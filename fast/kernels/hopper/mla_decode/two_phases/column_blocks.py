@@ -172,7 +172,7 @@ def _pairs_scored(flags, first_score_block, pair, count, row_blocks):
 @gluon.jit
 @no_type_check
 def _load_phase_one(score_block, row_values, probability_pairs, shared, full, stage):
-    """Issue the loads of a score block: the threads of one warp copy the row values, and TMA the probabilities."""
+    """Load the results of a score block: threads of one warp copy the row values, and TMA copies the probabilities."""
     element = gl.arange(0, ROW_VALUES, gl.BlockedLayout([4], [32], [1], [0]))
     source = row_values + score_block.to(gl.int64) * ROW_VALUES + element
     async_copy.async_copy_global_to_shared(shared.row_value_stages.index(stage), source)

@@ -107,7 +107,7 @@ def _two_phases_kernel(
     small_tiles, small_splits, large_tiles, max_splits, scale_log2,
     query_strides, table_row_stride, table_stride, c: gl.constexpr,
 ):  # fmt: skip
-    """Compute at most one score block, then column blocks, of a batch-invariant decode.
+    """In each program, compute at most one score block of a batch-invariant decode, and then column blocks.
 
     If a request has several splits, each split becomes a partial output, and `fast.kernels.combine` adds these partial
     outputs. The launcher guarantees:
@@ -123,7 +123,7 @@ def _two_phases_kernel(
     ROPE_SHARED: gl.constexpr = gl.NVMMASharedLayout(2 * c.ROPE if c.ROPE > 0 else 128, 16)
     ONE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     boxes: gl.constexpr = 2 * (TILE // BOX_KEYS) * (c.LATENT // BOX_COLUMNS)
-    # phase 1: both tiles of a pair; phase 2: the columns of a column block of STAGES pairs
+    # phase 1: both tiles of a pair; phase 2: STAGES pairs of tiles, in the columns of one column block
     latents = gl.allocate_shared_memory(dtype, [boxes, 1, BOX_KEYS, BOX_COLUMNS], latent_tma.layout)
     # phase 1: the queries; phase 2: the probabilities of PROBABILITY_STAGES pairs
     q_latent = gl.allocate_shared_memory(dtype, [1, ROWS, c.LATENT], TILE_SHARED)

@@ -193,7 +193,7 @@ def _publish_largest_scores(words, score_block, TILE_INDEX: gl.constexpr, larges
 @gluon.jit
 @no_type_check
 def _largest_scores_before(words, score_block, back, row_blocks, ALL: gl.constexpr):
-    """Load the words of BEFORE consecutive pairs; the first of them is `back` pairs before this program's pair.
+    """Load the words of BEFORE consecutive pairs; the first pair is `back` pairs before this program's pair.
 
     The result is a tuple with two tensors [ROWS] of 32-bit words per pair, one for each tile. A word that is not
     published yet is NOT_WRITTEN. This program's pair and later pairs get the bits of -inf instead of their words.
@@ -222,7 +222,7 @@ def _not_written(loaded):
 @gluon.jit
 @no_type_check
 def _reference_before(words, score_block, count, row_blocks, scale_log2, ALL: gl.constexpr):
-    """Wait for the largest scores of the `count` earlier pairs of the split; return the reference scores after them."""
+    """Wait for the largest scores of the `count` earlier pairs of the split; return the resulting reference scores."""
     reference = gl.full([ROWS], LEAST, gl.float32, ALL)
     for first in range(0, count, BEFORE):
         loaded = _largest_scores_before(words, score_block, count - first, row_blocks, ALL)
