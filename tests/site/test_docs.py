@@ -53,7 +53,11 @@ def modules_of(package: str) -> set[str]:
     return {folders.get(name, name).removeprefix(f"{package}.") for name in names if folders.get(name) not in NO_ENTRY}
 
 
-TWIN_MODULES = sorted(modules_of("reference") & modules_of("fast"))  # `reference.<name>` and `fast.<name>` exist
+# modules that exist in both packages and define a public name; `mla.absorbed_path` defines none
+PUBLIC_MODULES = {getattr(getattr(reference, name), "__module__", "") for name in reference.__all__}
+TWIN_MODULES = sorted(
+    name for name in modules_of("reference") & modules_of("fast") if f"reference.{name}" in PUBLIC_MODULES
+)
 
 
 def fenced_blocks(path: Path) -> list[tuple[int, str, str]]:
