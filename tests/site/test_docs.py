@@ -55,9 +55,7 @@ def modules_of(package: str) -> set[str]:
 
 # modules that exist in both packages and define a public name; `mla.absorbed_path` defines none
 PUBLIC_MODULES = {getattr(getattr(reference, name), "__module__", "") for name in reference.__all__}
-TWIN_MODULES = sorted(
-    name for name in modules_of("reference") & modules_of("fast") if f"reference.{name}" in PUBLIC_MODULES
-)
+TWIN_MODULES = sorted(n for n in modules_of("reference") & modules_of("fast") if f"reference.{n}" in PUBLIC_MODULES)
 
 
 def fenced_blocks(path: Path) -> list[tuple[int, str, str]]:
