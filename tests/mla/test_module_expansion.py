@@ -5,6 +5,8 @@ The oracle is a float64 product with the numbers that the quantised module stand
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -16,7 +18,9 @@ from fast.parity import compare
 from reference.interfaces import CommonAttentionMetadata
 from reference.mla.module_expansion import expand_kv_by_module as reference_expansion
 
-from ..support.factories import CONFIGS, assert_same_bits, linear, make_weights, norm
+from ..support import commands
+from ..support.factories import CONFIGS, assert_close64, assert_same_bits, linear, make_weights, norm
+from ..support.ranks import RANK_CONFIG, STEPS, Steps, serve
 
 EXPANSIONS = {"reference": reference_expansion, "fast": fast_expansion}
 
@@ -50,6 +54,14 @@ class Rounding(WeightOnly):
         scale = x.float().abs().amax(1, keepdim=True).clamp(min=1e-10) / 448
         stored = (x.float() / scale).to(torch.float8_e4m3fn).float()
         return (stored @ self.rows.float().T * scale * self.scale.T).to(x.dtype)
+
+
+class Uncounted(Rounding):
+    """The same module without the count of its calls, which a compiled function could not keep."""
+
+    def forward(self, x):
+        scale = x.abs().amax(1, keepdim=True).clamp(min=1e-10) / 448
+        return (x / scale).to(torch.float8_e4m3fn).float() @ self.rows.float().T * scale * self.scale.T
 
 
 class Fixed(nn.Module):
@@ -224,6 +236,43 @@ def test_a_plain_linear(ops):
         assert layer.recovered_kv_b_weight is None
         outputs.append(run(ops, layer, torch.float64))
     assert (outputs[1] - outputs[0]).abs().max() <= 1e-12 * outputs[0].abs().max()
+
+
+@pytest.mark.parametrize("size, merge", [(2, "a2a"), (4, "ag_rs")])
+def test_several_ranks(ops, size, merge):
+    """Each rank calls the module of its heads for gathered context -> the output of one rank with the dense weight."""
+    steps = Steps(STEPS, 16, 64, 3)
+    wanted = serve(ops, RANK_CONFIG, steps)
+
+    def program(ranks):
+        return serve(ops, RANK_CONFIG, steps, context_parallel=ranks, expand_by_module=True)
+
+    for outputs in ops.simulate(size, 4, program, merge=merge):
+        for found, expected in zip(outputs, wanted, strict=True):
+            assert_close64(found, expected)
+
+
+COMPILE = """
+import torch
+import fast
+from tests.mla.test_module_expansion import CONFIGS, Uncounted, make_layer, run
+
+layer = make_layer(fast, CONFIGS["low-rank"], torch.float32, Uncounted, expand_by_module=True)
+wanted = run(fast, layer, torch.float32)
+compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+compiled.config = layer.config
+with torch.no_grad():
+    assert torch.equal(run(fast, compiled, torch.float32), wanted) and wanted.isfinite().all()
+"""
+
+
+def test_compiled():
+    """`torch.compile` traces a layer with `expand_by_module` in one graph -> the bits of eager mode.
+
+    The test runs in a process without the run-time shape checks of the tests, which `torch.compile` cannot trace.
+    """
+    code, said = commands.run([sys.executable, "-c", COMPILE], 300)
+    assert code == 0, said
 
 
 def test_memory_profile(ops):
