@@ -11,7 +11,7 @@ from reference.interfaces import (
     CacheFormat,
     check_dtype,
     check_entries,
-    check_scale_value,
+    check_scale_values,
     check_stored_entries,
     check_tensor,
     format_named,
@@ -69,7 +69,7 @@ def _new_entries(kv_c_normed, k_pe, columns, dtype, cache_format, kv_scale, back
 
 
 def _launch_quantize(kv_c_normed, k_pe, columns, dtype, cache_format, kv_scale, backend):
-    check_scale_value("kv_scale", kv_scale)
+    check_scale_values("kv_scale", kv_scale)
     out = _new_entries(kv_c_normed, k_pe, columns, dtype, cache_format, kv_scale, backend)
     backends.kernel(backend, "quantize_entries")(kv_c_normed, k_pe, out, format_named(cache_format), kv_scale)
     return out
@@ -141,7 +141,7 @@ def dequantize_entries(
 
 
 def _launch_dequantize_into(entries, cache_format, kv_scale, out, backend):
-    check_scale_value("kv_scale", kv_scale)
+    check_scale_values("kv_scale", kv_scale)
     backends.kernel(backend, "dequantize_entries")(entries, out, format_named(cache_format), kv_scale)
 
 

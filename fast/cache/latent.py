@@ -20,7 +20,7 @@ from reference.interfaces import (
     check_flag,
     check_gather,
     check_offsets,
-    check_scale_value,
+    check_scale_values,
     check_slots,
     check_tensor,
     format_named,
@@ -76,7 +76,7 @@ def concat_and_cache_mla(
 def _launch_write(kv_c_normed, k_pe, kv_cache, slot_mapping, cache_format, kv_scale, backend):
     if kv_cache.device.type == "cpu":
         check_slots(slot_mapping[: kv_c_normed.shape[0]], kv_cache.shape[0] * kv_cache.shape[1])
-        check_scale_value("kv_scale", kv_scale)
+        check_scale_values("kv_scale", kv_scale)
     backends.kernel(backend, "concat_and_cache_mla")(
         kv_c_normed, k_pe, kv_cache, slot_mapping, format_named(cache_format), kv_scale
     )
@@ -181,7 +181,7 @@ def _launch_gather_into(kv_cache, block_table, cu_seq_lens, starts, cache_format
         lengths = cu_seq_lens.diff().long()
         ends = torch.where(lengths > 0, starts + lengths, 0).tolist()
         check_blocks(block_table, ends, kv_cache.shape[1], kv_cache.shape[0])
-        check_scale_value("kv_scale", kv_scale)
+        check_scale_values("kv_scale", kv_scale)
     backends.kernel(backend, "gather_and_maybe_dequant_cache")(
         kv_cache, block_table, cu_seq_lens, starts, out, format_named(cache_format), kv_scale
     )

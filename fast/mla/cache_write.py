@@ -19,7 +19,6 @@ from reference.interfaces import (
     check_formatted_cache,
     check_number,
     check_scale,
-    check_scale_value,
     check_scale_values,
     check_slots,
     check_tensor,
@@ -119,7 +118,7 @@ def _launch_write(positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weig
                   interleaved, cache_format, kv_scale, q_scale, backend):  # fmt: skip
     if kv_cache.device.type == "cpu":
         check_slots(slot_mapping[: kv_c.shape[0]], kv_cache.shape[0] * kv_cache.shape[1])
-        check_scale_value("kv_scale", kv_scale)
+        check_scale_values("kv_scale", kv_scale)
         check_scale_values("q_scale", q_scale)
     scale = () if q_scale is None else (q_scale,)
     return backends.kernel(backend, "rope_norm_and_cache")(

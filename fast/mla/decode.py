@@ -31,7 +31,6 @@ from reference.interfaces import (
     check_mode_of_format,
     check_number,
     check_out,
-    check_scale_value,
     check_scale_values,
     check_type,
     format_named,
@@ -243,7 +242,7 @@ def _launch_decode(
             GraphSupport.ANY,  # allows padding tokens; `mla_decode` has rejected them where they are not allowed
         )  # fmt: skip
         check_decode_values(metadata, ql_nope.shape[0], kv_cache.shape[1], kv_cache.shape[0])
-        check_scale_value("kv_scale", kv_scale)
+        check_scale_values("kv_scale", kv_scale)
         check_scale_values("q_scale", q_scale)
     modes = {} if fp8_mode == CONVERTED else {"fp8_mode": fp8_mode, "q_scale": q_scale}
     return backends.kernel(backend, "mla_decode")(

@@ -16,7 +16,7 @@ from ..interfaces import (
     CacheFormat,
     check_dtype,
     check_entries,
-    check_scale_value,
+    check_scale_values,
     check_stored_entries,
     e4m3_scale,
     to_e4m3,
@@ -62,7 +62,7 @@ def quantize_entries(
             finite and positive.
     """
     check_entries(kv_c_normed, k_pe, cache_format, kv_scale)
-    check_scale_value("kv_scale", kv_scale)
+    check_scale_values("kv_scale", kv_scale)
     if not cache_format.scaled:
         return torch.cat((kv_c_normed, k_pe), dim=-1)
     if cache_format.layer_scale:
@@ -98,7 +98,7 @@ def dequantize_entries(
         ValueError: shapes, dtypes or devices do not match; the scale is not finite and positive.
     """
     dtype = check_stored_entries(entries, cache_format, out_dtype, kv_scale)
-    check_scale_value("kv_scale", kv_scale)
+    check_scale_values("kv_scale", kv_scale)
     check_dtype("out_dtype", dtype)
     if not cache_format.scaled:
         return entries.to(dtype)

@@ -17,7 +17,7 @@ from ..interfaces import (
     check_cache_write,
     check_gather,
     check_offsets,
-    check_scale_value,
+    check_scale_values,
     check_slots,
 )
 from .formats import dequantize_entries, quantize_entries
@@ -94,7 +94,7 @@ def gather_and_maybe_dequant_cache(
             outside the cache.
     """
     _, dtype = check_gather(kv_cache, block_table, cu_seq_lens, starts, num_tokens, cache_format, out_dtype, kv_scale)
-    check_scale_value("kv_scale", kv_scale)
+    check_scale_values("kv_scale", kv_scale)
     check_offsets("cu_seq_lens", cu_seq_lens, num_tokens)
     lengths, first = cu_seq_lens.diff().tolist(), starts.tolist()
     check(all(start >= 0 for start in first), "starts", "values >= 0", first)

@@ -234,7 +234,7 @@ def check_kv_scale(
 ) -> None:
     """Check the scale of a layer's cache: a float32 tensor [] if the format has one, otherwise None.
 
-    The check does not read the value; `check_scale_value` reads it.
+    The check does not read the value; `check_scale_values` reads it.
 
     Raises:
         TypeError: the scale is neither a tensor nor None.
@@ -246,15 +246,3 @@ def check_kv_scale(
         return
     check(kv_scale is not None, argument, f"a float32 tensor [] for format {cache_format.name}", None)
     check_tensor(argument, kv_scale, (), (torch.float32,), device)
-
-
-def check_scale_value(argument: str, scale: Tensor | None) -> None:
-    """Check that a scale on the CPU is finite and above 0. A scale on a GPU is not read, and None is legal.
-
-    Raises:
-        ValueError: the scale is 0, negative, NaN or infinite.
-    """
-    if scale is None or scale.device.type != "cpu" or torch.compiler.is_compiling():
-        return
-    value = float(scale)
-    check(0 < value < float("inf"), argument, "a finite number above 0", value)

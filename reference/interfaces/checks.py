@@ -167,6 +167,23 @@ def check_tensor(
         raise ValueError(f"{argument}: expected device {device}, got {tensor.device}")
 
 
+def check_scale_values(argument: str, scale: Tensor | None) -> None:
+    """Check that every number of a scale on the CPU is finite and above 0. A scale on a GPU is not read; None is legal.
+
+    Raises:
+        ValueError: a number is 0, negative, NaN or infinite.
+    """
+    if scale is None or scale.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    if scale.dim() == 0:  # the usual case, and the faster one
+        value = float(scale)
+        check(0 < value < float("inf"), argument, "a finite number above 0", value)
+        return
+    wrong = scale.reshape(-1)[~((scale > 0) & scale.isfinite()).reshape(-1)]
+    if wrong.numel():
+        check(False, argument, "a finite number above 0", float(wrong[0]))
+
+
 def check_out(
     argument: str,
     out: Tensor,

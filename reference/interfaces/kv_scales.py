@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from .cache_format import CACHE_FORMATS, E4M3_MAX, FP8_E4M3, CacheFormat, check_format
 from .checks import check, check_device, check_readable, check_tensor, check_type
 from .metadata import MLAMetadata
-from .quantization import e4m3_scale
+from .quantization import KeepsDtypes, e4m3_scale
 
 
 class ScaleSource(Enum):
@@ -44,7 +44,7 @@ class ScaleSource(Enum):
     DEFAULT = "1.0 by default"
 
 
-class KVScale(nn.Module):
+class KVScale(KeepsDtypes):
     """The float32 scale of a layer's cache, a buffer of the layer.
 
     Args:
@@ -71,10 +71,12 @@ class KVScale(nn.Module):
         super().__init__()
         check_type("source", source, ScaleSource)
         device = device if device is None else check_device("device", device)
-        self.register_buffer("value", torch.ones((), dtype=torch.float32, device=device), persistent=False)
+        with torch.inference_mode(False):  # PyTorch counts no changes of an inference tensor
+            self.register_buffer("value", torch.ones((), dtype=torch.float32, device=device), persistent=False)
         self._number = 1.0  # the chosen scale as a float, because a buffer on the device meta has no values
         self.source: ScaleSource | None = None
         self.written = False
+        self._changes = self._count_changes()
         if value is not None:
             self.choose(value, source)
 
@@ -95,6 +97,7 @@ class KVScale(nn.Module):
         check(not self.written, "kv_scale", "no change after the first write to the cache", number)
         self._number = number
         self.value.fill_(number)
+        self._changes = self._count_changes()
         self.source = source
 
     def before_write(self, has_prefill: bool, largest: Callable[[], Tensor]) -> Tensor:
@@ -120,6 +123,7 @@ class KVScale(nn.Module):
                 if not bool(found > 0):  # zeros are stored as zeros with any scale
                     return self.value
                 self.value.copy_(e4m3_scale(found).clamp(min=torch.finfo(torch.float32).tiny))
+                self._changes = self._count_changes()
                 self.source = ScaleSource.FIRST_PREFILL
             else:
                 warnings.warn(
@@ -132,12 +136,34 @@ class KVScale(nn.Module):
             self.written = True
         return self.value
 
+    def check_unchanged(self) -> None:
+        """Raise if other code changed the buffer `value` in place. The check does not read the buffer.
+
+        Raises:
+            ValueError: the buffer was changed.
+        """
+        if not torch.compiler.is_compiling():
+            unchanged = self._changes == self._count_changes()
+            check(
+                unchanged, "kv_scale", "a scale that only KVScale.choose changes", "a buffer that was changed in place"
+            )
+
+    def _count_changes(self) -> int | None:
+        """Return how often the buffer was changed in place; None for an inference tensor, which has no such count."""
+        return None if self.value.is_inference() else self.value._version
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KVScale:
-        """Move the scale to another device, but keep it in float32 if the layer is cast to another dtype."""
-        device = fn(self.value.new_empty(0)).device
-        held = torch.full_like(self.value, self._number, device="cpu") if self.value.is_meta else self.value
-        self.value = held.to(device)
+        super()._apply(fn, recurse)
+        self._changes = self._count_changes()  # of the moved buffer
         return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._changes = self._count_changes()  # of the buffer of a copy
+
+    def _moved(self, name: str, device: torch.device) -> Tensor:
+        """Return the scale on another device; on the device meta, the buffer has no value to move."""
+        return torch.full_like(self.value, self._number, device=device) if self.value.is_meta else self.value.to(device)
 
 
 def make_kv_scale(cache_format: CacheFormat, value: float | Tensor | None, device: torch.device) -> KVScale | None:
@@ -176,9 +202,12 @@ def choose_kv_scale(layer: nn.Module, metadata: MLAMetadata, entries: Callable[[
             called only if the values are needed.
 
     Raises:
-        ValueError: `torch.compile` traces the layer, and the scale has no source yet.
+        ValueError: `torch.compile` traces the layer, and the scale has no source yet; the buffer of the scale was
+            changed in place.
     """
     scale, observed, tokens = layer.kv_scale, layer.observed, metadata.num_actual_tokens
+    if scale is not None:
+        scale.check_unchanged()
     if tokens == 0 or (observed is None and (scale is None or scale.written)):
         return
 

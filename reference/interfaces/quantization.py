@@ -40,7 +40,21 @@ class QuantizedWeight:
         return self.values.shape
 
 
-class AbsorbedWeights(nn.Module):
+class KeepsDtypes(nn.Module):
+    """Base of modules whose buffers move to other devices with a layer, but keep their dtypes if the layer is cast."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KeepsDtypes:
+        for name, buffer in self._buffers.items():
+            self._buffers[name] = self._moved(name, fn(buffer.new_empty(0)).device)
+        return self
+
+    def _moved(self, name: str, device: torch.device) -> Tensor:
+        """Return a buffer on another device. A buffer on the device meta has no values, so they are undefined then."""
+        buffer = self._buffers[name]
+        return torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+
+
+class AbsorbedWeights(KeepsDtypes):
     """The two absorbed weights of a layer in e4m3, as buffers, so that they move to other devices with the layer.
 
     Attributes:
@@ -72,10 +86,7 @@ class AbsorbedWeights(nn.Module):
         self.w_uv = QuantizedWeight(self.w_uv_values, self.w_uv_scale)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AbsorbedWeights:
-        """Move the weights to another device, but keep their dtypes if the layer is cast to another dtype."""
-        for name, buffer in self._buffers.items():
-            device = fn(buffer.new_empty(0)).device
-            self._buffers[name] = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+        super()._apply(fn, recurse)
         self._read_buffers()
         return self
 
@@ -133,19 +144,6 @@ def check_scale(argument: str, scale: Tensor, num_heads: int | None, device: tor
     check_type(argument, scale, Tensor, "a tensor")
     per_head = num_heads is not None and scale.dim() == 1
     check_tensor(argument, scale, (num_heads,) if per_head else (), (torch.float32,), device)
-
-
-def check_scale_values(argument: str, scale: Tensor | None) -> None:
-    """Check that every number of a scale on the CPU is finite and above 0. A scale on a GPU is not read.
-
-    Raises:
-        ValueError: a number is 0, negative, NaN or infinite.
-    """
-    if scale is None or scale.device.type != "cpu" or torch.compiler.is_compiling():
-        return
-    wrong = scale.reshape(-1)[~((scale > 0) & scale.isfinite()).reshape(-1)]
-    if wrong.numel():
-        check(False, argument, "a finite number above 0", float(wrong[0]))
 
 
 def check_output_scale(

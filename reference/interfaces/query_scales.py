@@ -23,10 +23,10 @@ from .cache_format import CacheFormat
 from .checks import check, check_device, check_int, check_readable, check_tensor, check_type
 from .kv_scales import ScaleSource, largest_entry, scale_number
 from .metadata import MLAMetadata
-from .quantization import CONVERTED, check_mode_of_format
+from .quantization import CONVERTED, KeepsDtypes, check_mode_of_format
 
 
-class QueryScale(nn.Module):
+class QueryScale(KeepsDtypes):
     """The float32 scale of a layer's queries in e4m3, a buffer of the layer.
 
     Args:
@@ -81,11 +81,9 @@ class QueryScale(nn.Module):
             self.value.copy_(self._numbers)
         self.source = source
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QueryScale:
-        """Move the scale to another device, but keep it in float32 if the layer is cast to another dtype."""
-        device = fn(self.value.new_empty(0)).device
-        self.value = (self._numbers if self.value.is_meta else self.value).to(device)
-        return self
+    def _moved(self, name: str, device: torch.device) -> Tensor:
+        """Return the scale on another device; on the device meta, the buffer has no numbers to move."""
+        return (self._numbers if self.value.is_meta else self.value).to(device)
 
 
 def query_scale_numbers(argument: str, value: float | Tensor, num_heads: int) -> Tensor:

@@ -350,6 +350,21 @@ def test_change_after_the_first_write(ops):
     assert case.layer.kv_scale.value.item() == 0.25
 
 
+def test_buffer_changed_in_place(ops):
+    """Change the buffer of the scale without `choose` -> the next step raises and writes nothing; copies are legal."""
+    case = Case(ops, kv_scale=0.5)
+    case.prefill()
+    copy.deepcopy(case.layer).to("cpu", torch.float32)
+    twin = copy.deepcopy(case.layer)
+    twin(case.hidden, case.batch.positions, case.cache.clone(), case.plan())
+    before = case.cache.clone().view(torch.uint8)
+    case.layer.kv_scale.value.copy_(torch.tensor(0.25))
+    for step in (case.prefill, case.decode):
+        with pytest.raises(ValueError, match="^kv_scale: expected a scale that only KVScale.choose changes, got"):
+            step()
+    assert_same_bits(case.cache.view(torch.uint8), before)
+
+
 def test_scale_stays_float32(ops):
     """A cast of the layer keeps the bits of the scale; the state dict has no scale."""
     case = Case(ops, torch.float32)

@@ -13,6 +13,7 @@ The kernels get the cache as bytes. Slots and blocks outside the cache are skipp
 
 from __future__ import annotations
 
+import functools
 from typing import no_type_check
 
 import torch
@@ -139,6 +140,7 @@ def _aligned(entries: Tensor, cache_format: CacheFormat) -> Tensor:
     return entries.clone(memory_format=torch.contiguous_format)
 
 
+@functools.cache  # no caller changes the result
 def entry_constants(cache_format: CacheFormat, latent: int, rope: int) -> dict[str, int]:
     """Return the constants that say at which bytes of an entry its parts begin, for a format with 1-byte elements."""
     layout = cache_format.layout(latent, rope)

@@ -108,19 +108,23 @@ def column_blocks(cache_format: CacheFormat, latent: int) -> int:
     return latent // cache_format.scale_tile if cache_format.scale_tile > 0 else 1
 
 
+@functools.cache  # no caller changes the result
 def stored_constants(
     cache_format: CacheFormat,
     latent: int,
     rope: int,
     dtype: torch.dtype,
     facts: DeviceFacts,
-    shape: dict[str, int],
+    rows: int,
+    tile: int,
     fp8_mode: str = CONVERTED,
 ) -> dict[str, int]:
-    """Return the fields of `Constants` that describe the entries of a cache with e4m3 latents."""
-    layout = cache_format.layout(latent, rope)
-    rows, blocks = shape["ROWS"], column_blocks(cache_format, latent)
-    in_e4m3 = not facts.interpreted and multiplies_e4m3(facts.capability, rows, shape["TILE"], fp8_mode)
+    """Return the fields of `Constants` that describe the entries of a cache with e4m3 latents.
+
+    `rows` and `tile` are the numbers ROWS and TILE of `launch_shape`.
+    """
+    layout, blocks = cache_format.layout(latent, rope), column_blocks(cache_format, latent)
+    in_e4m3 = not facts.interpreted and multiplies_e4m3(facts.capability, rows, tile, fp8_mode)
     least = 4 * E4M3_COLUMNS if in_e4m3 else LEAST_IN_FOUR_BLOCKS
     if blocks == 1 and (rows == 16 or in_e4m3) and dtype != torch.float32 and next_power_of_2(latent) >= least:
         blocks = 4
