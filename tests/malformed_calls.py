@@ -319,7 +319,8 @@ def valid_calls(ops: ModuleType) -> list[Call]:
         method(layer, "forward", hidden_states=hidden, positions=positions, kv_cache=step_cache, metadata=step_plan),
         method(layer, "project", hidden_states=hidden, positions=positions),
         method(layer, "forward_attention", q=torch.randn(14, 3, 20), kv_c_normed=torch.randn(14, 24),
-               k_pe=torch.randn(14, 8), kv_cache=step_cache, metadata=step_plan, output=torch.zeros(14, 3, 10)),
+               k_pe=torch.randn(14, 8), kv_cache=step_cache, metadata=step_plan,
+               output=torch.zeros(14, 3, 10).to(E4M3), **to_e4m3),
         call("MLAMetadataBuilder", config=DIRECT, block_size=16, max_model_len=4096, max_num_seqs=8,
              query_len_support=QueryLenSupport.VARLEN, num_speculative_tokens=0, costs=PathCosts(), num_programs=2,
              batch_invariant=False, workspace_tokens=1024, context_parallel=ranks, schedule_costs=ScheduleCosts(),
@@ -379,7 +380,7 @@ def calls_of_fast(call: Callable[..., Call], method: Callable[..., Call], backen
         call("schedule_costs", **served, **formats, **backend),
         Call("warmup", importlib.import_module("fast").warmup, dict(
             **served, decode_threshold=1, batch_invariant=False, context_parallel=None,
-            **formats, fp8_weights=False, threads=1, progress=False, **backend), runs=False),
+            **formats, fp8_weights=False, fp8_output=False, threads=1, progress=False, **backend), runs=False),
         method(graph, "replay", size=2),
         within("backends", "explain", **served, **formats, **backend),
         within("backends", "select", request=backends.KernelRequest("merge_attn_states", CPU, torch.float32),

@@ -26,7 +26,7 @@ from .checks import (
 from .context_chunk import ChunkRows, ContextChunk
 from .decode_schedule import DecodeSchedule, InvariantSplitRule
 from .metadata import AttentionState, DecodeMetadata, PrefillMetadata, PrefillPart
-from .quantization import CONVERTED, check_fp8_mode, check_scale
+from .quantization import CONVERTED, check_mode_of_format, check_scale
 from .support import GraphSupport
 
 CPU = torch.device("cpu")
@@ -99,7 +99,7 @@ def check_decode(
     `ranks` is the number of ranks whose queries will be gathered. If `q_scale` has one element for each head, it must
     have N * `ranks` elements: one for each head of the gathered queries.
     """
-    check_fp8_mode(fp8_mode)
+    check_mode_of_format(fp8_mode, cache_format)
     in_e4m3 = fp8_mode != CONVERTED
     check_tensor("ql_nope", ql_nope, ("T", "N", "Lkv"), (E4M3,) if in_e4m3 else FLOAT_DTYPES)
     tokens, heads, latent = ql_nope.shape
@@ -113,7 +113,6 @@ def check_decode(
     else:
         check(q_scale is None, "q_scale", f"None for fp8_mode {CONVERTED}", "a scale")
     check_formatted_cache(kv_cache, cache_format, latent, q_pe.shape[2], dtype, ql_nope.device, kv_scale)
-    check(cache_format.scaled or not in_e4m3, "fp8_mode", f"{CONVERTED} for format {cache_format.name}", fp8_mode)
     check_decode_plan(metadata, tokens, ql_nope.device)
     check_block_size("metadata.block_size", metadata.block_size, kv_cache)
     if schedule is not None:

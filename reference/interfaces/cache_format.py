@@ -29,16 +29,14 @@ SCALE_BYTES = 4  # bytes of a float32 scale
 
 
 class EntryLayout(NamedTuple):
-    """Columns of the cache tensor at which the parts of a cache entry begin.
+    """Columns of the cache tensor at which the parts of a cache entry begin; the latent begins at column 0.
 
     Attributes:
-        latent: first column of the latent.
         scales: first column of the scales; equal to `rope` if the entry has no scales.
         rope: first column of the rope part.
         columns: number of columns of an entry.
     """
 
-    latent: int
     scales: int
     rope: int
     columns: int
@@ -115,14 +113,14 @@ class CacheFormat:
         if self.dims is not None and self.dims != dims:
             check(False, "dims", f"(Lkv, R) = {self.dims} for format {self.name}", dims)
         if self.storage_dtype is None:
-            return EntryLayout(0, kv_lora_rank, kv_lora_rank, kv_lora_rank + qk_rope_head_dim)
+            return EntryLayout(kv_lora_rank, kv_lora_rank, kv_lora_rank + qk_rope_head_dim)
         size = self.storage_dtype.itemsize
         scales = kv_lora_rank * (self.latent_dtype or self.storage_dtype).itemsize // size
         rope = scales
         if self.scale_tile > 0:
             rope += kv_lora_rank // self.scale_tile * SCALE_BYTES // size
         end = rope + qk_rope_head_dim * (self.rope_dtype or self.storage_dtype).itemsize // size
-        return EntryLayout(0, scales, rope, end)
+        return EntryLayout(scales, rope, end)
 
     def columns(self, kv_lora_rank: int, qk_rope_head_dim: int) -> int:
         """Return the number of columns of the cache tensor.
