@@ -40,7 +40,7 @@ def rounded(scales):
 
 @WITHOUT_SHAPE_CHECKS
 def test_generate(ops):
-    """Generate in the mode fp8_query -> the same tokens with both packages; layers have the mode and the given scales."""
+    """Generate in the mode fp8_query -> the same tokens with both packages; layers have the mode and given scales."""
     ids, mask = padded_batch()
     found = {}
     for package in (reference, ops):
