@@ -24,7 +24,7 @@ def relative(value: torch.Tensor, gold: torch.Tensor) -> float:
 
 
 def stored(cache: torch.Tensor, cache_format, kv_scale) -> torch.Tensor:
-    """Return the cache in a cache format; the NaN entries, which belong to no token, become poison bytes."""
+    """Return the cache in a cache format; every byte of the NaN entries, which belong to no token, becomes 0xFF."""
     entries = cache.flatten(0, 1)
     kept = reference.quantize_entries(*entries.split([512, 64], dim=-1), cache_format, kv_scale).view(torch.uint8)
     kept[entries.isnan().any(-1)] = cache_format.poison
@@ -36,7 +36,7 @@ def stored(cache: torch.Tensor, cache_format, kv_scale) -> torch.Tensor:
 def test_error_of_converted_numbers(ops, dtype, name):
     """Decode over e4m3 with queries in float32 or float16 -> a relative error of at most 3e-3 in output and LSE."""
     ql, q_pe, cache, plan = make_inputs(*LENS, dtype=dtype)
-    ql *= 16  # scores with a standard deviation of about 2, so that few keys have most of the weight
+    ql *= 16  # scores with a standard deviation of about 2, so that few keys have most of the probability
     storage = {"cache_format": CACHE_FORMATS[name], "kv_scale": torch.tensor(0.01) if name == "fp8_e4m3" else None}
     kv_cache = stored(cache, *storage.values())
     value = ops.mla_decode(ql, q_pe, kv_cache, plan, SCALE, **storage)
