@@ -315,7 +315,7 @@ def valid_calls(ops: ModuleType) -> list[Call]:
         Call("calibrate_kv_scales", lambda layers: ops.calibrate_kv_scales(layers).__enter__(),
              {"layers": {"first": layer}}, {"layers": "Mapping"}),
         # The malformed value named "a str" is "text", which is a valid path. The calls of `save_kv_scales` come first,
-        # and one of them writes a file at this path. The call of `load_kv_scales` with this path therefore finds a file.
+        # and one of them writes a file at this path. So the call of `load_kv_scales` with this path finds a file.
         Call("save_kv_scales", in_folder(ops.save_kv_scales),
              dict(path="scales.json", scales={"first": 0.5}, cache_format=FP8_E4M3), {"scales": "dict"}),
         Call("load_kv_scales", in_folder(ops.load_kv_scales), dict(path="scales.json", cache_format=FP8_E4M3)),

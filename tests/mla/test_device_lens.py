@@ -2,7 +2,7 @@
 
 On the host, a batch of such an engine has upper bounds of the lengths (`seq_lens_cpu_upper_bound`). A batch of decodes
 does not even need these bounds. `without_lens` makes such a batch: it replaces each length on the host by an upper
-bound: the length plus `slack`. With `offsets_too`, it also removes the upper bounds and the query offsets from the host.
+bound: length + `slack`. With `offsets_too`, it removes the upper bounds and the query offsets from the host too.
 """
 
 from __future__ import annotations
