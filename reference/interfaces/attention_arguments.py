@@ -250,7 +250,7 @@ def check_prefill_parts(metadata: PrefillMetadata, num_tokens: int, device: torc
 
     A part (`PrefillPart`) has consecutive requests. All parts together must have all requests and query tokens, in
     their order. A part has a plan of its own. `rows` says for each chunk of this plan which rows of a chunk of
-    `metadata` belong to it (`ChunkRows`). It must have as many rows as tokens.
+    `metadata` belong to it (`ChunkRows`). The number of these rows must be the chunk's number of tokens.
     """
     token, requests = 0, 0
     for part in metadata.parts:
