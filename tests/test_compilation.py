@@ -327,8 +327,8 @@ def test_a_compiler_cannot_fuse_what_folds_round(launches):
 
     Some splits are combined by a program of the decode kernel, which rounds this product. If the compiler fused the
     product and the addition in the combine kernel, the results of the two kernels would differ. The combine kernel
-    prevents the fusion: it computes `sum x 1 + product` with a factor 1 that the compiler does not know. The test counts
-    the fused multiply-adds with this factor in the PTX (GPU assembly).
+    prevents the fusion: it computes `sum x 1 + product` with a factor 1 that the compiler does not know. The test
+    counts the fused multiply-adds with this factor in the PTX (GPU assembly).
     """
     fast.warmup(LOW_RANK, device="cpu", dtype=torch.bfloat16, block_size=16, decode_threshold=3, batch_invariant=True)
     combines = [launch for key, launch in launches.items() if key[0] == "_combine_invariant_kernel"]
