@@ -1,4 +1,4 @@
-"""Compile kernels ahead of time: launch every kernel that a layer can launch once.
+"""Compile kernels ahead of time: launch once every kernel that a layer can launch.
 
 Triton compiles a kernel at its first launch, and releases Python's global lock during most of the compilation. `warmup`
 therefore launches kernels from several threads, so that several kernels are compiled at the same time.
@@ -234,7 +234,7 @@ def _launches(
     fp8_output: bool,
     backend: BackendChoice,
 ) -> list[Launch]:
-    """Return functions that launch every kernel of a layer on one rank; `ranks` is None without context parallelism."""
+    """Return launches of all kernels of a layer on one rank; `ranks` is None without context parallelism."""
     num_blocks = -(-LONG_CONTEXT // block_size) + 2
     columns = cache_format.columns(config.kv_lora_rank, config.qk_rope_head_dim)
     kv_cache = allocate_kv_cache(num_blocks, block_size, columns, cache_format.dtype_for(dtype), device).zero_()
@@ -284,8 +284,8 @@ def _launches(
             hidden_states, positions = inputs()
             projected = layer.project(hidden_states, positions)
             for out_dtype, output_scale in outputs:
-                # The address of this output need not be a multiple of 16 bytes, like the output of prefills behind
-                # decodes.
+                # The address of this output may be no multiple of 16 bytes. The same holds for the output of prefills
+                # behind decodes.
                 output = torch.empty(tokens + 1, local.num_heads, config.v_head_dim, dtype=out_dtype, device=device)[1:]
                 layer.forward_attention(*projected, kv_cache, plan, output, output_scale)
 

@@ -1,10 +1,11 @@
 """Comparison of results of `fast` with the reference, within an error budget that is computed for each comparison.
 
-- gold: the result of the reference in float64, on inputs that were rounded to the kernel's dtype.
-- low: the result of the reference in the kernel's dtype. Its error shows how large the error of an accurate kernel is.
-- budget: twice the error of low, plus the rounding unit (eps) of the dtype times the absolute value of gold. There are
-  two budgets. The budget of the largest error is computed from largest values, and the budget of the mean error from
-  mean values.
+- *Gold* is the result of the reference in float64, on inputs that were rounded to the kernel's dtype.
+- *Low* is the result of the reference in the kernel's dtype. The error of low shows how large the error of an accurate
+  kernel is.
+- The *budget* is twice the error of low, plus the rounding unit (eps) of the dtype times the absolute value of gold.
+  There are two budgets. The budget of the largest error is computed from largest values, and the budget of the mean
+  error from mean values.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Parity:
         mean_error: mean absolute error.
         max_budget: upper bound of `max_error`.
         mean_budget: upper bound of `mean_error`.
-        same_infinities: whether the result and gold have NaN, inf and -inf at the same elements.
+        same_infinities: whether the result and gold have NaN, inf and -inf at the same elements. Also False if low is
+            not finite at an element at which gold is finite.
     """
 
     op: str
@@ -46,7 +48,7 @@ class Parity:
 
 
 def compare(op: str, value: Tensor, low: Tensor, gold: Tensor, relative: float = 0.0) -> Parity:
-    """Compare one result of a kernel with gold, within a budget that is computed from the error of low.
+    """Compare one result of a kernel with `gold`, within a budget that is computed from the error of `low`.
 
     Args:
         op: name of the op and of the result.
@@ -56,16 +58,16 @@ def compare(op: str, value: Tensor, low: Tensor, gold: Tensor, relative: float =
         relative: additional relative error that the budget allows; this number is added to the rounding unit.
 
     Returns:
-        The comparison. Where gold is NaN, inf or -inf, the value must be the same; these elements do not count in the
+        The comparison. Where `gold` is NaN, inf or -inf, `value` must be the same; these elements do not count in the
         errors.
 
     Raises:
-        ValueError: shapes differ, or value and low have different dtypes.
+        ValueError: shapes differ, or `value` and `low` have different dtypes.
     """
     check(value.shape == gold.shape == low.shape, "value", f"shape {list(gold.shape)}", list(value.shape))
-    check(value.dtype == low.dtype, "value", f"dtype {low.dtype}, as low", value.dtype)
+    check(value.dtype == low.dtype, "value", f"dtype {low.dtype}, the dtype of `low`", value.dtype)
     finite = gold.isfinite()
-    # if low is infinite where gold is finite, the budget would be infinite: the comparison fails instead
+    # if `low` is infinite where `gold` is finite, the budget would be infinite: the comparison fails instead
     same = (
         bool(low[finite].isfinite().all())
         and torch.equal(value.isfinite(), finite)

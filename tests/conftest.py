@@ -120,7 +120,7 @@ def pytest_runtest_call(item):
 
 @pytest.fixture(autouse=True)
 def no_earlier_calls():
-    """Make `fast` forget the calls of earlier tests; it then checks all arguments of the first call of each kind."""
+    """Make `fast` forget earlier calls; it then checks all arguments of the first call with each signature."""
     if "fast.backends.checked_calls" in sys.modules:
         sys.modules["fast.backends.checked_calls"].forget_calls()
 

@@ -195,7 +195,7 @@ def run_benchmarks(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_between_gpus(args: argparse.Namespace) -> dict[str, Any]:
-    """Run the tests of context parallelism over NCCL, then its benchmark on 2, 4, 8, ... GPUs."""
+    """Run the tests of context parallelism over NCCL, then the benchmark `context_parallel` on 2, 4, 8, ... GPUs."""
     present = torch.cuda.device_count()
     if present < 2:
         print("between_gpus: skipped, needs two GPUs")

@@ -73,7 +73,8 @@ class Call:
         function: the function, class or bound method.
         arguments: all arguments by name, including the tensors that the function writes.
         hidden: annotations by argument name, for arguments that have no annotation in the signature.
-        runs: False if the valid call is too slow. The report then contains only calls that must give an error.
+        runs: False if the valid call is too slow. The function is then called only with malformed values of a wrong
+            type, which must give an error.
     """
 
     name: str
@@ -97,7 +98,8 @@ def valid_calls(ops: ModuleType) -> list[Call]:
     common, decodes = batch.common, make_batch([1, 1], [20, 33])
     cache = new_cache(batch, DIRECT.head_size, torch.float32)
     eighths = torch.ones(cache.shape).to(E4M3)
-    in_eighths = {"cache_format": FP8_E4M3, "kv_scale": torch.tensor(2.0**-8)}  # so small that no element becomes 0
+    # this scale is so small that no quotient (element of a cache entry / scale) is rounded to 0
+    in_eighths = {"cache_format": FP8_E4M3, "kv_scale": torch.tensor(2.0**-8)}
     plan = ops.build_mla_metadata(common, 16, 4096, 8).decode
     schedule = ops.plan_decode(plan.seq_lens, 2)
     prefill = ops.build_mla_metadata(make_batch([2, 3], [33, 40]).common, 16, 64).prefill
@@ -312,7 +314,8 @@ def valid_calls(ops: ModuleType) -> list[Call]:
              {"caches": "dict | None", "queries": "dict | None"}),
         Call("calibrate_kv_scales", lambda layers: ops.calibrate_kv_scales(layers).__enter__(),
              {"layers": {"first": layer}}, {"layers": "Mapping"}),
-        # `save_kv_scales` also writes the file of the malformed value "a str", so that `load_kv_scales` finds this file
+        # The malformed value named "a str" is "text", which is a valid path. The calls of `save_kv_scales` come first,
+        # and one of them writes a file at this path. So the call of `load_kv_scales` with this path finds a file.
         Call("save_kv_scales", in_folder(ops.save_kv_scales),
              dict(path="scales.json", scales={"first": 0.5}, cache_format=FP8_E4M3), {"scales": "dict"}),
         Call("load_kv_scales", in_folder(ops.load_kv_scales), dict(path="scales.json", cache_format=FP8_E4M3)),

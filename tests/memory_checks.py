@@ -138,7 +138,7 @@ def kernels_of(sets: Sequence[str]) -> set[str]:
 
 
 def never_launched(launched: Iterable[str], hopper: bool) -> list[str]:
-    """Return the kernels that no line of `launched` names; with `hopper` also the `VARIANTS` that no line names."""
+    """Return the kernels that are in no line of `launched`; with `hopper`, also the `VARIANTS` that are in no line."""
     launched = list(launched)
     missing = kernels_of(["combine", "triton", *(["hopper"] if hopper else [])]) - {
         line.split()[0] for line in launched

@@ -431,7 +431,10 @@ def digest(texts: dict[str, str]) -> str:
 
 
 def report(session: Session, drawn: Sequence[Mutant], sources: dict[str, str], head: dict) -> dict:
-    """Return counts by subject and by file, each survivor with its change, each noticed mutant with the failed test."""
+    """Return counts of verdicts, each survivor with its change, and each noticed mutant with the first failed test.
+
+    The verdicts are counted for all mutants together, for each subject (`SUBJECTS`) and for each file.
+    """
     judged = {mutant: session.verdicts[mutant] for mutant in drawn if mutant in session.verdicts}
 
     def counts(mutants) -> dict[str, int]:
@@ -472,7 +475,7 @@ def entry_of(survivor: dict) -> str:
 
 
 def show(found: dict) -> None:
-    """Print the counts, and each survivor with the words at the beginning of its line in correctness.md."""
+    """Print the counts, and each survivor with the words with which its entry in docs/correctness.md must begin."""
     for survivor in found["survivors"]:
         print(f"\nsurvived: {survivor['file']}:{survivor['line']} {survivor['operator']}")
         print("\n".join(f"  {line}" for line in survivor["diff"]))

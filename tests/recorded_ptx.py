@@ -225,11 +225,11 @@ def hashes(found: dict[str, tuple], workers: int) -> dict[str, str]:
 
 
 def main(argv: list[str]) -> int:
-    """Record or compare hashes; return 1 if a variant differs, or if one is missing that `--gone` does not name."""
+    """Record or compare hashes; return 1 if a variant differs, or if one is missing and not named by `--gone`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("record", "compare"))
     parser.add_argument("file", type=Path)
-    parser.add_argument("--renamed", nargs="*", default=[], metavar="OLD=NEW", help="names without _ and _kernel")
+    parser.add_argument("--renamed", nargs="*", default=[], metavar="OLD=NEW", help="kernels, without _ and _kernel")
     parser.add_argument("--gone", nargs="*", default=[], help="texts that occur in the keys of removed variants")
     parser.add_argument("--only", default="", help="regular expression that selects scenarios")
     parser.add_argument("--workers", type=int, default=2)

@@ -1,7 +1,6 @@
 """Tests of compilation ahead of time: `fast.warmup` launches every kernel, so that later steps compile nothing.
 
-A variant of a kernel is a combination of argument types and constants. Triton compiles a variant when it is launched
-for the first time.
+A variant of a kernel is a combination of argument types and constants. Triton compiles a variant at its first launch.
 """
 
 from __future__ import annotations
@@ -114,8 +113,7 @@ def test_what_is_told(monkeypatch, caplog):
     assert "compiled decode_kernel in 0.0 s" in caplog.text
 
 
-# After `warmup`, steps compile nothing. On a GPU the tests count compilations. On a CPU the tests record launches and
-# derive from each launch which variant of the kernel Triton would compile.
+# After `warmup`, steps compile nothing. GPU tests count compilations. CPU tests record the variants that are launched.
 
 STEPS = (
     ([1], [17]), ([1] * 16, [33] * 16), ([2, 1, 3, 0], [500, 1, 70, 9]), ([3] * 48, [31] * 48),
@@ -214,10 +212,9 @@ def serve_captured(
 
 
 LAUNCHERS = (
-    "combine.launch", "triton.advance", "triton.attention", "triton.cache", "triton.cache_formats",
-    "triton.decode", "triton.merge",
-    "triton.padding_tokens", "triton.rope", "triton.schedule", "triton.scheduled_decode", "triton.visible_lens",
-    "triton.weights",
+    "combine.launch", "triton.advance", "triton.attention", "triton.cache", "triton.cache_formats", "triton.decode",
+    "triton.merge", "triton.padding_tokens", "triton.rope", "triton.schedule", "triton.scheduled_decode",
+    "triton.visible_lens", "triton.weights",
 )  # fmt: skip
 KERNELS = {
     "_advance_step_kernel", "_combine_scheduled_kernel", "_combine_splits_kernel", "_copy_blocks_kernel",
@@ -227,18 +224,14 @@ KERNELS = {
 }  # fmt: skip
 
 
-# cache format, and whether the absorbed weights are in e4m3
-MODE_CASES = [("fp8_e4m3", True), ("fp8_ds_mla", False)]
+MODE_CASES = [("fp8_e4m3", True), ("fp8_ds_mla", False)]  # cache format, whether the absorbed weights are in e4m3
 if os.environ.get("HYPOTHESIS_PROFILE") == "deep":
     MODE_CASES = list(itertools.product(FORMATS, (False, True)))
 
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Return the recorded launches of the Triton kernels.
-
-    During the test the Triton backend serves CPU tensors, and a launch is recorded instead of run.
-    """
+    """Let the Triton backend serve CPU tensors, record its launches instead of running them, and return the record."""
     pytest.importorskip("triton")
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("interpreted kernels are not compiled")
@@ -291,7 +284,7 @@ def test_warmup_specialises_for_fp8_weights(launches):
 
 
 def test_warmup_specialises_for_outputs_in_e4m3(launches):
-    """Warm up with `fp8_output` -> a layer with an `output_scale` launches only variants of warm-up."""
+    """Warm up with `fp8_output` -> a layer with an `output_scale` launches only variants that warm-up launched."""
     fast.warmup(LOW_RANK, device="cpu", dtype=torch.bfloat16, block_size=16, decode_threshold=2, fp8_output=True)
     ahead = set(launches)
     serve(LOW_RANK, torch.bfloat16, 2, output_scale=torch.tensor(0.5))
@@ -332,10 +325,10 @@ def test_warmup_specialises_for_batch_invariance(launches):
 def test_a_compiler_cannot_fuse_what_folds_round(launches):
     """Compile the combine kernel -> it rounds each product of weight and partial output before the addition.
 
-    If the compiler fused the product and the addition, the product would not be rounded. The result would then differ
-    from a result that a decode program combines itself, because the decode kernel rounds this product. The combine
-    kernel prevents the fusion: it computes `sum x 1 + product` with a factor 1 that the compiler does not know. The
-    test counts the fused multiply-adds with this factor in the PTX (GPU assembly).
+    Some splits are combined by a program of the decode kernel, which rounds this product. If the compiler fused the
+    product and the addition in the combine kernel, the results of the two kernels would differ. The combine kernel
+    prevents the fusion: it computes `sum x 1 + product` with a factor 1 that the compiler does not know. The test
+    counts the fused multiply-adds with this factor in the PTX (GPU assembly).
     """
     fast.warmup(LOW_RANK, device="cpu", dtype=torch.bfloat16, block_size=16, decode_threshold=3, batch_invariant=True)
     combines = [launch for key, launch in launches.items() if key[0] == "_combine_invariant_kernel"]

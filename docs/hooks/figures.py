@@ -20,6 +20,7 @@ COLOURS = {  # colour that matplotlib writes: replacement from the style sheet
     "#000000": "currentColor", "#ffffff": "var(--md-default-bg-color)",
     "#eeeeee": "var(--md-default-fg-color--lightest)",
 }  # fmt: skip
+# implementations that the figures compare; the style sheet has one colour for each of them and each colour scheme
 CONTENDERS = ("fast", "reference", "transformers", "FlashMLA", "FA3")
 
 
@@ -54,7 +55,7 @@ def inlined(svg: str, name: str, alt: str, kind: str = "figure", colours: dict[s
 
 
 def contenders(css: str) -> dict[str, str]:
-    """Return a mapping from the light colour of each name in CONTENDERS to the CSS property that replaces the colour.
+    """Return a mapping from the light colour of each contender to the CSS property that replaces this colour.
 
     The CSS property has one colour for the light scheme and one for the dark scheme.
 

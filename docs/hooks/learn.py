@@ -1,8 +1,8 @@
 """Turn the notebooks into pages of the site: Markdown from the cells and the stored outputs, without running code.
 
 The notebook `notebooks/01-latent.ipynb` becomes the page `learn/01-latent.md`. The PNG figures and the notebook file
-are put into the same folder `learn`. A link to the notebook file on another page is changed into a link to the page of
-the notebook.
+are put into the same folder `learn`. If another page links to the notebook file, the link is changed into a link to the
+page of the notebook.
 """
 
 from __future__ import annotations

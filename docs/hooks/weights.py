@@ -1,4 +1,7 @@
-"""Draw the results of tests.benchmarks.weights: products with quantised weights, and the errors of their scales."""
+"""Draw the results of tests.benchmarks.weights: products with quantised weights, and the errors of quantised weights.
+
+A *contender* is one way to compute a product. The contender "fast" multiplies by a weight in bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,10 @@ def expansions_table(report: dict[str, Any]) -> str:
 
 
 def _table(rows: list[dict[str, Any]], first: str) -> str:
-    """Return a table with one line for each row and contender: time, speed, bytes, and error.
+    """Return a table with one line for each contender of each row in `rows`: time, speed, bytes, and error.
 
-    The speed of each contender is divided by the speed of the contender `fast`. In the table, `fast` has the name
-    `first`.
+    The speed of each contender is divided by the speed of the contender "fast". In the table, the contender "fast" is
+    called by the text `first`.
     """
     lines = []
     for row in rows:

@@ -1,7 +1,7 @@
 """Reuse the compiled kernels of an earlier call of an op, so that Triton need not search for them again.
 
-For each launch, Triton's launcher looks at every argument to find the compiled kernel. Two calls with the same
-signature (the same shapes, dtypes and values, see `checked_calls`) launch the same compiled kernels in the same order.
+For each launch, Triton looks at every argument to find the compiled kernel. Two calls with the same signature (the same
+shapes, dtypes and values, see `checked_calls`) launch the same compiled kernels in the same order.
 The first call therefore keeps its compiled kernels, and the second call launches them directly. The second call is also
 recorded. If the record can be replayed, later calls run the replay (`replayed_calls`).
 """
@@ -25,8 +25,9 @@ class Launches:
             recorder does not see.
 
     Attributes:
-        compiled: mapping from the number of a launch in the call to two values: the compiled kernel, and the values of
-            the kernel's parameters that follow the `arguments` of `launch`.
+        compiled: mapping from the number of a launch in the call to a pair. The first element is the compiled kernel.
+            The second element has those `constants` of `launch` that are parameters of the kernel, in the kernel's
+            order.
         replay: replay of these calls; None if no call was recorded, or if the record cannot be replayed.
         no_replay: why these calls cannot be replayed; None if there is no known reason.
     """
@@ -81,7 +82,7 @@ class _Call:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Launch a Triton or Gluon kernel; reuse the compiled kernel if the running call of an op keeps it.
+    """Launch a Triton or Gluon kernel; reuse its compiled kernel if an earlier call with the same signature kept it.
 
     Args:
         kernel: the kernel.

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 KNOWN_VERSIONS = ((3, 6), (3, 7))  # versions of Triton that replays support
 MISFIT = object()  # returned by a replay if the host code of the op must run instead
-MOST_ADDRESSES = 512  # addresses of one tensor argument for which encoded TMA descriptors are kept
+MOST_ADDRESSES = 512  # encoded TMA descriptors that are kept for one tensor argument; each address has its own
 _ALLOCATIONS = frozenset({
     torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default,
     torch.ops.aten.new_empty.default, torch.ops.aten.new_empty_strided.default,
@@ -231,7 +231,7 @@ class _ReplayedLaunch:
         self._launch = direct_launch(recorded.compiled, recorded.grid)
         self._template: list[Any] = []  # values of all arguments, and of all fields of named tuples
         self._filled: list[tuple[int, int]] = []  # (place in the template, number of its address)
-        self._described: list[tuple[int, int, _DescriptorMaker]] = []  # (place of a descriptor, its address, maker)
+        self._described: list[tuple[int, int, _DescriptorMaker]] = []  # (descriptor's place, number of address, maker)
         self._records: list[tuple[int, Callable]] = []  # (place of a named tuple, function that collects its fields)
 
         def number_of(origin: Origin) -> int:

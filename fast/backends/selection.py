@@ -28,7 +28,7 @@ BackendChoice = str | Mapping[str, str] | None  # a name, a mapping from op to n
 
 
 def query_lens_of(num_tokens: int, num_requests: int, max_query_len: int) -> QueryLenSupport:
-    """Return the kind of query lengths; all lengths are equal exactly if num_tokens = num_requests * max_query_len."""
+    """Return the kind of query lengths; they are equal if and only if num_tokens = num_requests * max_query_len."""
     if num_tokens != num_requests * max_query_len:
         return QueryLenSupport.VARLEN
     return QueryLenSupport.SINGLE_ONLY if max_query_len <= 1 else QueryLenSupport.UNIFORM

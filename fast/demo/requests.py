@@ -42,7 +42,7 @@ class Request:
         return self.num_tokens - self.num_computed
 
     def tokens(self, start: int, end: int) -> list[int]:
-        """Return the tokens [start, end) of the request: first its prompt, then its generated tokens."""
+        """Return the tokens with indices [start, end); the generated tokens follow the tokens of the prompt."""
         return (self.prompt_ids + self.generated_ids)[start:end]
 
 

@@ -324,7 +324,7 @@ class ServingLoop:
         preempted: list[int] = []
         budget = self.token_budget
         # Older requests come first. The budget cuts at most one prompt in a step, so at most one running request, the
-        # youngest, has pending prompt tokens. So the batch has the decodes first, as the plan of a step requires.
+        # youngest, has pending prompt tokens. So the batch has the decodes first, as `MLAMetadata` requires.
         for request in list(self.running):
             count = min(request.num_pending, budget)
             needed = self._blocks_for(request, count)

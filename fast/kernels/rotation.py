@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Return x [..., R] with its pairs rotated, in the dtype of x; `cos` and `sin` broadcast to [..., R/2].
+    """Return `x` [..., R] with its pairs rotated, in the dtype of `x`; `cos` and `sin` broadcast to [..., R/2].
 
     If `interleaved`, the pairs are (0, 1), (2, 3), ...; otherwise they are (0, R/2), (1, R/2 + 1), ...
     """

@@ -51,7 +51,7 @@ def decode(
 
 
 def _attend(layer, ql_nope, q_pe, kv_cache, metadata, out_dtype, weights) -> AttentionState:
-    """Return the state of the decodes: a cascade, a decode over several ranks, or a decode on one rank."""
+    """Compute the attention state of the decodes: as a cascade, or as a decode over several ranks or on one rank."""
     options = {"cache_format": layer.cache_format, "kv_scale": weights.kv_scale, "backend": layer.backend}
     ranks, scale = layer.context_parallel, layer.local_config.softmax_scale
     if weights.q_scale is not None:

@@ -323,7 +323,7 @@ class MLAMetadataBuilder:
     def reorder_batch(
         self, query_lens: Int32[Tensor, " B"], context_lens: Int32[Tensor, " B"]
     ) -> tuple[tuple[int, int], ...]:
-        """Return the fewest swaps of two requests after which the absorbed requests come first.
+        """Return the fewest swaps of two requests after which the requests on the absorbed path come first.
 
         Args:
             query_lens: [B], new tokens of each request, on the CPU.

@@ -48,7 +48,7 @@ def plan_captured_decodes(
     *,
     backend: BackendChoice = None,
 ) -> MLAMetadata:
-    """Plan decodes from device tensors: the lengths `common.seq_lens` and the offsets `common.query_start_loc`.
+    """Plan the decodes from device tensors: the lengths `common.seq_lens` and the offsets `common.query_start_loc`.
 
     The function copies nothing between host and device. `reference.mla.captured.plan_captured_decodes` explains the use
     inside a CUDA graph, and the batches that each kind of graph allows.

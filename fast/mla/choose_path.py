@@ -179,7 +179,7 @@ def costs_file(gpu: str, num_heads: int) -> str:
 
 
 def measured_path_costs(config: MLAConfig, device: torch.device | str) -> PathCosts | None:
-    """Return path costs that were measured on the same GPU model, for the number of heads nearest to that of `config`.
+    """Return path costs measured on the GPU model of `device`, for the number of heads nearest to that of `config`.
 
     Args:
         config: config of the layer.

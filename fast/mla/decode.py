@@ -161,11 +161,10 @@ def mla_decode(
             or to float16, both without rounding. It may also convert bfloat16 queries to float16, divided by a power of
             two so that no query overflows.
         kv_scale: float32 scale of the layer's cache, []; None if the format has no such scale.
-        fp8_mode: which products over a cache in e4m3 are computed in e4m3: `converted` (none), `fp8_query` or
+        fp8_mode: which products over a cache in e4m3 have only factors in e4m3: `converted` (none), `fp8_query` or
             `fp8_product`; `reference.mla_decode` explains them. A backend declares the modes that it supports, and
-            never computes in another mode. The backend "cpu" multiplies in float32 or float64; in `fp8_product`, it
-            rounds the probabilities to e4m3 first. The backend "triton" multiplies in float16 where it cannot multiply
-            e4m3 numbers on the GPU.
+            never computes in another mode. If the processor cannot multiply e4m3 numbers, the backend multiplies the
+            same numbers in a wider dtype: "cpu" in float32 or float64, and "triton" in float16.
         q_scale: float32 scale of queries in e4m3, [] or [N]; None for `converted`.
         out: contiguous tensor [T, N, Lkv] in `out_dtype` that receives the output; `out` must share no memory with the
             other tensors. The backend "hopper" needs an address that is a multiple of 16 bytes. None allocates a

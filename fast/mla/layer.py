@@ -112,14 +112,16 @@ class MLAAttention(nn.Module):
         workspace: memory in which a prefill gathers and expands one chunk; all layers of a model can share it. None
             means the workspace of the plan; a memory-profile run, which has no plan, then allocates and frees its own.
         kv_scale: scale of the layer's cache, only for a format with `CacheFormat.layer_scale`. With None, the first
-            step chooses the scale: a prefill from its values, a decode 1.0 (`reference.interfaces.kv_scales`).
+            step chooses the scale: a prefill computes it from the entries that the prefill writes, and a decode takes
+            1.0 (`reference.interfaces.kv_scales`).
         fp8_weights: whether the absorbed weights are stored in e4m3 (8 bits), with one scale for each head
             (`quantize_weight`). The constructor and `refresh_weights` quantise the weights.
         fp8_mode: fp8 mode of the decodes (`mla_decode`). In the modes `fp8_query` and `fp8_product`, the kernels that
             absorb and rotate the queries of decodes make these queries in e4m3. `forward_attention` gets rotated
             queries, so it quantises their rope parts in a step of its own.
         q_scale: scale of queries in e4m3, only for the modes `fp8_query` and `fp8_product`: one number, or a tensor [N]
-            with one for each of all N heads. None means 1.0, with a warning (`reference.interfaces.query_scales`).
+            with one number for each head of all ranks. None means 1.0, with a warning
+            (`reference.interfaces.query_scales`).
         expand_by_module: whether prefills expand latents by calling `kv_b_proj` (`expand_kv_by_module`). Otherwise
             prefills multiply latents by the dense weight of `kv_b_proj` (`expand_kv`).
         check_every_call: if True, every op checks all its arguments in every call. If False, an op may skip a check
@@ -220,9 +222,10 @@ class MLAAttention(nn.Module):
     def refresh_weights(self) -> None:
         """Read the weight of `kv_b_proj` again, after the caller changed this weight.
 
-        The layer keeps a dense copy of this weight if `kv_b_proj` is not a plain linear module and a product reads the
-        dense weight. This function updates the copy and the `fp8_weights`, in place if device and dtype have not
-        changed. `reference.mla.layer.MLAAttention.refresh_weights` explains the copy and the `fp8_weights`.
+        The layer keeps a dense copy of this weight if `kv_b_proj` is not a plain linear module. With both
+        `expand_by_module` and `fp8_weights`, the layer needs no dense weight and keeps no copy. This function updates
+        the copy and the `fp8_weights`, in place if device and dtype have not changed.
+        `reference.mla.layer.MLAAttention.refresh_weights` explains the copy and the `fp8_weights`.
 
         Raises:
             ValueError: `kv_b_proj` has a bias.
@@ -302,7 +305,7 @@ class MLAAttention(nn.Module):
         del kv_c, new  # these tensors are views of the down-projection's output and keep its memory alive
         if split > 0:
             decode(self, q_nope, q_e4m3 if in_e4m3 else q_pe, kv_cache, metadata, output, weights)
-        expanded = split - in_e4m3, end - in_e4m3  # the rows of the prefills in the tensors of the second write
+        expanded = split - in_e4m3, end - in_e4m3  # the rows of the prefills in the results of the last `write_tokens`
         if end > split:  # only the expanded path needs both parts of a query in one tensor
             q = torch.cat((rows_of(q_nope, split, end), rows_of(q_pe, *expanded)), dim=-1)
         del q_nope, q_pe

@@ -29,9 +29,9 @@ from .weights import expand_into
 def reserve_for_step(
     layer: nn.Module, metadata: MLAMetadata | None, q: Tensor
 ) -> tuple[ContextWorkspace | None, tuple[Tensor, Tensor] | None]:
-    """Return the workspace of a step, and its two tensors for the largest chunk (`reserve_largest`).
+    """Return the workspace of a step, and the two tensors of this workspace for the largest chunk (`reserve_largest`).
 
-    Both results are None if the step has no context.
+    The workspace and the pair of tensors are None if the step has no context.
 
     Args:
         layer: the `MLAAttention`.

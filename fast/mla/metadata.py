@@ -95,7 +95,7 @@ def build_mla_metadata(
 ) -> MLAMetadata:
     """Plan one step: choose a path for each request, cut context into chunks, and decide on a schedule.
 
-    The first request that may not take the absorbed path and all requests behind this request are prefills. All
+    The first request that must take the expanded path, and all requests behind this request, are prefills. All
     requests in front of this request are decodes. `reference.mla.metadata.build_mla_metadata` explains which requests
     may take the absorbed path, and how a batch without lengths on the CPU is planned.
 
@@ -182,7 +182,7 @@ def build_mla_metadata(
     one_each = decode_tokens == decodes and (common.max_query_len <= 1 or decode_threshold == 1)
     if query_lens is None and not (one_each and decodes == requests):
         query_lens = starts_cpu.diff()
-    if one_each and query_lens is not None and config is not None:  # `choose_path` may make longer queries decodes
+    if one_each and query_lens is not None and config is not None:  # `choose_path` may plan longer queries as decodes
         one_each = _longest(query_lens[:decodes]) <= 1
 
     # tensors of the plan that are not views of the batch, by name; one copy sends them all to the device
@@ -342,7 +342,7 @@ def _with_device_lens(
 def _rank_local_decode_lens(
     common: CommonAttentionMetadata, num_decodes: int, max_seq_len: int, ownership: TokenOwnership | None
 ) -> Int32[Tensor, " decodes"]:
-    """Return the number of keys of each decode that this rank owns, on the CPU.
+    """Return how many keys of each decode this rank owns, in a tensor on the CPU.
 
     Without lengths on the CPU, return the lengths for which a schedule saves most time (`longest_decode_lens`). No
     length is above `max_seq_len`.

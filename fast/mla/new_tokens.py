@@ -85,7 +85,7 @@ def measure_step(
     kv_cache: Shaped[Tensor, "num_blocks block_size columns"],
     weights: AttentionWeights,
 ) -> None:
-    """Choose the scale of the cache if no step has written to the cache yet; record the step for a calibration.
+    """Choose the scale of the cache if no step has written to the cache yet; if a calibration runs, record the step.
 
     Call this function after all checks of the step and before the step writes to the cache.
     """
@@ -98,7 +98,7 @@ def measure_step(
         return tuple(made)
 
     def entries() -> tuple[Tensor, Tensor]:
-        with backends.CallsOfOthers():  # do not record these calls of ops: most steps do not make them
+        with backends.CallsOfOthers():  # no records for `nested_calls`: most steps do not call these ops
             return rotated()[1:]
 
     def queries() -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """The views of a layer's weights that attention needs; a layer makes the views once and keeps them.
 
-The module also keeps a signature of the layer: shapes, strides, dtypes and devices of its weights, and its settings. If
+The views come with a signature of the layer: shapes, strides, dtypes and devices of its weights, and its settings. If
 this signature and the signature of the arguments are the same as in an earlier call of the layer, the ops inside the
 layer skip their checks (`fast.backends.nested_calls`).
 """

@@ -420,7 +420,7 @@ def expand_into(
 
 
 def _bmm_into(a: Float[Tensor, "N T K"], b: Float[Tensor, "N K M"], out: Float[Tensor, "N T M"]) -> None:
-    """Write the batched product a b into `out`, which may have any strides.
+    """Write the batched product of `a` and `b` into `out`, which may have any strides.
 
     `torch.compile` cannot trace `torch.bmm(out=)` into a tensor that is not contiguous, so compiled code calls a custom
     op.

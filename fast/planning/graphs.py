@@ -68,8 +68,8 @@ class DecodeGraph:
         query_len: largest number of query tokens of a request: 1, plus the drafted tokens if there are any.
         layers: the layers that the step runs. If a layer has another cache format or another fp8 mode than the builder,
             the constructor raises before it captures a graph. If a format or a mode changes later, `run` and `replay`
-            raise. A layer that is not in `layers` raises later: in the runs before the capture or, on a CPU, in its
-            first run.
+            raise. If a layer that does not fit the builder is missing from `layers`, the layer itself raises later:
+            in the runs before the capture or, on a CPU, in its first run.
 
     Attributes:
         cache_format: the builder's cache format; None if the builder has no cache format.
@@ -134,7 +134,7 @@ class DecodeGraph:
 
     @torch.no_grad()
     def _capture(self) -> None:
-        """Capture the graph of the largest batch size first; all other graphs then fit into the same memory."""
+        """Capture one graph for each batch size, the largest first: all later graphs then fit into the same memory."""
         stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
         for size in self.batch_sizes[::-1]:
             stream.wait_stream(torch.cuda.current_stream())

@@ -1,7 +1,8 @@
 """Express chunked local attention as ordinary attention of virtual requests.
 
-In chunked local attention, the positions of a request are divided into chunks. A token attends only itself and the
-earlier tokens of its own chunk. A virtual request is one chunk of a request, with the query tokens in this chunk.
+In chunked local attention, the positions of a request are divided into attention chunks. A token attends only itself
+and the earlier tokens of its own attention chunk. A virtual request is one attention chunk of a request, with the query
+tokens in this attention chunk.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def slot_mapping(
         seq_lens: [B], tokens S of each request after this step; 0 marks a padding row, whose slots are -1.
         block_table: [B, W], blocks of each request.
         block_size: tokens per block.
-        num_tokens: length of the result, at least query_start_loc[-1]. Tokens from query_start_loc[-1] on get slot -1.
+        num_tokens: length of the result, at least `query_start_loc[-1]`. Tokens from this index on get slot -1.
 
     Returns:
         [num_tokens] int64.
@@ -76,7 +76,7 @@ def dcp_slot_mapping(
             slots are -1.
         block_table: [B, W], blocks of each request; all ranks have the same block table.
         block_size: tokens per block, a multiple of I.
-        num_tokens: length of the result, at least query_start_loc[-1]. Tokens from query_start_loc[-1] on get slot -1.
+        num_tokens: length of the result, at least `query_start_loc[-1]`. Tokens from this index on get slot -1.
         context_parallel_size: D, number of ranks.
         rank: this rank, in [0, D).
         interleave: I, number of consecutive tokens that each rank gets in turn.

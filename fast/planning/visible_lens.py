@@ -39,7 +39,7 @@ def compute_visible_lens(
     Args:
         query_start_loc: [B + 1], prefix sum of the query lengths Sq.
         seq_lens: [B], tokens S of each request after this step, counted over all ranks; 0 for padding rows.
-        num_tokens: length of the result; tokens from query_start_loc[-1] on are padding.
+        num_tokens: length of the result; tokens from `query_start_loc[-1]` on are padding.
         ownership: the tokens that this context-parallel rank owns; the result then counts only keys of this rank. None
             if one rank owns all tokens.
         graph: kind of the CUDA graph that captures this call; NONE without a graph.

@@ -29,7 +29,7 @@ from ..interfaces import (
 
 
 def rotary_frequencies(rope: RopeConfig, dim: int, dtype: torch.dtype = torch.float32) -> Float[Tensor, " {dim//2}"]:
-    """Return the frequency of each pair of elements, in radians per position: theta^(-2i/R) for pair i.
+    """Return the frequency of each pair of elements, in radians per position: `rope.theta`^(-2i/R) for pair i.
 
     YaRN makes a model usable for longer sequences than those of its training. Let n be the number of rotations that a
     pair makes over `original_max_position_embeddings` positions. With YaRN, the frequency of the pair depends on n:
@@ -68,7 +68,7 @@ def rotary_frequencies(rope: RopeConfig, dim: int, dtype: torch.dtype = torch.fl
     low = max(math.floor(pair_with_rotations(yarn.beta_fast)), 0)
     high = min(math.ceil(pair_with_rotations(yarn.beta_slow)), dim - 1)
     ramp = (torch.arange(dim // 2, dtype=dtype, device="cpu") - low) / ((high - low) or 0.001)
-    stretched = ramp.clamp(0, 1)  # 0: original frequency; 1: frequency divided by the factor
+    stretched = ramp.clamp(0, 1)  # 0: original frequency; 1: frequency divided by `factor`
     return frequencies / yarn.factor * stretched + frequencies * (1 - stretched)
 
 

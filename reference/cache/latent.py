@@ -31,10 +31,10 @@ def concat_and_cache_mla(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     kv_scale: Float[Tensor, ""] | None = None,
 ) -> None:
-    """Write the cache entry of each token (its latent and its rotated rope key) to the slot of the token.
+    """Write the cache entry of each token (its latent and the rotated rope part of its key) to the slot of the token.
 
-    A format with scales (`CacheFormat.scaled`) converts the values with `quantize_entries`. Any other format copies the
-    values bit for bit.
+    For a format with scales (`CacheFormat.scaled`), the elements are converted with `quantize_entries`. For any other
+    format, they are copied bit for bit.
 
     Args:
         kv_c_normed: [T, Lkv], normed latents of T tokens.
@@ -72,7 +72,7 @@ def gather_and_maybe_dequant_cache(
     """Copy the cache entries of consecutive tokens of each request into one tensor, one request after another.
 
     The function copies the tokens [starts[b], starts[b] + n) of request b, where n = cu_seq_lens[b + 1] -
-    cu_seq_lens[b]. If `out_dtype` is the dtype of the cache, the values are copied bit for bit. For another
+    cu_seq_lens[b]. If `out_dtype` is the dtype of the cache, the elements are copied bit for bit. For another
     `out_dtype`, each element is converted with `dequantize_entries`.
 
     Args:

@@ -250,9 +250,10 @@ class ProcessRanks(Group):
 class ContextParallel:
     """The groups of decode context parallelism.
 
-    The D ranks of `cp_group` divide the tokens of every sequence among themselves, and the TP ranks of `tp_group`
-    divide the N heads. Each rank has the weights of N / TP heads. Its cache has the tokens that the rank owns (its
-    rank-local tokens). A decode has these steps:
+    Let D be the number of ranks of `cp_group` and TP the number of ranks of `tp_group`. The ranks of `cp_group` divide
+    the tokens of every sequence among themselves, and the ranks of `tp_group` divide the N heads. Each rank has the
+    weights of N / TP heads. Its cache has the tokens that the rank owns (its rank-local tokens). A decode has these
+    steps:
 
     1. The ranks of `cp_group` gather their queries, so each rank has the queries of N D / TP heads.
     2. Each rank attends its rank-local keys with these queries.
@@ -332,7 +333,7 @@ class ContextParallel:
         return x.view(self.tp_group.size, -1)[self.tp_group.rank]
 
     def heads_of_group(self, x: Tensor) -> Tensor:
-        """Return the elements of `x` [N] for the N D / TP heads whose queries this rank gathers, in the same order."""
+        """Return the elements of `x` [N] for the N D / TP heads of the gathered queries, in the queries' order."""
         members = [self.tp_group.members.index(member) for member in self.cp_group.members]
         return torch.cat([x.view(self.tp_group.size, -1)[member] for member in members])
 

@@ -76,8 +76,8 @@ def cp_lse_a2a(state: AttentionState, group: Group) -> AttentionState:
     """Merge attention states over ranks with one all-to-all.
 
     Each rank receives the outputs and the LSE of N / D heads from every rank, and merges these states. It computes the
-    sum in float32 (float64 if `state.out` is float64) and rounds once. In contrast, `cp_lse_ag_out_rs` rounds each
-    rank's output before the sum.
+    weighted sum of the outputs in float32 (float64 if `state.out` is float64) and rounds once. In contrast,
+    `cp_lse_ag_out_rs` rounds each rank's weighted output before the sum.
 
     Args:
         state: out [T, N, Dv] and lse [N, T] of all N heads over the rank-local keys.

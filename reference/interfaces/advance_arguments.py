@@ -40,7 +40,7 @@ def check_advance(
         max_seq_len: largest length that the caller allows; None means that only the block table limits the lengths.
 
     Returns:
-        The number of tokens that the block table can hold, or `max_seq_len` if `max_seq_len` is smaller.
+        The number of tokens of one request that the block table can hold, or `max_seq_len` if `max_seq_len` is smaller.
     """
     check_int("block_size", block_size)
     check_batch_block_size(common, block_size)
@@ -97,8 +97,8 @@ def next_num_tokens(common: CommonAttentionMetadata) -> int:
     """Return the number of query tokens of the next step, for a batch without `query_start_loc_cpu`.
 
     Every request with query tokens in this step has one query token in the next step. The CPU does not know the number
-    of these requests; it knows two bounds. The number is at least num_actual_tokens / max_query_len, and at most the
-    smaller of B and num_actual_tokens. The two bounds must be equal.
+    of these requests; it knows two bounds. The number is at least `num_actual_tokens` / `max_query_len`, rounded up. It
+    is at most the smaller of B and `num_actual_tokens`. The two bounds must be equal.
 
     Raises:
         ValueError: the bounds are not equal, or `num_actual_tokens` is above B * `max_query_len`.
@@ -127,7 +127,7 @@ def advanced_batch(common: CommonAttentionMetadata, limit: int) -> CommonAttenti
 
             - `seq_lens_cpu` is None, and an upper bound is negative or below the number of query tokens of its request;
             - `seq_lens_cpu` is None, the batch is on the CPU, and an upper bound is below the length of its request;
-            - `query_start_loc_cpu` is None, and the number of requests with query tokens is unknown.
+            - `query_start_loc_cpu` is None, and `next_num_tokens` cannot find the number of requests with tokens.
     """
     if not has_host_lens(common):  # with lengths on the CPU, nothing reads the upper bounds
         check_bound_values(common)

@@ -43,7 +43,7 @@ def check_attention(
         v: [S, N, V].
         cu_seqlens_q: [B + 1].
         cu_seqlens_k: [B + 1].
-        k_pe: [S, R], the rope part of the keys that all heads share; None if `k` contains the rope part.
+        k_pe: [S, R], rope parts of the keys, which all heads share; None if `k` contains the rope parts.
     """
     check_tensor("q", q, ("T", "N", "P + R"))
     _, heads, width = q.shape
@@ -248,8 +248,8 @@ def check_prefill_parts(metadata: PrefillMetadata, num_tokens: int, device: torc
     """Check the parts of the plan of a prefill; read no values.
 
     A part (`PrefillPart`) has consecutive requests. All parts together must have all requests and query tokens, in
-    their order. `rows` gives for each chunk of a part the range of rows in a chunk of all requests. This range must
-    have as many rows as the chunk of the part has tokens.
+    their order. A part has a plan of its own. `rows` says for each chunk of this plan which rows of a chunk of
+    `metadata` belong to it (`ChunkRows`). The number of these rows must be the chunk's number of tokens.
     """
     token, requests = 0, 0
     for part in metadata.parts:
@@ -293,7 +293,7 @@ def check_expanded(
         k_pe: [S, R].
         v: [S, N, V].
         metadata: plan of the prefill.
-        chunks: the chunk of context that the queries attend; empty if the queries attend the new tokens.
+        chunks: empty if the queries attend the new tokens; otherwise the one chunk of context that they attend.
     """
     check_tensor("q", q, ("T", "N", "P + R"))
     requests = check_prefill_requests(metadata, q.device)
@@ -316,7 +316,7 @@ def check_context(
     """Check shapes, dtypes and devices of a chunk and of the cache that contains the chunk; read no values.
 
     Returns:
-        Width Lkv + R and dtype of the gathered entries.
+        The number of elements of a gathered entry, and its dtype.
     """
     gathered = check_stored_cache(kv_cache, cache_format, out_dtype, kv_scale)
     check_chunk(chunk, check_prefill_requests(metadata, kv_cache.device), kv_cache.device, "chunk")

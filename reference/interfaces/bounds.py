@@ -70,7 +70,7 @@ def bounded_batch(
 
     The new fields are:
 
-    - `max_seq_len`: the old `max_seq_len`, or the tokens that the block table can hold, whichever is smaller.
+    - `max_seq_len`: the old `max_seq_len`, or the tokens of a request that the block table can hold: the smaller one.
     - `seq_lens_cpu`: `seq_lens_cpu_upper_bound`, but at most the new `max_seq_len`. If `seq_lens_cpu_upper_bound` is
       None, all requests must be decodes, and each gets the new `max_seq_len`.
     - `query_start_loc_cpu`, if it is None: all requests must be decodes. Each request gets `max_query_len` query tokens

@@ -111,7 +111,7 @@ def most_captured_tokens(builder: AttentionMetadataBuilder, max_blocks: int) -> 
 
 
 def graph_support_of(builder: AttentionMetadataBuilder, query_len: int) -> GraphSupport:
-    """Return which query lengths a `DecodeGraph` may mix. With `query_len` 1 the result is ONE_QUERY_LEN."""
+    """Return which query lengths up to `query_len` a `DecodeGraph` may mix; ONE_QUERY_LEN if `query_len` is 1."""
     mixed = builder.graph_support is GraphSupport.ANY and query_len > 1
     return GraphSupport.ANY if mixed else GraphSupport.ONE_QUERY_LEN
 

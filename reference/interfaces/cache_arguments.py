@@ -254,7 +254,7 @@ def check_rank_offsets(
         local_cu_seq_lens: [D, B + 1], for each of D ranks the prefix sum of the number of tokens of this rank.
         interleave: I. Each rank in turn owns I consecutive tokens of a sequence.
         num_tokens: upper bound of the tokens of the chunk.
-        padded_tokens: upper bound of the tokens of every rank.
+        padded_tokens: upper bound of the tokens of the chunk that any one rank owns.
 
     Raises:
         ValueError: the prefix sums differ, or `num_tokens` or `padded_tokens` is too small.
@@ -275,7 +275,7 @@ def check_ownership(ownership: TokenOwnership | None) -> None:
 
 
 def check_rank_local_slots(common: CommonAttentionMetadata, ownership: TokenOwnership) -> None:
-    """Check that the number of slots in a batch is at most the number of new tokens that the rank owns.
+    """Check that a batch has no more slots (other than -1) than new tokens that the rank owns.
 
     Each rank caches only its own tokens. The check finds slots that were computed for one rank that owns all tokens:
     in such a batch, every token has a slot.

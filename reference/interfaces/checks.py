@@ -25,7 +25,11 @@ def check(condition: bool, argument: str, expected: object, got: object) -> None
 
 
 def _in_one_line(got: object) -> str:
-    """Return a value as text for an error message, or its type's name if the text is long or has several lines."""
+    """Return a value as text in one line for an error message.
+
+    The lines of a str are joined. For a tensor, and for any other value whose text is long or has several lines, the
+    result is the name of its type.
+    """
     if isinstance(got, Tensor):
         return type(got).__name__
     text = str(got)
@@ -251,8 +255,8 @@ def is_plain_linear(linear: nn.Module, dtype: torch.dtype) -> bool:
 def linear_output(argument: str, output: object) -> Tensor:
     """Return the product from the output of a linear module, which is a tensor or a pair (product, bias).
 
-    The linear modules of vLLM and Megatron return such a pair. The product in the pair is without the bias, so the bias
-    must be None.
+    The linear modules of vLLM and Megatron return such a pair. The product does not include the bias, and this
+    function does not add it, so the bias must be None.
 
     Raises:
         TypeError: the product is not a tensor.

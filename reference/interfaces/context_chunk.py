@@ -37,7 +37,7 @@ class ContextChunk:
 
     @property
     def held(self) -> tuple[Int32[Tensor, " B"], Int32[Tensor, " B+1"]]:
-        """Return `starts` and `cu_seq_lens` of the tokens in the cache of this rank; here these are all tokens."""
+        """Return `starts` and `cu_seq_lens` of the tokens in the cache of this rank: here, all tokens of the chunk."""
         return self.starts, self.cu_seq_lens
 
     def tensors(self) -> dict[str, Tensor]:

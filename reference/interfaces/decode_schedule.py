@@ -173,8 +173,8 @@ class DecodeSchedule:
         tile_ranges: [programs, 5], the tiles of each program, in these columns: first request, last request
             (inclusive), first tile in the first request, last tile in the last request (exclusive), index of the first
             split in the first request. A program without work has (B, B - 1, 0, 0, 0). If two programs share a request,
-            a kernel may move one tile from one program to the other. `tile_ranges` is None if no tiles are assigned to
-            programs.
+            a kernel may move one tile from one program to the other. `tile_ranges` is None if the kernel itself
+            distributes the splits over programs (see above).
         split_offsets: [B + 1], prefix sum of the number of splits of each request; a request without keys has no split.
             None if `tile_ranges` is None.
         batch_invariant: whether the splits of a request depend on its own length alone (`invariant_split_tiles`) and

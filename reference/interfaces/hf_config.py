@@ -77,8 +77,8 @@ def _asks(value: object) -> bool:
 def _list_of(config: Any, path: str, name: str, reasons: list[str]) -> list[Any]:
     """Return the elements of a field that has one element for each layer.
 
-    The result is empty if the field is missing or is neither a list nor a tuple. If the value of such a field enables a
-    feature (`_asks`), the function also adds a reason to `reasons`.
+    The result is empty if the field is missing, or if its value is neither a list nor a tuple. For a value of another
+    type that enables a feature (`_asks`), the function also adds a reason to `reasons`.
     """
     value = getattr(config, name, None)
     if isinstance(value, list | tuple):

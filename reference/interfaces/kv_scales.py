@@ -10,8 +10,8 @@ Only formats with `CacheFormat.layer_scale` have this scale. A layer takes it fr
 5. 1.0, with a warning, if a decode or a graph capture comes before any prefill.
 
 After the first write to the cache the scale is fixed, because the stored numbers mean something only with this scale.
-Padding tokens are not written, so their values do not influence the scale. A memory-profile run writes nothing and
-chooses no scale.
+Padding tokens are not written, so their values do not influence the scale. A memory-profile run, which is a call of the
+layer without a plan, writes nothing and chooses no scale.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class KVScale(KeepsDtypes):
         self.source = source
 
     def before_write(self, has_prefill: bool, largest: Callable[[], Tensor]) -> Tensor:
-        """Return the scale for a write to the cache. The first write chooses the scale if it has no source yet.
+        """Return the scale for a write to the cache. If the scale has no source yet, the first write chooses the scale.
 
         Args:
             has_prefill: whether the step has tokens of a prefill.
@@ -287,7 +287,7 @@ class CalibratedScales(dict[str, float]):
 
 
 def _scale_of(largest: list[Tensor]) -> float:
-    """Return the scale with which the largest recorded value becomes the largest e4m3 number; 1.0 if all are 0."""
+    """Return the scale with which the largest recorded value becomes the largest e4m3 number; 1.0 if the value is 0."""
     number = float(torch.stack([value.float() for value in largest]).amax())
     return number / E4M3_MAX if number > 0 else 1.0
 

@@ -108,7 +108,7 @@ def e4m3_scale(largest: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
     Args:
         largest: float32, numbers of at least 0, on any device.
     """
-    # if the divisor is a Python number, PyTorch multiplies by its reciprocal on a GPU, which rounds differently
+    # the divisor is a tensor: PyTorch on a GPU would multiply by the reciprocal of a Python number, with other rounding
     return largest / torch.full((), E4M3_MAX, device=largest.device)
 
 

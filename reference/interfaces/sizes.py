@@ -86,7 +86,7 @@ def chunked_prefill_workspace_size(
 
     The number is min(max(8 max_model_len, 4 max_num_seqs block_size), 64k), where 64k is 65536. The number is rounded
     up to whole units (`context_unit`; with one rank a unit is a block), but not above 64k. The result is at least one
-    unit for each of `max_num_seqs` sequences.
+    unit for each of `max_num_seqs` sequences, even if this is more than 64k.
 
     Args:
         max_model_len: largest number of tokens of a sequence.

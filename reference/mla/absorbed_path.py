@@ -50,7 +50,7 @@ def own_q_scale(layer: nn.Module) -> Float[Tensor, "*heads"] | None:
 
 
 def _attend(layer, ql_nope, q_pe, kv_cache, metadata) -> AttentionState:
-    """Return the state of the decodes: a cascade, a decode over several ranks, or a decode on one rank."""
+    """Return the attention state of the decodes, by a cascade, a decode over several ranks or a decode on one rank."""
     q_scale = None if layer.q_scale is None else layer.q_scale.value
     options = dict(
         cache_format=layer.cache_format, kv_scale=None if layer.kv_scale is None else layer.kv_scale.value,

@@ -231,11 +231,12 @@ class MLAMetadataBuilder:
         - All requests together have at most `num_actual_tokens` query tokens. Later tokens are padding.
         - A request has at most `max_model_len` tokens, and no more than the columns of the block table can hold.
 
-        The plan is computed from tensors on the device alone (`plan_captured_decodes`). There are two ways to use this
+        The plan is computed from the lengths on the device (`plan_captured_decodes`). There are two ways to use this
         method:
 
-        - Call this method during the capture, as `DecodeGraph` does. The graph then contains the planning, and every
-          replay computes a plan for its own lengths.
+        - Call this method during the capture, as `DecodeGraph` of `fast` does. The graph then contains the planning,
+          and every replay computes a plan for its own lengths. (Only the method of `fast` can be captured: the method
+          of this package copies the lengths to the CPU.)
         - Call this method before the capture, and keep the plan. The graph reads the tensors of this plan, and the
           caller calls `update_captured` before each replay.
 

@@ -1,4 +1,4 @@
-"""Plan decodes from tensors on the device alone, so that a CUDA graph can contain the planning.
+"""Plan decodes from the lengths on the device, for a CUDA graph that is replayed with other lengths.
 
 A plan has the integers that attention needs, such as lengths and slots. A schedule is an optional part of a plan: it
 assigns the keys of the requests to the programs of a kernel.
@@ -46,9 +46,10 @@ def plan_captured_decodes(
 ) -> MLAMetadata:
     """Plan decodes from the lengths in the device tensors `common.seq_lens` and `common.query_start_loc`.
 
-    If this function is called during the capture of a CUDA graph, the graph contains the planning. Every replay then
-    plans for the lengths that the two tensors have at that time. The lengths are unknown at capture, so the choice of a
-    schedule cannot depend on them: the plan has a schedule if `num_programs` is above 0.
+    If the twin in `fast` is called during the capture of a CUDA graph, the graph contains the planning. Every replay
+    then plans for the lengths that the two tensors have at that time. (This function itself cannot be captured, because
+    it copies the lengths to the CPU.) The lengths are unknown at capture, so the choice of a schedule cannot depend on
+    them: the plan has a schedule if `num_programs` is above 0.
 
     A replay has as many requests as the batch of the capture. `graph` says which query lengths a replay may have:
 

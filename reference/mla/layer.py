@@ -116,8 +116,8 @@ class MLAAttention(nn.Module):
             ranks), and `o_proj` has no bias. `config` still describes all N heads.
         cache_format: format of the layer's cache.
         workspace: memory in which a prefill gathers and expands one chunk; all layers of a model can share it. With
-            None the layer uses the workspace of the plan (`MLAMetadata.workspace`). A memory-profile run, which has no
-            plan, then allocates the memory and frees it.
+            None the layer uses the workspace of the plan (`MLAMetadata.workspace`). A memory-profile run (see
+            `forward`) has no plan: with None, the layer then allocates the memory and frees it.
         kv_scale: scale of the layer's cache, only for a format with `CacheFormat.layer_scale`. With None, the first
             step sets the scale: from its values if it has a prefill, otherwise 1.0 (`reference.interfaces.kv_scales`).
         fp8_weights: whether the absorbed weights are stored in e4m3 (8 bits), with one scale for each head
@@ -126,9 +126,10 @@ class MLAAttention(nn.Module):
             ops that absorb and rotate the queries of decodes return them in e4m3.
         q_scale: scale of queries in e4m3, only for these two modes: a number, or a tensor [N] with a scale for each of
             all N heads. None means 1.0, with a warning (`reference.interfaces.query_scales`).
-        expand_by_module: whether prefills expand latents by calling `kv_b_proj` (`expand_kv_by_module`). Otherwise they
-            multiply by its dense weight (`expand_kv`). A call of a quantised module reads fewer bytes than `expand_kv`,
-            and rounds as the module does. Only `expand_kv` writes its result into the workspace.
+        expand_by_module: whether prefills expand latents by calling `kv_b_proj` (`expand_kv_by_module`). Otherwise
+            prefills multiply latents by the dense weight of `kv_b_proj` (`expand_kv`). A call of a quantised module
+            reads fewer bytes than `expand_kv`, and rounds as the module does. Only `expand_kv` writes its result into
+            the workspace.
 
     Attributes:
         kv_scale: the scale as a `KVScale`, a buffer of the layer; None if the format has no such scale.

@@ -1,6 +1,7 @@
 """Prefill on the expanded path: expand latents to keys and values of every head, then compute ordinary attention.
 
-The cached context is gathered and expanded in chunks of limited size, so that a long context needs no more memory.
+The cached context is gathered and expanded in chunks of limited size, so that the memory does not grow with the length
+of the context.
 """
 
 from __future__ import annotations
@@ -203,7 +204,8 @@ def forward_prefill(
     1. Expand the latents of the new tokens to keys and values, and attend these keys with the causal mask. Requests
        without context are then done.
     2. For each chunk of the context, gather the cache entries, expand their latents, and attend the keys of the chunk
-       without a mask. Merge this attention state (output and log-sum-exp) with the state over all keys before.
+       without a mask. Merge the attention state (output and log-sum-exp) of the chunk with the state over all keys that
+       were attended before this chunk.
 
     Args:
         q: [T, N, P + R], queries with the rope part rotated.

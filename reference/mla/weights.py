@@ -131,8 +131,9 @@ def quantize_weight(weight: Float[Tensor, "N K M"], per_head: bool = False) -> Q
 
     e4m3 has a relative error of at most 1/16 for quotients of at least 2^-6; smaller quotients lose digits. One scale
     for the weight therefore costs precision in heads whose weights are much smaller than the largest weight. The table
-    shows this for 16 heads of random weights, after the weights of one head were multiplied by a factor. Its numbers
-    are the relative error of the other 15 heads: root mean square of the error, divided by that of their weights.
+    shows this for 16 heads of random weights, after the weights of one head were multiplied by a factor. The errors in
+    the table are relative errors of the other 15 heads: the root mean square of the error, divided by the root mean
+    square of the weights.
 
     | factor | one scale for the weight | one scale for each head |
     |---|---|---|

@@ -48,7 +48,7 @@ def advance_step(
     `max_seq_len`, or the number of tokens that the block table can hold, whichever is smaller.
 
     - `seq_lens_cpu` stays None.
-    - `max_seq_len` rises by one, up to the limit.
+    - The field `max_seq_len` rises by one, up to the limit.
     - `seq_lens_cpu_upper_bound` (if not None) rises by one, up to the limit, for requests with query tokens. The upper
       bound 0 of a padding row stays 0.
     - `query_start_loc_cpu` (if not None) gets one query token for each request with query tokens.

@@ -39,12 +39,12 @@ class DecodeGraph:
     This class runs the step without a CUDA graph. The class of the same name in the package `fast` captures the step in
     a graph. The shapes of a graph are fixed, but the values of lengths, block tables and slots may differ in every run.
 
-    A graph for B requests has B * query_len tokens. A run with fewer requests or tokens is padded:
+    A graph for B requests has B * query_len tokens. If the last requests of a batch have no tokens, they are left out.
+    A run with fewer requests or tokens than the graph is then padded:
 
     - A padding row is an added request with length 0. It reads no key.
     - A padding token is a token behind the last request. It has slot -1 and sees no key, so it writes no cache entry
       and its attention output is 0. If `graph_support` is ONE_QUERY_LEN, the padding tokens belong to the padding rows.
-    - Requests without tokens at the end of the batch are left out.
 
     The builder makes the plan of every run (`build_for_cudagraph_capture`), and the step gets this plan. The class
     therefore works for any kind of attention.

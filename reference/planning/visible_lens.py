@@ -22,8 +22,9 @@ def compute_visible_lens(
     The query token with index i in a request of Sq query tokens and S keys attends the first S - Sq + i + 1 keys. A
     token of a padding row (a request with S = 0) attends no key, and neither does a token behind the last request.
 
-    The numbers follow from tensors on the device alone, so a CUDA graph can contain this computation. Each replay then
-    computes the numbers from its own lengths.
+    The twin in `fast` computes the numbers from tensors on the device alone, so a CUDA graph can contain its kernel.
+    Each replay of the graph then computes the numbers from its own lengths. (This function itself cannot be captured,
+    because it copies the lengths to the CPU.)
 
     Args:
         query_start_loc: [B + 1], prefix sum of the query lengths Sq.

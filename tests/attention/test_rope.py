@@ -96,7 +96,10 @@ YARN_GRID = [
 
 
 def deepseek_frequencies(dim: int, theta: float, original: int, betas: tuple[float, float], factor: float):
-    """Return DeepSeek's YaRN frequencies, and the index of the pair at which YaRN's ramp ends.
+    """Return DeepSeek's YaRN frequencies, and the index at which YaRN's ramp (a range of pairs) ends.
+
+    Pairs before the ramp keep their frequency, and YaRN divides the frequency of pairs behind the ramp by `factor`.
+    Pairs in the ramp get a frequency between these two. The ramp can end behind the last pair.
 
     The computation follows `find_correction_range` and `linear_ramp_mask` of DeepSeek's code, in Python floats.
     """
@@ -112,11 +115,10 @@ def deepseek_frequencies(dim: int, theta: float, original: int, betas: tuple[flo
 
 
 def test_yarn_ramp_against_deepseek(ops):
-    """The frequencies equal the frequencies of DeepSeek's code, wherever YaRN's ramp ends.
+    """The frequencies equal the frequencies of DeepSeek's code, wherever YaRN's ramp ends (`deepseek_frequencies`).
 
-    The ramp is a range of pairs. Pairs before the ramp keep their frequency, and YaRN divides the frequency of pairs
-    behind the ramp by its factor. Pairs in the ramp get a frequency between these two. The ramp can end behind the last
-    pair: the last pair has the index dim // 2 - 1, and the largest possible end of the ramp is dim - 1.
+    The ramp can end behind the last pair: the last pair has the index dim // 2 - 1, and the largest possible end of the
+    ramp is dim - 1.
     """
     ends = set()
     for dim, theta, original, betas in YARN_GRID:

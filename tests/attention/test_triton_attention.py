@@ -213,7 +213,7 @@ def test_nan_query_row(causal):
     inputs = make_inputs(*lens, 2, (16, 16, 16), torch.float16)
     clean = attend(inputs, *lens, causal)
     poisoned = inputs[0].clone()
-    where = ((12, 1, 3), (0, 0, 20), (48, 1, 20))  # row, head, column; columns from 16 on are the rope dims
+    where = ((12, 1, 3), (0, 0, 20), (48, 1, 20))  # token, head, column; columns from 16 on are the rope dims
     for row, head, column in where:
         poisoned[row, head, column] = torch.nan
     state = attend((poisoned, *inputs[1:]), *lens, causal)
@@ -260,7 +260,7 @@ def test_hidden_keys_do_not_count():
 @runs
 @pytest.mark.parametrize("cu_seqlens", [[0, -5, 900], [0, 7, 2**31 - 1], [-(2**31), 3, 9], [9, 4, 0]], ids=str)
 def test_offsets_out_of_range_stay_inside(cu_seqlens):
-    """The kernel clamps offsets out of range, so it raises no error and accesses no memory outside the tensors."""
+    """The kernel clamps invalid offsets, so it raises no error and accesses no memory outside the tensors."""
     inputs = make_inputs([9], [9], 2, (16, 16, 16), torch.float16)
     bad = torch.tensor(cu_seqlens, dtype=torch.int32, device=DEVICE)
     good = torch.tensor([0, 4, 9], dtype=torch.int32, device=DEVICE)

@@ -325,7 +325,7 @@ def test_a_name_at_an_op_is_that_backend_or_every_reason(capability):
 
 
 def test_ops_with_private_buffers_between_them_stay_together(capability):
-    """One backend serves all ops of a decode, and both ops that write and read one message between ranks.
+    """All ops of a decode get the same backend, and so do the two ops that write and read a message between ranks.
 
     If a mapping names a backend for one op of a decode, this backend serves all ops of a decode. A backend that
     declares the writing op of a message, but not the reading op, does not serve the writing op.

@@ -56,7 +56,7 @@ def one_step(captured, attention=False, ranks=None):
     layer = make_layer(fast, config, weights, torch.float32, context_parallel=ranks)
     builder = fast.MLAMetadataBuilder(config, 16, 4096, 8, num_programs=2, context_parallel=ranks, dtype=torch.float32)
     common = batch.common
-    if ranks is not None:  # a column of the block table holds 32 tokens: a block of 16 tokens on each of two ranks
+    if ranks is not None:  # the slots of `batch` are for one rank; with slots -1 the step writes no cache entries
         common = replace(common, slot_mapping=torch.tensor([-1, -1]))
     plan = builder.build_for_cudagraph_capture(common) if captured else builder.build(0, common)
     if not captured:  # with these lengths the builder makes no schedule

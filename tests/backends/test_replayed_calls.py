@@ -1,8 +1,9 @@
 """Tests of replayed calls: a repeated call only allocates its outputs and launches the kernels of an earlier call.
 
-The first two calls with the same arguments run, and the second call is recorded. If the second call only allocated
-outputs and launched kernels, later calls replay this recording. In these tests, fake classes replace Triton's kernels,
-launcher and driver, so the tests need no GPU. `tests/gpu/test_replays.py` replays real kernels.
+The first two calls with the same signature (shapes, dtypes and numbers) run, and the second call is recorded. If the
+second call only allocated outputs and launched kernels, later calls replay this recording. In these tests, fake classes
+replace Triton's kernels, launcher and driver, so the tests need no GPU. `tests/gpu/test_replays.py` replays real
+kernels.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ def test_a_replay_encodes_a_descriptor_once_for_each_address(version):
 
 @pytest.mark.parametrize("case", ["other op", "slice", "unknown", "list", "nothing", "scratch", "columns", "address"])
 def test_a_call_that_does_more_is_not_replayed(version, case):
-    """A call that does not only allocate outputs and launch kernels runs every time.
+    """A call runs every time if it launches no kernel, or does more than allocate outputs and launch kernels.
 
     For example, one case uses a tensor that is no argument of the call, and another case returns a slice of a new
     tensor.

@@ -3,10 +3,12 @@
     python -m tests.benchmarks.bytes
     python -m tests.benchmarks.bytes --rows gather,65536 merge,65536 --json bytes.json
 
-For comparison, each row also has the time of a contiguous copy of the same number of bytes, because a small copy is
-slower per byte than a large copy. The output of every operation except merge must have exactly the expected bits. A
-part of the output of a merge is compared with `reference` in float64. The error of this part must be within a budget,
-which is computed from the error of `reference` in the dtype of the inputs.
+For comparison, each row also has the time of a contiguous copy. The copy moves as many bytes as the operation, because
+a small copy is slower per byte than a large copy.
+
+The output of every operation except merge must have exactly the expected bits. A part of the output of a merge is
+compared with `reference` in float64. The error of this part must be within a budget, which is computed from the error
+of `reference` in the dtype of the inputs.
 
 The table gives the speed of an operation / the speed of the copy. This ratio is the fraction of the copy's bandwidth
 that the operation reaches. The bytes of an operation count each input and each output once. A stored entry has e bytes:
@@ -19,7 +21,8 @@ that the operation reaches. The bytes of an operation count each input and each 
 
 The operations whose names end in a cache format read or write a cache of this format: gather_fp8_e4m3 dequantises the
 entries that it reads, and cache_write_fp8_e4m3 quantises the entries that it writes. fused_write, with and without a
-format in its name, also rotates queries and keys and norms the latents, for a rank with 16 heads.
+format in its name, also rotates the queries and the keys, and applies the RMS norm to the latents. The queries
+have 16 heads, as on one of 8 ranks.
 """
 
 from __future__ import annotations
@@ -152,7 +155,7 @@ def random_entries(tokens: int, device: str) -> list[Tensor]:
 
 
 def poisoned_cache(blocks: int, device: str, cache_format: CacheFormat) -> Tensor:
-    """Return a cache in which every byte is the poison byte of its format, [blocks, block_size, columns]."""
+    """Return a cache [blocks, block_size, columns] in which every byte is `CacheFormat.poison` of its format."""
     width = cache_format.entry_bytes(LATENT, ROPE, DTYPE)
     poisoned = torch.full((blocks, BLOCK_SIZE, width), cache_format.poison, dtype=torch.uint8, device=device)
     return poisoned.view(cache_format.dtype_for(DTYPE))
@@ -215,7 +218,7 @@ def cache_write(row: Row, sets: int, backend: str | None, device: str) -> tuple[
 
 
 def fused_write(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[Callable], Callable]:
-    """Return calls that rotate, norm and write new entries, and a check of the cache.
+    """Return calls that rotate and normalise new entries and write them, and a check of the cache.
 
     The check takes the normed latents and rotated keys from the output of the call: the cache must have their stored
     form, bit for bit. Other tests check the norm and the rotation.

@@ -102,8 +102,8 @@ def contest(case: Case, clock: Clock, ways: Sequence[str]) -> dict[str, Any]:
 
     Returns:
         A dictionary with flops, bytes, the parity (error and budget) of each contender, and the absent contenders with
-        the reasons. If `fast` passed, the dictionary also has the times by way and contender, the host time to launch
-        each contender, and for each contender the ratio: speed of `fast` / speed of the contender.
+        the reasons. If `fast` passed, the dictionary also has the times of each contender for each of `ways`, the host
+        time to launch each contender, and for each contender the ratio: speed of `fast` / speed of the contender.
     """
     absent, parity = dict(case.absent), {}
     for who, contender in case.contenders.items():
@@ -162,7 +162,7 @@ def add_shares(row: dict[str, Any], ceilings: Ceilings, bandwidth: str) -> None:
 def draw_table(title: str, columns: Sequence[str], rows: Sequence[Mapping], ways: Sequence[str], bandwidth: str):
     """Return a table with one section for each row and one line for each contender.
 
-    The rates in the table are computed from the times of the first way.
+    The rates in the table are computed from the times of the first element of `ways`.
 
     Args:
         title: title of the table.

@@ -42,7 +42,7 @@ CONTEXT_LENS = (0, 128, 512, 2048, 8192, 32768)
 REQUESTS = 2  # requests of a batch; the contexts of two requests fit into the workspace
 BLOCK_SIZE, WORKSPACE = 64, 65536
 MOST_LOST = 0.10  # the benchmark prints a warning if the loss of a chosen path is larger
-SLOWER = 8.0  # once it takes 8 x the time of the expanded path, the absorbed path is not timed for longer queries
+SLOWER = 8.0  # an absorbed path that takes more than 8 x the time of the expanded path is not timed for longer queries
 CONSTANTS = tuple(asdict(PathCosts()))
 
 

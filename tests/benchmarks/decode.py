@@ -263,7 +263,7 @@ def vllm_with_scales(peers: ModuleType, device: torch.device) -> Callable:
 
 
 def flashinfer_calls(row: Row, inputs: Inputs, peers: ModuleType) -> list[Call]:
-    """Return a planned call of FlashInfer's MLA decode over fp8_e4m3 for each plan of the inputs."""
+    """Return calls of FlashInfer's MLA decode over fp8_e4m3, one for each block table; each call is already planned."""
     space, calls = torch.empty(128 << 20, dtype=torch.uint8, device=inputs.cache.device), []
     pages, index = [-(-length // BLOCK_SIZE) for length in row.seq_lens], dict(dtype=torch.int32)
     starts = torch.tensor([0, *pages], **index).cumsum(0, dtype=torch.int32).to(inputs.cache.device)

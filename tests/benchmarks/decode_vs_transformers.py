@@ -3,11 +3,12 @@
     python -m tests.benchmarks.decode_vs_transformers
     python -m tests.benchmarks.decode_vs_transformers --contexts 4096 --json decode_vs_transformers.json
 
-The model is a DeepseekV2 model of one layer: a token embedding, this attention, and an MLP with one unit. It decodes
-one token at a time, with batch size 1, in float32, on the CPU. The caches of the three implementations are filled with
-the same random latents. After each token the next implementation has its turn, so that a drift of the machine's speed
-affects all three. A time is the time of a whole step. Before the timing, each output is compared with the output of
-transformers in float64. The error must be within a budget that is computed from the error of `reference`.
+The model is a DeepseekV2 model of one layer: a token embedding, the attention layer, and an MLP with one unit. It
+decodes one token at a time, with batch size 1, in float32, on the CPU. The caches of the three implementations are
+filled with the same random latents. After each token the next implementation has its turn, so that a drift of the
+machine's speed affects all three. A time is the time of a whole step. Before the timing, the first output of each
+implementation is compared with the output of transformers in float64. The error must be within a budget, which is
+computed from the error of `reference` in float32.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ The script needs no GPU: the backend "cpu" computes the decodes. The queries and
 numbers, and `--deviation` gives the standard deviation of the scores. The cache has the format `fp8_e4m3`, with a scale
 that maps the largest entry to the largest e4m3 number. An error is the root mean square of output - exact output,
 divided by the root mean square of the exact output. The exact output is computed in float64 from the dequantised cache.
-The table has two columns of errors:
+The table of decodes has two columns of errors:
 
 - "own queries": the exact output is computed from the queries after quantisation. So the error is the error of the
   rounding inside the decode.
@@ -62,7 +62,7 @@ def decode_errors(length: int, heads: int, deviation: float) -> list[dict]:
         size = torch.ones(heads, 1)
         size[0] = outlier
 
-        # `own_scale` below divides the larger queries by `size` again, so the scores of all heads have equal sizes
+        # `own_scale` below divides the queries of each head by its factor in `size` again, so no head has larger scores
         def decode(q: Tensor, scale: float = scale, **options) -> Tensor:
             return fast.mla_decode(
                 q[..., :LATENT], q[..., LATENT:], cache, plan, scale, cache_format=FP8_E4M3, kv_scale=kv_scale,

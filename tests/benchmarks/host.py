@@ -68,7 +68,7 @@ TARGETS_US = {  # op: longest acceptable median in microseconds on the machine o
     "concat_and_cache_mla": 40.0, "rope_norm_and_cache": 40.0, "forward_prefill": 150.0,
     "forward_prefill, one chunk": 350.0, "MLAAttention, decodes": 350.0,
 }  # fmt: skip
-DIMS = {"cuda": Batch(16, 4096, 2, 64, 512), "cpu": Batch(3, 40, 2, 8, 16)}  # some ops have prompts without context
+DIMS = {"cuda": Batch(16, 4096, 2, 64, 512), "cpu": Batch(3, 40, 2, 8, 16)}  # some ops do not use the prompts' context
 PROFILED_LINES = 40
 
 
@@ -96,7 +96,7 @@ def time_calls(call: Call, device: str, runs: int = CALLS) -> Spread:
 
 
 def profile_calls(call: Call, device: str, runs: int = CALLS) -> str:
-    """Return a table of the functions in which `runs` calls spend their time, in microseconds of one call."""
+    """Return a table of the functions in which `runs` calls spend their time; a time is in microseconds per call."""
     time_calls(call, device, WARM_UP)
     profiler = cProfile.Profile()
     for _ in range(runs):
@@ -116,7 +116,7 @@ def profile_calls(call: Call, device: str, runs: int = CALLS) -> str:
 
 
 def decode_ops(config: MLAConfig, dims: Batch, device: str, backend, peers: ModuleType | None) -> dict[str, Op]:
-    """Return the ops of a decode: the attention, its schedule, and the plan of the step by a builder."""
+    """Return the ops of a decode: the attention, its schedule, and the plan that a builder makes for the step."""
     c, dtype = config, dtype_for(device)
     kind = {"dtype": dtype, "device": device}
     lens = [dims.keys] * dims.decodes

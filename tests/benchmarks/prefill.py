@@ -148,9 +148,9 @@ def checked_ranges(row: Row) -> list[tuple[int, int, int]]:
 def check(row: Row, inputs: Inputs, value: AttentionState | Tensor) -> list[Parity]:
     """Check that the whole output is finite, and compare ranges of queries of a few heads with `reference`.
 
-    A compared range has the n queries a, ..., a + n - 1. With a causal mask, its last query attends the first
-    Skv - Sq + a + n keys. `reference` gets these keys only, and its causal mask lets the last query attend all of these
-    keys.
+    A compared range has the n queries a, ..., a + n - 1. With a causal mask, the last query of the range attends the
+    first Skv - Sq + a + n keys. `reference` gets these keys only. In `reference`, the causal mask lets the last query
+    attend all of these keys.
 
     Args:
         row: the shape.
@@ -183,7 +183,7 @@ def check(row: Row, inputs: Inputs, value: AttentionState | Tensor) -> list[Pari
 
 
 def attend_by_torch(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Attend with one kernel of PyTorch: q [B, N, Sq, D], k [B, N, Skv, D], v [B, N, Skv, Dv] -> [B, N, Sq, Dv]."""
+    """Attend with one kernel of PyTorch: q [B, N, Sq, 192], k [B, N, Skv, 192], v [B, N, Skv, Dv] -> [B, N, Sq, Dv]."""
     with sdpa_kernel(kernel):
         return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=SCALE)
 

@@ -87,7 +87,8 @@ class Ceilings:
 def input_sets(bytes_per_call: int, l2_bytes: int, at_most: int = 32) -> int:
     """Return the number of sets of inputs that the calls of a replay use in turn, at most `at_most`.
 
-    Together the sets have at least 4 times the bytes of the L2 cache, so this cache does not hold the inputs of a call.
+    All sets together should have at least 4 times the bytes of the L2 cache, so that the cache does not hold the inputs
+    of the next call. If this needs more than `at_most` sets, the function returns `at_most`.
     """
     return max(1, min(at_most, -(-4 * l2_bytes // bytes_per_call)))
 

@@ -6,8 +6,8 @@
     python -m tests.benchmarks.warmup --threads 1 4 --json warmup.json
 
 Each time is measured in a new process, because a process keeps the kernels that it compiled. The process "cold" starts
-with an empty cache folder. The process "warm" finds the kernels that "cold" compiled on disk. The times do not contain
-the import of the packages and the start of the GPU.
+with an empty cache folder. The process "warm" starts with this folder, in which "cold" stored its compiled kernels. The
+times do not contain the import of the packages and the start of the GPU.
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@
     python -m tests.benchmarks.weights
     python -m tests.benchmarks.weights --rows query_to_latent,16,128 expand_kv,4096,16 --json weights.json
 
-A row is one of two kinds of products. T is the number of tokens and N the number of heads.
+A row is one product, with T tokens and N heads. There are two kinds of products:
 
-- query_to_latent and latent_to_value multiply by an absorbed weight, [N, 128, 512] or [N, 512, 128]. "fast" has the
-  weight in bfloat16. "fast, e4m3" has the weight in e4m3 with one scale for each head, and "fast, e4m3, one scale" with
-  one scale for the weight (`quantize_weight`).
-- expand_kv expands latents into keys and values with a module `kv_b_proj` that stores its weight in e4m3. "fast"
-  multiplies by a dense copy of the weight in bfloat16 (`expand_kv`). Two contenders call the module
+- Absorbed: query_to_latent and latent_to_value multiply by an absorbed weight, [N, 128, 512] or [N, 512, 128]. "fast"
+  has the weight in bfloat16. "fast, e4m3" has the weight in e4m3 with one scale for each head, and "fast, e4m3, one
+  scale" with one scale for the weight (`quantize_weight`).
+- Expansion: expand_kv expands latents into keys and values with a module `kv_b_proj` that stores its weight in e4m3.
+  "fast" multiplies by a dense copy of the weight in bfloat16 (`expand_kv`). Two contenders call the module
   (`expand_kv_by_module`): "fast, weight-only module" converts its weight to bfloat16 in every call, and "fast, e4m3
   module" rounds the latents to e4m3 and multiplies in e4m3.
 

@@ -115,7 +115,7 @@ def test_tile_scales(ops):
     latent.view(4, 128)[torch.arange(4), torch.tensor([0, 127, 5, 64])] = torch.tensor([3.0, -1e-6, -250.0, 7e30])
     latent.view(4, 128)[1] *= torch.where(latent.view(4, 128)[1].abs() > 1e-6, 1e-7, 1.0)
     codes, scales = in_tiles(ops, latent)
-    assert_same_bits(scales, largest / torch.tensor(448.0))  # with the number 448, a GPU would round differently
+    assert_same_bits(scales, largest / torch.tensor(448.0))  # on a GPU, a division by the number 448 rounds differently
     at_largest = codes.view(4, 128)[torch.arange(4), torch.tensor([0, 127, 5, 64])]
     assert at_largest.tolist() == [LARGEST, LARGEST | 0x80, LARGEST | 0x80, LARGEST]
 
@@ -212,7 +212,7 @@ def test_entries_at_any_address():
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("cache_format, latent, rope", FORMATS)
 def test_write_and_gather(ops, cache_format, latent, rope, strided, dtype):
-    """Write new tokens into a poisoned cache -> the bytes of `quantize_entries` in their slots, and no other byte.
+    """Write new tokens into a cache of bytes 0xFF -> the bytes of `quantize_entries` in their slots, and no other byte.
 
     A gather returns the numbers that these bytes stand for. With the storage dtype, it returns the bytes themselves.
     """

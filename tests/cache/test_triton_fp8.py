@@ -1,8 +1,8 @@
 """Tests of the Triton kernels that write and read fp8 caches: the same bytes as the reference, in both formats.
 
 On a GPU the kernels are compiled. Without a GPU, one test runs this file again in Triton's interpreter, in which the
-kernels convert e4m3 with integers. `test_compiles` compiles both kinds of conversion without a GPU. Every byte of a
-cache that belongs to no token is 0xFF.
+kernels convert e4m3 with integer operations. `test_compiles` needs no GPU: it compiles this conversion and the
+conversion with the GPU's instructions for e4m3. Every byte of a cache that belongs to no token is 0xFF.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def test_write(cache_format, latent, rope_dim, dtype):
         (scale,) = on_device(scale_of(cache_format))
         cache.concat_and_cache_mla(kv_c, k_pe, written, long([*slots, 0, 5]), cache_format, scale)
         assert_same_entries(written.cpu(), wanted, cache_format)
-        if strided:  # the other layers
+        if strided:  # no byte of the other layers was written
             assert written._base.view(torch.uint8)[:, [0, 2]].eq(0xFF).all()
 
 

@@ -42,7 +42,7 @@ COMPARED = {"apply_rope", "rms_norm", "query_to_latent", "latent_to_value", "exp
 def run(tmp_path, monkeypatch, capsys, plain_errors):
     """Return a function that runs `main` in this process and returns exit status, JSON figures, stdout and stderr.
 
-    To save time, the main job compares `fast` with `reference` on only 96 tokens.
+    To save time, `main` compares `fast` with `reference` on only 96 tokens in these tests.
     """
     monkeypatch.setattr(measure, "PARITY_TOKENS", 96)
     picture, figures = tmp_path / "p.png", tmp_path / "f.json"

@@ -97,7 +97,7 @@ def steps_of(loop: ServingLoop, load):
 @WITHOUT_SHAPE_CHECKS
 @pytest.mark.parametrize("seed", [0, 2, 3, 7])
 def test_the_youngest_requests_are_preempted_and_wait(seed):
-    """Serve with too few blocks -> the loop preempts the youngest running requests, which do not run in this step."""
+    """Serve with too few blocks -> the youngest running requests are preempted, and do not run in the same step."""
     load, preemptions, most = random_load(seed, 40), 0, 0
     loop = make_loop(num_blocks=16, max_num_seqs=10, token_budget=24)
     for before, report in steps_of(loop, load):

@@ -270,7 +270,7 @@ def test_nccl_within_budget(total, dtype):
 @pytest.mark.parametrize("query_len", [1, 2])
 @pytest.mark.parametrize("merge", ["a2a", "ag_rs"])
 def test_nccl_graphs(merge, query_len):
-    """Replay a captured step with exchanges for other lengths, blocks and slots -> errors within the budget.
+    """Capture a step with exchanges, replay it with other lengths, blocks and slots -> errors within the budget.
 
     The reserved GPU memory does not grow during the replays.
     """

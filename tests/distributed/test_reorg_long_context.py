@@ -1,6 +1,6 @@
 """Tests of `reorg_kvcache`, which puts the gathered tokens of all ranks into the order of each sequence.
 
-The CPU kernel reorders 4096 tokens at a time. The tests have more than twice as many tokens.
+The CPU kernel reorders 4096 tokens at a time. The test has more than 8192 tokens, so the kernel needs three passes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from reference.interfaces import ContextChunk, TokenOwnership
 from ..support.context_parallel import gathered_chunk
 from ..support.factories import assert_same_bits, integers, offsets
 
-LENS = (2500, 0, 3001, 1, 3900, 64)  # chunks begin at tokens 4096 and 8192, inside two different requests
+LENS = (2500, 0, 3001, 1, 3900, 64)  # passes begin at tokens 4096 and 8192, inside two different requests
 
 
 @pytest.mark.parametrize("rows", ["dense", "with gaps"])
@@ -25,7 +25,7 @@ def test_reorg_of_several_thousand_tokens(ops, size, interleave, rows):
 
     The test fails if the kernel reads or writes the second 4096 tokens at a wrong position.
     """
-    assert sum(LENS) > 2 * cpu_kernels.CHUNK_TOKENS, "too few tokens for three chunks"
+    assert sum(LENS) > 2 * cpu_kernels.CHUNK_TOKENS, "too few tokens for three passes"
     entries = [torch.randn(length, 3) for length in LENS]
     chunk = ContextChunk(integers(*[0] * len(LENS)), offsets(LENS), sum(LENS), max(LENS))
     chunk = reference.rank_local_chunk(chunk, TokenOwnership(size, 0, interleave))

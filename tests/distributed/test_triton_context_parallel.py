@@ -30,7 +30,7 @@ def test_in_the_interpreter():
 
 
 def gathered_rows(size, interleave, lens, width, dtype):
-    """Return the all-gathered context [D, padded tokens, width], with NaN after each rank's rows, and the chunk."""
+    """Return the all-gathered context [D, padded tokens, width] (NaN follows the rows of each rank), and its chunk."""
     chunk = ContextChunk(integers(*[0] * len(lens)).cpu(), offsets(lens).cpu(), sum(lens), max(lens))
     chunk = reference.rank_local_chunk(chunk, TokenOwnership(size, 0, interleave))
     gathered = torch.randn(size, chunk.padded_tokens, width).to(dtype)
@@ -84,7 +84,7 @@ def rank_states(size, tokens, heads, value, dtype):
 
 
 def merged_by(states, merge):
-    """Return the merged state of `reference` over all ranks, computed in the dtype of the states, then in float64."""
+    """Merge over all ranks with `reference`; return two states: one merged in the dtype of `states`, one in float64."""
 
     def whole(states):
         function = {"ag_rs": reference.cp_lse_ag_out_rs, "a2a": reference.cp_lse_a2a}[merge]

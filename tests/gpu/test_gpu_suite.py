@@ -155,7 +155,7 @@ def test_where_triton_specializes_warps():
 
 
 def test_races():
-    """Count the races in outputs of racecheck -> one race for each pair of lines, also if a line cannot be parsed."""
+    """Count the races in outputs of racecheck -> one race for each pair of source lines, also if a line is unknown."""
     head, call = places(*TRITONS)
     again = f"[4 hazards]\n=========     and Write access at {KERNEL}+0x10 in work_items.py:7 [1 hazards]"
     found = sanitizers.races(reported((head, call), ("work_items.py:9", call)).replace("[4 hazards]", again, 1))
@@ -175,8 +175,9 @@ def test_what_racecheck_must_say():
     """Report on the shards of racecheck -> "ok" only if two conditions hold.
 
     - No shard reports a race, except races of Triton's own code in `warp_specialize`.
-    - The three controls have the expected results. Racecheck reports no race in "every thread arrives", and a race in
-      "nobody waits". In "every thread arrives" and in "one arrives for all", all values are right.
+    - The three controls, which are runs of tests/hand_over.py, have the expected results. Racecheck reports no race in
+      "every thread arrives", and a race in "nobody waits". In "every thread arrives" and in "one arrives for all", all
+      values arrive.
     """
     head, call = places(*TRITONS)
     kernels = [f"{name} (fp32)" for name in memory_checks.kernels_of(["combine", "triton"])]

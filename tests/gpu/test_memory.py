@@ -61,7 +61,7 @@ def plan_of(builder, query_lens, context_lens):
 
 @pytest.mark.parametrize("shared", ["given", "of the plan"])
 def test_a_prefill_needs_what_the_profile_run_touched(config, shared):
-    """Run prefills with contexts of very different lengths -> equal peaks, at most the peak of the profile run.
+    """Run prefills with contexts of very different lengths -> equal peaks, not above the peak of the profile run.
 
     A layer expands the context in a workspace of fixed size. The workspace is an argument of the layer ("given") or
     belongs to the builder ("of the plan"). The workspace keeps its memory after the first step, so every later peak

@@ -1,7 +1,7 @@
 """Tests of replayed calls on a GPU: their results must have the same bits as the results of ordinary calls.
 
-If an op of `fast` is called again with the same shapes, strides and dtypes, `fast` skips the checks and the dispatch of
-PyTorch. It replays the recorded kernel launches with the new tensors.
+If an op of `fast` is called again with the same shapes, strides and dtypes, `fast` skips its own checks and PyTorch's
+dispatch. It replays the recorded kernel launches with the new tensors.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def test_weights_counts():
 
 @pytest.mark.parametrize("op", weights.OPS)
 def test_weights_errors(op):
-    """Check a row -> bfloat16 has a far smaller error than e4m3; the outputs of another head fail the check."""
+    """Check a row -> bfloat16 has a far smaller error than e4m3; outputs shifted by one head fail the check."""
     case = weights.make_case(weights.Row(op, 19, 3), None, "cpu", device="cpu")
     for contender in case.contenders.values():
         who, output = contender.view(contender.calls[0]())

@@ -77,7 +77,7 @@ def test_caches_have_the_dtype_and_columns_of_the_format(ops, cache_format):
 
 @pytest.mark.parametrize("decode_threshold", [1, 64])
 def test_steps_read_what_the_cache_stores(ops, decode_threshold):
-    """Feed prompts in three calls over a cache in e4m3 -> errors of the logits at most twice those of `reference`.
+    """Feed prompts in three calls over a cache in e4m3 -> errors of the logits within the budget (docs/correctness.md).
 
     Both paths read the cache: prefills (threshold 1) expand the dequantised context, and decodes
     (threshold 64) attend the stored entries directly.
@@ -177,7 +177,7 @@ def test_order_of_the_sources(model, ops, tmp_path):
 
 
 def test_first_prefill_chooses_the_scale(ops):
-    """Serve a prompt without scales -> the largest stored number is 448 times the scale, and later steps keep it."""
+    """Serve a prompt without scales -> the largest e4m3 number in a cache is 448, and later steps keep the scales."""
     model = served(MODEL, ops, cache_format="fp8_e4m3")
     ids, mask = padded_batch()
     assert sources_of(model) == {None}
@@ -251,7 +251,7 @@ def test_a_cache_of_another_format_or_scale_is_refused(model, ops, plain_errors)
         restore(model)
     for layer, held in zip(past.layers, before, strict=True):
         assert torch.equal(layer.kv_cache.view(torch.uint8), held)
-    use_mla(model, cache_format="fp8_e4m3", kv_scales=SCALES, **options)  # another layer with the same scale is legal
+    use_mla(model, cache_format="fp8_e4m3", kv_scales=SCALES, **options)  # new layers with the same scales are legal
     with torch.no_grad():
         model(ids[:, :1], past_key_values=copy.deepcopy(past))
 

@@ -109,7 +109,7 @@ def test_no_bits_without_a_byte():
 
 
 def random_model(seed: int, rope_size: float = 1.0):
-    """Return a random model with Lkv 512 and R 64; its rope keys are `rope_size` times as large as in a plain draw."""
+    """Return a random model with Lkv 512 and R 64; its projection to the rope keys is multiplied by `rope_size`."""
     torch.manual_seed(seed)
     config = transformers.DeepseekV3Config(
         vocab_size=61, hidden_size=96, intermediate_size=64, num_hidden_layers=2, first_k_dense_replace=2,

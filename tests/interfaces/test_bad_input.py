@@ -501,7 +501,7 @@ def test_decode_takes_fewer_keys_than_queries(ops):
 def test_out_dtype_decides_the_lse(ops):
     """The LSE of a float64 output is float64, and the LSE of any other output is float32.
 
-    The dtype of the inputs does not matter. Attention states of both kinds can be merged.
+    The dtype of the inputs does not matter. Each of these attention states can be merged with itself.
     """
     q, k, v, starts = torch.randn(4, 2, 6), torch.randn(4, 2, 6), torch.randn(4, 2, 5), offsets([4])
     for dtype in (torch.float32, torch.float64):

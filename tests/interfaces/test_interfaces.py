@@ -1,4 +1,4 @@
-"""Tests of `reference.interfaces`: configurations, presets, formulas for integers, the softmax scale, checks.
+"""Tests of `reference.interfaces`: configurations, presets, formulas for sizes, the softmax scale, checks.
 
 `from_hf` makes an `MLAConfig` from a config of transformers. P is the head dim without rope, and R is the rope dim.
 "Pitfall 14" is entry 14 of the list in tests/__init__.py.
@@ -424,11 +424,11 @@ def test_from_hf_takes_stock_configs():
     st.sampled_from([(1, 1), (1, 7), (3, 1), (8, 64)]),
 )  # fmt: skip
 def test_workspace_size(max_model_len, max_num_seqs, block_size, ranks):
-    """The workspace is a multiple of the unit and has at least one unit for each sequence.
+    """The size of a workspace is a multiple of a unit of tokens, and at least one unit for each sequence.
 
-    The unit is the block size. On D ranks that share sequences, with interleave I, the unit is the least common
-    multiple of the block size and D x I. The workspace is at least as large as in vLLM, unless one more unit would
-    exceed vLLM's limit of 65536 tokens.
+    On a single rank, the unit is the block size. On D ranks that share sequences, with interleave I, the unit is the
+    least common multiple of the block size and D x I. The workspace is at least as large as in vLLM, unless one more
+    unit would exceed vLLM's limit of 65536 tokens.
     """
     size = reference.chunked_prefill_workspace_size(max_model_len, max_num_seqs, block_size, *ranks)
     wanted = sorted((max_model_len * 8, max_num_seqs * block_size * 4))[1]
@@ -550,7 +550,7 @@ def test_check_tensor_wants_a_tensor(plain_errors):
 
 
 def test_checks_pass_good_values():
-    """The checks accept length 0 (a padding row), slot -1, and any number behind the last block of a request."""
+    """The checks accept length 0 (a padding row), slot -1, and any number in the block table behind the last block."""
     check_lengths(integers(0, 3, 3), integers(0, 7))
     check_blocks(integers(2, 2147480000).view(1, 2), [4], 4, 3)
     check_slots(torch.tensor([-1, 0, 3]), 4)

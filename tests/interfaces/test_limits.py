@@ -315,7 +315,7 @@ class Event:
 
 @pytest.fixture
 def without_a_gpu(monkeypatch):
-    """Replace CUDA events by `Event`, and collect the tensors that should be pinned instead of pinning them."""
+    """Replace CUDA events by `Event`, and do not pin memory; `pinned` lists the tensors that would be pinned."""
     found, empty = SimpleNamespace(log=[], pinned=[]), torch.empty
 
     def unpinned(*shape, pin_memory=False, **options):

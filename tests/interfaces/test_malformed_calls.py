@@ -35,8 +35,8 @@ UNCHECKED = {"AttentionState", "BatchSplit", "CascadeMetadata", "ContextChunk", 
 NOT_CALLED = UNCHECKED | {"CACHE_FORMATS", "PRESETS", "GraphSupport", "QueryLenSupport", "ScaleSource", "GroupError",
                           "UnsupportedConfiguration"}  # fmt: skip
 
-# Calls that are allowed to succeed with a malformed value. A key has regular expressions for call, argument and value.
-# The value of the key is the reason.
+# Calls that are allowed to succeed with a malformed value, and the reason. An entry begins with three regular
+# expressions: for the name of the call, the path of the argument, and the name of the malformed value.
 LEGITIMATE = {
     (r"run_prefill_.*|gather_context|dcp_gather_context", r"metadata\.(context_chunks|parts).*", r".*"):
         "the functions read only the chunk that is passed",

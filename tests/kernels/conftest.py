@@ -1,4 +1,7 @@
-"""A fixture for tests that change how a launcher chooses sizes: a call must then not reuse sizes of earlier calls."""
+"""A fixture for tests that change how a launcher chooses launch sizes, such as the number of splits.
+
+In such a test, a call must not reuse the launch sizes of earlier calls.
+"""
 
 from __future__ import annotations
 

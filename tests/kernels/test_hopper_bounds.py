@@ -104,9 +104,9 @@ def test_a_bound_of_zero(cut, heads):
 @on_hopper
 @pytest.mark.parametrize("heads", [16, 64, 128])
 def test_neighbours_bounds_change_no_bit(heads):
-    """A batch-invariant decode gives a request the same bits for every `max_seq_len` and width of the block table.
+    """A batch-invariant decode gives a request the same bits for every `max_seq_len` >= the length of the request.
 
-    In a batch, the longest request determines both `max_seq_len` and the width.
+    The width of the block table changes no bit either. In a batch, the longest request determines both numbers.
     """
     ql, q_pe, cache, plan = make_inputs([1], [1500], heads, torch.bfloat16)
     schedule = schedule_of(plan, heads, 0, True)

@@ -144,9 +144,9 @@ def product_loops(disassembly: str) -> list[list[str]]:
 
 
 def arrivals_for_all(ptx: str) -> list[list[str]]:
-    """Return the instructions before each arrival at an mbarrier that one thread makes for its whole warp group.
+    """Return the instructions before each arrival that one thread makes at an mbarrier for its whole warp group.
 
-    The instructions before an arrival begin after the previous arrival of this kind.
+    Each list has the instructions since the previous arrival of this kind.
     """
     groups: list[list[str]] = [[]]
     for line in map(str.strip, ptx.splitlines()):
@@ -204,8 +204,8 @@ def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
 def count_arrivals() -> None:
     """Print, for each of three kernels, its cache key and two counts of arrivals at mbarriers.
 
-    The first count has all arrivals that one thread makes for its warp group. The second count has only those of
-    these arrivals before which each thread also arrives for itself (`cp.async.mbarrier.arrive`).
+    The first count is the number of arrivals that one thread makes for its warp group. The second count is the
+    number of those that follow an arrival of every thread for itself (`cp.async.mbarrier.arrive`).
     """
     for heads, cut in ((3, "batch-invariant, planned"), (64, "scheduled"), (64, "batch-invariant, two phases")):
         with pytest.MonkeyPatch.context() as patch:
@@ -235,7 +235,7 @@ def test_every_thread_arrives_for_racecheck(capsys, tmp_path):
     assert len(served) == len(checked) == 3
     for (key, count, few), (other_key, other_count, every) in zip(served, checked, strict=True):
         assert key != other_key and int(count) == int(other_count) == int(every) >= 3
-        # `few` need not be 0: in two phases, every thread always arrives after the cp.async copies of row values
+        # `few` need not be 0: in two phases, every thread always arrives after the cp.async copies of `row_values`
         assert int(few) < int(count)
 
 
@@ -382,9 +382,10 @@ def test_slices_where_processors_are_idle(monkeypatch):
 def test_room_for_parts(heads, cut, runs, programs, slots, partial_rows, kept, monkeypatch):
     """The buffers have room for all partial outputs and for the weighted sums that programs keep between splits.
 
-    The request has 40 tiles. A batch-invariant decode makes 3 splits of at most 16 tiles. For 16 heads it makes 10
-    splits of 4 tiles. A schedule of 3 programs that is not batch-invariant gets room for 1 + 3 splits. `partial_rows`
-    is the number of partial outputs of each row. `kept` is the number of float32 values that each program keeps.
+    The request has 40 tiles. A batch-invariant decode of 16 heads makes 10 splits of 4 tiles; with more heads, it makes
+    3 splits of at most 16 tiles. A schedule of 3 programs that is not batch-invariant gets room for 1 + 3 splits.
+    `partial_rows` is the number of partial outputs of each row, and `kept` the number of float32 values that each
+    program keeps.
     """
     launches = watched(monkeypatch)
     monkeypatch.setattr(select, "best_num_programs", lambda *_: runs)
@@ -397,11 +398,14 @@ def test_room_for_parts(heads, cut, runs, programs, slots, partial_rows, kept, m
 
 
 def test_two_phases_where_processors_are_idle(monkeypatch):
-    """The launcher chooses two phases if every score block (a pair of tiles and a row block) gets its own program.
+    """The launcher chooses two phases if all of these conditions hold.
 
-    - The launch is cooperative, because programs wait for each other.
-    - The number of programs is the number of score blocks or of column blocks, whichever is larger, but at most the
-      number of multiprocessors.
+    - The decode is batch-invariant and has no schedule.
+    - The latent width is 512, and there are more than 32 heads.
+    - Every score block (a pair of tiles and a row block) gets its own program.
+
+    A launch in two phases is cooperative, because programs wait for each other. The number of programs is the number of
+    score blocks or of column blocks, whichever is larger, but at most the number of multiprocessors.
 
     In this test the block table has 40 columns. With blocks of 64 tokens, these are 20 pairs of tiles, which make 3
     splits. With blocks of 16 tokens, these are 5 pairs, which make 1 split.

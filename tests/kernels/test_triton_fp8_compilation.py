@@ -204,6 +204,6 @@ def test_two_programs_share_a_multiprocessor(heads, mode):
 @modes
 @formats
 def test_one_variant_for_scales_of_layer_and_heads(cache_format, mode):
-    """One scale of the queries and a scale for each head need the same variant of the kernel."""
+    """A single scale for the queries of all heads needs the same variant of the kernel as a scale for each head."""
     one, other = (built("Hopper", cache_format, 16, mode=mode, per_head=per_head) for per_head in (False, True))
     assert one[0].hash == other[0].hash and one[1] == other[1]

@@ -210,14 +210,14 @@ def test_folds_are_the_same_bits_however_many_at_a_time(monkeypatch):
 def test_folded_parts(requests, heads, splits, folded, planned):
     """In a batch-invariant decode, the combine kernel continues the addition that the decode kernel began.
 
-    The decode kernel has combined the first `folded` splits of a request into the partial output at index 0. The
+    The decode kernel has combined the first `folded` splits of a request in the partial output at partial index 0. The
     combine kernel adds the remaining splits. If no split remains, it must not write the output. Partial outputs that no
     program writes are NaN. The results are compared with float64.
     """
     latent, slots = 160, splits + 2
     values = torch.randn(splits, requests, heads, latent)
     largest, totals = 60 * torch.randn(splits, requests, heads), torch.rand(splits, requests, heads) + 0.5
-    largest[splits // 2 :] += 200  # the largest score rises within and at the end of the splits that are loaded at once
+    largest[splits // 2 :] += 200  # the largest score rises at the middle split, and again at the last split
     largest[-1] += 200
     values[-2], largest[-2], totals[-2] = 0, -torch.inf, 0  # a split without keys
 

@@ -318,8 +318,12 @@ def test_builder_for_graphs(ops, plain_errors):
     """A batch can be captured in a CUDA graph if no query is longer than the threshold, here 2.
 
     With graph support ANY, the query lengths can differ. With ONE_QUERY_LEN all query lengths must be equal, but
-    requests without tokens are allowed at the end of the batch. For each batch and both builders, `kinds` has the graph
-    support of the plan, `none` if the batch is refused, or None if the batch has too few slots for padding tokens.
+    requests without tokens are allowed at the end of the batch. `kinds` maps a batch (query lengths, sequence lengths)
+    to two results, for the builder with ANY and for the builder with ONE_QUERY_LEN. A result is one of these:
+
+    - the graph support of the plan
+    - `none`: the batch is refused
+    - None: the batch has too few slots for padding tokens
     """
     one_length = make_builder(ops, num_speculative_tokens=1, num_programs=3, graph_support=GraphSupport.ONE_QUERY_LEN)
     never = make_builder(ops, num_speculative_tokens=1, num_programs=3, graph_support=GraphSupport.NONE)
@@ -426,7 +430,7 @@ def test_requests_without_new_tokens_take_no_path(ops):
 
 
 def test_uniform_batches_keep_their_drafts_together(ops, plain_errors):
-    """If the decode kernel supports one query length only, requests with 3 draft tokens decode, and others prefill."""
+    """If the decode kernel supports one query length only, requests with 3 draft tokens decode; all others prefill."""
     builder = make_builder(ops, num_speculative_tokens=3, query_len_support=UNIFORM)
     swaps = builder.reorder_batch(integers(1, 4, 4, 4).cpu(), integers(49, 56, 0, 76).cpu())
     assert swaps == ((0, 3),)
@@ -501,7 +505,7 @@ def test_planning_does_not_wait():
     expected = [twin.build(prefix, own) for twin in twins for prefix, own in zip(prefixes, batches, strict=True)]
     assert expected[3].cascade is not None and expected[7].schedule.batch_invariant
     there = [moved(own, "cuda") for own in batches]
-    for builder in builders:  # compile and allocate before waits are forbidden
+    for builder in builders:  # the first builds compile kernels and allocate memory; only later builds must not wait
         builder.build(0, there[0])
     with no_synchronisation():
         plans = [

@@ -144,7 +144,7 @@ def test_ends(ops):
 
 
 def test_measured_path_costs(monkeypatch, tmp_path):
-    """`measured_path_costs` reads the GPU's file for the nearest number of heads, on a logarithmic scale."""
+    """`measured_path_costs` reads the GPU's file whose number of heads is the nearest on a logarithmic scale."""
     from fast.mla import choose_path as path
 
     assert path.costs_file("NVIDIA H200", 16) == "h200-16.json"

@@ -73,9 +73,10 @@ def test_other_layers(ops, config, merge):
 
 @pytest.mark.parametrize(("size", "total"), [(2, 4), (1, 3), (4, 8)])
 def test_fewer_ranks_share_sequences_than_heads(ops, size, total):
-    """Every rank gives the output of a single rank, if `total` ranks share the heads and `size` ranks the sequences.
+    """Every rank gives the output of a single rank if fewer ranks share a sequence than share the heads.
 
-    The `total` ranks form groups of `size` ranks, and the ranks of a group divide the tokens of every sequence.
+    All `total` ranks share the heads. They form groups of `size` ranks, and the ranks of a group divide the tokens of
+    every sequence.
     """
     check_ranks_are_one(ops, "low-rank", size, 16, total=total)
 

@@ -166,7 +166,7 @@ class TestBadInput:
         assert cache.eq(0).all()
 
     def test_shares_of_projections(self, ops):
-        """`shard_linear` slices a weight, so it refuses a projection with a hook, a replaced forward or a bias."""
+        """`shard_linear` slices only a weight, so it refuses a projection with a hook, a replaced forward or a bias."""
         ranks = ops.simulate(2, 1, lambda ranks: ranks)[1]
         plain = torch.nn.Linear(8, 12, bias=False)
         assert ranks.shard_linear("q_proj", plain, 0, 4).weight.equal(plain.weight[6:])

@@ -42,10 +42,10 @@ def make_builder(ops, config, **options):
 @pytest.mark.parametrize("config", [DIRECT, LOW_RANK, replace(DIRECT, num_heads=1)])
 @pytest.mark.parametrize("size", [None, 1, 2, 8])
 def test_size(config, size):
-    """A workspace for 1000 tokens has room for their cache entries, and for either keys and values or exchanged rows.
+    """A workspace for 1000 tokens has room for the cache entries of these tokens and for further elements.
 
-    The keys and values belong to the 1000 tokens. The exchanged rows are the cache entries that `size` ranks send to
-    each other. The workspace has room for the larger of the two.
+    The further elements are either the keys and values of the 1000 tokens, or the cache entries that `size` ranks send
+    to each other, whichever are more.
     """
     elements, width = context_workspace_size(config, 1000, size), config.head_size
     expanded = 1000 * config.num_heads * (config.qk_nope_head_dim + config.v_head_dim)

@@ -1,8 +1,8 @@
 """Tests of plans for engines that know the lengths of requests on the GPU, but not on the host.
 
-Such a batch has upper bounds of the lengths on the host (`seq_lens_cpu_upper_bound`). A batch of decodes does not even
-need these bounds. `without_lens` removes the lengths on the host from a batch: `slack` is (bound - length), and
-`offsets_too` also removes the query offsets and the bounds.
+On the host, a batch of such an engine has upper bounds of the lengths (`seq_lens_cpu_upper_bound`). A batch of decodes
+does not even need these bounds. `without_lens` makes such a batch: it replaces each length on the host by an upper
+bound: length + `slack`. With `offsets_too`, it removes the upper bounds and the query offsets from the host too.
 """
 
 from __future__ import annotations
@@ -341,7 +341,7 @@ def test_no_synchronisation(invariant):
                 builder.update_captured(capture, common)
         return outputs
 
-    all_calls()  # compile and allocate before waits are forbidden
+    all_calls()  # the first calls compile kernels and allocate memory; only the later calls must not wait
     torch.cuda.synchronize()
     with no_synchronisation():
         outputs = all_calls()

@@ -25,7 +25,7 @@ def relative(value: torch.Tensor, gold: torch.Tensor) -> float:
 
 
 def stored(cache: torch.Tensor, cache_format, kv_scale) -> torch.Tensor:
-    """Return the cache in a cache format; the NaN entries, which belong to no token, become poison bytes."""
+    """Return the cache in a cache format; every byte of the NaN entries, which belong to no token, becomes 0xFF."""
     entries = cache.flatten(0, 1)
     kept = reference.quantize_entries(*entries.split([512, 64], dim=-1), cache_format, kv_scale).view(torch.uint8)
     kept[entries.isnan().any(-1)] = cache_format.poison
@@ -42,7 +42,7 @@ def test_error_of_converted_numbers(ops, dtype, name):
     if ops is reference and dtype is torch.bfloat16:
         pytest.skip("the reference rounds scores to bfloat16")
     ql, q_pe, cache, plan = make_inputs(*LENS, dtype=dtype)
-    ql *= 16  # scores with a standard deviation of about 2, so that few keys have most of the weight
+    ql *= 16  # scores with a standard deviation of about 2, so that few keys have most of the probability
     storage = {"cache_format": CACHE_FORMATS[name], "kv_scale": torch.tensor(0.01) if name == "fp8_e4m3" else None}
     kv_cache = stored(cache, *storage.values())
     value = ops.mla_decode(ql, q_pe, kv_cache, plan, SCALE, **storage)

@@ -1,8 +1,8 @@
 """Tests of layers over fp8 caches: both packages agree, and all ways to compute a step give the same output.
 
-The identities hold in float64 for entries that the format stores exactly (`exact_entries`). A prefill reads the entries
-of its new tokens before they are quantised, and a decode reads the stored entries. Entries that the format rounds
-therefore give different outputs.
+In float64 the outputs are the same if the format stores all entries exactly (`exact_entries`). A prefill reads the
+entries of its new tokens before they are quantised, and a decode reads the stored entries. Entries that the format
+rounds therefore give different outputs.
 """
 
 from __future__ import annotations
@@ -444,7 +444,7 @@ for lens in (((12, 12), (5, 5)), ((1, 12), (1, 5)), ((3, 12), (2, 5))):
         found = compiled(hidden[:tokens], positions, caches[1], plan)
     assert torch.equal(found, wanted) and found.isfinite().all()
     assert torch.equal(caches[0].view(torch.uint8), caches[1].view(torch.uint8))
-if cache_format.layer_scale:  # a scale that was given, before its first write
+if cache_format.layer_scale:  # a layer with a given scale, which has not written its cache yet
     torch._dynamo.reset()
     other = make_layer(fast, config, weights, torch.float32, cache_format=cache_format, kv_scale=scale)
     torch.compile(other, fullgraph=True, backend="aot_eager")(hidden, batch.positions, caches[0], prefill)

@@ -103,7 +103,7 @@ def without_modes(name="plain", priority=5):
 
 
 def test_schedules_are_for_a_backend_with_the_mode(monkeypatch):
-    """A schedule has the programs and costs of a backend with the mode; naming a backend without it is an error."""
+    """A schedule has the programs and costs of a backend with the mode; a named backend without the mode is refused."""
     with_backends(monkeypatch, CPU_BACKEND, without_modes())
     given = dict(device="cpu", dtype=torch.float32, block_size=16, cache_format=FP8_E4M3)
     assert fast.decode_programs(SMALL, **given) == 7

@@ -112,7 +112,7 @@ def test_cpu(case, scale, mode, out_dtype):
 
 
 def test_rounding_of_probabilities():
-    """In `fp8_product`, the weights exp(score - largest) times 2^8 are rounded to e4m3; their sum is not rounded."""
+    """In `fp8_product`, the numbers exp(score - largest) x 2^8 are rounded to e4m3; their sum is not rounded."""
     ql, q_pe, cache, plan, options = make_case(*FORMATS["fp8_e4m3"], ([1], [16]))
     scale = torch.tensor(0.01)
     stored, exact = quantised(ql, q_pe, scale)

@@ -82,7 +82,7 @@ def test_packages_agree(name, dtype):
     scale = torch.tensor(0.02)
     found, low = (Case(ops, name, dtype).attend(scale).float() * scale for ops in (fast, reference))
     gold = Case(reference, name, dtype)
-    if "query" not in name:  # queries in e4m3 are rounded from the dtype of the layer, also for gold
+    if "query" not in name:  # with "query", gold keeps the layer's dtype, to round the same queries to e4m3
         gold.layer.double()
         gold.inputs = [x.double() for x in gold.inputs]
         gold.cache = gold.cache.double() if gold.cache.dtype == dtype else gold.cache

@@ -1,6 +1,8 @@
 """Tests of the option `expand_by_module` of a layer: prefills expand latents by the product of `kv_b_proj` itself.
 
-The oracle is a float64 product with the numbers that the quantised module stands for.
+Without the option, prefills multiply by the *dense copy*: the weight of `kv_b_proj`, which the layer recovers from the
+module and keeps in the dtype of the layer. The oracle is a float64 product with the numbers that the quantised module
+stands for.
 """
 
 from __future__ import annotations
@@ -226,7 +228,7 @@ def test_refresh(ops):
 
 
 def test_a_plain_linear(ops):
-    """A plain linear module is called too; the layer reads its parameter and keeps no copy."""
+    """A plain linear module is called too; the layer reads the parameter of the module and keeps no copy."""
     config = CONFIGS["direct"]
     weights = make_weights(config, torch.float64)
     outputs = []

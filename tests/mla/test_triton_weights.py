@@ -1,4 +1,4 @@
-"""Tests of Triton's products with absorbed weights in e4m3 (8 bits), and of its results in e4m3.
+"""Tests of the Triton kernel that multiplies by absorbed weights in e4m3 (8 bits), or writes results in e4m3.
 
 On a GPU the kernel is compiled. Without a GPU, one test runs this file again in Triton's interpreter, and another test
 compiles the kernel for several GPUs.
@@ -40,7 +40,7 @@ def multiply(x, weight, weight_scale=None, output_scale=None, out=None):
 
 
 def check_product(tokens, dims, dtype, per_head, transposed=False):
-    """Assert that the kernel's product with a weight in e4m3 is within the budget of the product in float64."""
+    """Assert that the kernel's product with a weight in e4m3 has an error within the budget."""
     heads, inner, width = dims
     x = torch.randn(tokens, heads, inner).to(dtype)
     weight = torch.randn(heads, width, inner).transpose(1, 2) if transposed else torch.randn(heads, inner, width)
@@ -57,7 +57,7 @@ def check_product(tokens, dims, dtype, per_head, transposed=False):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_small_dims(dims, dtype):
-    """Products of widths that the kernel pads, of one and of several tiles, are within the budget."""
+    """Products of widths that the kernel pads, in one or several tiles (`ProductTile`), are within the budget."""
     for tokens, per_head, transposed in ((1, False, True), (19, True, False), (70, True, True)):
         check_product(tokens, dims, dtype, per_head, transposed)
 
@@ -80,9 +80,10 @@ def whole_numbers(*shape):
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize("quantised", [False, True])
 def test_results_in_e4m3(quantised, per_head, dtype):
-    """Results in e4m3 have the bits of the exact product divided by the scale; NaN stays, and large numbers saturate.
+    """Results in e4m3 have the bits of the exact product divided by the output scale.
 
-    If the product is not exact, the result has the bits of the kernel's own float32 result, quantised.
+    NaN stays NaN, and a quotient above 448 saturates. If the sums of float32 inputs are rounded, a result in e4m3
+    has the bits of the kernel's float32 result, quantised.
     """
     x, weight = whole_numbers(21, 3, 24).to(dtype).to(DEVICE), whole_numbers(3, 24, 10).to(DEVICE)
     x[3, 1], x[4, 2, 0] = x[3, 1] * 2000, torch.nan

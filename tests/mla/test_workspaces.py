@@ -1,7 +1,7 @@
 """Tests that the chunks of a plan fit into the workspace of the layer.
 
-The workspace is the memory in which a prefill expands one chunk of context. A call without a plan (the memory-profile
-run) allocates the workspace, so that an engine can measure how much memory a step needs.
+The workspace is the memory in which a prefill expands one chunk of context. A call of the layer without a plan (the
+memory-profile run) allocates the workspace, so that an engine can measure how much memory a step needs.
 """
 
 from __future__ import annotations

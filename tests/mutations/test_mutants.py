@@ -1,7 +1,8 @@
 """Tests of tests/mutants.py, which plants random faults in the sources and counts how many faults the tests notice.
 
 A mutant is a source file with one fault. The tool draws a random sample of mutants and runs tests on each mutant. A
-mutant survives if all tests pass. A session file stores the verdicts, so that an interrupted run can continue.
+mutant survives if all tests pass. A session file stores the verdict on each mutant (killed, timed out or
+survived), so that an interrupted run can continue.
 """
 
 from __future__ import annotations
@@ -196,7 +197,7 @@ mutants.main()
 
 
 def test_judges_and_continues(tmp_path):
-    """Run the tool in a small project -> mutants of all three outcomes, and the test that killed a mutant.
+    """Run the tool in a small project -> its report has verdicts of all three kinds, and the test that killed a mutant.
 
     A second run judges only the mutants whose verdicts are missing in the session file.
     """

@@ -245,7 +245,7 @@ def stale_last_block_in_gather(ops, patch):
 
 
 def in_layer(name, wrap):
-    """Return a mutant in which the layer calls `wrap(function)` instead of the public function with this name.
+    """Return a mutant in which the layer calls `wrap(function)` instead of `function`, the public function `name`.
 
     In `fast`, some of the layer's calls are in other modules than the layer.
     """
@@ -349,7 +349,7 @@ def zero_times_everything(function):
 
 
 def rows_share_an_amax(function):
-    """Divide the outputs by the largest element of the batch, and multiply them again.
+    """Divide the outputs by the largest element of the batch, and multiply the quotients by this element again.
 
     An fp8 computation with one scale for the whole batch does the same. A NaN in the output of one request then reaches
     all requests.

@@ -144,7 +144,7 @@ def upper_bounds(common, longest):
 
 
 def test_upper_bounds_stay_in_bounds(ops):
-    """Upper bounds of lengths on the CPU stop at `max_seq_len`, or by default at the tokens of a block table row."""
+    """Upper bounds of lengths on the CPU never exceed `max_seq_len` or the tokens that fit into a block table row."""
     for max_seq_len, bound in ((None, 8), (7, 7)):
         given = buffers([1, 1], [3, 4], 2)
         common = upper_bounds(given[3], bound)
@@ -395,7 +395,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("changes, message", REFUSED.values(), ids=REFUSED)
 def test_refusals(ops, changes, message, plain_errors):
-    """A refused call raises one line and writes nothing."""
+    """A refused call raises an error of one line and writes nothing."""
     with torch.device("cpu"):
         sampled, input_ids, positions, common = buffers([1, 1, 4], [4, 3, 6], 2)
         given = dict(sampled_token_ids=sampled, input_ids=input_ids, positions=positions, common=common,
@@ -451,7 +451,7 @@ REFUSED_WITHOUT_LENGTHS = {
 
 @pytest.mark.parametrize("changes, error, message", REFUSED_WITHOUT_LENGTHS.values(), ids=REFUSED_WITHOUT_LENGTHS)
 def test_refusals_without_lengths(ops, changes, error, message, plain_errors):
-    """A refused call for a batch without lengths on the host raises one line and writes nothing."""
+    """A refused call for a batch without lengths on the host raises an error of one line and writes nothing."""
     with torch.device("cpu"):
         *tensors, common = buffers([1, 1, 4], [4, 3, 6], 2)
         changes = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in changes.items()}

@@ -46,7 +46,7 @@ def test_slot_mapping_is_64_bit(ops):
 
 
 def brute_split(query_lens, threshold, uniform):
-    """Return the expected split: of all numbers of first requests that can be decodes, take the largest number."""
+    """Return the expected split: its decodes are the longest prefix of the batch in which every request may decode."""
 
     def fits(prefix):
         lengths = {n for n in prefix if n > 0}
@@ -111,8 +111,9 @@ def test_reorder_keeps_every_request(flags):
 
 
 # Tests of chunked local attention, in which a token at position i attends the positions from (i // chunk) * chunk to i.
-# A virtual batch has one request for each chunk of a real request. Ordinary attention over the virtual batch gives the
-# result of local attention over the real batch.
+# `chunk` is the length of an attention chunk. All query tokens of a real request in one attention chunk are one request
+# of the virtual batch. Ordinary attention over the virtual batch gives the result of local attention over the real
+# batch.
 
 
 def local_attention(ops, batch, chunk, q, entries):

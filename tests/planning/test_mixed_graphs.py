@@ -1,8 +1,8 @@
 """Tests of `DecodeGraph`: batches of different query lengths, and batches that end with requests without tokens.
 
 On a CPU, `DecodeGraph` captures nothing and runs the step eagerly over its buffers. With `--device cuda`, the tests
-capture and replay CUDA graphs. Padding tokens fill a batch up to the tokens of a captured size. The budget of a result
-is the largest error that docs/correctness.md allows.
+capture and replay CUDA graphs. Padding tokens fill a batch up to the number of tokens of a captured size. The budget
+of a result is the largest error that docs/correctness.md allows.
 """
 
 from __future__ import annotations
@@ -417,7 +417,7 @@ def test_a_builder_that_captures_nothing(ops, plain_errors):
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 def test_mixed_replays_stand_still():
-    """Hundreds of replays of mixed batches give the same bits again, and no more memory is allocated afterwards."""
+    """Hundreds of replays of mixed batches give the same bits again and allocate no more memory."""
     config, dtype = DIRECT, torch.bfloat16
     weights = {name: weight.cpu() for name, weight in make_weights(config, dtype).items()}
     _, held, graph = make_graph(fast, config, weights, dtype, DEVICE, 3, num_programs=4)

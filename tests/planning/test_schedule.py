@@ -1,12 +1,14 @@
 """Tests of context chunks and decode schedules, which must be right, and equal in both packages.
 
 A decode schedule assigns the keys of all requests, in tiles of 64 keys, to the programs of the decode kernel. The
-planner places the requests one after another on a *time line*. One unit of the line is the time of one tile. The start
-of a request takes `overhead` further units. The line is divided into *segments* of equal length, one for each program.
+planner places the requests one after another on a *time line*. One unit of the line is the time of one tile. The line
+is divided into *segments* of equal length, one for each program. Without batch invariance there are two kinds of
+schedules:
 
-- *Balanced*: a program gets the tiles that start in its segment.
+- *Balanced*: a program gets the tiles that start in its segment. The start of a request takes `overhead`
+  further units.
 - *Whole parts*: a program gets the parts that start in its segment. A part is a whole request, or one of the equal
-  parts of a long request.
+  parts of a long request. The start of a part takes `overhead` further units.
 
 The tiles that a program gets of one request are a *split*. A combine kernel adds the partial outputs of the splits. In
 a *batch-invariant* schedule, the splits of a request depend on its own length only (`InvariantSplitRule`).
@@ -38,11 +40,11 @@ CONTEXTS = st.lists(st.sampled_from([0, 1, 15, 16, 17, 31, 97, 200]), max_size=6
 def check_chunks(ops, context_lens, workspace, block_size, ranks=1, interleave=1):
     """Plan context chunks, assert their properties, and return the chunks.
 
-    With one rank, the unit is `block_size`. With several ranks, the unit is the least common multiple of `block_size`
-    and `ranks` x `interleave`.
+    Contexts are divided at multiples of a *chunk unit*. With one rank, the chunk unit is `block_size` tokens. With
+    several ranks, it is the least common multiple of `block_size` and `ranks` x `interleave`.
 
     - Every context token is in exactly one chunk.
-    - The tokens of a request in a chunk start at a multiple of the unit.
+    - The tokens of a request in a chunk start at a multiple of the chunk unit.
     - No chunk exceeds the workspace.
     - All chunks except the last chunk are full.
     """
@@ -121,7 +123,7 @@ def test_one_long_context_among_short_ones(ops):
 
 
 def test_chunk_refusals(ops, plain_errors):
-    """A workspace of 2^31 tokens, a workspace below one unit and a negative length are refused.
+    """A workspace of 2^31 tokens, a workspace below one chunk unit and a negative length are refused.
 
     The largest int32 length is planned without overflow.
     """
@@ -388,8 +390,8 @@ def test_schedule_by_hand(lens, ops):
     1. 10 and 10 tiles: each request is a whole part of 12 units, and each program gets one request.
     2. 25 tiles: the request has two parts of at most 13 tiles. A program takes at most 15 units. In a balanced schedule
        it could take 14 + 2 units, so the schedule has whole parts.
-    3. 3, 3 and 30 tiles: the whole parts have 5, 5 and 32 units. With whole parts, a program could take 21 - 1 + 32
-       units. In a balanced schedule it takes at most 21 + 2 units, so the schedule is balanced.
+    3. 3, 3 and 30 tiles: the whole parts have 5, 5 and 32 units, and a segment has 21 units. With whole parts, a
+       program could take 21 - 1 + 32 units. A balanced schedule takes at most 21 + 2, so the schedule is balanced.
     """
     expected = {
         (640, 640): [[0, 0, 0, 10, 0], [1, 1, 0, 10, 0]],
@@ -404,7 +406,7 @@ def test_schedule_by_hand(lens, ops):
     "tiles, requests, overhead, segment, counts", [(16, 256, 8, 94, {3, 4}), (64, 128, 8, 140, {1, 2})]
 )
 def test_whole_requests_by_hand(tiles, requests, overhead, segment, counts, ops):
-    """If there are more equal requests than programs, each program gets the whole requests that start in its segment.
+    """If there are more requests of one length than programs, a program gets the requests that start in its segment.
 
     With 66 programs and 8 units for each start, a segment has ceil(256 * (16 + 8) / 66) = 94 units, or
     ceil(128 * (64 + 8) / 66) = 140 units.
@@ -425,9 +427,10 @@ def test_whole_requests_by_hand(tiles, requests, overhead, segment, counts, ops)
     [(64, 16, 66, 8, 16), (128, 1, 66, 8, 4), (64, 16, 132, 5, 8), (64, 1, 66, 5, 4), (1, 1, 9, 5, 1)],
 )
 def test_equal_parts_by_hand(tiles, requests, programs, overhead, size, ops):
-    """If there are fewer equal requests than programs, all requests have equal parts; a program gets at most one part.
+    """If there are fewer requests of one length than programs, all parts are equal; a program gets at most one part.
 
-    The combine kernel adds 8 splits in one unit. So a part of a request of 128 tiles has at least sqrt(128 / 8) = 4
+    The combine kernel adds 8 splits in one unit. For a request of t tiles, parts of less than sqrt(t / 8) tiles would
+    save less time than their combination takes. So a part of a request of 128 tiles has at least sqrt(128 / 8) = 4
     tiles. A part of a request of 64 tiles has at least sqrt(64 / 8) tiles, rounded up to an even number: 4 tiles.
     """
     schedule = check_schedule(ops, requests * [64 * tiles], programs, overhead)

@@ -1,7 +1,8 @@
 """Tests of `choose_schedule`: which decodes get a schedule by default. `plan.schedule_choice` records the choice.
 
-A schedule assigns the keys of all requests, in tiles of 64 keys, to the programs of the decode kernel. Without a
-schedule, each request is divided among the same number of programs. A decode with a schedule is called *planned*.
+A schedule assigns the keys of all requests, in tiles of 64 keys, to the programs of the decode kernel. A decode
+with such an assignment is called *planned*. Without a schedule, each request is divided among the same number of
+programs.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def test_lengths_that_differ_are_planned(lens, programs, heads, invariant):
     """A decode is planned if a schedule saves more tiles than it costs.
 
     For each request, a schedule saves the difference between the longest request and this request, in tiles. A schedule
-    costs START tiles for each request and each program, and 4 x START tiles in a batch-invariant decode.
+    costs START[heads] tiles for each request and for each program, and 4 times as much in a batch-invariant decode.
     """
     choice = choose_schedule(integers(*lens).cpu(), programs, measured_schedule_costs(heads), invariant)
     tiles = [len(range(0, length, DECODE_TILE)) for length in lens if length > 0]
@@ -159,7 +160,8 @@ def test_both_make_the_same_choice(lens, programs, size):
 def test_invariant_cuts_are_chosen_alike(ops):
     """A batch-invariant builder gives every decode a batch-invariant schedule.
 
-    If the decode is planned, the schedule has `tile_ranges`, the work of each program. Otherwise `tile_ranges` is None.
+    If the decode is planned, the schedule has `tile_ranges`, the work of each program. Otherwise the schedule assigns
+    no work and has only the rule for splits; `tile_ranges` is None.
     """
     builder = ops.MLAMetadataBuilder(CONFIG, 64, 40_000, 8, num_programs=5, batch_invariant=True)
     ragged, equal = (builder.build(0, batch_of(lens)) for lens in (RAGGED, EQUAL))
@@ -170,8 +172,8 @@ def test_invariant_cuts_are_chosen_alike(ops):
 def test_captured_plans_do_not_look_at_lengths(ops, plain_errors):
     """A captured plan always has a schedule, because the lengths of later steps are unknown.
 
-    `max_seq_len` of the plan is the limit of the builder, or the number of tokens in the captured block table if this
-    number is smaller.
+    `max_seq_len` of the plan is the `max_model_len` of the builder, or the number of tokens in the captured block table
+    if this number is smaller.
     """
     builder = ops.MLAMetadataBuilder(CONFIG, 64, 1500, 8, num_programs=5, schedule_costs=ScheduleCosts())
     captured = builder.build_for_cudagraph_capture(batch_of([3] * 6))

@@ -43,7 +43,7 @@ NO_ENTRY = ("fast.kernels", "fast.assets")  # folders without API entries
 
 
 def modules_of(package: str) -> set[str]:
-    """Return the names of a package's public modules that need an API entry; `mla.rope` stands for `fast.mla.rope`.
+    """Return the names of a package's public modules that need an API entry; `mla.decode` stands for `fast.mla.decode`.
 
     A folder of ONE_ENTRY counts as one module, and the folders of NO_ENTRY do not count.
     """
@@ -157,7 +157,7 @@ def shell_lines() -> dict[str, list[Path]]:
 
 
 def test_every_shell_line_is_run():
-    """Read all shell lines -> each line is in RUN_BY_CI or RUN_HERE; a line runs each file that a page defines."""
+    """Read all shell lines -> each is in RUN_BY_CI or RUN_HERE; each file that a page defines is run by a line."""
     assert shell_lines().keys() == RUN_BY_CI.keys() | RUN_HERE.keys()
     ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     for line, found in RUN_BY_CI.items():
@@ -221,7 +221,7 @@ def api_pages() -> dict[str, str]:
 
 
 def page_of(module: str) -> str:
-    """Return the path of the API page of a module, below docs/api; the pages have the folders of the modules."""
+    """Return the path of the API page of a module, below docs/api: the folder and the name of the module."""
     return module.replace(".", "/")
 
 
@@ -411,7 +411,7 @@ def test_glossary_links(path):
 
 
 def test_log_entries():
-    """Read the log -> each entry begins with a paragraph; each list of an entry has the four labels in order."""
+    """Read the log -> each entry begins with a paragraph; each list of an entry has the labels of `order`."""
     text = (ROOT / "docs" / "log.md").read_text(encoding="utf-8")
     entries = re.split(r"^## (?=\d)", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), flags=re.MULTILINE)[1:]
     assert len(entries) >= 57

@@ -114,8 +114,8 @@ def test_fits_a_page(name):
 def test_cells_that_fold(name):
     """Read the tags of the cells -> tags that hide the set-up and the answers on the site until a click.
 
-    The first code cell is the set-up. Two code cells answer the two problems. The two cells follow the heading "The
-    answers in code", and Jupyter hides them as well.
+    The first code cell is the set-up. The lesson ends with two worked problems. Two code cells answer the
+    problems. The two cells follow the heading "The answers in code", and Jupyter hides them as well.
     """
     cells = load(name).cells
     assert "setup" in code_cells(load(name))[0].metadata["tags"]

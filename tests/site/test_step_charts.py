@@ -143,7 +143,7 @@ def test_linear_ticks(performance, longest, most, expected):
     "h200-decode-fp8.json", "h200-decode-fp8-ds-mla.json", "h200-movement.json", "h200-weights.json",
 ])  # fmt: skip
 def test_commands_of_missing_files(performance, docs, name):
-    """Draw a section whose file is missing -> a note with the command, whose options the benchmark accepts.
+    """Draw a section whose file is missing -> a note with a command whose options the benchmark accepts.
 
     The page has a section for each of these files.
     """

@@ -175,7 +175,7 @@ def verdict(value, ql, q_pe, cache, plan, cache_format=COMPUTE_FORMAT, kv_scale=
 def schedule_of(plan, heads, programs, batch_invariant=False, request_cost=5):
     """Return the schedule of `reference.plan_decode` with the costs of the GPU kernels.
 
-    With 0 programs, the schedule has no work items, and only its field `batch_invariant` matters.
+    With 0 programs, the schedule has no work items; only `batch_invariant` and the rule for splits are set.
     """
     costs = replace(measured_schedule_costs(heads), request_cost=request_cost)
     if programs == 0:

@@ -1,4 +1,4 @@
-"""Decodes with queries in e4m3 (8 bits) that round exactly where the Triton kernels round, to compute error budgets."""
+"""Decode with e4m3 queries (8 bits) in PyTorch, with every rounding of the Triton kernels, to compute error budgets."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from reference.interfaces import AttentionState, CacheFormat, to_e4m3
 from .decode_inputs import SCALE
 from .factories import integers
 
-TILE = 32  # keys of a tile; its products (probability x scale) are divided by one unit, a power of two
+TILE = 32  # keys in a tile of the kernels; the products (probability x scale) of a tile are divided by one power of two
 PRODUCT_COLUMNS = 32  # terms that a Tensor Core adds in one step
-BLOCK_COLUMNS = 128  # columns of a column block with a scale
+BLOCK_COLUMNS = 128  # columns of one e4m3 product; the kernels begin each product with the sum 0
 KEPT_DIGITS = 13  # binary digits behind the point of a sum of e4m3 products in a Tensor Core
 
 
@@ -28,8 +28,8 @@ def rounded_decode(
 ) -> AttentionState:
     """Decode in float64, but round where the kernels round; the result is `low` in docs/correctness.md.
 
-    Scores are rounded to float32, and probabilities to the dtype of the mode. With `in_e4m3`, sums of products of e4m3
-    numbers are cut as Tensor Cores cut them.
+    Scores are rounded to float32. Probabilities are rounded to float16 (`mode` "fp8_query") or to e4m3 ("fp8_product").
+    With `in_e4m3`, sums of products of e4m3 numbers are cut as Tensor Cores cut them (`_products`).
     """
     q = torch.cat([x.double() for x in queries], -1) * q_scale.double().view(-1, 1)
     tokens, heads, latent = queries[0].shape
@@ -84,7 +84,7 @@ def _scales(cache: Tensor, table: Tensor, length: int, cache_format: CacheFormat
 
 def _rounded(weights: Tensor, scales: Tensor, in_entries: bool, mode: str) -> Tensor:
     """Return probabilities [N, S], rounded as the kernels round them."""
-    # a kernel can use other units; float16 rounds the same for any power of two, if no product is too small for float16
+    # the kernels may use another power of two as unit; float16 rounds the same, if no quotient is too small for float16
     if mode == "fp8_query":
         unit = torch.exp2(torch.floor(torch.log2(scales.max())) - 14) if in_entries else torch.tensor(2.0**-13)
         return (weights * scales / unit).to(torch.float16).double() * unit / scales
@@ -98,7 +98,7 @@ def _rounded(weights: Tensor, scales: Tensor, in_entries: bool, mode: str) -> Te
 
 
 def _products(q: Tensor, k: Tensor, in_e4m3: bool) -> Tensor:
-    """Return q k^T in float64. With `in_e4m3`, sums within a block of columns are cut as Tensor Cores cut them.
+    """Return q k^T in float64. With `in_e4m3`, sums over BLOCK_COLUMNS columns are cut as Tensor Cores cut them.
 
     A Tensor Core adds 32 products to a sum in one step. It gives all 33 numbers the exponent of the largest one, and
     cuts each of them to `KEPT_DIGITS` digits behind the point.

@@ -55,7 +55,8 @@ def tensors(like: Tensor) -> dict[str, Tensor]:
     """Return tensors, by name, that differ from a good tensor in dtype, number of dimensions, layout or device.
 
     "a tensor of the other kind" has integers if the good tensor has floating-point numbers, and floating-point numbers
-    if the good tensor has integers. PyTorch has no sparse and no nested tensors of 8-bit floats, so these are float32.
+    if the good tensor has integers. PyTorch has no sparse and no nested tensors of 8-bit floats. So if the good tensor
+    has 8-bit floats, the returned tensors are made from a float32 tensor of the same shape.
     """
     floating, stored = like.is_floating_point(), like.dtype
     # ones, because a sparse CSR tensor must have equally many zeros in each matrix of a batch

@@ -50,7 +50,7 @@ BUILDER = Judge(
     ),
     "not test_context_parallel_refusals or test_plans",
 )
-# The `-k` expression leaves out tests of whole layers and of serving loops over many ranks, which take the most time.
+# The selection leaves out the tests that take the most time: of whole layers, and of serving loops over many ranks.
 CONTEXT_PARALLEL = Judge(
     (
         "planning/test_rank_slots",

@@ -1,4 +1,4 @@
-"""Helpers for the tests of plans: strategies of hypothesis for random batches, plans, and a comparison of plans."""
+"""Helpers for tests of plans: a hypothesis strategy that draws batches, and functions that make and compare plans."""
 
 from __future__ import annotations
 

@@ -276,7 +276,7 @@ def test_prefill_in_many_chunks():
 
 
 def test_prefill_through_a_gather_of_ones_own(ops):
-    """Give a prefill its own function `gather`, as context parallelism does -> only `gather` reads the context."""
+    """Pass a function `gather` to a prefill, as context parallelism does -> only `gather` reads the context."""
     seen = []
 
     def gather(kv_cache, metadata, chunk, cache_format, out_dtype):

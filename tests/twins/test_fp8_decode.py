@@ -30,7 +30,7 @@ def decode(inputs, cache_format, kv_scale, **options):
 @pytest.mark.parametrize("lens", LENS, ids=["page edges", "ragged", "nobody"])
 @pytest.mark.parametrize("chunk_bytes", [1, 4 << 20], ids=["one block at a time", "whole"])
 def test_decode(lens, dtype, cache_format, widths, chunk_bytes, monkeypatch):
-    """Errors are within the budget, and in float64 within rounding, for chunks of one block and of many blocks."""
+    """Errors are within the budget, in float64 within rounding; the kernel reads one block or many blocks at a time."""
     monkeypatch.setattr("fast.kernels.cpu.decode.CHUNK_BYTES", chunk_bytes)
     inputs, kv_scale = make_stored_inputs(cache_format, *lens, 3, dtype, widths, 16)
     state = decode(inputs, cache_format, kv_scale)

@@ -205,7 +205,7 @@ def edges() -> dict[Path, set[Path]]:
 
 
 def test_no_import_goes_up():
-    """Look up the imports of every file -> all imported files are on its own floor of FLOORS or on a lower floor."""
+    """Look up the imports of every file -> no imported file is on a higher floor of FLOORS than the importing file."""
     for path, targets in edges().items():
         if "assets" in path.parts or path.name == "_shadow.py":
             continue

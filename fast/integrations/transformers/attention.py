@@ -51,7 +51,7 @@ NEEDED = ("CommonAttentionMetadata", "MLAAttention", "allocate_kv_cache", "build
 
 @dataclass(frozen=True)
 class Options:
-    """Options of one `use_mla`; copies of a model share these options, because the module `ops` cannot be copied."""
+    """Options of one call of `use_mla`; copies of a model share them, because the module `ops` cannot be copied."""
 
     ops: ModuleType
     block_size: int
@@ -349,7 +349,7 @@ def use_mla(
         ops: `fast`, `reference`, or another module with the same functions.
         block_size: tokens per block of the cache.
         workspace_tokens: largest number of context tokens that a prefill expands at once, at least `block_size`. None
-            means the result of `ops.chunked_prefill_workspace_size`, but at most the limit of the layers.
+            means the result of `ops.chunked_prefill_workspace_size`, but at most `workspace_tokens` of the layers.
         decode_threshold: a request with at most this number of query tokens takes the absorbed path, whatever
             `choose_path` returns for it.
         costs: costs from which `ops.choose_path` chooses the path of longer queries; None means the defaults of
@@ -361,12 +361,12 @@ def use_mla(
         cache_format: format of the caches, as a `CacheFormat` or by its name, such as "fp8_e4m3".
         kv_scales: scales of the caches, only for a format with one scale for each layer. The value is a mapping from
             the name of a layer, such as "layers.0.self_attn", to its scale, or the path of a file of `save_kv_scales`.
-            `calibrate_model` computes the scales. Each layer takes its scale from the first of these sources: the
-            mapping, the checkpoint, the file, the first prefill, and 1.0 with a warning.
+            `calibrate_model` computes the scales. Each layer takes its scale from the first of these sources that has
+            one: mapping, checkpoint, file, first prefill. Without a source, the scale is 1.0, with a warning.
         fp8_mode: fp8 mode of the decodes (`ops.mla_decode`).
         q_scales: scales of queries in e4m3, in the same forms as `kv_scales`. None means the scales of queries in
-            `kv_scales`, if this is the result of a calibration. Each layer takes its scale from the first of these
-            sources: the mapping, the checkpoint, the file, and 1.0 with a warning.
+            `kv_scales`, if `kv_scales` comes from a calibration. Each layer takes its scale from the first of these
+            sources that has one: mapping, checkpoint, file. Without a source, the scale is 1.0, with a warning.
         options: keyword arguments for `ops.MLAAttention.from_hf` (for example `backend` of `fast`).
 
     Returns:

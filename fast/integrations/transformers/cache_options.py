@@ -84,7 +84,7 @@ def read_query_scales(
 ) -> dict[str, float | Tensor]:
     """Return the scales of queries in e4m3 (8 bits) that the options give to the layers of a model.
 
-    If `q_scales` is None, the scales of queries in `kv_scales` are used, if this is the result of a calibration. As in
+    If `q_scales` is None and `kv_scales` comes from a calibration, the scales of queries in `kv_scales` are used. As in
     `read_scales`, scales in a mapping have priority over the scales of the checkpoint, which have priority over scales
     in a file.
 

@@ -28,9 +28,9 @@ stores the sum of these splits at the first partial index of the request. For ea
 number of splits in this sum and the number of all splits.
 
 A combine tile is some rows and some latent columns of the output of one request. In a decode with a schedule, often
-most requests have exactly one split, so there is nothing to combine. The host does not know which requests these are.
-With one program for each combine tile of the batch, most programs would find no work. The kernel for a schedule
-therefore has a limited number of programs:
+most requests have exactly one split and need no combining. The host does not know which requests these are. With one
+program for each combine tile of the batch, most programs would find no work. The kernel for a schedule therefore has a
+limited number of programs:
 
 - If there are fewer programs than combine tiles, each program reads `split_offsets` to find the requests to combine. It
   processes every P-th combine tile of these requests, where P is the number of programs.
@@ -229,15 +229,16 @@ def _place_of_tile(number, rank, first_request, row_tiles, column_tiles):
     """Return the `TilePlace` of one combine tile in a chunk of CHUNK consecutive requests.
 
     Args:
-        number: index of the combine tile among the combine tiles of all requests to combine in the chunk.
+        number: index of the combine tile, counted over those requests of the chunk that are to be combined.
         rank: [CHUNK], for each request of the chunk: how many requests up to and including this one are to be combined.
         first_request: first request of the chunk.
         row_tiles: number of row tiles of a request.
         column_tiles: number of column tiles of a row.
     """
     request_tiles = row_tiles * column_tiles
-    # Let i = number // request_tiles. The tile belongs to the request to combine whose rank is i + 1. All requests
-    # before this request, and no others, have a rank of at most i. Their number is the request's index in the chunk.
+    # Let i = number // request_tiles. Among the requests that are to be combined, the tile belongs to the request whose
+    # rank is i + 1. Exactly the requests before this request have a rank of at most i, so their number is the index of
+    # this request in the chunk.
     request = first_request + tl.sum((rank <= number // request_tiles).to(tl.int32), 0)
     return TilePlace(request, number // column_tiles % row_tiles, number % column_tiles)
 
@@ -336,7 +337,7 @@ def _combine_scheduled_kernel(
         gdc_launch_dependents()
     column_tiles: tl.constexpr = (LATENT + COLUMNS - 1) // COLUMNS
     partials = Partials(partial_out, partial_lse, num_partials, request_rows)
-    # choose between the two ways at run time: a compile-time constant would need two variants of the kernel
+    # choose between the two ways of the module docstring at run time: a constant would need two kernel variants
     if tl.num_programs(0) >= num_requests.to(tl.int64) * row_tiles * column_tiles:
         tile_number = tl.program_id(0)
         tile = TilePlace(

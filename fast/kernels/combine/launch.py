@@ -67,9 +67,9 @@ def combine_partial_outputs(
 ) -> None:
     """Combine the partial outputs of a decode into `out` and `lse`; do nothing if there is no partial output.
 
-    `fast.kernels.combine.kernels` defines the layout of the partial outputs. The previous kernel of the stream must be
-    the decode kernel. A decode kernel that lets the next kernel begin early must first wait for the kernel before the
-    decode.
+    `fast.kernels.combine.kernels` defines the layout of the partial outputs. The decode kernel must be the last kernel
+    that was launched on the stream. If the decode kernel lets the combine kernel begin early, it must first wait for
+    the kernel before the decode.
 
     Args:
         partial_out: flat, float32; empty if there is no partial output. The Hopper decode stores further values behind

@@ -56,7 +56,7 @@ def rope_norm_and_cache(
     kv_scale: Tensor | None = None,
     q_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotate q_pe and k_pe, RMS-norm the latents, and write normed latents and rotated keys into the cache.
+    """Rotate `q_pe` and `k_pe`, RMS-norm the latents, and write normed latents and rotated keys into the cache.
 
     `slot_mapping` may have fewer slots than there are tokens; tokens without a slot are not written. See
     `fast.kernels.triton.rope.rope_norm_and_cache` for the arguments.
@@ -80,7 +80,7 @@ def gather_and_maybe_dequant_cache(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     kv_scale: Tensor | None = None,
 ) -> None:
-    """Copy tokens of each request from the cache into `out` [num_tokens, Lkv + R], converted to the dtype of `out`.
+    """Copy cache entries of each request into `out` [num_tokens, Lkv + R], converted to the dtype of `out`.
 
     If `out` has the storage dtype of the format, `out` [num_tokens, columns] receives the stored entries. See
     `reference.gather_and_maybe_dequant_cache` for the arguments.

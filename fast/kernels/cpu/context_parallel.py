@@ -58,7 +58,7 @@ def merge_weights(lses: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def weight_attn_out(out: Tensor, lses: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Multiply out [T, N, Dv] by this rank's softmax weights, computed from the LSEs of all ranks [D, N, T].
+    """Multiply `out` [T, N, Dv] by this rank's softmax weights, which follow from `lses` [D, N, T] of all ranks.
 
     Returns:
         The weighted outputs, sorted by owner rank [D, T, N / D, Dv], and the merged LSE [N / D, T] of the heads that
@@ -72,7 +72,7 @@ def weight_attn_out(out: Tensor, lses: Tensor, rank: int) -> tuple[Tensor, Tenso
 
 
 def pack_attn_state(out: Tensor, lse: Tensor, message: Tensor, lse_bytes: int) -> None:
-    """Write out [T, N, Dv] and lse [N, T] into `message` [D, bytes], one row for each owner rank.
+    """Write `out` [T, N, Dv] and `lse` [N, T] into `message` [D, bytes], one row for each owner rank.
 
     A row begins with the LSE of the heads of its owner rank. The output of these heads follows from byte `lse_bytes`
     on.
@@ -89,7 +89,7 @@ def pack_attn_state(out: Tensor, lse: Tensor, message: Tensor, lse_bytes: int) -
 
 
 def merge_packed_attn_states(message: Tensor, lse_bytes: int, out: Tensor, lse: Tensor) -> None:
-    """Merge the states of all ranks, as `pack_attn_state` wrote them, into out [T, N / D, Dv] and lse [N / D, T]."""
+    """Merge the states that `pack_attn_state` wrote on all ranks into `out` [T, N / D, Dv] and `lse` [N / D, T]."""
     size = message.shape[0]
     tokens, own, value = out.shape
     if lse.numel() == 0:

@@ -17,7 +17,7 @@ def merge_attn_states(
     lse: Tensor | None = None,
     output_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Merge two attention states over disjoint keys; return out [T, N, Dv] and lse [N, T].
+    """Merge two attention states over disjoint keys; return `out` [T, N, Dv] and `lse` [N, T].
 
     If `out` and `lse` are given, the result is written there. `out` and `lse` may be the tensors of one of the states.
     If `output_scale` is given, the merged output is divided by this scale and rounded to e4m3.

@@ -6,5 +6,5 @@ from torch import Tensor
 
 
 def zero_padding_tokens(output: Tensor, query_start_loc: Tensor) -> None:
-    """Write zeros to the rows of output [T, N, V] from `query_start_loc[-1]` on."""
+    """Write zeros to `output` [T, N, V] for the tokens from `query_start_loc[-1]` on."""
     output[int(query_start_loc[-1]) :] = 0

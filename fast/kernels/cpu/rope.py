@@ -18,7 +18,7 @@ def apply_rope(
     interleaved: bool,
     q_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return q_pe [T, N, R] and k_pe [T, R], rotated by the angles positions [T] * frequencies [R/2].
+    """Return `q_pe` [T, N, R] and `k_pe` [T, R], rotated by the angles `positions` [T] * `frequencies` [R/2].
 
     Both results are multiplied by `magnitude`. `interleaved` says which elements form a pair (`reference.apply_rope`).
     If `q_scale`, [] or [N], is given, the rotated queries are divided by this scale and rounded to e4m3.

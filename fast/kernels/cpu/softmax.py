@@ -7,7 +7,7 @@ from torch import Tensor
 
 from reference.interfaces import to_e4m3
 
-WEIGHT_UNIT = 256.0  # weights are multiplied by this factor before they are rounded to e4m3 (largest number: 448)
+WEIGHT_UNIT = 256.0  # factor of the probabilities before they are rounded to e4m3 (largest number: 448)
 
 
 class OnlineSoftmax:
@@ -20,9 +20,10 @@ class OnlineSoftmax:
         value_dim: width of the values.
         dtype: dtype of the sums, float32 or float64.
         device: device of the tensors.
-        rounds_to_e4m3: whether the weights of the values are rounded to e4m3 (8 bits). The weights exp(score - largest)
-            are at most 1. They are multiplied by 2^8 before they are rounded, so that a weight of at least 2^-14
-            becomes a normal e4m3 number with full precision. The sum of exponentials is not rounded.
+        rounds_to_e4m3: whether the probabilities exp(score - largest), by which the values are multiplied, are rounded
+            to e4m3 (8 bits). A probability is at most 1. It is multiplied by 2^8 before it is rounded, so that a
+            probability of at least 2^-14 becomes a normal e4m3 number with full precision. The sum of exponentials is
+            a sum of the unrounded probabilities.
     """
 
     def __init__(

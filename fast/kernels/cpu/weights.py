@@ -11,7 +11,7 @@ from reference.interfaces import to_e4m3, wide_dtype
 def multiply_heads(
     x: Tensor, weight: Tensor, weight_scale: Tensor | None, output_scale: Tensor | None, out: Tensor
 ) -> None:
-    """Write the products of x [T, N, K] and weight [N, K, M], multiplied by the scale of the weight, into `out`.
+    """Write the products of `x` [T, N, K] and `weight` [N, K, M], multiplied by the scale of the weight, into `out`.
 
     Args:
         x: [T, N, K].

@@ -115,7 +115,7 @@ def _load_keys(
 
     SHARED means that `source` has no head dim. With MASKED, rows from `key_end` on may belong to another request. A
     tile of keys may keep these rows, because their scores are masked. A tile of values (VALUES) needs zeros in these
-    rows, because probability 0 x NaN is NaN.
+    rows, because a probability of 0 times NaN is NaN.
     """
     rows = row + tl.arange(0, BLOCK_N)
     if USE_TMA:
@@ -412,7 +412,7 @@ def flash_attn_varlen(
         max_seqlen_q: not used by this backend.
         max_seqlen_k: not used by this backend.
         softmax_scale: factor of the scores.
-        causal: if True, the last query of a request sees all keys, and each query sees one key less than the next one.
+        causal: if True, a request's last query sees all keys, and each query sees one key less than the next query.
         out_dtype: dtype of the output.
         out: [T, N, V] in `out_dtype`, any strides, written in place; None allocates `out` and `lse`.
         lse: [N, T], contiguous, written in place. If `out` is given and `lse` is None, no LSE is stored.

@@ -79,10 +79,10 @@ def gather_and_maybe_dequant_cache(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     kv_scale: Tensor | None = None,
 ) -> None:
-    """Copy tokens of each request from the cache into `out` [num_tokens, Lkv + R], converted to the dtype of `out`.
+    """Copy cache entries of each request into `out` [num_tokens, Lkv + R], converted to the dtype of `out`.
 
     If `out` has the storage dtype of the format, `out` [num_tokens, columns] receives the stored entries. A row of
-    `out` becomes 0 if no request owns the row, or if its token lies outside the block table or the cache. See
+    `out` becomes 0 if no request owns the row, or if the row's token lies outside the block table or the cache. See
     `reference.gather_and_maybe_dequant_cache` for the arguments.
     """
     if cache_format.scaled and not cache_format.returns_stored(out.dtype):

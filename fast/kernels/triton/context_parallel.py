@@ -80,7 +80,7 @@ def _reorg_kernel(
 
 
 def weight_attn_out(out: Tensor, lses: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Multiply out [T, N, Dv] by this rank's softmax weights, computed from the LSEs of all ranks [D, N, T].
+    """Multiply `out` [T, N, Dv] by this rank's softmax weights, which follow from `lses` [D, N, T] of all ranks.
 
     Returns:
         The weighted outputs, sorted by owner rank [D, T, N / D, Dv], and the merged LSE [N / D, T] of the heads that
@@ -97,7 +97,7 @@ def weight_attn_out(out: Tensor, lses: Tensor, rank: int) -> tuple[Tensor, Tenso
 
 
 def pack_attn_state(out: Tensor, lse: Tensor, message: Tensor, lse_bytes: int) -> None:
-    """Write out [T, N, Dv] and lse [N, T] into `message` [D, bytes], one row for each owner rank.
+    """Write `out` [T, N, Dv] and `lse` [N, T] into `message` [D, bytes], one row for each owner rank.
 
     A row begins with the LSE of the heads of its owner rank. The output of these heads follows from byte `lse_bytes`
     on.
@@ -110,7 +110,7 @@ def pack_attn_state(out: Tensor, lse: Tensor, message: Tensor, lse_bytes: int) -
 
 
 def _sort_by_owner(out, lses, outs_by_owner, lses_by_owner, size, lse_owner_stride, out_owner_stride, rank) -> None:
-    """Launch the kernel that sorts the output [T, N, Dv] by owner rank, as [D, T, N / D, Dv].
+    """Launch the kernel that sorts the output `out` [T, N, Dv] by owner rank, as [D, T, N / D, Dv].
 
     If `rank` is a number, the kernel multiplies the outputs by the softmax weights of this rank, and writes the merged
     LSE of the heads that this rank owns. If `rank` is None, the kernel copies outputs and LSE unchanged.
@@ -170,7 +170,7 @@ def _sort_by_owner_kernel(
 
 
 def merge_packed_attn_states(message: Tensor, lse_bytes: int, out: Tensor, lse: Tensor) -> None:
-    """Merge the states of all ranks, as `pack_attn_state` wrote them, into out [T, N / D, Dv] and lse [N / D, T]."""
+    """Merge the states that `pack_attn_state` wrote on all ranks into `out` [T, N / D, Dv] and `lse` [N / D, T]."""
     tokens, own, value = out.shape
     if lse.numel() == 0:
         return

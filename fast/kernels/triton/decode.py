@@ -71,9 +71,9 @@ def _decode_kernel(
 ):  # fmt: skip
     """Attend one split of one request for ROWS rows; a row is one head of one query token.
 
-    If each request has one split (SPLIT is False), write out [T, N, Lkv] and lse [N, T]. If each request has several
-    splits, write partial outputs `out` [splits, T, N, Lkv] and partial LSEs `lse` [2, splits, T, N] in float32. A
-    partial LSE has two numbers: the largest score, in base 2, and the sum of exp2(score - largest score).
+    If each request has one split (SPLIT is False), write `out` [T, N, Lkv] and `lse` [N, T]. If each request has
+    several splits, write partial outputs `out` [splits, T, N, Lkv] and partial LSEs `lse` [2, splits, T, N] in float32.
+    A partial LSE has two numbers: the largest score, in base 2, and the sum of exp2(score - largest score).
     """
     program = tl.program_id(0)
     row_block, split = program % row_blocks, program // row_blocks % num_splits

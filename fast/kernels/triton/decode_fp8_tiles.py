@@ -4,31 +4,34 @@
 converts them to a dtype that holds every e4m3 number exactly: the dtype of the queries, or float16. A conversion to
 bfloat16 needs four times as many instructions as a conversion to float16. In row blocks of up to 32 rows, queries in
 bfloat16 are therefore converted to float16 too: first, each row is divided by a power of two
-(`decode_tiles._in_float16`). No key and no value is multiplied by its scale, because the product would have to be
-rounded. The scales multiply other numbers:
+(`decode_tiles._in_float16`).
+
+A column block is a group of columns of the latents. If a cache entry has scales, all columns of a block have the same
+scale. No key and no value is multiplied by its scale, because the product would have to be rounded. The scales multiply
+other numbers:
 
 | scale | in the scores | in the output |
 |---|---|---|
 | one scale of the layer | multiplies the score in float32 | multiplies the sum of weighted latents in float32 |
 | scale of a key's column block | multiplies the block's part of the score in float32 | multiplies the probability |
 
-A column block is a group of columns of the latents. If a cache entry has scales, all columns of a block have the same
-scale. The product of probability and scale is computed in float32 and then rounded, like a probability without a scale.
-A row therefore has one sum of weighted latents for each column block. With a scale of the layer, a latent has four
-column blocks if the row block has 16 rows or if products are computed in e4m3, and otherwise one column block
+The product of probability and scale is computed in float32 and then rounded, like a probability without a scale. A row
+therefore has one sum of weighted latents for each column block. With a scale of the layer, a latent has four column
+blocks if the row block has 16 rows or if products are computed in e4m3, and otherwise one column block
 (`decode_shapes.stored_constants` has the exact condition). With four column blocks, the four products of a score do not
 wait for each other.
 
 Queries in e4m3 (`fp8_query` and `fp8_product`, see `reference.mla_decode`) have a scale too, which multiplies the score
-in float32. Products of e4m3 numbers are computed in e4m3 where the GPU has instructions for the row block (E4M3_DOTS,
-`decode_shapes.multiplies_e4m3`). Elsewhere both operands are converted to float16. Both ways multiply the same numbers,
-and differ in the rounding of sums alone. For `fp8_query`, the values are converted to float16. For `fp8_product`, each
-probability is multiplied by a factor and then rounded to e4m3. The sum of the exponentials is not rounded.
+in float32. Products of e4m3 numbers are computed in e4m3 if the GPU has instructions for this number of rows
+(E4M3_DOTS, `decode_shapes.multiplies_e4m3`). Otherwise both operands are converted to float16. Both ways multiply the
+same numbers, and differ in the rounding of sums alone. For `fp8_query`, the values are converted to float16. For
+`fp8_product`, each probability is multiplied by a factor and then rounded to e4m3. The sum of the exponentials is not
+rounded.
 
 | scale | factor of a probability before the rounding |
 |---|---|
 | one scale of the layer | 2^8, as in the backend "cpu" |
-| scale of a key's column block | the scale, divided by the unit of tile and column block (`_unit_in_e4m3`) |
+| scale of a key's column block | the scale, divided by a power of two for the tile and column block (`_unit_in_e4m3`) |
 
 The product of a probability and a scale is rounded even if the probability is 1. With scales in the entries,
 `fp8_product` therefore has a rounding error also in rows that attend only one key.

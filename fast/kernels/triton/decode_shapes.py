@@ -12,7 +12,7 @@ from ..device import DeviceFacts
 from ..integers import next_power_of_2
 from .fp8 import NATIVE_CAPABILITY
 
-LEAST_IN_FOUR_BLOCKS = 64  # if a cache has one scale, four column blocks are used only from this padded Lkv on
+LEAST_IN_FOUR_BLOCKS = 64  # least padded Lkv with which a latent without scales of its own gets four column blocks
 WARP_GROUP_ROWS = 64  # with row blocks of 64 rows, the compiler would serialise products of converted queries
 E4M3_COLUMNS = 32  # columns (or keys) of the smallest product of e4m3 numbers that a GPU computes
 # GPUs of these generations (Hopper, and Blackwell of data centers) compute products in e4m3 only for 64 rows or more.

@@ -28,7 +28,7 @@ LEAST_NORMAL = tl.constexpr(2.0**-6)
 ROUNDING_STEP = tl.constexpr(2.0**14)
 EXPONENT_SHIFT = tl.constexpr(
     120 << 3
-)  # difference of the exponent biases of float32 and e4m3, before the 3 mantissa bits
+)  # 120, the difference of the exponent biases of float32 and e4m3, to the left of the 3 mantissa bits
 
 
 def converts_natively(device: torch.device) -> bool:

@@ -27,7 +27,7 @@ def merge_attn_states(
     lse: Tensor | None = None,
     output_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Merge two attention states over disjoint keys; return out [T, N, Dv] and lse [N, T], contiguous.
+    """Merge two attention states over disjoint keys; return `out` [T, N, Dv] and `lse` [N, T], contiguous.
 
     If `out` and `lse` are given, the result is written there. `out` and `lse` may be the tensors of one of the states,
     because a program loads all elements of its rows before it stores the result. If `output_scale` is given, the merged

@@ -22,7 +22,10 @@ ELEMENTS = 2048  # elements that a program writes at a time
 
 
 def zero_padding_tokens(output: Tensor, query_start_loc: Tensor) -> None:
-    """Write zeros to the rows of output [T, N, V] from row `query_start_loc[-1]` on; `output` may have any strides."""
+    """Write zeros to the rows of `output` [T, N, V] from row `query_start_loc[-1]` on.
+
+    `output` may have any strides.
+    """
     tokens, heads, value = output.shape
     if output.numel() == 0:
         return

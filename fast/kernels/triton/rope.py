@@ -1,7 +1,7 @@
 """Rotary embedding of the rope parts of queries and keys; a fused kernel also norms the latents and writes the cache.
 
-All heads share the rope part of a key. Each token has 1 + head_tiles programs. The first program processes the key (and
-the cache entry), and each other program rotates the queries of HEADS heads.
+All heads share the rope part of a key. Each token has one program that rotates the key (and, in the fused kernel,
+writes the cache entry). Every further program of the token rotates the queries of HEADS heads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .cache_formats import entry_constants, store_keys, store_latents
 from .cache_rows import as_integers, slot_offsets
 from .fp8 import converts_natively, float32_to_e4m3
 
-TILE_ELEMENTS = 8192  # elements of q_pe that a program rotates
+TILE_ELEMENTS = 8192  # largest number of elements of `q_pe` that a program rotates
 
 
 class TokenValues(NamedTuple):
@@ -77,7 +77,7 @@ def apply_rope(
     interleaved: bool,
     q_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return q_pe [T, N, R] and k_pe [T, R], rotated by the angles positions [T] * frequencies [R/2].
+    """Return `q_pe` [T, N, R] and `k_pe` [T, R], rotated by the angles `positions` [T] * `frequencies` [R/2].
 
     Both results are contiguous and multiplied by `magnitude`. `interleaved` says which elements form a pair
     (`rope_norm_and_cache`). If `q_scale`, [] or [N], is given, the rotated queries are divided by this scale and
@@ -116,7 +116,7 @@ def rope_norm_and_cache(
     kv_scale: Tensor | None = None,
     q_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotate q_pe and k_pe, RMS-norm the latents, and write normed latents and rotated keys into the cache.
+    """Rotate `q_pe` and `k_pe`, RMS-norm the latents, and write normed latents and rotated keys into the cache.
 
     Args:
         positions: [T], position of each token in its request.
@@ -137,9 +137,9 @@ def rope_norm_and_cache(
             dtype of `q_pe`.
 
     Returns:
-        Rotated q_pe [T, N, R], normed latents [T, Lkv] and rotated k_pe [T, R], all contiguous. The cache entries have
-        the bits of these latents and of this k_pe. In a format with scales, the cache entries have the bits that
-        `quantize_entries` writes for these latents and this k_pe.
+        Rotated `q_pe` [T, N, R], normed latents [T, Lkv] and rotated `k_pe` [T, R], all contiguous. In a format without
+        scales, the cache entries have the bits of these latents and of this `k_pe`. In a format with scales, the cache
+        entries have the bits that `quantize_entries` writes for these latents and this `k_pe`.
     """
     q_out = _new_queries(q_pe, q_scale)
     normed, k_out = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (kv_c, k_pe))
@@ -178,7 +178,8 @@ def _new_queries(q_pe: Tensor, q_scale: Tensor | None) -> Tensor:
 def _stored_queries(q_out: Tensor, q_scale: Tensor | None) -> tuple[Tensor, int | None, bool]:
     """Return the tensor that a kernel writes, the stride of the scale from head to head, and the constant NATIVE.
 
-    Without a scale, the stride is None, so that the compiled kernel has no parameter for it.
+    NATIVE is True if the GPU's own instructions round the queries to e4m3. Without a scale, the stride is None, so that
+    the compiled kernel has no parameter for the stride.
     """
     if q_scale is None:
         return q_out, None, False
@@ -351,7 +352,7 @@ def _rope_norm_quantize_kernel(
 ):  # fmt: skip
     """Do the work of `_rope_norm_cache_kernel` for a format with scales: quantise the cache entries."""
     token, number = tl.program_id(0).to(tl.int64) // token_programs, tl.program_id(0) % token_programs
-    if number == 0:  # the cache entry: latent and shared key; one row, as `cache_formats` needs rows
+    if number == 0:  # the cache entry, latent and shared key, as one row: `cache_formats` takes rows
         row = token + tl.arange(0, 1)
         slots = tl.load(slot_mapping + row * strides.slot, row < num_slots, -1)
         written = (slots >= 0) & (slots // BLOCK_SIZE < num_blocks)

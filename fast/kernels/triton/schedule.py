@@ -3,9 +3,11 @@
 The host reads no value back, so a CUDA graph can capture this launch.
 
 All requests are laid end to end on a line, whose unit is the time of one tile. Each request consists of parts, and a
-part is consecutive tiles. The length of a request on the line is the number of its tiles plus its costs. The line is
-divided into segments of equal length, one segment for each program of the decode. A program of the decode takes the
-parts that start in its segment. There are three kinds of schedules:
+part is consecutive tiles. The length of a request on the line is the number of its tiles plus its costs (see the table
+below). The line is divided into segments of equal length, one segment for each program of the decode. A program of the
+decode takes the parts that start in its segment. The tiles of these parts are the *tile range* of the program.
+
+There are three kinds of schedules:
 
 | schedule | what a part is | cost of a request | cost of a part |
 |---|---|---|---|
@@ -13,8 +15,10 @@ parts that start in its segment. There are three kinds of schedules:
 | of whole parts | a request, or one of the equal parts of a long request | 0 | `request_cost` |
 | batch-invariant | one split | `request_cost - split_cost` | `split_cost` |
 
-In a batch-invariant schedule, the splits of a request depend on the length of the request alone.
-`reference.plan_decode` explains the costs, and how the kind of schedule is chosen.
+The names in the table are arguments of `plan_decode`. In a schedule of whole parts, all parts of a request have
+equal lengths on the line, even if the last part has fewer tiles. In a batch-invariant schedule, the splits of a request
+depend on the length of the request alone. `reference.plan_decode` explains the costs, and how the kind of schedule is
+chosen.
 
 Each program of the kernels in this module computes the tile ranges of PROGRAMS programs of the decode. For this, it
 reads all requests, CHUNK requests at a time.
@@ -55,8 +59,9 @@ class Line(NamedTuple):
     A batch-invariant schedule does not use `whole_parts`, `total_tiles` and `splits_per_tile`.
 
     Attributes:
-        request_cost: length that each request with tiles has in addition to its parts.
-        part_cost: length that each part has in addition to its tiles.
+        request_cost: length that each request with tiles has in addition to its parts ("cost of a request" in the table
+            above).
+        part_cost: length that each part has in addition to its tiles ("cost of a part" in the table above).
         segment: length of a segment.
         whole_parts: True for a schedule of whole parts, False for a balanced schedule.
         total_tiles: tiles of all requests.
@@ -92,7 +97,10 @@ class RequestParts(NamedTuple):
 @triton.jit
 @no_type_check  # otherwise the tests' type checker wraps the kernel, and Triton's interpreter finds no module globals
 def invariant_split_tiles(tiles, rule):
-    """Return the number of tiles of one split; see `reference.interfaces.invariant_split_tiles` for the rule."""
+    """Return the number of tiles in each split of a request with `tiles` tiles.
+
+    See `reference.interfaces.invariant_split_tiles` for the rule.
+    """
     size = (tiles + rule.small_splits - 1) // rule.small_splits
     size = tl.maximum(tl.minimum(size, rule.large_tiles), rule.small_tiles)
     size = tl.maximum(size, (tiles + rule.max_splits - 1) // rule.max_splits)
@@ -112,8 +120,8 @@ def _load_tiles(seq_lens, request, num_requests, TILE: tl.constexpr):
 def _least_part_tiles(tiles, splits_per_tile):
     """Return the least size of a part, in tiles: sqrt(tiles / splits_per_tile), rounded up to 1 or an even number.
 
-    The float32 root, rounded down, is never too large and at most 2 too small. Each of two lines therefore adds 1 if
-    the size is still too small.
+    The float32 root, rounded down, is never too large and at most 2 too small. Therefore two lines of the function
+    each add 1 if the size is still too small.
     """
     tiles_per_split = tiles.to(tl.float32) * (1.0 / splits_per_tile.to(tl.float32))
     size = tl.maximum((tl.sqrt(tiles_per_split) * 0.999999).to(tl.int32), 1)
@@ -127,8 +135,8 @@ def _least_part_tiles(tiles, splits_per_tile):
 def _equal_parts(tiles, total_tiles, num_programs, splits_per_tile):
     """Return the tiles of one part and the number of parts, for requests that are divided into equal parts.
 
-    A request has at most num_programs * tiles / total_tiles parts, but at least one part. A part has at least
-    `_least_part_tiles` tiles.
+    A request with tiles has at most `num_programs * tiles / total_tiles` parts, but at least one part. Every part
+    except the last part of a request has at least `_least_part_tiles` tiles.
     """
     total_tiles = tl.maximum(total_tiles, 1)
     if total_tiles <= 2147483647 // num_programs:  # nearly always true; a 64-bit division takes several times as long
@@ -163,7 +171,7 @@ def _assign_parts(
     seq_lens, tile_ranges, split_offsets, num_requests, end, line, rule,
     CHUNK: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr, BATCH_INVARIANT: tl.constexpr,
 ):  # fmt: skip
-    """Assign to each program the parts that start in its segment, and write both tensors of the schedule.
+    """Assign to each program the parts that start in its segment; write `tile_ranges` and `split_offsets`.
 
     Args:
         seq_lens: [B], keys of each request.
@@ -241,8 +249,8 @@ def _plan_decode_kernel(
 ):  # fmt: skip
     """Compute a schedule that is not batch-invariant: the faster of a schedule of whole parts and a balanced schedule.
 
-    The estimated time of a schedule is an upper bound of the programs' time, plus the time to combine the request with
-    the most splits. If both estimates are equal, the result is the schedule of whole parts.
+    The estimated time of a schedule is an upper bound of the time of every program, plus the time to combine the
+    request with the most splits. If both estimates are equal, the result is the schedule of whole parts.
     """
     if DEPENDENT:  # let the next kernel start early, and wait for the preceding kernel
         gdc_launch_dependents()
@@ -341,8 +349,8 @@ def plan_decode(
     Args:
         seq_lens: [B], keys of each request.
         num_programs: number of programs of the decode kernel, among which the tiles are divided.
-        request_cost: time to start a request, in units of one tile.
-        split_cost: time to start a further split of a request in a batch-invariant schedule, in units of one tile. If
+        request_cost: time to start a request, in units of the time of one tile.
+        split_cost: time to start a further split of a request in a batch-invariant schedule, in the same unit. If
             `split_cost` is larger than `request_cost`, the function uses `request_cost` instead.
         splits_per_tile: number of splits of one request whose outputs the combine kernel adds in the time of one tile.
         split_rule: rule by which a batch-invariant schedule splits a request.

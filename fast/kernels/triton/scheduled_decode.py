@@ -78,7 +78,7 @@ def _scheduled_decode_kernel(
     request_row = row_block * ROWS + tl.arange(0, ROWS)
     head = request_row % HEADS
     columns = tl.arange(0, c.LATENT_PAD)
-    PER_TILE: tl.constexpr = SCHEDULE_TILE // c.TILE
+    PER_TILE: tl.constexpr = SCHEDULE_TILE // c.TILE  # a tile of the schedule is PER_TILE tiles of this kernel
     # 2. attend this program's tiles, one request (with BY_LENGTH, one split) in each pass of the loop
     while request <= last_request:
         query_start = tl.minimum(tl.maximum(tl.load(query_start_loc + request), 0), num_tokens)
@@ -110,7 +110,7 @@ def _scheduled_decode_kernel(
             )  # fmt: skip
             visible = tl.minimum(tl.load(visible_lens + token, mask=real, other=0), readable)
             key_end = tl.maximum(tl.max(visible, 0), 0)
-            # number of tiles at the start of the request in which every row sees every key
+            # number of this kernel's tiles at the start of the request in which every row sees every key
             full_tiles = tl.maximum(tl.min(tl.where(real, visible, key_end), 0), 0) // c.TILE
             table_row = block_table + request.to(tl.int64) * table_row_stride
             state = attend(
@@ -125,8 +125,8 @@ def _scheduled_decode_kernel(
             )  # fmt: skip
             if BY_LENGTH:
                 # A partial index says where a partial output is stored. A program that attends the first split of a
-                # request may attend the next splits too. The program adds these splits to one sum, and stores the sum
-                # at the first partial index of the request.
+                # request may attend the next splits too. The program adds the partial outputs of all its splits of
+                # the request, and stores the sum at the first partial index of the request.
                 index = request * (num_partials // num_requests) + tl.where(has_first_split, 0, split)
                 whole = has_first_split & (split + 1 >= splits)
                 if has_first_split & (split > 0):
@@ -135,7 +135,7 @@ def _scheduled_decode_kernel(
                     before = load_partial(partials, index, real, request_row, columns, c.LATENT)
                     state = add_partial(before, state)
                     tl.debug_barrier()
-                # write two counts for the combine kernel: of the splits in this sum, and of all splits of the request
+                # for the combine kernel: the number of splits in this sum, and the number of all splits of the request
                 recorded = has_first_split & (row_block == 0)
                 progress = outputs.partial_lse + 2 * num_partials.to(tl.int64) * request_rows + 2 * request
                 progress = progress.to(tl.pointer_type(tl.int32), bitcast=True)
@@ -147,7 +147,7 @@ def _scheduled_decode_kernel(
                 # clamp the index, because the caller may pass a schedule with wrong numbers
                 index = tl.minimum(tl.maximum(first_split + split, 0), num_partials - 1)
             if whole:
-                divisor = tl.where(state.total == 0, 1.0, state.total)  # a row without keys has weighted 0
+                divisor = tl.where(state.total == 0, 1.0, state.total)  # in a row without keys, `state.weighted` is 0
                 weighted = state.weighted * (1.0 / divisor)[:, None]
                 lse_row = outputs.lse + head.to(tl.int64) * num_tokens + token
                 tl.store(lse_row, (state.largest + tl.log2(divisor)) * LN_2, mask=real)
@@ -220,7 +220,7 @@ def launch_scheduled(
     partial outputs and partial LSEs.
 
     Args:
-        inputs: tensors and descriptors in the order of the kernel's parameters.
+        inputs: tensors and TMA descriptors in the order of the kernel's parameters.
         strides: strides of the tensors in the order of the kernel's parameters.
         constants: compile-time constants of the kernel: dims and launch shape.
         tile_ranges: [programs, 5], from the `DecodeSchedule`; None without a schedule.

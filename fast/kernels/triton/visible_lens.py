@@ -32,7 +32,7 @@ def compute_visible_lens(
     Args:
         query_start_loc: [B + 1], first query token of each request.
         seq_lens: [B], tokens of each sequence on all ranks.
-        num_tokens: length of the result; tokens from query_start_loc[-1] on are padding and attend no key.
+        num_tokens: length of the result; tokens from `query_start_loc[-1]` on are padding and attend no key.
         size: D, number of ranks; 1 without context parallelism.
         rank: this rank.
         interleave: I, number of consecutive tokens that one rank gets before the next rank gets tokens.

@@ -1,9 +1,9 @@
-"""Multiply the rows of each head by the matrix of this head, for weights or results in e4m3 (8 bits).
+"""Multiply the rows of each head by the weight matrix of this head; the weight or the result may be in e4m3 (8 bits).
 
 A program computes a tile of the product of one head: some rows (tokens) and some columns. It converts each tile of an
-e4m3 weight to the dtype of the rows, multiplies in this dtype, and sums in float32. The scale of the weight multiplies
-the sum, so the converted weight is exact. For a result in e4m3, the float32 sum is divided by the scale of the result
-and rounded once.
+e4m3 weight to the dtype of the rows, multiplies in this dtype, and sums in float32. The conversion is exact, because
+the sum is multiplied by the scale of the weight, and the weight itself is not. For a result in e4m3, the float32 sum is
+divided by the scale of the result and rounded once.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def variant_tokens(most_tokens: int) -> list[int]:
 def multiply_heads(
     x: Tensor, weight: Tensor, weight_scale: Tensor | None, output_scale: Tensor | None, out: Tensor
 ) -> None:
-    """Write the products of x [T, N, K] and weight [N, K, M], multiplied by the scale of the weight, into `out`.
+    """Write the products of `x` [T, N, K] and `weight` [N, K, M] into `out`; apply the scales of weight and result.
 
     Args:
         x: [T, N, K]; float32, bfloat16 or float16.
@@ -164,6 +164,6 @@ def _multiply_heads_kernel(
 @triton.jit
 @no_type_check
 def _e4m3_to(codes, dtype: tl.constexpr, NATIVE: tl.constexpr):
-    """Return the values of e4m3 codes (uint8) in float32, bfloat16 or float16; all three are exact."""
+    """Return the values of e4m3 codes (uint8) in float32, bfloat16 or float16; all three conversions are exact."""
     values = codes.to(tl.float8e4nv, bitcast=True) if NATIVE else e4m3_to_float32(codes, False)
     return values.to(dtype)

@@ -1,9 +1,9 @@
 """Epilogue functions of all Hopper decode kernels: they write outputs and LSEs, or partial outputs and partial LSEs.
 
-A row is one (query token, head) pair. Its state is a `RowState`: the reference score `largest`, the sum of weights
-`total`, and the weighted sum of the values. The reference score is about the largest score of the row; it is subtracted
-from the scores of the row before exp2. In a state "in base 2", the reference scores have already been multiplied by the
-softmax scale and divided by ln 2.
+A row is one (query token, head) pair. Its state is a `RowState`: the reference score `largest`, the sum of
+probabilities `total`, and the weighted sum of the values. The reference score is about the largest score of the row; it
+is subtracted from the scores of the row before exp2. A probability is exp2(score - reference score), not normalised. In
+a state "in base 2", the reference scores have already been multiplied by the softmax scale and divided by ln 2.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def write_partial_largest(state, scale_log2, rows, written, outputs):
 @gluon.jit
 @no_type_check
 def write_partial_total(state, rows, written, plan, outputs):
-    """Write the sums of weights of the rows with `written` true into the tensor of partial LSEs.
+    """Write the sums of probabilities of the rows with `written` true into the tensor of partial LSEs.
 
     The sums are stored behind the reference scores of all partial indices.
     """

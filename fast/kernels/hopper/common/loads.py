@@ -134,7 +134,7 @@ def visibility_of(
         sizes: `Sizes`.
         strides: `Strides`.
         BLOCK_SIZE: tokens of a cache block.
-        BOUNDED: True limits `first_masked` to the end of the work item.
+        BOUNDED: True limits `first_masked` of the result to the end of the work item.
     """
     first_masked = gl.maximum(gl.min(visible, 0), 0) // TILE  # number of tiles that every row sees completely
     blocks = BlockTableRow(table_row, strides.table_entry, gl.minimum(item.stop * TILE, item.length))
@@ -215,7 +215,7 @@ def zero_from(columns, first_row):
     """Overwrite the rows of `columns` (64 columns of a tile in shared memory) with zeros, from `first_row` on.
 
     Each row of `columns` is one key. The keys from `first_row` on lie behind the end of the request. The cache may
-    contain NaN there, and a weight of 0 times NaN would be NaN.
+    contain NaN there, and a probability of 0 times NaN would be NaN.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.arange(0, columns.shape[0], gl.SliceLayout(1, LAYOUT))

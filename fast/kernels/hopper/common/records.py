@@ -320,8 +320,8 @@ class RowState(NamedTuple):
 
     Attributes:
         largest: reference score of each row.
-        total: sum of the weights of each row. The weight of a key is exp2 of (its score - `largest`).
-        weighted: sum of the values times these weights; not divided by `total` yet.
+        total: sum of the probabilities of each row. The probability of a key is exp2 of (its score - `largest`).
+        weighted: sum of the values times these probabilities; not divided by `total` yet.
     """
 
     largest: Any
@@ -342,7 +342,10 @@ class HalfState(NamedTuple):
 
 
 class CombineWeights(NamedTuple):
-    """Reference scores (in base 2) of the sum of two states, and the factor of each row in the old and new state."""
+    """Reference scores (in base 2) of the sum of two states, and two factors for each row.
+
+    The sums of the earlier splits are multiplied by `old`, and the sums of the next split are multiplied by `new`.
+    """
 
     reference: Any
     old: Any

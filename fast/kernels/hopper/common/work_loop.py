@@ -2,7 +2,7 @@
 
 A work item is consecutive tiles (64 keys each) of one request, for one row block. The producer (the warp that loads)
 writes work items to shared memory. Two kernels with different main loops use this work loop. Each kernel passes seven
-functions of its own to `run_work_items`:
+functions of its own to `run_work_items` (their arguments are explained below the table):
 
 | function | what it does |
 |---|---|
@@ -10,15 +10,15 @@ functions of its own to `run_work_items`:
 | `attend(begin, stop, end, visibility, ctx, counters, c)` | Attend tiles [begin, stop); return state, counters. |
 | `keep(state, kept_values, ctx, c)` | Store a state until the next split of the work item is attended. |
 | `with_kept(state, kept_values, ctx, counters, c)` | Combine the kept state with `state`; return state, counters. |
-| `to_base_two(state, scale_log2)` | Return the state with its reference scores in base 2. |
+| `to_base_two(state, scale_log2)` | Multiply the reference scores by the softmax scale / ln 2; return the state. |
 | `write_partial(state, block, partial, scale_log2, ctx, c, OF_REQUEST)` | Write a partial output. |
 | `write_whole(state, block, scale_log2, following, wanted, ctx, c)` | Write outputs; prefetch the next queries. |
 
 A split is consecutive tiles of one request that give one partial output. A work item has one split, or several splits
-if the decode is batch-invariant. The arguments of these functions are:
+if the decode is batch-invariant. The arguments of the seven functions are:
 
-- `begin`, `stop`: tiles of the split, or of the work item if it is one split. `end`: end of the work item's tiles.
-- `state`: `RowState` or `HalfState`. `kept_values`: pointer to global memory for kept states.
+- `begin`, `stop`: first tile of the split, and end (exclusive) of its tiles. `end`: end of the work item's tiles.
+- `state`: `RowState` or `HalfState`. `kept_values`: pointer to global memory in which `keep` can store values.
 - `following`: the next work item. `wanted`: whether the queries of `following` (or `item`) must be loaded now.
 - `block`: the `RowBlock` of the work item. `partial`: a partial index. `OF_REQUEST`: see `epilogue.partial_rows`.
 - `ctx`: `Context`. Its `shared` has `items` and `queries`; its `bars` has `item_written` and `item_begun`.

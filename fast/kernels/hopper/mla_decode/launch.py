@@ -286,7 +286,7 @@ def _cache_descriptors(kv_cache: Tensor, latent: int, rope: int) -> tuple[Tensor
 
 
 def _row_descriptor(out: Tensor) -> TensorDescriptor:
-    """Return the TMA descriptor that writes a quarter of the columns of 64 rows of out [T, N, Lkv]."""
+    """Return the TMA descriptor that writes boxes of `out` [T, N, Lkv]: 64 rows, and a quarter of the columns."""
     tokens, heads, latent = out.shape
     return descriptor(out.data_ptr(), out.dtype, (tokens * heads, latent), (latent, 1), (MANY_ROWS, latent // 4), 128)
 

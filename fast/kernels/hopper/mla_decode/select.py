@@ -151,7 +151,7 @@ def rows_of_a_program(rows: int) -> int:
 
 
 def _rows_where_alone(program_rows: int, requests: int, request_rows: int, keys: int, processors: int) -> int:
-    """Return the number of rows of a row block in a decode without a schedule that is not batch-invariant.
+    """Return the number of rows of a row block in a decode that has no schedule and is not batch-invariant.
 
     A single request may be too short to fill the device, even with only FEW_TILES tiles per program. Smaller row blocks
     then give more programs. The function chooses the smallest row blocks whose programs can all run at the same time.

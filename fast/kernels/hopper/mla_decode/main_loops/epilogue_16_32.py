@@ -42,7 +42,7 @@ class Kept(NamedTuple):
     """Shared memory for the state that a program keeps between splits.
 
     Attributes:
-        row_values: [2, ROWS]: reference scores (subtracted from the scores before exp2) and sums of weights.
+        row_values: [2, ROWS]: reference scores (subtracted from the scores before exp2) and sums of probabilities.
         weighted: weighted sums of all latent columns. If the sums of the second half of the columns are in global
             memory, only the sums of the first half.
         stored: barrier at which the consumer arrives when it has written sums to global memory.
@@ -60,7 +60,7 @@ class Shared(NamedTuple):
         queries: `Queries`.
         k_latent: ring of STAGES tiles, latent columns.
         k_rope: ring of STAGES tiles, rope columns.
-        weights: softmax weights of a tile, [1, keys, rows].
+        weights: probabilities of a tile, exp2(score - reference score), [1, keys, rows].
         kept: `Kept`.
         items: the current and the next work item.
     """
@@ -74,7 +74,7 @@ class Shared(NamedTuple):
 
 
 class Bars(NamedTuple):
-    """Barriers of a program; README.md says who arrives and who waits."""
+    """Barriers of a program; the README of `mla_decode` says who arrives and who waits."""
 
     full: Any
     empty: Any

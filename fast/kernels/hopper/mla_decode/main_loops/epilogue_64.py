@@ -142,7 +142,7 @@ def write_whole(state, block, scale_log2, following, wanted, ctx, c):
 def write_partial(state, block, partial, scale_log2, ctx, c, OF_REQUEST: gl.constexpr):
     """Write this consumer's half of a partial output.
 
-    Consumer 0 also writes the reference scores, and consumer 1 also writes the sums of weights.
+    Consumer 0 also writes the reference scores, and consumer 1 also writes the sums of probabilities.
     """
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.LATENT // 4 // c.SLICES, 16])
@@ -207,7 +207,7 @@ def with_kept(state, kept_values, ctx, counters, c):
 def keep(state, kept_values, ctx, c):
     """Store this consumer's half of a state until the next split is attended.
 
-    Reference scores and sums of weights go to shared memory, and the weighted sums go to global memory.
+    Reference scores and sums of probabilities go to shared memory, and the weighted sums go to global memory.
     """
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.LATENT // 4 // c.SLICES, 16])
     kept = ctx.shared.kept

@@ -7,8 +7,8 @@ therefore transposed: scores are [keys, rows], outputs are [latents, rows], and 
 latents.
 
 A producer (one warp) loads tiles of 64 keys with TMA, the GPU's bulk copy engine, into a ring of two stages (buffers in
-shared memory). One consumer (four warps) multiplies. The memory bandwidth limits the speed. README.md shows how a tile
-passes from the producer to the consumer.
+shared memory). One consumer (four warps) multiplies. The memory bandwidth limits the speed. The README of `mla_decode`
+shows how a tile passes from the producer to the consumer.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ the output. A producer (one warp) loads the tiles with TMA, the GPU's bulk copy 
 
 Shared memory has room for only two tiles. A tile is therefore loaded in four quarters of its latent columns, and each
 quarter has its own barriers. When the consumers have finished with one quarter of a tile, the producer can already load
-the same quarter of a later tile. README.md shows the timeline and the barriers.
+the same quarter of a later tile. The README of `mla_decode` shows the timeline and the barriers.
 
 If multiprocessors would be idle otherwise, two programs compute the scores of the same tiles (SLICES = 2). Each program
 then multiplies the probabilities by only one slice of every quarter: one half of the columns of the quarter. In this

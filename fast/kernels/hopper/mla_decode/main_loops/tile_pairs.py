@@ -49,8 +49,9 @@ class Shared(NamedTuple):
         queries: `Queries`.
         latents: latents of two tiles, in quarters.
         rope_tiles: for each of the two tiles, first the rope part of its keys, later its probabilities.
-        row_values: [4, ROWS]: reference scores after tile 0 and after tile 1, then sums of weights of both consumers.
-        kept: [4, ROWS]: for each consumer, the reference scores and the sums of weights that it keeps between splits.
+        row_values: [4, ROWS]. Index 0 and 1: reference scores after tile 0 and after tile 1 of the pair. Index 2 and 3:
+            sums of probabilities of consumer 0 and of consumer 1.
+        kept: [4, ROWS]: for each consumer, the reference scores and sums of probabilities that it keeps between splits.
         items: the current and the next work item.
     """
 
@@ -63,7 +64,7 @@ class Shared(NamedTuple):
 
 
 class Bars(NamedTuple):
-    """Barriers of a program; README.md says who arrives and who waits."""
+    """Barriers of a program; the README of `mla_decode` says who arrives and who waits."""
 
     full: Any
     empty: Any
@@ -78,7 +79,7 @@ class PairCounters(NamedTuple):
 
     Attributes:
         pairs: number of pairs of tiles processed so far.
-        sums: number of calls of `attend_pairs` so far; the consumers exchange sums of weights once in each call.
+        sums: number of calls of `attend_pairs` so far; in each call, the consumers exchange sums of probabilities.
     """
 
     pairs: Any
@@ -97,7 +98,7 @@ def slice_of_program(SLICES: gl.constexpr):
 def _multiplied(
     latents, TILE_INDEX: gl.constexpr, QUARTER: gl.constexpr, zero, WIDTH: gl.constexpr, VALUES: gl.constexpr
 ):
-    """Return the shared memory of the columns of a quarter that this program multiplies: all columns or one slice."""
+    """Return the shared memory of a quarter, or of the slice of this quarter that this program multiplies."""
     SPAN: gl.constexpr = VALUES.instr_shape[1]
     SLICES: gl.constexpr = WIDTH // SPAN
     if SLICES == 1:
@@ -120,7 +121,7 @@ def scaled(left, right, factor, VALUES: gl.constexpr):
 @gluon.jit
 @no_type_check
 def _all_rows(row_values, TILE_INDEX: gl.constexpr):
-    """Load the reference scores of all rows after one tile into every warp.
+    """Load the reference scores of all rows, as they are after tile TILE_INDEX of a pair, into every warp.
 
     All warps then take the same branch in `_rescaled`, without a barrier.
     """
@@ -150,7 +151,10 @@ def _rescaled(left, right, old_references, new_references, before, after, scale_
 @gluon.jit
 @no_type_check
 def _zero_unowned(latents, zero, first_row, TILE_INDEX: gl.constexpr, QUARTER: gl.constexpr, WIDTH: gl.constexpr):
-    """Overwrite the keys from `first_row` on in quarters QUARTER and QUARTER + 1 of a tile with zeros (`zero_from`)."""
+    """Overwrite key `first_row` of a tile and all later keys with zeros (`zero_from`), in two quarters of the columns.
+
+    The quarters are QUARTER and QUARTER + 1.
+    """
     COLUMNS: gl.constexpr = 64  # columns that are contiguous in shared memory
     FIRST: gl.constexpr = (4 * TILE_INDEX + QUARTER) * WIDTH // COLUMNS
     columns = latents._reinterpret(latents.dtype, [8 * WIDTH // COLUMNS, TILE, COLUMNS], gl.NVMMASharedLayout(128, 16))

@@ -1,7 +1,7 @@
 """Scores of one tile of 64 keys for 64 rows: loads, products, mask and reference scores.
 
 A row is one (query token, head) pair. The reference score of a row is the number that is subtracted from the scores of
-the row before exp2.
+the row before exp2. A probability is exp2(score - reference score). It is not normalised, so it can be larger than 1.
 
 Tiles are processed in pairs: the two tiles of a pair have TILE_INDEX 0 and 1. A tile is loaded and multiplied in four
 quarters of its latent columns, in the order 0, 1, 2, 3 for tile 0, and 2, 3, 0, 1 for tile 1. NUMBER is the position of
@@ -20,7 +20,7 @@ from ...common.loads import load_columns
 from ...common.own_length import TILE
 
 ROWS = gl.constexpr(64)
-MOST_GROWTH = gl.constexpr(8.0)  # a reference score grows if a weight would exceed 2^8: see `reference_of`
+MOST_GROWTH = gl.constexpr(8.0)  # a reference score grows if a probability would exceed 2^8: see `reference_of`
 
 
 @gluon.jit
@@ -110,8 +110,8 @@ def reference_of(before, largest, scale_log2):
     """Return the reference score of each row after a tile.
 
     `before` has the reference scores before the tile, and `largest` has the largest scores of the tile. A row keeps its
-    reference score, unless the weight of the largest score would exceed 2^8. In this case the largest score becomes the
-    reference score, and all sums of the row must be rescaled. With this rule, most tiles need no rescaling. Weights up
-    to 2^8 cost no accuracy in the float32 sums.
+    reference score, unless the probability of the largest score would exceed 2^8. In this case the largest score
+    becomes the reference score, and all sums of the row must be rescaled. With this rule, most tiles need no rescaling.
+    Probabilities up to 2^8 cost no accuracy in the float32 sums.
     """
     return gl.where((largest - before) * scale_log2 > MOST_GROWTH, largest, before)

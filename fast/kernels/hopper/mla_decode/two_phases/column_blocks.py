@@ -6,8 +6,9 @@ latent columns. Several programs can thus compute one split. Each program adds t
 last.
 
 A score block is one pair of tiles and one row block. For each score block, phase 1 writes probabilities and row values
-to global memory, then sets the flag of the score block. The row values are the reference scores and the sums of weights
-of the rows. The reference score of a row is the number that is subtracted from the row's scores before exp2.
+to global memory, then sets the flag of the score block. The row values are the reference scores and the sums of
+probabilities of the rows. The reference score of a row is the number that is subtracted from the row's scores before
+exp2.
 
 In each program the producer (one warp) loads, and the consumer (four warps) multiplies.
 """
@@ -250,7 +251,7 @@ def load_column_blocks(
 def _row_values(row_value_stages, stage, WHICH: gl.constexpr, LAYOUT: gl.constexpr):
     """Load one of the four row values of a pair for each row.
 
-    WHICH 0 and 1 are the reference scores after tiles 0 and 1; WHICH 2 and 3 are the sums of weights of tiles 0 and 1.
+    WHICH 0 and 1: reference scores after tiles 0 and 1. WHICH 2 and 3: sums of probabilities of tiles 0 and 1.
     """
     each = row_value_stages._reinterpret(
         gl.float32, [4 * PROBABILITY_STAGES, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -261,7 +262,7 @@ def _row_values(row_value_stages, stage, WHICH: gl.constexpr, LAYOUT: gl.constex
 @gluon.jit
 @no_type_check
 def _zero_unowned(values, first_row, WIDTH: gl.constexpr):
-    """Overwrite the keys from `first_row` on of a tile with zeros (`zero_from`)."""
+    """Overwrite key `first_row` of a tile and all later keys with zeros (`zero_from`)."""
     if first_row < TILE:
         for column in gl.static_range(0, WIDTH, 64):
             zero_from(values.slice(column, 64, dim=1), first_row)
@@ -281,7 +282,7 @@ def _rescaled(values, moved, before, after, scale_log2):
 @gluon.jit
 @no_type_check
 def _write_partial(state, block, partial, plan, outputs, first_column, LATENT: gl.constexpr, VALUES: gl.constexpr):
-    """Write a column block of a partial output; the first column block also writes the partial LSE."""
+    """Write a column block of a partial output, and with the first column block also the partial LSE."""
     rows = partial_rows(partial, block, ROWS, gl.SliceLayout(1, VALUES), True)
     written = rows.real & (first_column == 0)
     write_partial_largest(state, 1.0, rows, written, outputs)
@@ -293,7 +294,7 @@ def _write_partial(state, block, partial, plan, outputs, first_column, LATENT: g
 @gluon.jit
 @no_type_check
 def _write_whole(state, block, outputs, first_column, LATENT: gl.constexpr, VALUES: gl.constexpr):
-    """Write a column block of the output of a request with one split; the first column block also writes the LSE."""
+    """Write a column block of the output of a request with one split, and with the first column block also the LSE."""
     rows = rows_at(block, ROWS, gl.SliceLayout(1, VALUES))
     divisor = divisor_of(state)
     # `one` is 1.0, but the compiler cannot know its value. Otherwise the compiler would fuse the product in `largest`

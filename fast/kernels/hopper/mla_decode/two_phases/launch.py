@@ -1,6 +1,9 @@
-"""Launcher of a decode in two phases: it allocates buffers, and launches a small kernel and the main kernel.
+"""Launcher of a decode in two phases: allocate the buffers, and launch the kernel that runs both phases.
 
-A score block is a pair of tiles (64 keys each) of one request, for one row block of 64 rows.
+A score block is a pair of tiles (64 keys each) of one request, for one row block of 64 rows. The program that computes
+a score block writes several words of 32 bits to global memory, for which other programs wait: for each row and tile a
+word with the largest score, and at the end one word as a flag. Before this kernel, a small kernel sets all words to
+NOT_WRITTEN.
 """
 
 from __future__ import annotations
@@ -33,8 +36,8 @@ def launch_two_phases(
 ) -> None:
     """Launch the two phases as one cooperative kernel, in which all programs run at the same time.
 
-    Before this kernel, a small kernel fills the words in global memory with NOT_WRITTEN. A program of the cooperative
-    kernel that needs a result of another program waits until the other program has changed the word of the result.
+    A program of this kernel that needs a result of another program waits until the word of the result is no longer
+    NOT_WRITTEN.
 
     Args:
         inputs: queries, descriptors of the cache, and the tensors that describe the batch.

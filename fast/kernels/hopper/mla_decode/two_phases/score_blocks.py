@@ -33,7 +33,7 @@ BEFORE = gl.constexpr(8)  # number of earlier pairs whose largest scores are loa
 NOT_WRITTEN = gl.constexpr(-1)  # sentinel for "not written yet": no published score and no set flag has these bits
 CANONICAL_NAN = gl.constexpr(0x7FFFFFFF)  # published instead of a NaN whose bits are NOT_WRITTEN
 SCORE_WORDS = gl.constexpr(2 * ROWS.value)  # words of a score block: the largest score of each row in each tile
-# float32 row values of a score block: for each row and each tile, the reference score and the sum of weights
+# float32 row values of a score block: for each row and each tile, the reference score and the sum of probabilities
 ROW_VALUES = gl.constexpr(4 * ROWS.value)
 
 
@@ -41,8 +41,8 @@ class PhaseOne(NamedTuple):
     """Pointers to the results of phase 1 in global memory, which phase 2 reads.
 
     Attributes:
-        row_values: [score blocks, 4, ROWS] float32: reference scores after tile 0 and after tile 1, then the sums of
-            weights of tile 0 and of tile 1.
+        row_values: [score blocks, 4, ROWS] float32. Index 0 and 1: reference scores after tile 0 and after tile 1.
+            Index 2 and 3: sums of probabilities of tile 0 and of tile 1.
         probabilities: [score blocks, 2, ROWS, TILE], in the dtype of the cache.
     """
 
@@ -243,7 +243,7 @@ def fence_async_global():
 @gluon.jit
 @no_type_check
 def _write_tile(scores, reference, phase_one, score_block, scale_log2, TILE_INDEX: gl.constexpr, SCORES: gl.constexpr):
-    """Write the probabilities of a tile, and the reference score and sum of weights of each row, to global memory."""
+    """Write a tile's probabilities, and each row's reference score and sum of probabilities, to global memory."""
     row_values, probabilities = phase_one.row_values, phase_one.probabilities
     # Four threads store a row. Each thread stores two groups of 8 consecutive keys, which fills whole 32-byte sectors.
     LINES: gl.constexpr = gl.DistributedLinearLayout(
