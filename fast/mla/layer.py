@@ -381,7 +381,7 @@ class MLAAttention(nn.Module):
             UnsupportedConfiguration: `output_block_scale` is given.
         """
         weights = self._weight_views.of(self)
-        check_output_scale(output_scale, output_block_scale, q.device)
+        check_output_scale(output_scale, output_block_scale, self.kv_a_layernorm.weight.device)
         check_scale_values("output_scale", output_scale)
         with weights.calls_inside(q, kv_c_normed, k_pe, kv_cache, metadata, output, output_scale):
             self._write_and_attend(q, kv_c_normed, k_pe, kv_cache, metadata, output, weights, output_scale)

@@ -363,7 +363,7 @@ class MLAAttention(nn.Module):
             ValueError: arguments do not match. If the method raises, it has written nothing.
             UnsupportedConfiguration: `output_block_scale` is given.
         """
-        check_output_scale(output_scale, output_block_scale, q.device)
+        check_output_scale(output_scale, output_block_scale, self.kv_a_layernorm.weight.device)
         check_scale_values("output_scale", output_scale)
         self._write_and_attend(q, kv_c_normed, k_pe, kv_cache, metadata, output, output_scale=output_scale)
 
