@@ -12,7 +12,7 @@ from .decode import mla_decode
 from .weights import latent_to_value, query_to_latent
 
 
-def decode(
+def absorbed_output(
     layer: nn.Module,
     q_nope: Float[Tensor, "T N P"],
     q_pe: Shaped[Tensor, "T N R"],

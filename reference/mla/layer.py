@@ -54,7 +54,7 @@ from ..interfaces import (
     to_e4m3,
     wide_dtype,
 )
-from .absorbed_path import decode, own_q_scale
+from .absorbed_path import absorbed_output, own_q_scale
 from .context_parallel import dcp_gather_context
 from .module_expansion import expand_kv_by_module
 from .prefill import forward_prefill, gather_context
@@ -413,7 +413,7 @@ class MLAAttention(nn.Module):
             if self.q_scale is not None and q_e4m3 is None:
                 q_e4m3 = to_e4m3(q_pe, rearrange(own_q_scale(self), "... -> ... 1"))
             queries = q_nope[:split], (q_pe if q_e4m3 is None else q_e4m3)[:split]
-            output[:split] = decode(self, *queries, w_uk_t, w_uv_absorbed, kv_cache, metadata, output_scale)
+            output[:split] = absorbed_output(self, *queries, w_uk_t, w_uv_absorbed, kv_cache, metadata, output_scale)
         if end > split:
             rows, gather = slice(split, end), gather_context
             if self.context_parallel is not None:
