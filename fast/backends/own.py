@@ -1,4 +1,4 @@
-"""Declare the three backends of this package, "cpu", "triton" and "hopper", without an import of their kernels."""
+"""Declare the three backends of this package, "cpu", "triton" and "hopper", without importing their kernels."""
 
 from __future__ import annotations
 

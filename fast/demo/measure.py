@@ -161,9 +161,10 @@ def prompt_figures(job: Job, number: int, tokens: dict[str, list[list[int]]]) ->
     """Return the figures of one prompt: its text, its lengths, and the tokens that each package generated for it.
 
     Transformers counts as a package here. `differs_at` is the index of the first generated token that is not the same
-    for all compared packages, or None. Transformers is compared only if the cache has the dtype of the model, because
+    for all compared packages, or None. Here transformers is compared only if the cache has the dtype of the model, because
     another format changes the values of the cache. `differs_from_transformers_at` is given for every cache format: the
-    index of the first token that differs between transformers and the package whose continuation is shown, or None.
+    index of the first token that differs between transformers and `fast` (or `reference`, if `fast` did not serve). The
+    index is None if no token differs.
     """
     answers = {name: ids[number] for name, ids in tokens.items()}
     shown = answers["fast" if "fast" in answers else "reference"]
@@ -274,8 +275,8 @@ def cpu_name() -> str:
 def verdict(figures: dict[str, Any]) -> dict[str, Any]:
     """Return whether the job passed, as lines of text and as booleans.
 
-    Different tokens are a failure in float32 only: in narrower dtypes, rounding may change a token. If the cache format
-    rounds the values of the model, the tokens of transformers are reported, but may differ.
+    Different tokens are a failure in float32 only: in narrower dtypes, rounding may change a token. If the cache is
+    quantised, the number of prompts with the same tokens as transformers is reported, but tokens may differ.
     """
     parity, prompts, dtype = figures["parity"], figures["prompts"], figures["settings"]["dtype"]
     failed = [row["op"] for row in parity if not row["passed"]]

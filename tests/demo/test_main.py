@@ -470,7 +470,7 @@ def test_weights_that_are_missing_or_cut_short(run, tmp_path):
 def test_a_missing_extra_is_named(run, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)
     one_error(
-        run(), 'python -m fast: expected transformers and matplotlib; pip install "mla-twins[hf]", got no ' + name
+        run(), 'python -m fast: expected transformers and matplotlib (pip install "mla-twins[hf]"), got no ' + name
     )
 
 
