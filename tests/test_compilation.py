@@ -301,7 +301,7 @@ def test_product_tokens():
 
 @pytest.mark.parametrize("name, fp8_weights", MODE_CASES)
 def test_warmup_specialises_for_modes(launches, name, fp8_weights):
-    """Warm up for queries in e4m3 -> later steps, also mixed ones, launch only variants that warm-up launched."""
+    """Warm up for queries in e4m3 -> later steps, also with prefills, launch only variants that warm-up launched."""
     cache_format, config, _ = FORMATS[name]
     given = dict(cache_format=cache_format, fp8_weights=fp8_weights, fp8_mode="fp8_query")
     fast.warmup(config, device="cpu", dtype=torch.bfloat16, block_size=16, decode_threshold=2, **given)
