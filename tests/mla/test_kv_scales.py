@@ -182,7 +182,7 @@ def test_calibration_of_both_calls(ops):
 
 def test_calibration_without_a_step(ops):
     case = Case(ops)
-    message = "layers: expected a step of the layer 'a' in the block, got no step"
+    message = "layers: expected a step of the layer 'a' in the with block, got no step"
     with pytest.raises(ValueError, match=message), ops.calibrate_kv_scales({"a": case.layer}):
         case.layer(case.hidden, case.batch.positions, case.cache, None)  # a memory-profile run
     message = "layers: expected an MLAAttention at 'b', got Linear"

@@ -3,7 +3,8 @@
 A row is one (query token, head) pair. The reference score of a row is the number that is subtracted from the scores of
 the row before exp2. A probability is exp2(score - reference score). It is not normalised, so it can be larger than 1.
 
-Tiles are processed in pairs: the two tiles of a pair have TILE_INDEX 0 and 1. A tile is loaded and multiplied in four
+Two consumers process the tiles in pairs (`tile_pairs`). The tiles of a pair have TILE_INDEX 0 and 1. Consumer 0
+computes the scores of tile 0, and consumer 1 computes the scores of tile 1. A tile is loaded and multiplied in four
 quarters of its latent columns, in the order 0, 1, 2, 3 for tile 0, and 2, 3, 0, 1 for tile 1. NUMBER is the position of
 a quarter in this order. The rope part of the tile is loaded and multiplied together with NUMBER 3.
 """
