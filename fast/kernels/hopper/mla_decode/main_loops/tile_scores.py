@@ -3,8 +3,7 @@
 A row is one (query token, head) pair. The reference score of a row is the number that is subtracted from the scores of
 the row before exp2. A probability is exp2(score - reference score). It is not normalised, so it can be larger than 1.
 
-Two consumers process the tiles in pairs (`tile_pairs`). The tiles of a pair have TILE_INDEX 0 and 1. Consumer 0
-computes the scores of tile 0, and consumer 1 computes the scores of tile 1. A tile is loaded and multiplied in four
+Tiles are processed in pairs: the two tiles of a pair have TILE_INDEX 0 and 1. A tile is loaded and multiplied in four
 quarters of its latent columns, in the order 0, 1, 2, 3 for tile 0, and 2, 3, 0, 1 for tile 1. NUMBER is the position of
 a quarter in this order. The rope part of the tile is loaded and multiplied together with NUMBER 3.
 """
@@ -35,8 +34,9 @@ def load_quarter(
     WIDTH: gl.constexpr = LATENT // 4
     BUFFERS: gl.constexpr = latents.shape[0] // 8
     QUARTER: gl.constexpr = (2 * TILE_INDEX + NUMBER) % 4
-    # The buffer of the rope part later holds the probabilities of this tile, which the other consumer multiplies. The
-    # other consumer releases quarter NUMBER 3 after this product, so the buffer is free when NUMBER 3 is loaded again.
+    # In `tile_pairs`, one consumer computes the probabilities of this tile and writes them to the buffer of the rope
+    # part, and the other consumer multiplies them by values. The other consumer releases quarter NUMBER 3 after this
+    # product, so the buffer is free when NUMBER 3 is loaded again.
     ROPE_COLUMNS: gl.constexpr = ROPE if NUMBER == 3 else 0
     BYTES: gl.constexpr = TILE * (WIDTH + ROPE_COLUMNS) * (latents.dtype.primitive_bitwidth // 8)
     bar = full.index(4 * TILE_INDEX + QUARTER)
