@@ -22,7 +22,7 @@ DECODE_TILE = 64  # keys in a tile, for every block size of the cache
 class InvariantSplitRule:
     """Four numbers that determine the splits of each request in a `batch_invariant` decode.
 
-    In such a decode a request gets the same bits in every batch, so its splits depend on its own length alone. For
+    In such a decode a request gets the same bits in every batch, so its splits must depend on its own length alone. For
     longer requests, either the number of splits or their size grows:
 
     | length of the request | tiles of a split | number of splits |

@@ -81,7 +81,7 @@ def positions_of(query_lens, seq_lens) -> Tensor:
 
 
 def make_batch(query_lens, seq_lens, block_size: int = 16, padding: int = 0, spare_blocks: int = 3) -> Batch:
-    """Return a batch with blocks in random order; `padding` tokens without a request follow the requests' tokens."""
+    """Return a batch with blocks in random order; its last `padding` tokens belong to no request."""
     query_lens, seq_lens = tuple(query_lens), tuple(seq_lens)
     used = [math.ceil(length / block_size) for length in seq_lens]
     num_blocks = sum(used) + spare_blocks
