@@ -43,7 +43,7 @@ def test_a_chunk_beyond_the_profiled_workspace_raises(ops, plain_errors):
     plan = ops.build_mla_metadata(batch.common, 16, 64)
     wanted = (
         "^metadata.workspace_tokens: expected chunks of at most 48 tokens, the layer's workspace_tokens, "
-        "got a chunk of 64 in a plan for 64$"
+        "got a chunk of 64 tokens in a plan with workspace_tokens 64$"
     )
     with pytest.raises(ValueError, match=wanted):
         layer(hidden, positions, cache, plan)
