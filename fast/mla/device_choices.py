@@ -62,8 +62,9 @@ class DecodeLayer(NamedTuple):
         """Return the number of programs and the costs of a schedule; replace each None by the value of the device.
 
         If no backend serves the op `decode_programs`, the number of programs of the device is 0. If no backend serves
-        the op `schedule_costs`, the costs of the device are the defaults of `ScheduleCosts`. If `backend` names a
-        backend for one of these ops that cannot serve it, the function raises `UnsupportedConfiguration` instead.
+        the op `schedule_costs`, the costs of the device are the defaults of `ScheduleCosts`. If `backend` names,
+        for one of these ops, a backend that cannot serve the op, the function raises
+        `UnsupportedConfiguration` instead.
 
         Args:
             query_len: length of the longest query in the decode.

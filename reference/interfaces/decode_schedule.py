@@ -224,7 +224,7 @@ def choose_schedule(
     long as if all requests had the length of the longest request. A schedule therefore saves the time of this number of
     tiles:
 
-        number of requests with keys * tiles of the longest request - tiles of all requests together
+        (number of requests that have keys) * (tiles of the longest request) - (tiles of all requests together)
 
     A schedule costs the time of about `request_cost` tiles for each request and for each program. A batch-invariant
     schedule costs `invariant_starts` times as much. The decode gets a schedule if the schedule saves more than it
