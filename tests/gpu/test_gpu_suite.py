@@ -106,7 +106,7 @@ KERNEL, TRITONS = (
 
 
 def reported(*pairs) -> str:
-    """Return the output and the summary of racecheck for one race at each pair of source lines."""
+    """Return the output of racecheck, with its summary, for one race at each pair of source lines."""
     lines = []
     for first, second in pairs:
         lines.append(f"========= Error: Race reported between Read access at {KERNEL}+0x140 in {first}")

@@ -111,7 +111,7 @@ def test_a_loop_expands_no_more_than_the_layers_of_its_model(ops, plain_errors):
             layers = [layer.self_attn.forward.attention for layer in model.model.layers]
             assert {layer.workspace_tokens for layer in layers} == {most}
             ServingLoop(model, config, ops, workspace_tokens=most, **sizes)
-            wanted = f"workspace_tokens: expected at most the {most} of the model's layers"
+            wanted = f"workspace_tokens: expected at most {most}, the workspace_tokens of the model's layers"
             with pytest.raises(ValueError, match=f"^{wanted}"):
                 ServingLoop(model, config, ops, workspace_tokens=most + 16, **sizes)
             restore(model)
