@@ -339,7 +339,7 @@ def test_two_different_scales_of_a_checkpoint(model, ops):
         (dict(prompts=[]), "^prompts: expected at least one batch of prompts, got none$"),
         (dict(prompts=["text"]), "^prompts: expected batches that are mappings"),
         (dict(prompts=[{}], max_new_tokens=0), "^max_new_tokens: expected at least 1, got 0$"),
-        (dict(prompts=[{}], kv_scales=SCALES), "^options: expected no cache_format and no scales, .*, got kv_scales$"),
+        (dict(prompts=[{}], kv_scales=SCALES), "^options: expected no formats, modes or scales, .*, got kv_scales$"),
     ],
 )
 def test_calibrate_model_refuses(model, arguments, message, plain_errors):

@@ -181,7 +181,5 @@ def test_a_file_without_queries(model, ops, tmp_path):
 
 
 def test_calibrate_model_takes_no_mode(model):
-    with pytest.raises(
-        ValueError, match="^options: expected no cache_format and no scales, .*, got fp8_mode, q_scales$"
-    ):
+    with pytest.raises(ValueError, match="^options: expected no formats, modes or scales, .*, got fp8_mode, q_scales$"):
         calibrate_model(model, [{}], q_scales=Q, fp8_mode="fp8_query")
