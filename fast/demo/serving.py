@@ -92,8 +92,8 @@ class ServingLoop:
             `choose_path` returns for it.
         eos: token or tokens that end a request, or None.
         block_order: order in which blocks are first used; None means the ascending order.
-        costs: costs from which `ops.choose_path` chooses the path of longer queries; None means the defaults of
-            `PathCosts`.
+        costs: costs from which `ops.choose_path` chooses the path of a request with more query tokens; None means the
+            defaults of `PathCosts`.
         context_parallel: groups of the ranks that share heads and sequences, or None. `use_mla` must have got the same
             groups. Every rank creates the loop, adds the same requests and runs the same steps. The caches of D ranks
             that share sequences hold D times as many tokens as one cache.

@@ -58,7 +58,7 @@ from .two_phases.launch import launch_two_phases
 
 DTYPES = (torch.bfloat16, torch.float16)
 OUT_DTYPES = (*DTYPES, torch.float32)
-MOST_SIZES = 4096  # most entries of the cache of `_launch_sizes`; a new value of `max_seq_len` can add an entry
+MOST_SIZES = 4096  # size of the cache of `_launch_sizes`; a new value of `max_seq_len` can add an entry
 LEAST_SCALE = 1e-30  # replaces a softmax scale of 0: masked scores are -inf, and -inf * 0 would be NaN
 
 
@@ -100,8 +100,8 @@ def mla_decode(
         max_seq_len: upper bound of the keys of a request; it determines the number of splits and the size of buffers.
         softmax_scale: factor of the scores.
         out_dtype: dtype of `out`: float32, bfloat16 or float16.
-        tile_ranges: [programs, 5] of a schedule (`DecodeSchedule`), or None. Without a schedule, every request is
-            spread over the same number of programs, which is chosen for the upper bound `max_seq_len`.
+        tile_ranges: [programs, 5] of a schedule (`DecodeSchedule`), or None. Without a schedule, and if
+            `batch_invariant` is False, all requests have the same number of splits, which is chosen for `max_seq_len`.
         split_offsets: [B + 1] of the same schedule, or None.
         batch_invariant: if True, the splits of a request depend on its length alone. The bits of its result then do not
             depend on the other requests.
@@ -152,7 +152,7 @@ def decode_splits(
     if tokens == 0 or requests == 0 or heads == 0:
         none = torch.empty(0, dtype=torch.float32, device=device)
         return SplitDecode(out, lse, none, none.clone())
-    if softmax_scale < 0:  # the kernels find the largest score before they multiply by the scale
+    if softmax_scale < 0:  # kernels find the largest score before they multiply by the scale, which must be positive
         ql_nope, q_pe, softmax_scale = -ql_nope, -q_pe, -softmax_scale
     ql_nope, latent_strides = _in_words(ql_nope)
     q_pe, rope_strides = _in_words(q_pe)
