@@ -183,7 +183,7 @@ def test_prompts_take_one_kernel(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_row_is_written_once(dtype):
-    """A mixed step writes each token of the output once; only requests with context have attention states."""
+    """A step writes the output of each token once; only prefills with context have attention states."""
     config = LOW_RANK
     layer = make_layer(fast, config, make_weights(config, dtype), dtype)
     batch = make_batch([1, 1, 5, 2, 1, 4], [20, 1, 5, 82, 41, 4], padding=3)

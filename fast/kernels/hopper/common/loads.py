@@ -98,8 +98,8 @@ def visible_keys(
 ):  # fmt: skip
     """Load how many keys each row of a work item sees, and the numbers of the item's first 128 cache blocks.
 
-    A row behind the last row of the request gets the number of all readable keys of the request, so that no tile is
-    masked because of this row. Each of the 128 threads of the consumer loads the number of one cache block;
+    A row behind the last row of the request gets the number of all keys of the request, so that no tile is masked
+    because of this row. Each of the 128 threads of the consumer loads the number of one cache block;
     `visibility_of` checks these numbers.
     """
     rows = rows_at(row_block_of(item, sizes, HEADS), ROWS, LAYOUT)
@@ -215,7 +215,7 @@ def zero_from(columns, first_row):
     """Overwrite the rows of `columns` (64 columns of a tile in shared memory) with zeros, from `first_row` on.
 
     Each row of `columns` is one key. The keys from `first_row` on lie behind the end of the request. The cache may
-    contain NaN there, and a probability of 0 times NaN would be NaN.
+    contain NaN there, and NaN times the probability 0 of such a key would be NaN.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.arange(0, columns.shape[0], gl.SliceLayout(1, LAYOUT))
