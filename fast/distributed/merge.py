@@ -21,7 +21,7 @@ from reference.interfaces import (
 from .. import backends
 from ..backends import BackendChoice
 
-MESSAGE_ALIGNMENT = 16  # bytes; in a message of `cp_lse_a2a`, LSEs and outputs begin at multiples of 16 for vector loads
+MESSAGE_ALIGNMENT = 16  # bytes; LSEs and outputs in a message of `cp_lse_a2a` begin at multiples of 16 for vector loads
 
 
 def cp_lse_ag_out_rs(

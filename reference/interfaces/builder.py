@@ -54,7 +54,7 @@ class AttentionMetadataBuilder(Protocol):
         A replay has as many requests as `common`. Its longest query has at most `common.max_query_len` tokens, and all
         its queries together have at most `common.num_actual_tokens` tokens. The values of `common.query_start_loc` and
         `common.seq_lens` may differ in every replay. Tokens behind the last request are padding. The method raises if
-        `can_run_in_cudagraph` is False.
+        `can_run_in_cudagraph(common)` is False.
 
         If an engine calls this method during the capture, the graph contains the planning and repeats it in every
         replay. If an engine calls this method before the capture, the engine must keep the plan: the graph reads the

@@ -227,7 +227,8 @@ class MLAAttention(nn.Module):
 
         If `kv_b_proj` is a plain `nn.Linear`, the layer uses its parameter directly. If `kv_b_proj` is quantised,
         wrapped or hooked, the layer keeps a dense copy of the weight (`dense_weight`), and this call updates the copy.
-        With `fp8_weights`, this call quantises the absorbed weights again. Kept tensors are overwritten if possible.
+        With `fp8_weights`, this call quantises the absorbed weights again. The call overwrites the tensors in place if
+        possible.
 
         With both `expand_by_module` and `fp8_weights`, the layer keeps no dense copy: prefills then call the module,
         and decodes read the quantised weights.

@@ -218,8 +218,8 @@ def count_arrivals() -> None:
 def test_every_thread_arrives_for_racecheck(capsys, tmp_path):
     """After a call of `let_every_thread_arrive`, every thread arrives at each mbarrier.
 
-    Racecheck needs these arrivals. Without the call, one thread arrives for its warp group. The two forms of a kernel
-    have different cache keys.
+    Racecheck (a tool of compute-sanitizer) needs these arrivals. Without the call, one thread arrives for its warp
+    group. The two forms of a kernel have different cache keys.
     """
     count_arrivals()
     served = re.findall(r"^arrivals (\w+) (\d+) (\d+)$", capsys.readouterr().out, re.MULTILINE)

@@ -149,7 +149,7 @@ def visibility_of(
 @gluon.jit
 @no_type_check
 def _all_in_cache(first_blocks, begin, blocks, num_blocks, BLOCK_SIZE: gl.constexpr, NUM_WARPS: gl.constexpr):
-    """Return whether all block numbers of a work item are valid; load the numbers behind `first_blocks` first."""
+    """Return whether all block numbers of a work item are valid; this function loads those behind `first_blocks`."""
     SPAN: gl.constexpr = 32 * NUM_WARPS
     in_cache = ((first_blocks >= 0) & (first_blocks < num_blocks)).to(gl.int32)
     for start in range(begin * TILE // BLOCK_SIZE + SPAN, ceil_div(blocks.end_key, BLOCK_SIZE), SPAN):
@@ -161,7 +161,7 @@ def _all_in_cache(first_blocks, begin, blocks, num_blocks, BLOCK_SIZE: gl.conste
 @gluon.jit
 @no_type_check
 def cache_block_of(key, blocks, BLOCK_SIZE: gl.constexpr):
-    """Return the number of the cache block that contains a key, or -1 for a key from `end_key` on.
+    """Return the number of the cache block that contains a key, or -1 if the key is `end_key` or later.
 
     A TMA load of block -1 fills shared memory with zeros.
     """
