@@ -414,7 +414,7 @@ def test_too_wide_for_a_chip():
     from fast.kernels.triton.decode import launch_shape
 
     small = DeviceFacts(1, (8, 6), 101376)
-    wanted = "^triton: mla_decode has no tile of 2112 columns of torch.float32 for 101376 bytes of shared memory$"
+    wanted = r"^triton: mla_decode has no tile for 2112 columns \(torch.float32\) within 101376 bytes of shared memory$"
     with pytest.raises(fast.UnsupportedConfiguration, match=wanted):
         launch_shape(1, 64, 2048 + 64, torch.float32, 4, small.capability, small.shared)
     wanted = "^triton: flash_attn_varlen has no tile for keys of 4096 columns and values of 4096 columns "

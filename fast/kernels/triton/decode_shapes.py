@@ -68,7 +68,7 @@ def launch_shape(
         if needed <= shared:
             return {"ROWS": rows, "TILE": tile, "num_warps": warps, "num_stages": stages}
     raise UnsupportedConfiguration(
-        [f"triton: mla_decode has no tile of {width} columns of {dtype} for {shared} bytes of shared memory"]
+        [f"triton: mla_decode has no tile for {width} columns ({dtype}) within {shared} bytes of shared memory"]
     )
 
 
