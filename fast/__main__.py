@@ -25,7 +25,7 @@ from fast.demo.parallel import serve_in_parallel
 from fast.demo.report import draw, show, write_json
 from reference.interfaces import CACHE_FORMATS, COMPUTE_FORMAT, MERGES
 
-DURATION = "Without options it takes about 20 s on two CPU cores."
+DURATION = "Without options, the job takes about 20 s on two CPU cores."
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -88,8 +88,8 @@ def make_parser() -> argparse.ArgumentParser:
             type=int,
             default=256,
             metavar="N",
-            help="tokens of cached context that are expanded at once (default: %(default)s; so small that the longer "
-            "default prompts need several chunks)",
+            help="largest number of tokens of cached context that are expanded at once (default: %(default)s; so small "
+            "that the longer default prompts need several chunks)",
         ),
         "--token-budget": dict(
             type=int,
@@ -108,7 +108,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--interleave": dict(
             type=int,
             metavar="I",
-            help="consecutive tokens of a sequence on one rank, with --context-parallel (default: 1)",
+            help="number of consecutive tokens that a rank stores before the next rank's turn, with --context-parallel "
+            "(default: 1)",
         ),
         "--merge": dict(
             choices=MERGES, help="how ranks merge their attention states, with --context-parallel (default: a2a)"
@@ -136,7 +137,7 @@ def main(argv: Sequence[str] | None = None, *, ops: ModuleType = fast, oracle: M
 
     Args:
         argv: command-line options; None means the options with which the process was started.
-        ops: module to use in place of `fast`; a test may pass another one.
+        ops: module to use in place of `fast`; a test may pass another module.
         oracle: module to use in place of `reference`.
 
     Returns:
@@ -147,7 +148,7 @@ def main(argv: Sequence[str] | None = None, *, ops: ModuleType = fast, oracle: M
         with repeated_interrupts():
             return run(args, ops, oracle) if args.context_parallel is None else serve_in_parallel(args, ops, oracle)
     except KeyboardInterrupt:
-        status = 130  # the convention of shells: 128 + the number of SIGINT
+        status = 130  # the convention of shells: 128 + the signal number of SIGINT, 2
     if os.environ.get("RANK", "0") == "0":
         print("interrupted", file=sys.stderr, flush=True)
     if args.context_parallel is not None:

@@ -10,9 +10,9 @@ import sys
 def shadow_of_reference() -> str | None:
     """Return the path of another module or folder that Python finds under the name `reference`, or None.
 
-    The folder of a user's script comes first on `sys.path`, so Python finds a file `reference.py` there first, or a
-    folder `reference` with an `__init__.py`. The function does not run the file that it finds, because this file may be
-    the user's script.
+    The folder of a user's script comes first on `sys.path`. A file `reference.py` in this folder, or a folder
+    `reference` with an `__init__.py`, therefore hides the package. The function does not run the file that it finds,
+    because this file may be the user's script.
 
     Returns:
         The path; None if the found package is the right one (it has the subpackage `interfaces`), or if no module of

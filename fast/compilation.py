@@ -1,7 +1,8 @@
 """Compile kernels ahead of time: launch once every kernel that a layer can launch.
 
-Triton compiles a kernel at its first launch, and releases Python's global lock during most of the compilation. `warmup`
-therefore launches kernels from several threads, so that several kernels are compiled at the same time.
+Triton compiles a kernel at its first launch. During most of the compilation, Triton releases Python's global
+interpreter lock. `warmup` therefore launches kernels from several threads, so that several kernels are compiled at the
+same time.
 
 docs/glossary.md explains the terms, such as plan, schedule, split and cascade.
 """
@@ -284,8 +285,8 @@ def _launches(
             hidden_states, positions = inputs()
             projected = layer.project(hidden_states, positions)
             for out_dtype, output_scale in outputs:
-                # The address of this output may be no multiple of 16 bytes. The same holds for the output of prefills
-                # behind decodes.
+                # The address of this output may be no multiple of 16 bytes, as with the output of prefills behind
+                # decodes. Triton compiles another variant for such an address.
                 output = torch.empty(tokens + 1, local.num_heads, config.v_head_dim, dtype=out_dtype, device=device)[1:]
                 layer.forward_attention(*projected, kv_cache, plan, output, output_scale)
 
@@ -352,7 +353,7 @@ def _launches(
             step([query_len], [max(length, query_len)], scheduled=False)
         for requests in (MANY_REQUESTS, MANY_REQUESTS + 1):
             step([query_len] * requests, [query_len] * requests)
-        if ranks is None and not batch_invariant:  # otherwise a builder plans no cascade
+        if ranks is None and not batch_invariant:  # a builder plans cascades only in this case
             launches.extend(
                 functools.partial(cascade, max(2, -(-tokens // query_len)), prefix, query_len)
                 for tokens in CASCADE_TOKENS

@@ -244,7 +244,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tests.gpu_suite",
         description=__doc__.splitlines()[0],
-        epilog="Exit status: 0 if all stages passed, 1 if a stage failed, 2 without a CUDA device.",
+        epilog="Exit status: 0 if all stages passed, 1 if one failed, 2 without a CUDA device or with a wrong --peers.",
     )
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results", metavar="DIR",
                         help="folder of the file <gpu>.json (default: docs/results)")  # fmt: skip

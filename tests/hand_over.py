@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
     out = torch.zeros_like(source)
     _hand_over_kernel[(1,)](source, out, ROUNDS=ROUNDS, ORDERED="--racing" not in argv, num_warps=4)
     lost = int((out != source).any(dim=1).sum())
-    print("hand-over: every value came" if lost == 0 else f"hand-over: {ROUNDS - lost} of {ROUNDS} came")
+    print("hand-over: every value came" if lost == 0 else f"hand-over: {ROUNDS - lost} of {ROUNDS} rounds came")
     return lost > 0
 
 

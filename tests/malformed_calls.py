@@ -551,7 +551,7 @@ def report_of(made: list[Call], make: Callable[[], list[Call]] | None = None) ->
     Returns:
         A dictionary with three entries:
 
-        - "failed": for each call in `made` that raised an error, a mapping from the name of the call to the error
+        - "failed": mapping from names to errors, for the calls in `made` that raised an error
         - "arguments": mapping from the name of a call to the names of its arguments
         - "calls": one row for each malformed call, with seven items: name of the call, path of the replaced argument or
           field, name of the malformed value, whether this value has the right type, type of the error ("" without an

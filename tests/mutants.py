@@ -49,7 +49,7 @@ from .support.mutant_judges import SUBJECTS, TABLE, Judge
 ROOT = Path(__file__).resolve().parents[1]
 BASELINE_LIMIT_S, LIMIT_S = 30, 60  # limits of the tests' CPU time in seconds: on the unchanged sources, on a mutant
 PATIENCE = 4  # the tests of a mutant are stopped after PATIENCE x LIMIT_S seconds of wall-clock time
-MEMORY_LIMIT = 24 << 30  # most bytes of address space of a run; otherwise a mutated size could fill the memory
+MEMORY_LIMIT = 24 << 30  # largest address space of a run in bytes; without it a mutated size could fill the memory
 COPIED = ("fast", "reference", "tests", "docs", "pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md")
 PRELOADED = (
     "torch", "hypothesis", "beartype", "jaxtyping", "einops", "safetensors.torch",
@@ -151,7 +151,7 @@ def mutants_of(file: str, source: str) -> list[Mutant]:
 
 
 def mutate(source: str, mutant: Mutant) -> str | None:
-    """Return the source with the mutant's change; None if it does not compile or has the same syntax tree as before."""
+    """Return the changed source; None if the changed source does not compile or has the syntax tree of `source`."""
     from cosmic_ray.mutating import mutate_code
 
     changed = mutate_code(source, operators()[mutant.operator], mutant.occurrence)
@@ -170,7 +170,7 @@ def draw(sources: dict[str, str], seed: int, sample: int) -> tuple[list[Mutant],
     Args:
         sources: source text by file.
         seed: seed of the sample.
-        sample: number of mutants to draw; fewer are drawn if `sources` have fewer.
+        sample: number of mutants to draw; if there are fewer mutants, all are drawn.
 
     Returns:
         The drawn mutants, and the number of all mutants.
@@ -493,7 +493,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.partition("\n")[0])
     parser.add_argument("--seed", type=int, default=26, help="seed of the sample (default 26)")
     parser.add_argument("--sample", type=int, default=150, help="number of mutants to judge (default 150)")
-    parser.add_argument("--session", type=Path, default=Path("mutants.jsonl"), help="session file; a run continues it")
+    parser.add_argument("--session", type=Path, default=Path("mutants.jsonl"), help="session file, new or to continue")
     parser.add_argument("--jobs", type=int, default=1, help="number of mutants that are judged at a time (default 1)")
     parser.add_argument("--json", type=Path, help="file for the report, such as docs/results/mutants.json")
     parser.add_argument("--again", action="store_true", help="judge the survivors of the session again")

@@ -229,7 +229,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("record", "compare"))
     parser.add_argument("file", type=Path)
-    parser.add_argument("--renamed", nargs="*", default=[], metavar="OLD=NEW", help="kernels, without _ and _kernel")
+    parser.add_argument("--renamed", nargs="*", default=[], metavar="OLD=NEW", help="names without the ending _kernel")
     parser.add_argument("--gone", nargs="*", default=[], help="texts that occur in the keys of removed variants")
     parser.add_argument("--only", default="", help="regular expression that selects scenarios")
     parser.add_argument("--workers", type=int, default=2)

@@ -48,7 +48,7 @@ from . import memory_checks
 from .support.commands import ROOT, run
 
 CONTROLS = {"every thread arrives": (), "one arrives for all": ("--one-arrives",), "nobody waits": ("--racing",)}
-AGAIN = 2  # most repeats of a shard; a shard is repeated if one of its reports names neither kernel nor line
+AGAIN = 2  # maximum number of repeats of a shard; a shard repeats if a report names neither kernel nor line
 TROUBLE = re.compile(r"={5,}.*\b(Error|Internal|Fatal|failed)\b")  # a line that reports an error of the tool itself
 ACCESS = re.compile(r"=+ .*\b(Read|Write) access at (?P<kernel>\w+)\+0x[0-9a-f]+ in (?P<file>[\w.]+):(?P<line>\d+)")
 

@@ -140,8 +140,8 @@ class Axis:
     def ticks(self, most: int) -> list[tuple[float, bool]]:
         """Return a pair for each tick: the value of the tick, and whether this value is a power of ten.
 
-        There are three sets of ticks: the powers of ten x 1, 2 and 5; the powers of ten x 1 and 3; the powers of ten
-        alone. The first set with at most `most` ticks is returned. If every set has more ticks, the last set is
+        There are three sets of ticks: 1, 2 and 5 times each power of ten; 1 and 3 times each power of ten; the powers
+        of ten alone. The first set with at most `most` ticks is returned. If every set has more ticks, the last set is
         returned.
         """
         powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)

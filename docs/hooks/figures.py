@@ -1,8 +1,8 @@
 """Put figures of matplotlib on the site as inline SVG whose colours follow the colour scheme of the page.
 
 A page refers to `assets/gain.svg` as an image. When the site is built, `on_page_markdown` replaces the image by the
-contents of `gain.svg` and of `gain-narrow.svg`. The style sheet shows the drawing that fits the screen. `learn.py` uses
-`inlined` for the figures of the notebooks.
+contents of `gain.svg` and of `gain-narrow.svg`, two drawings of the same figure. The style sheet shows the drawing that
+fits the screen. `learn.py` uses `inlined` for the figures of the notebooks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ COLOURS = {  # colour that matplotlib writes: replacement from the style sheet
     "#000000": "currentColor", "#ffffff": "var(--md-default-bg-color)",
     "#eeeeee": "var(--md-default-fg-color--lightest)",
 }  # fmt: skip
-# implementations that the figures compare; the style sheet has one colour for each of them and each colour scheme
+# implementations that the figures compare; the style sheet has two colours for each, one per colour scheme
 CONTENDERS = ("fast", "reference", "transformers", "FlashMLA", "FA3")
 
 
@@ -55,7 +55,7 @@ def inlined(svg: str, name: str, alt: str, kind: str = "figure", colours: dict[s
 
 
 def contenders(css: str) -> dict[str, str]:
-    """Return a mapping from the light colour of each contender to the CSS property that replaces this colour.
+    """Return a mapping from each contender's colour in the SVG files to the CSS property that replaces this colour.
 
     The CSS property has one colour for the light scheme and one for the dark scheme.
 

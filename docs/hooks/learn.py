@@ -219,7 +219,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def pages_for_notebooks(markdown: str) -> str:
-    """Change links to notebooks and to files of docs/ into links to pages, except links with attributes `{...}`."""
+    """Change links to files of docs/ and links to notebooks into links to pages.
+
+    A link to a notebook is left unchanged if attributes `{...}` follow the link.
+    """
     markdown = markdown.replace("](../docs/", "](../")
     return LINK_TO_NOTEBOOK.sub(
         lambda link: link.group() if markdown[link.end() :].startswith("{") else

@@ -22,12 +22,15 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int) -> str
 
 
 def dims_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[str], list[list[str]]]:
-    """Divide the dimensions of all rows into columns of a table and words for the text.
+    """Make a table column of each dimension that differs between rows, and a text of each other dimension.
 
-    A dimension that differs between rows gets a column. A dimension that is equal in all rows gets a text.
+    If no dimension differs, the first dimension gets the column.
+
+    Args:
+        rows: dictionary "dims" of each row.
 
     Returns:
-        Three lists: the heads of the columns, texts such as "heads 128", and the cells of each row.
+        Three lists: the heads of the columns, the texts, such as "heads 128", and the list of cells of each row.
     """
     keys = list(dict.fromkeys(key for row in rows for key in row))
     shown = [key for key in keys if len({str(row.get(key)) for row in rows}) > 1] or keys[:1]
@@ -36,7 +39,7 @@ def dims_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[str], li
 
 
 def shapes_table(rows: Sequence[dict[str, Any]]) -> tuple[str, list[str], list[str]]:
-    """Join the columns of `dims_table` into one column; return its head, the texts of `dims_table`, and its cells."""
+    """Join the columns of `dims_table`; return the head of the joined column, the texts of `dims_table`, and the cells."""
     heads, said, cells = dims_table(rows)
     first = 2 if heads[:2] == [DIMS["B"], DIMS["S"]] else 1
     bare = {DIMS["lens"], DIMS["mask"], DIMS["op"]}  # dimensions whose values are words, not numbers

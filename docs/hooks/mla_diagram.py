@@ -43,7 +43,7 @@ STYLE = """
 
 
 def words(x: float, y: float, text: str, kind: str = "", anchor: str = "middle") -> str:
-    """Return a line of text; the part in braces of a name such as `W_{UK}` is drawn as an index."""
+    """Return a line of text; in a name such as `W_{UK}`, the part in braces is drawn as a subscript."""
     text = escape(text).replace(" x ", " \N{MULTIPLICATION SIGN} ")
     text = re.sub(r"_\{(\w+)\}(.?)", r'<tspan dy="4" font-size="10">\1</tspan><tspan dy="-4">\2</tspan>', text)
     return (
@@ -52,7 +52,7 @@ def words(x: float, y: float, text: str, kind: str = "", anchor: str = "middle")
 
 
 def box(x: float, y: float, width: float, height: float, *lines: str, kind: str = "", first: str = "bold") -> list[str]:
-    """Return a rectangle with centred lines of text; the first line is bold unless `first` is another class."""
+    """Return a rectangle with centred lines of text; `first` is the CSS class of the first line."""
     found = [f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="6" class="{kind or "box"}"/>']
     top = y + height / 2 - 9 * (len(lines) - 1) + 5
     return found + [words(x + width / 2, top + 18 * i, line, "" if i else first) for i, line in enumerate(lines)]
@@ -67,7 +67,7 @@ def arrow(x: float, y0: float, y1: float, *labels: str, side: str = "start", sta
         y1: vertical position of the tip.
         labels: lines of text.
         side: "start" puts the labels to the right of the arrow, "end" to the left.
-        start: if given, a horizontal line from (start, y0) to (x, y0) comes before the arrow.
+        start: if given, a horizontal line from (start, y0) to the upper end of the arrow is drawn too.
     """
     way = f"M{x:g} {y0:g}" if start is None else f"M{start:g} {y0:g}H{x:g}"
     found = [f'<path class="line" d="{way}V{y1 - 7:g}"/><path d="M{x - 4:g} {y1 - 8:g}h8l-4 8z"/>']
@@ -107,7 +107,7 @@ def token(x: float, y: float, wide: bool) -> list[str]:
 
 
 def path(x: float, y: float, name: str, cost: str) -> list[str]:
-    """Return the elements that both pictures of an attention path have: the frame, the title and the two inputs."""
+    """Return the elements that the pictures of both attention paths have: the frame, the title and the two inputs."""
     parts = [f'<rect x="{x:g}" y="{y:g}" width="360" height="{TALL}" rx="8" class="frame"/>']
     parts += [words(x + 180, y + 22, name, "bold"), words(x + 180, y + 42, cost, "soft")]
     parts += box(x + 20, y + 54, 110, 28, "query", kind="query")

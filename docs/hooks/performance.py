@@ -69,7 +69,7 @@ def best(times: dict[str, Any], ours: bool) -> str | None:
 
 
 def gain(times: dict[str, Any]) -> str:
-    """Return (best time of the peers) / (best time of `fast`) and the variant that has this time: "1.10 (planned)"."""
+    """Return (best time of the peers) / (best time of `fast`), and the best variant of `fast`: "1.10 (planned)"."""
     ours, peer = best(times, True), best(times, False)
     if ours is None or peer is None:
         return NONE
@@ -252,13 +252,13 @@ class Results:
         return self._whole(name, drawings[part])
 
     def measured(self, name: str, *ways: str) -> str:
-        """Return facts and command of a results file, and for each way of measuring in `ways` a table of the times."""
+        """Return the facts and the command of a results file, and a table of times for each of `ways` (see `times`)."""
         return self._whole(
             name, *(lambda report, way=way: f"**{way.capitalize()}**\n\n{self.times(name, '.', way)}" for way in ways)
         )
 
     def _whole(self, name: str, *drawings: Callable[[dict[str, Any]], str]) -> str:
-        """Return the facts, drawings and command of a results file, or a note if a file of NOT_MEASURED is missing."""
+        """Return the facts, drawings and command of a results file, or a note if it is missing and in NOT_MEASURED."""
         if name in NOT_MEASURED and not (self._docs / "results" / name).exists():
             return not_measured(NOT_MEASURED[name])
         report = self._load(name)
@@ -356,7 +356,7 @@ class Results:
         return f"{table([*heads, *names], lines, len(heads))}\n\nTimes are medians in us, replayed; {', '.join(said)}."
 
     def crossover(self, name: str, path: str) -> str:
-        """Return a table of the largest slowdown of the chosen path, in percent of the time of the faster path."""
+        """Return a table: the largest slowdown of the path from `choose_path`, in percent of the faster path's time."""
         rows = part_of(self._load(name), path)["heads"]
         ways = list(rows[0]["lost"])
         lines = [

@@ -71,12 +71,14 @@ def step_table(report: dict[str, Any]) -> str:
             " and ".join(filter(None, (decodes, prompts))), ms(row["eager"]["wall_us"]), ms(row["eager"]["host_us"]),
             busy, ms(row["graph"]["wall_us"]), f"{row['ops_us'] / 1000:.2f}", f"{row['graph_over_ops']:.3f}",
         ])  # fmt: skip
-    head = ["step", "eager", "of which the host launches", "GPU busy", "graph", "its ops, each alone", "graph / ops"]
+    head = ["step", "eager", "eager, host", "GPU busy", "graph", "ops, each alone", "graph / ops"]
     sets = report["weight_sets"]
     return (
         f"{table(head, lines, 1)}\n\nTimes are medians in ms for {report['layers']} layers with a cache each; "
-        f"the layers share {sets} sets of weights. *GPU busy* is measured in an eager step, from the end of the "
-        "first layer to the end of the step: the fraction of this time in which a kernel runs."
+        f"the layers share {sets} sets of weights. *Eager, host* is the time until the host has launched the last "
+        "kernel of an eager step. *GPU busy* is measured in an eager step, from the end of the first layer to the end "
+        "of the step: the fraction of this time in which a kernel runs. *Ops, each alone* is the sum of the times of "
+        "all ops of the step, each timed alone."
     )
 
 

@@ -1,4 +1,4 @@
-"""Draw the results of tests.benchmarks.weights: products with quantised weights, and the errors of quantised weights.
+"""Make tables of the results of `tests.benchmarks.weights`: times and errors of products, and errors of weights.
 
 A *contender* is one way to compute a product. The contender "fast" multiplies by a weight in bfloat16.
 """
@@ -27,8 +27,8 @@ def expansions_table(report: dict[str, Any]) -> str:
 def _table(rows: list[dict[str, Any]], first: str) -> str:
     """Return a table with one line for each contender of each row in `rows`: time, speed, bytes, and error.
 
-    The speed of each contender is divided by the speed of the contender "fast". In the table, the contender "fast" is
-    called by the text `first`.
+    The speed of each contender is divided by the speed of the contender "fast". The table shows the text `first` in
+    place of the name "fast".
     """
     lines = []
     for row in rows:
@@ -52,7 +52,7 @@ def _table(rows: list[dict[str, Any]], first: str) -> str:
 
 
 def scales_table(report: dict[str, Any]) -> str:
-    """Return the table of the errors of absorbed weights, with one scale for all heads and with one for each head."""
+    """Return the table of the errors of absorbed weights, with one scale and with a scale for each head."""
     kinds = ("one scale", "one for each head")
     lines = [[row["weight"], str(row["N"]), *(f"{row[kind][part]:.2e}" for kind in kinds for part in row[kind])]
              for row in report["scales"]]  # fmt: skip

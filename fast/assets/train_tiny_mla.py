@@ -9,8 +9,9 @@ A byte-level ``DeepseekV3ForCausalLM`` (all layers dense) learns the source of P
 4. Train float32 weights with AdamW and bfloat16 autocast. The learning rate warms up, then falls to zero as a cosine.
 5. Round the weights to bfloat16, save them in the format of transformers, load them as float32, and measure the model.
 
-The metric is bits per byte. A file is cut into windows of 1024 bytes that do not overlap, and the rest of the file is
-dropped. Each window is a separate input behind one bos token, so the model predicts all 1024 bytes of the window.
+The metric is bits per byte. A file is cut into windows of 1024 bytes that do not overlap, and an incomplete window at
+its end is dropped. Each window is a separate input behind one bos token, so the model predicts all 1024 bytes of the
+window.
 
     python train_tiny_mla.py --steps 12000 --out tiny-mla --log train_tiny_mla.log.jsonl
     python train_tiny_mla.py --evaluate tiny-mla
@@ -186,8 +187,8 @@ def draw_batch(
 def bits_per_byte(model: torch.nn.Module, contents: Sequence[bytes], window: int = 1024) -> dict[str, float | int]:
     """Return how many bits the model needs to predict one byte of some files.
 
-    Each file is cut into windows that do not overlap, and the rest of the file is dropped. Each window is a separate
-    input behind one bos token.
+    Each file is cut into windows that do not overlap, and an incomplete window at its end is dropped. Each window is a
+    separate input behind one bos token.
 
     Args:
         model: causal language model over the ids of ``byte_tokenizer``.
@@ -382,11 +383,11 @@ def main() -> None:
     parser.add_argument("--out", default=str(HERE / "tiny-mla"), help="output folder (default: tiny-mla)")
     parser.add_argument("--log", help="file for the JSON lines")
     parser.add_argument("--prompts", default=str(HERE / "prompts"), help="folder of prompts to continue at the end")
-    parser.add_argument("--steps", type=int, default=12000, help="steps; the learning rate falls to 0 (default 12000)")
+    parser.add_argument("--steps", type=int, default=12000, help="steps until the learning rate is 0 (default 12000)")
     parser.add_argument("--seconds", type=float, help="stop after this many seconds, even before --steps are done")
     parser.add_argument("--batch-tokens", type=int, default=65536, help="tokens in a step (default 65536)")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 2048, 2048, 4096],
-                        help="lengths of the windows in tokens, one for each step, repeated in this order")  # fmt: skip
+                        help="window lengths in tokens, one for each step; then the list starts again")  # fmt: skip
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate (default 3e-3)")
     parser.add_argument("--warmup", type=int, default=300, help="warm-up steps (default 300)")
     parser.add_argument("--weight-decay", type=float, default=0.1, help="weight decay of matrices (default 0.1)")

@@ -45,9 +45,9 @@ def merge_attn_states(
         output_scale: float32 scale of an output in e4m3 (8 bits); None for an output in the dtype of `prefix`.
         output_block_scale: must be None: an output with one scale for each group of elements is not supported.
         out: state that receives the result; None allocates a state. Both tensors of `out` are contiguous and have the
-            shapes of `prefix`. `out.lse` has the dtype of `prefix.lse`. `out.out` may have another dtype than
-            `prefix.out`: the kernel rounds to this dtype. If `output_scale` is given, `out.out` is in e4m3. `out` may
-            be `prefix` or `suffix` itself; any other `out` must share no memory with `prefix` and `suffix`.
+            shapes of `prefix`. `out.lse` has the dtype of `prefix.lse`. If `out.out` has another dtype than
+            `prefix.out`, the kernel rounds to the dtype of `out.out`. If `output_scale` is given, `out.out` is in e4m3.
+            `out` may be `prefix` or `suffix` itself; any other `out` must share no memory with `prefix` and `suffix`.
         graph: kind of the CUDA graph that captures this call; NONE without a graph.
         backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
@@ -56,7 +56,8 @@ def merge_attn_states(
         is given, the output of the new state is in e4m3.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match. For CPU tensors also: the scale is not finite and positive.
+        ValueError: shapes, dtypes or devices do not match. For CPU tensors also: `output_scale` is not finite and
+            positive.
         UnsupportedConfiguration: `output_block_scale` is given, or no backend that `backend` allows can serve the call.
     """
     if output_scale is not None or output_block_scale is not None:

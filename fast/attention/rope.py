@@ -61,7 +61,7 @@ def rotary_frequencies(rope: RopeConfig, dim: int, dtype: torch.dtype = torch.fl
 def rotary_cos_sin(
     positions: Int[Tensor, " T"], rope: RopeConfig, dim: int, dtype: torch.dtype
 ) -> tuple[Float[Tensor, "T {dim//2}"], Float[Tensor, "T {dim//2}"]]:
-    """Return the cosine and the sine of every angle of every token. With YaRN, multiply them by a magnitude factor.
+    """Return the cosine and the sine of every angle of every token; with YaRN, both include the magnitude factor.
 
     Returns:
         Two [T, R/2] tensors, float64 if `dtype` is float64 and float32 otherwise.

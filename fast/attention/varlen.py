@@ -66,7 +66,8 @@ def flash_attn_varlen(
 
     Raises:
         ValueError: shapes, dtypes or devices do not match. For CPU tensors also: a value of `cu_seqlens_q` or
-            `cu_seqlens_k` is smaller than the value before it, cu_seqlens_q[-1] is not T, or cu_seqlens_k[-1] is not S.
+            `cu_seqlens_k` is smaller than the value before it, or its last value is not T (`cu_seqlens_q`) or S
+            (`cu_seqlens_k`).
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     inputs = AttentionInputs(q, k, None, v, cu_seqlens_q, cu_seqlens_k)
@@ -107,7 +108,7 @@ def flash_attn_varlen_shared_rope(
         softmax_scale: factor of the scores.
         causal: if True, each query sees no key after its own position.
         out_dtype: dtype of the output; None means the dtype of `q`.
-        bounded: if True, S may be larger than cu_seqlens_k[-1], and the keys after the last request are not read.
+        bounded: if True, S may be larger than `cu_seqlens_k[-1]`, and the keys after the last request are not read.
         return_lse: whether the kernel stores the LSE.
         out: tensor [T, N, Dv] in `out_dtype`, with any strides, that receives the output; `out` must share no memory
             with the other arguments. None allocates a tensor.
@@ -119,8 +120,8 @@ def flash_attn_varlen_shared_rope(
 
     Raises:
         TypeError: `bounded` or `return_lse` is not a bool.
-        ValueError: for the same reasons as `flash_attn_varlen`, except that with `bounded` a cu_seqlens_k[-1] smaller
-            than S is valid. Also if `out` has a wrong shape, dtype or device, or overlaps another argument.
+        ValueError: for the same reasons as `flash_attn_varlen`, except that `cu_seqlens_k[-1]` may be smaller than S
+            with `bounded`. Also if `out` has a wrong shape, dtype or device, or overlaps another argument.
         UnsupportedConfiguration: for the same reasons as `flash_attn_varlen`.
     """
     inputs = AttentionInputs(q, k_nope, k_pe, v, cu_seqlens_q, cu_seqlens_k)

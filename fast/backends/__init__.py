@@ -16,14 +16,14 @@ name, such as "triton". A backend declares its ops, and the calls of each op tha
 - A mapping: each op in the mapping is bound to the given backend. The backends of the other ops are chosen as with
   None. An unknown op, an unknown name, or an op that the given backend does not declare raises an error at once.
 
-Some ops must be served by the same backend:
+There are two groups of ops that must be served by one backend:
 
 - The ops of one decode (`DECODES`): a schedule is made for the number of programs and the costs of one kernel. The
   schedule fits no other kernel.
 - The ops that write and read a message between ranks (`MESSAGES`): each backend has its own layout of the message.
 
-If a mapping binds one op of such a group to a backend, the mapping also binds every other op of the group that this
-backend declares. A mapping with two different names in one group raises ValueError.
+If a mapping binds one op of a group to a backend, the mapping also binds every other op of the group that this backend
+declares. A mapping with two different names in one group raises ValueError.
 """
 
 from .checked_calls import (

@@ -50,7 +50,7 @@ class CheckedCalls:
 
     Args:
         dispatched: the op in torch's dispatcher; its last argument is the name of a backend.
-        launch: the Python function that implements the op, with the same arguments.
+        launch: the Python function that implements the op, with the same arguments as `dispatched`.
         mutates: positions of the arguments that the op writes in place.
     """
 
@@ -118,7 +118,7 @@ class CheckedCalls:
             result = known[1].run(self._launch, *arguments, backend)
         finally:
             PER_THREAD.order = order
-        # Confirm the strides of the result: a backend of another project may return other strides in the next call.
+        # A backend of another project may return other strides in the next call, so `confirm` compares the strides.
         if order is not None and backend not in OWN_BACKENDS:
             confirm(
                 *[each for each in (result if isinstance(result, tuple) else (result,)) if isinstance(each, Tensor)]

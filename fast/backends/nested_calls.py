@@ -21,7 +21,7 @@ class _PerThread(threading.local):
 
     Attributes:
         checked: whether every call must be checked in full (`check_every_call`).
-        order: the `Order` of the function whose calls are recorded or reused now; None outside such a function.
+        order: the `Order` of the running function, if its checks and ops are recorded or reused; otherwise None.
     """
 
     checked: bool = False
@@ -93,7 +93,7 @@ class Order:
             self._found.append(Entry(owner, value))
 
     def confirm(self, parts: tuple) -> None:
-        """Compare the signatures `parts` of tensors with the recorded signatures; in a first call, record `parts`."""
+        """Compare `parts`, signatures of tensors, with the next entry of a reused record, or add it to a new record."""
         if self._entries is None:
             self._found.append(Entry(confirmed, parts))
         elif not self._failed:

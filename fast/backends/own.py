@@ -1,4 +1,4 @@
-"""Declare the three backends of this package, "cpu", "triton" and "hopper", without an import of their kernels."""
+"""Declare the three backends of this package, "cpu", "triton" and "hopper", without importing their kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from reference.interfaces import COMPUTE_FORMAT, E4M3, FLOAT_DTYPES, FP8_DS_MLA,
 from .registry import Backend, OpSupport, register
 
 DECODES = ("mla_decode", "decode_programs", "schedule_costs")  # one backend serves all three ops of a decode
-MESSAGES = ("pack_attn_state", "merge_packed_attn_states")  # the backend that writes a message must also read it
+MESSAGES = ("pack_attn_state", "merge_packed_attn_states")  # one backend writes and reads a message between ranks
 OPS = (  # every op that a backend can serve
     "advance_step", "apply_rope", "compute_visible_lens", "concat_and_cache_mla", "copy_blocks", "decode_programs",
     "dequantize_entries", "flash_attn_varlen", "gather_and_maybe_dequant_cache", "merge_attn_states",

@@ -41,18 +41,19 @@ class KernelRequest:
     Attributes:
         op: name of the op, such as "mla_decode".
         device: device of the tensors.
-        dtype: dtype of queries and keys; None for an op that computes with integers only or copies bytes.
+        dtype: dtype of queries and keys; None for a decode of queries in e4m3, and for an op that computes with
+            integers only or copies bytes.
         head_dims: widths of the op's tensors as (name, size) pairs, with names from `HEAD_DIMS`.
         block_size: tokens of a cache block; None for an op without a cache.
         query_lens: kind of the query lengths in the batch: one token each, equal lengths, or any lengths.
         cache_in_words: True if the cache has at least one block, and every entry consists of aligned 16-byte words.
         out_dtype: dtype of the output; None for an op whose callers cannot choose the dtype.
         cache_format: format of the cache; None for an op without a cache, and for an op that copies any format.
-        batch_invariant: True if the result of a request must not depend on the other requests of the batch.
+        batch_invariant: True if the other requests of a batch must not change the result of a request.
         mask: one of `MASKS`; None for an op without a mask.
         graph: kind of the CUDA graph that captures the call.
         lse: True if the caller needs the LSE in addition to the output.
-        fp8_mode: one of `FP8_MODES`, for a decode over a cache in e4m3. `dtype` is None if the queries are in e4m3.
+        fp8_mode: one of `FP8_MODES`, for a decode over a cache in e4m3.
     """
 
     op: str
@@ -104,7 +105,7 @@ class OpSupport:
         head_dims: mapping from the name of a width (`KernelRequest.head_dims`) to its supported sizes. A width that is
             missing in the mapping may have any size. None means that every width may have any size.
         block_sizes: supported block sizes; None for any.
-        batch_invariant: whether the kernel can be batch-invariant: a request gets the same bits in every batch.
+        batch_invariant: whether the kernel can be batch-invariant (`KernelRequest.batch_invariant`).
         query_lens: the most general supported kind of query lengths.
         masks: supported masks, from `MASKS`.
         graph: the most general supported kind of CUDA graph.
@@ -157,7 +158,7 @@ class OpSupport:
             check_int("priority", self.priority, -(2**31), "an int or None")
 
     def reasons(self, request: KernelRequest) -> list[str]:
-        """Return every reason why the kernel cannot serve a request, without the name of the backend."""
+        """Return every reason why the kernel cannot serve `request`; the texts do not name the backend."""
         found = []
         if request.dtype is not None and request.dtype not in self.dtypes:
             found.append(f"serves {', '.join(map(str, self.dtypes))}, got {request.dtype}")
@@ -195,9 +196,9 @@ class Backend:
 
     Attributes:
         name: the name that `backend=` takes.
-        priority: of all backends that can serve a request, the backend with the largest priority is chosen.
+        priority: of all backends that can serve a call, the backend with the largest priority is chosen.
         device_type: `torch.device.type` of the supported devices.
-        ops: mapping from op name to the declaration of the op. The backend cannot serve a missing op.
+        ops: mapping from op name to the declaration of the op. The backend cannot serve any other op.
         capability: lowest supported CUDA compute capability; None for any.
         capability_end: upper limit of the compute capability; the limit itself is not supported. None for no limit.
         missing_package: package that the backend needs and that is not installed; None if no package is missing.
@@ -230,7 +231,7 @@ class Backend:
         return self.priority if support is None or support.priority is None else support.priority
 
     def validate_configuration(self, request: KernelRequest) -> list[str]:
-        """Return every reason why this backend cannot serve the request; an empty list means that it can."""
+        """Return every reason why this backend cannot serve `request`; an empty list if it can serve `request`."""
         reasons = []
         support = self.ops.get(request.op)
         if self.missing_package is not None:

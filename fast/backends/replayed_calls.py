@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 KNOWN_VERSIONS = ((3, 6), (3, 7))  # versions of Triton that replays support
 MISFIT = object()  # returned by a replay if the host code of the op must run instead
-MOST_ADDRESSES = 512  # encoded TMA descriptors that are kept for one tensor argument; each address has its own
+MOST_ADDRESSES = 512  # largest number of encoded TMA descriptors, one for each address, kept for a tensor argument
 _ALLOCATIONS = frozenset({
     torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default,
     torch.ops.aten.new_empty.default, torch.ops.aten.new_empty_strided.default,
@@ -68,7 +68,7 @@ class CannotReplay(Exception):
 
 
 class Recorder(TorchDispatchMode):
-    """Watch one call: while the mode is active, record each allocation, each view and each other op of torch.
+    """Watch one call: while this dispatch mode is active, record each allocation, each view and each other op of torch.
 
     Args:
         arguments: arguments of the call.

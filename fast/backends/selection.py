@@ -1,6 +1,6 @@
-"""Choose the backend that serves a request, and find the backend of each op from one argument `backend=`.
+"""Choose the backend that serves a call, and find the backend of each op from one argument `backend=`.
 
-A request (`KernelRequest`) has the properties of one call that a backend must support.
+In this module a request is a `KernelRequest`: the properties of one call that a backend must support.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ BackendChoice = str | Mapping[str, str] | None  # a name, a mapping from op to n
 
 
 def query_lens_of(num_tokens: int, num_requests: int, max_query_len: int) -> QueryLenSupport:
-    """Return the kind of query lengths; they are equal if and only if num_tokens = num_requests * max_query_len."""
+    """Return the kind of query lengths of a batch with `num_requests` requests and `num_tokens` query tokens.
+
+    If the number of tokens is `num_requests` times `max_query_len`, every query has `max_query_len` tokens.
+    """
     if num_tokens != num_requests * max_query_len:
         return QueryLenSupport.VARLEN
     return QueryLenSupport.SINGLE_ONLY if max_query_len <= 1 else QueryLenSupport.UNIFORM
@@ -132,7 +135,7 @@ def _check_mapping(backend: object) -> None:
         check(False, "backend", "None, a name or a mapping from op to name", type(backend).__name__)
     unserved = [(op, name) for op, name in backend.items() if not _has(name, op)]
     for op, name in unserved:
-        check(op in all_ops(), "backend", f"a mapping from some of {', '.join(all_ops())}", op)
+        check(op in all_ops(), "backend", f"a mapping whose keys are among {', '.join(all_ops())}", op)
         check(_has(name), f"backend[{op!r}]", f"one of {_names()}", name)
     if unserved:
         raise UnsupportedConfiguration([f"{name}: has no kernel for {op}" for op, name in unserved])
@@ -214,8 +217,7 @@ def cache_request(
         kv_cache: the cache, [num_blocks, block_size, columns].
         head_dims: widths of the op's tensors; None for an op that uses only the number of columns.
         cache_format: format of the cache.
-        dtype: dtype of the values that the op writes into the cache or reads from the cache; None means the dtype of
-            the cache.
+        dtype: dtype of the numbers that the op writes to or reads from the cache; None means the dtype of the cache.
         out_dtype: dtype of the output; None for an op whose callers cannot choose the dtype.
         graph: kind of the CUDA graph that captures the call; NONE without a graph.
     """

@@ -95,9 +95,9 @@ def dequantize_entries(
     out: Float[Tensor, "S head_size"] | None = None,
     backend: BackendChoice = None,
 ) -> Float[Tensor, "S head_size"]:
-    """Return the numbers of stored cache entries, dequantised if the format has scales.
+    """Return stored cache entries as numbers, dequantised if the format has scales.
 
-    See `reference.cache.formats.dequantize_entries` for the products and for their rounding.
+    See `reference.cache.formats.dequantize_entries` for the rounding.
 
     Args:
         entries: [S, columns], stored entries.

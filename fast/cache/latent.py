@@ -43,7 +43,7 @@ def concat_and_cache_mla(
 ) -> None:
     """Write the latent and the rotated key of each token into the token's slot.
 
-    A format with scales converts the values (`quantize_entries`). Any other format copies the values bit for bit.
+    If the format has scales, the entries are quantised (`quantize_entries`). Otherwise they are copied bit for bit.
 
     Args:
         kv_c_normed: [T, Lkv], RMS-normed latents.
@@ -111,16 +111,16 @@ def gather_and_maybe_dequant_cache(
     bounded: bool = False,
     backend: BackendChoice = None,
 ) -> Shaped[Tensor, "num_tokens head_size"]:
-    """Copy the cache entries of a range of tokens of each request to one tensor, one request after another.
+    """For each request, copy the cache entries of a range of its tokens; the result has one request after another.
 
     See `reference.cache.latent.gather_and_maybe_dequant_cache` for the ranges and for the conversion of dtypes.
 
     Args:
         kv_cache: cache that is read.
         block_table: [B, W], blocks of each request.
-        cu_seq_lens: [B + 1], first row of each request in the result; the last value is the number of gathered tokens.
+        cu_seq_lens: [B + 1], first row of each request in the result, then the number of gathered tokens.
         starts: [B], first gathered token of each request.
-        num_tokens: number of gathered tokens of all requests, cu_seq_lens[-1].
+        num_tokens: number of rows of the result; equal to cu_seq_lens[-1] unless `bounded` is True.
         cache_format: format of the cache.
         out_dtype: dtype of the result; None means the dtype of the cache. If the cache format has a `storage_dtype`, an
             `out_dtype` must be given. If `out_dtype` is this `storage_dtype`, the result has the stored entries, bit
@@ -128,7 +128,7 @@ def gather_and_maybe_dequant_cache(
         kv_scale: float32 scale of the layer's cache; None if the format has no such scale.
         out: tensor that receives the result, with the shape and dtype of the result, for example the first rows of a
             workspace; None allocates a tensor.
-        bounded: if True, `num_tokens` may be larger than cu_seq_lens[-1], and the rows after the last request become 0.
+        bounded: if True, `num_tokens` may be larger than cu_seq_lens[-1]. The rows after the last request become 0.
         backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:

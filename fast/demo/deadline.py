@@ -36,7 +36,8 @@ def deadline(context_parallel: ContextParallel | None, request_ids: Sequence[int
     Before it ends, the process writes one line with the reason to stderr. There is no deadline if `context_parallel` is
     None. There is also no deadline for groups whose exchanges raise an error themselves (gloo, or simulated ranks).
 
-    The time includes the compilation of kernels at their first use; `fast.warmup` can compile them beforehand.
+    The time of the block includes the compilation of kernels at their first use. `fast.warmup` can compile all kernels
+    beforehand.
 
     Args:
         context_parallel: groups of ranks, or None.
@@ -61,7 +62,7 @@ def deadline(context_parallel: ContextParallel | None, request_ids: Sequence[int
 def _end(groups, seconds: float, request_ids: tuple[int, ...]) -> None:
     waiting = "; ".join(
         f"{group.name}: rank {group.rank} among ranks {list(group.members)} waits; "
-        f"it started {group.last_operation} last"
+        f"the last operation that it started is {group.last_operation}"
         for group in groups
     )
     line = (

@@ -123,7 +123,7 @@ def check_outputs(args: argparse.Namespace) -> None:
         target = Path(os.path.realpath(path))  # follow links, because a link may lead to another folder
         try:
             check(target.parent.is_dir() and not target.is_dir(), option, "a file in a folder that exists", path)
-            if target.is_file() or target.is_symlink():  # `realpath` leaves links in a cycle: `os.open` refuses them
+            if target.is_file() or target.is_symlink():  # `realpath` leaves a cycle of links; `os.open` raises
                 os.close(os.open(target, os.O_WRONLY | os.O_APPEND))
             elif target.exists():  # a device or a pipe; to open a pipe may block, or end the program that reads it
                 check(os.access(target, os.W_OK), option, "a path that can be written", path)
@@ -148,7 +148,7 @@ def prepare(
     """
     needed = ("transformers",) if args.no_picture else ("transformers", "matplotlib")
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
-    check(not missing, "python -m fast", f'{" and ".join(needed)}; pip install "mla-twins[hf]"',
+    check(not missing, "python -m fast", f'{" and ".join(needed)} (pip install "mla-twins[hf]")',
           f"no {' and no '.join(missing)}")  # fmt: skip
     too_old = missing_transformers()
     if too_old is not None:

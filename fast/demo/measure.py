@@ -160,10 +160,10 @@ def summary(reports: list[StepReport]) -> dict[str, int]:
 def prompt_figures(job: Job, number: int, tokens: dict[str, list[list[int]]]) -> dict[str, Any]:
     """Return the figures of one prompt: its text, its lengths, and the tokens that each package generated for it.
 
-    Transformers counts as a package here. `differs_at` is the index of the first generated token that is not the same
-    for all compared packages, or None. Transformers is compared only if the cache has the dtype of the model, because
-    another format changes the values of the cache. `differs_from_transformers_at` is given for every cache format: the
-    index of the first token that differs between transformers and the package whose continuation is shown, or None.
+    Transformers counts as a package here. Two entries are the index of the first generated token that differs, or None:
+
+    - `differs_at` compares the packages that must generate the same tokens (`compared_contenders`).
+    - `differs_from_transformers_at` compares transformers with `fast`, or with `reference` if `fast` did not serve.
     """
     answers = {name: ids[number] for name, ids in tokens.items()}
     shown = answers["fast" if "fast" in answers else "reference"]
@@ -181,7 +181,7 @@ def prompt_figures(job: Job, number: int, tokens: dict[str, list[list[int]]]) ->
 
 
 def compared_contenders(job: Job) -> list[str]:
-    """Return the packages that must generate the same tokens; transformers is one of them if no value is quantised."""
+    """Return the packages that must generate the same tokens; transformers only if the cache is not quantised."""
     return [*job.packages, *(["transformers"] if job.cache_format == COMPUTE_FORMAT else [])]
 
 
@@ -274,8 +274,8 @@ def cpu_name() -> str:
 def verdict(figures: dict[str, Any]) -> dict[str, Any]:
     """Return whether the job passed, as lines of text and as booleans.
 
-    Different tokens are a failure in float32 only: in narrower dtypes, rounding may change a token. If the cache format
-    rounds the values of the model, the tokens of transformers are reported, but may differ.
+    Different tokens are a failure in float32 only: in narrower dtypes, rounding may change a token. If the cache is
+    quantised, the number of prompts with the same tokens as transformers is reported, but tokens may differ.
     """
     parity, prompts, dtype = figures["parity"], figures["prompts"], figures["settings"]["dtype"]
     failed = [row["op"] for row in parity if not row["passed"]]

@@ -160,7 +160,7 @@ class Storage:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batch:
-    """A step with decodes and prefills. All its requests are cut from one stream of T tokens.
+    """A step with decodes and prefills. The tokens of all requests follow each other in one stream of T tokens.
 
     Attributes:
         lens: tokens of each request.
@@ -187,7 +187,7 @@ class Batch:
         return torch.tensor([sum(lens[:i]) for i in range(len(lens) + 1)], dtype=torch.int32)
 
     def rows_of_last(self, query_lens: list[int]) -> Tensor:
-        """Return the indices in the stream of the last tokens of each request.
+        """Return where the last tokens of each request are in the stream: their indices, request by request.
 
         Args:
             query_lens: for each request, how many of its last tokens are wanted.

@@ -47,7 +47,7 @@ def serve_in_parallel(args: argparse.Namespace, ops: ModuleType, oracle: ModuleT
     args.no_picture = True
     try:
         device = check_start(args)
-        if os.environ["RANK"] == "0":  # only rank 0 writes files; check them before rank 0 waits for other ranks
+        if os.environ["RANK"] == "0":  # only rank 0 writes files; check their paths before it waits for other ranks
             check_outputs(args)
         dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
     except (ValueError, RuntimeError) as error:
@@ -119,7 +119,7 @@ def make_groups(args: argparse.Namespace) -> ContextParallel:
 
 
 def serve(job: Job) -> dict[str, Any]:
-    """Serve the prompts with each package on all ranks; return the tokens, the speed and the bytes received."""
+    """Serve the prompts with each package on all ranks; return settings, tokens, speeds and received bytes."""
     from ..integrations.transformers import restore, use_mla
 
     cp, rows = job.context_parallel, {}

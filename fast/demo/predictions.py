@@ -40,8 +40,7 @@ def compare_bits_per_byte(job: Job) -> dict[str, Any] | None:
 def bits_per_byte(job: Job, cache_format: CacheFormat) -> float | None:
     """Return the bits that the model needs to predict one byte of the prompts, or None if no byte is to be predicted.
 
-    The first token of a prompt is not predicted. Each forward has `STEP_TOKENS` tokens on the absorbed path, so that
-    every key is read from the cache. One process computes the result alone, also with context parallelism.
+    The first token of a prompt is not predicted. One process computes the result alone, also with context parallelism.
     """
     from transformers.cache_utils import DynamicCache
 

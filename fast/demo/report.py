@@ -122,7 +122,7 @@ def show_speed(console: Console, figures: dict[str, Any]) -> None:
 
 
 def show_kernels(console: Console, figures: dict[str, Any], verbose: bool) -> None:
-    """Print which backends serve: one line for each backend, or one line with all reasons for each op if verbose."""
+    """Print which backend serves which op: a line for each backend; if verbose, a line for each op with all reasons."""
     kernels = figures["kernels"]
     console.print(f"kernels on {kernels['device']}" + (":" if verbose else " (--verbose gives every reason):"))
     for line in kernels["lines" if verbose else "summary"]:

@@ -62,7 +62,7 @@ class _Schedule(NamedTuple):
 
     Attributes:
         plan: number of tokens that each request computes in this step, in batch order.
-        preempted: ids of the preempted requests.
+        preempted: ids of the requests that are preempted in this step.
         taken: number of new blocks of each request for this step.
         admitted: requests that start to run in this step, for the first time or after a preemption.
     """
@@ -92,8 +92,8 @@ class ServingLoop:
             `choose_path` returns for it.
         eos: token or tokens that end a request, or None.
         block_order: order in which blocks are first used; None means the ascending order.
-        costs: costs from which `ops.choose_path` chooses the path of longer queries; None means the defaults of
-            `PathCosts`.
+        costs: costs from which `ops.choose_path` chooses the path of a request with more query tokens; None means the
+            defaults of `PathCosts`.
         context_parallel: groups of the ranks that share heads and sequences, or None. `use_mla` must have got the same
             groups. Every rank creates the loop, adds the same requests and runs the same steps. The caches of D ranks
             that share sequences hold D times as many tokens as one cache.
@@ -162,7 +162,7 @@ class ServingLoop:
             if takes_backend:
                 self._planning["backend"] = getattr(attention, "backend", None)
             check(workspace_tokens <= attention.workspace_tokens, "workspace_tokens",
-                  f"at most the {attention.workspace_tokens} of the model's layers (use_mla(workspace_tokens=))",
+                  f"at most {attention.workspace_tokens}, the workspace_tokens of the model's layers (see use_mla)",
                   workspace_tokens)  # fmt: skip
         self.allocator = BlockAllocator(num_blocks, block_order)
         self.tokens_per_block = block_size * owned.size  # tokens of a sequence for which each rank needs one block
@@ -395,8 +395,7 @@ class ServingLoop:
         """Run the model on the packed batch, and sample tokens.
 
         Returns:
-            The plan of the step (`MLAMetadata`), and a new token for each request whose last pending token is in the
-            batch.
+            The `MLAMetadata` of the step, and a new token for each request whose last pending token is in the batch.
         """
         metadata = self._metadata(plan)
         ids, positions, sampled, last_rows = [], [], [], []

@@ -21,7 +21,7 @@ from reference.interfaces import (
 from .. import backends
 from ..backends import BackendChoice
 
-MESSAGE_ALIGNMENT = 16  # bytes; the LSEs and the outputs of a message begin at multiples of 16, for vector loads
+MESSAGE_ALIGNMENT = 16  # bytes; LSEs and outputs in a message of `cp_lse_a2a` begin at multiples of 16 for vector loads
 
 
 def cp_lse_ag_out_rs(
@@ -109,7 +109,7 @@ def cp_lse_a2a(
 
 
 def _message_bytes(tokens, heads, value, dtype):  # under `torch.compile`, the three sizes may be symbolic
-    """Return the bytes of the LSEs at the start of a message to one rank, and the bytes of the whole message."""
+    """Return two numbers of bytes: of the LSEs, with which a message to one rank begins, and of the whole message."""
 
     def aligned(size):
         return -(-size // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT

@@ -13,7 +13,7 @@ def missing_transformers() -> str | None:
 
     The line contains the expected version, the pip command and the installed version.
     """
-    expected = f'expected transformers {TRANSFORMERS} or later; pip install "mla-twins[hf]"'
+    expected = f'expected transformers {TRANSFORMERS} or later (pip install "mla-twins[hf]")'
     try:
         found = importlib.import_module("transformers").__version__
     except ModuleNotFoundError as error:

@@ -25,8 +25,8 @@ _STARTED: ContextVar[float] = ContextVar("started", default=0.0)
 class SharedCompilations:
     """Registry of compilations, so that several threads compile each kernel variant only once.
 
-    A kernel variant is a kernel with its argument types and constants. Each thread runs in a copy of the `contextvars`
-    context of the thread that called `share_compilations`, and calls `give_up` at its end.
+    A kernel variant is a kernel with its argument types and constants. Each of these threads runs in a copy of the
+    `contextvars` context of the thread that called `share_compilations`, and calls `give_up` at its end.
     """
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ class DeviceFacts(NamedTuple):
 
     @property
     def has_copy_engine(self) -> bool:
-        """Whether the GPU has TMA (a bulk copy engine), so that kernels can load tiles by tensor descriptors."""
+        """Whether the GPU has TMA (a bulk copy engine), so that kernels can load tiles with tensor descriptors."""
         return self.capability >= (9, 0)
 
     @property

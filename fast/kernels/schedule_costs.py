@@ -24,8 +24,9 @@ def measured_schedule_costs(num_heads: int) -> ScheduleCosts:
     - `split_cost`, the cost of a further split in a batch-invariant schedule: with 16 heads or fewer, the Hopper decode
       keeps its softmax state in shared memory from one split to the next, so the cost is low. With more heads, a part
       of the state goes through global memory.
-    - `splits_per_tile`, the splits that the combine kernel adds in the time of a tile: chosen so that a single request
-      of 128 tiles is divided into parts of the fastest size: 2 tiles for 16 and 32 heads, and 4 tiles for 128 heads.
+    - `splits_per_tile`, the number of splits whose partial outputs the combine kernel adds up in the time of one tile:
+      chosen so that a single request of 128 tiles is divided into parts of the fastest size. This size is 2 tiles for
+      16 and 32 heads, and 4 tiles for 128 heads.
 
     The costs were measured with the decode of the backend "hopper"; the backend "triton" uses the same numbers.
     """

@@ -1,4 +1,4 @@
-"""The absorbed path of a layer: absorb the queries of the decodes, attend the cached latents, and compute the values.
+"""The absorbed path of a layer: absorb the queries of decodes, attend cached latents, multiply the output by W_UV.
 
 docs/glossary.md explains the terms and the letters of shapes.
 """
@@ -67,5 +67,5 @@ def _attend(layer, ql_nope, q_pe, kv_cache, metadata, out_dtype, weights) -> Att
 
 
 def absorbed_queries(layer: nn.Module, q_nope: Float[Tensor, "T N P"], weights: AttentionWeights) -> Tensor:
-    """Return the absorbed queries [T, N, Lkv] of a step in the dtype of the layer, for a calibration."""
+    """Return the absorbed queries of a step, [T, N, Lkv] in the dtype of the layer; a calibration records them."""
     return multiply_heads(q_nope, weights.w_uk_t, backend=layer.backend)

@@ -98,8 +98,8 @@ class MLAMetadataBuilder:
         dtype: dtype of queries and keys. It influences the same choices as `cache_format`. A plan is valid for any
             dtype.
         graph_support: batches for which a captured CUDA graph can be replayed (`GraphSupport`). None takes
-            ONE_QUERY_LEN if `query_len_support` is UNIFORM, and ANY otherwise. If all requests have one token, the plan
-            is of the kind ONE_QUERY_LEN, which more backends support.
+            ONE_QUERY_LEN if `query_len_support` is UNIFORM, and ANY otherwise. If all requests of a
+            graph have one query token, the plan of the graph has the kind ONE_QUERY_LEN, which more backends support.
         fp8_mode: fp8 mode of the decodes (`mla_decode`). It influences the schedule and the backend of the schedule.
             Layers with another fp8 mode refuse the plans.
         backend: backend of the ops `compute_visible_lens`, `decode_programs`, `schedule_costs` and `plan_decode`: a
@@ -179,8 +179,8 @@ class MLAMetadataBuilder:
         Args:
             common_prefix_len: number of context tokens that all decodes share. The plan attends these tokens once for
                 all decodes (a cascade) if a cascade is faster (`use_cascade_attention`).
-            common: batch of the step, in the order that the swaps of `reorder_batch` give. If it has no lengths on the
-                CPU, the plan has no cascade, and `choose_schedule` decides from upper bounds of the lengths.
+            common: batch of the step, in the order that the swaps of `reorder_batch` give. If the batch has no lengths
+                on the CPU, the plan has no cascade, and `choose_schedule` decides from upper bounds of the lengths.
             fast_build: if True, save time on the host: make no cascade and, unless the builder is batch-invariant, no
                 schedule.
 
@@ -189,13 +189,13 @@ class MLAMetadataBuilder:
 
                 - `build_mla_metadata` raises ValueError;
                 - `common_prefix_len` is longer than a context;
-                - an absorbed request comes after an expanded request;
+                - a request on the absorbed path comes after a request on the expanded path;
                 - the batch has more than `max_num_seqs` requests, or a request has more than `max_model_len` tokens.
         """
         check_int("common_prefix_len", common_prefix_len, 0)
         check_flag("fast_build", fast_build)
         check_batch_size(common, self.max_num_seqs, self.max_model_len)
-        if not has_host_lens(common):  # `max_seq_len` of the engine may be above the builder's limit
+        if not has_host_lens(common):  # the engine's `max_seq_len` may be above `max_model_len`
             common = dataclasses.replace(common, max_seq_len=min(common.max_seq_len, self.max_model_len))
         metadata = build_mla_metadata(
             common, self.block_size, self.workspace_tokens, self.reorder_batch_threshold, self._path_config,

@@ -64,16 +64,16 @@ def rope_norm_and_cache(
         cache_format: format of the cache. A format with scales stores exactly what `quantize_entries` returns for the
             normed latents and the rotated keys.
         kv_scale: float32 scale of the layer's cache; None if the format has no such scale.
-        q_scale: float32 scale of queries in e4m3 (8 bits), [] or [N], only for a format with scales; None for queries
-            in the dtype of `q_pe`.
+        q_scale: float32 scale, [] or [N], with which the rotated `q_pe` is quantised to e4m3 (8 bits); only for a
+            format with scales. None keeps the dtype of `q_pe`.
         frequencies: result of `rotary_frequencies` in float32 or float64 on the device of `q_pe`; None computes the
             frequencies in this call.
         graph: kind of the CUDA graph that contains the call; NONE if no graph contains the call.
         backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
-        Rotated q_pe [T, N, R], normed latents [T, Lkv] and rotated k_pe [T, R], all new tensors. q_pe is in e4m3 if
-        `q_scale` is given.
+        Rotated `q_pe` [T, N, R], normed latents [T, Lkv] and rotated `k_pe` [T, R], all new tensors. If `q_scale` is
+        given, the rotated `q_pe` is in e4m3.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match; for CPU tensors, a slot is outside the cache or a scale is

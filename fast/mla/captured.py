@@ -54,8 +54,8 @@ def plan_captured_decodes(
     inside a CUDA graph, and the batches that each kind of graph allows.
 
     Args:
-        common: batch of the step. In every replay, no query is longer than `max_query_len`, and no request is longer
-            than `max_seq_len`.
+        common: batch of the step. In every replay, no query may be longer than `max_query_len`, and no request may be
+            longer than `max_seq_len`.
         block_size: tokens per block.
         num_programs: number of programs of the schedule; 0 makes no schedule.
         costs: costs from which the schedule is computed; None means the defaults of `ScheduleCosts`.

@@ -169,7 +169,7 @@ def _absorbed_costs_least(
 
 
 def short_name(gpu: str) -> str:
-    """Return the short name of a GPU that file names use: "h200" for "NVIDIA H200"."""
+    """Return the short name of a GPU, for file names: "h200" for "NVIDIA H200"."""
     return "-".join(word for word in re.split(r"[^a-z0-9]+", gpu.lower()) if word and word != "nvidia")
 
 

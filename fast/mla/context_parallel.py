@@ -142,8 +142,8 @@ def dcp_decode(
             ranks, which share the N heads.
         q_pe: [T, N / TP, R], rotated rope parts of the queries.
         kv_cache: cache of this rank, which already contains the new tokens of this rank.
-        metadata: decode part of the plan. Of the keys that this rank owns in the request of query token t, the token
-            attends the first `visible_lens[t]`.
+        metadata: decode part of the plan. This rank owns some keys of the request of query token t, and the token
+            attends the first `visible_lens[t]` of these keys.
         softmax_scale: (P + R)^-1/2, times YaRN's factor.
         context_parallel: the groups of ranks and the kind of merge.
         schedule: schedule of this rank's decode, which has the D * N / TP gathered heads.

@@ -162,7 +162,7 @@ def mla_decode(
             two so that no query overflows.
         kv_scale: float32 scale of the layer's cache, []; None if the format has no such scale.
         fp8_mode: which products over a cache in e4m3 have only factors in e4m3: `converted` (none), `fp8_query` or
-            `fp8_product`; `reference.mla_decode` explains them. A backend declares the modes that it supports, and
+            `fp8_product`; `reference.mla_decode` explains the modes. A backend declares which modes it supports, and
             never computes in another mode. If the processor cannot multiply e4m3 numbers, the backend multiplies the
             same numbers in a wider dtype: "cpu" in float32 or float64, and "triton" in float16.
         q_scale: float32 scale of queries in e4m3, [] or [N]; None for `converted`.

@@ -1,4 +1,4 @@
-"""The costs and the number of programs of a schedule on a device; a backend computes both once, and they are kept.
+"""The costs and the number of programs of a schedule on a device; both are computed once and then cached.
 
 A schedule assigns the keys of a decode to programs (kernel instances). `plan_decode` computes a schedule from the
 number of programs and the costs.
@@ -62,8 +62,9 @@ class DecodeLayer(NamedTuple):
         """Return the number of programs and the costs of a schedule; replace each None by the value of the device.
 
         If no backend serves the op `decode_programs`, the number of programs of the device is 0. If no backend serves
-        the op `schedule_costs`, the costs of the device are the defaults of `ScheduleCosts`. If `backend` names a
-        backend that cannot serve the op, the function raises `UnsupportedConfiguration` instead.
+        the op `schedule_costs`, the costs of the device are the defaults of `ScheduleCosts`. If `backend` names,
+        for one of these ops, a backend that cannot serve the op, the function raises
+        `UnsupportedConfiguration` instead.
 
         Args:
             query_len: length of the longest query in the decode.

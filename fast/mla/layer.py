@@ -88,9 +88,9 @@ def rms_norm(x: Float[Tensor, "T L"], weight: Float[Tensor, " L"], eps: float) -
 class MLAAttention(nn.Module):
     """Multi-head Latent Attention over a paged latent cache, for inference only.
 
-    The caller passes the projections as modules. A projection may be any module, for example a quantised one. It
-    returns its product, or (product, None) as the linear layers of vLLM and Megatron do. The parameters have the names
-    of DeepSeek's checkpoints. `reference.mla.layer.MLAAttention` explains the computation.
+    The caller passes the projections as modules. A projection may be any module, for example a quantised one. The
+    module returns the product, or a pair (product, None) as the linear layers of vLLM and Megatron do. The parameters
+    have the names of DeepSeek's checkpoints. `reference.mla.layer.MLAAttention` explains the computation.
 
     Args:
         config: dimensions, epsilon and rotary parameters.
@@ -110,14 +110,15 @@ class MLAAttention(nn.Module):
             bias.
         cache_format: format of the layer's cache.
         workspace: memory in which a prefill gathers and expands one chunk; all layers of a model can share it. None
-            means the workspace of the plan; a memory-profile run, which has no plan, then allocates and frees its own.
+            means the workspace of the plan. A memory-profile run, which has no plan, then allocates and frees a
+            workspace.
         kv_scale: scale of the layer's cache, only for a format with `CacheFormat.layer_scale`. With None, the first
             step chooses the scale: a prefill computes it from the entries that the prefill writes, and a decode takes
             1.0 (`reference.interfaces.kv_scales`).
         fp8_weights: whether the absorbed weights are stored in e4m3 (8 bits), with one scale for each head
             (`quantize_weight`). The constructor and `refresh_weights` quantise the weights.
         fp8_mode: fp8 mode of the decodes (`mla_decode`). In the modes `fp8_query` and `fp8_product`, the kernels that
-            absorb and rotate the queries of decodes make these queries in e4m3. `forward_attention` gets rotated
+            absorb and rotate the queries of decodes also quantise these queries. `forward_attention` gets rotated
             queries, so it quantises their rope parts in a step of its own.
         q_scale: scale of queries in e4m3, only for the modes `fp8_query` and `fp8_product`: one number, or a tensor [N]
             with one number for each head of all ranks. None means 1.0, with a warning
@@ -370,7 +371,8 @@ class MLAAttention(nn.Module):
             kv_c_normed: [T, Lkv].
             k_pe: [T, R], rotated.
             kv_cache: cache, written at `metadata.slot_mapping`.
-            metadata: plan of the step. None allocates the buffers of the largest step of T tokens, and zeros `output`.
+            metadata: plan of the step. None allocates the buffers of the largest step of T tokens, and writes zeros to
+                `output`.
             output: [T, N, V], in the dtype of the layer, or in e4m3 if `output_scale` is given; the function writes
                 every element.
             output_scale: float32 scale of an output in e4m3 (8 bits); None for an output in the dtype of the layer.
@@ -424,7 +426,7 @@ class MLAAttention(nn.Module):
         check_step_ownership(metadata, self.context_parallel)
 
     def _prefill(self, q, kv_c_normed, k_pe, kv_cache, metadata, output, weights, workspace, output_scale=None) -> None:
-        """Compute the expanded path; all tensors except the cache have the tokens of the prefills alone."""
+        """Compute the expanded path; all tensors except the cache contain only the tokens of the prefills."""
         gather = gather_context
         if self.context_parallel is not None:
             gather = functools.partial(dcp_gather_context, context_parallel=self.context_parallel, backend=self.backend)

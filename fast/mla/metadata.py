@@ -135,13 +135,13 @@ def build_mla_metadata(
     Raises:
         ValueError: one of these:
 
-            - `decode_threshold` is below 1, or above 1 with SINGLE_ONLY;
+            - `decode_threshold` is below 1, or above 1 with `QueryLenSupport.SINGLE_ONLY`;
             - `num_programs` is above 0 and `config` is None;
             - the slots were made for another block size, or, for CPU tensors, a rank has more slots than new tokens;
             - the block table is narrower than the longest request;
             - `workspace_tokens` is below the smallest size of a chunk (`context_unit`);
             - a padding row (a request of length 0 with query tokens) is not among the decodes;
-            - the batch has no lengths on the CPU and may have prefills, and CPU offsets or upper bounds are missing;
+            - the batch may have prefills and has no lengths on the CPU, and it also lacks CPU offsets or upper bounds;
             - `require_order` is True, and an absorbed request comes after an expanded request.
     """
     backend = bind(backend, PLANNING_OPS)
@@ -317,7 +317,7 @@ def _with_device_lens(
     one_each: bool,
     backend: BackendChoice,
 ) -> MLAMetadata:
-    """Return a plan that was computed from upper bounds, with the true lengths from the device in its tensors.
+    """Return `metadata`, a plan computed from upper bounds, with the true lengths from the device in its tensors.
 
     If each decode has one query token (`one_each`), this token sees all keys. Without `ownership`, the tensors of the
     decode then already have the true lengths, and only the chunks of context change.
@@ -344,8 +344,8 @@ def _rank_local_decode_lens(
 ) -> Int32[Tensor, " decodes"]:
     """Return how many keys of each decode this rank owns, in a tensor on the CPU.
 
-    Without lengths on the CPU, return the lengths for which a schedule saves most time (`longest_decode_lens`). No
-    length is above `max_seq_len`.
+    Without lengths on the CPU, return the lengths of at most `max_seq_len` for which a schedule saves the most time
+    (`longest_decode_lens`).
     """
     if not has_host_lens(common):
         return longest_decode_lens(num_decodes, max_seq_len)

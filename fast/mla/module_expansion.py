@@ -1,4 +1,4 @@
-"""Expansion of latents by the product of `kv_b_proj` itself; `reference.mla.module_expansion` explains why."""
+"""Expand latents by calling the module `kv_b_proj` itself; `reference.mla.module_expansion` explains why."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def expand_kv_by_module(
         v_head_dim: V.
 
     Returns:
-        k_nope [S, N, P] and v [S, N, V], views of the memory that the module allocated. Their heads are not contiguous:
-        the values of a head follow its keys.
+        k_nope [S, N, P] and v [S, N, V], views of the memory that the module allocated. In this memory, the V elements
+        of `v` for a head follow the P elements of `k_nope` for the same head.
 
     Raises:
-        ValueError: the latents are not on the device of the module, or its product has another shape, dtype or device.
+        ValueError: the latents are not on the device of the module, or the product has another shape, dtype or device.
     """
     check_module_expansion(kv_c_normed, kv_b_proj, num_heads, qk_nope_head_dim, v_head_dim)
     with backends.CallsOfOthers():

@@ -213,14 +213,14 @@ def forward_prefill(
 ) -> AttentionState | Shaped[Tensor, "T N V"]:
     """Compute attention of new tokens over the cached context and the new tokens, on the expanded path.
 
-    If `metadata.parts` separates the requests without context, one kernel computes their output in its final dtype. For
-    all other requests, the attention states over the new tokens and over each chunk are merged in float32.
+    If `metadata.parts` separates the requests without context, their output is computed without a merge. For all other
+    requests, the attention states over the new tokens and over each chunk are merged in float32.
 
     Args:
         q: [T, N, P + R], rope part rotated.
         kv_c_normed: [T, Lkv], normed latents of the new tokens.
         k_pe: [T, R], rotated keys of the new tokens.
-        kv_cache: cache, which needs to contain the context only.
+        kv_cache: cache that contains the context; it need not contain the new tokens.
         metadata: prefill part of the plan: the requests and the chunks of context.
         w_uk: [Lkv, N, P].
         w_uv: [Lkv, N, V].
@@ -232,8 +232,8 @@ def forward_prefill(
         cache_format: format of the cache.
         return_lse: whether the caller needs the LSE of the result.
         kv_scale: float32 scale of the layer's cache; None if the format has no such scale (`CacheFormat.layer_scale`).
-        output_scale: float32 scale of an output in e4m3 (8 bits); None for an output in the dtype of `q`. The last
-            merge of a request rounds the float32 output once; PyTorch rounds the output of requests without context.
+        output_scale: float32 scale of an output in e4m3 (8 bits); None for an output in the dtype of `q`. The float32
+            output is rounded once: by the last merge of a request, or by PyTorch for requests without a merge.
         output_block_scale: must be None: an output with one scale for each group of elements is not supported.
         expand: function that expands latents [S, Lkv] into k_nope [S, N, P] and v [S, N, V], such as
             `expand_kv_by_module` with a given module. The function allocates the results, and only the shapes of

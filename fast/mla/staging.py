@@ -11,7 +11,7 @@ from torch import Tensor
 def to_device(
     tensors: Mapping[str, Tensor], device: torch.device, staging: StagingBuffer | None
 ) -> Mapping[str, Tensor]:
-    """Send int32 tensors to a GPU in one copy, without waiting for the copy; return tensors for the CPU unchanged.
+    """Send int32 tensors to a GPU in one copy, without waiting for the copy; if `device` is a CPU, return them.
 
     Args:
         tensors: int32 tensors on the CPU, by name.

@@ -60,7 +60,7 @@ class AttentionWeights(NamedTuple):
         w_uv_by_head: [N, Lkv, V]; in e4m3 if the layer has `fp8_weights`.
         kv_scale: float32 scale of the layer's cache, []; None if the format has no such scale.
         q_scale: float32 scale of this rank's queries in e4m3, [] or [N]; None in the mode `converted`.
-        expand: function that expands latents by the product of `kv_b_proj`; None to multiply by `w_uk` and `w_uv`.
+        expand: function that expands latents by calling `kv_b_proj`; None means a product with `w_uk` and `w_uv`.
         signature: signature of the layer; None if the ops of the layer must check their arguments in every call.
     """
 

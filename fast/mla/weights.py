@@ -198,7 +198,7 @@ def query_to_latent(
     Args:
         q_nope: [T, N, P].
         w_uk_t: [N, P, Lkv], or this weight in e4m3 (`quantize_weight`).
-        q_scale: float32 scale of queries in e4m3, [] or [N]; None for queries in the dtype of `q_nope`.
+        q_scale: float32 scale of returned queries in e4m3, [] or [N]; None returns queries in the dtype of `q_nope`.
         backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
             PyTorch multiplies if neither the weight nor the result is in e4m3.
 
@@ -316,7 +316,7 @@ def write_values(
 
 
 def _product_arguments(x, weight, scale, weight_name, scale_name):
-    """Return x, weight, scale of the weight, scale of the result; check the values of scales on the CPU."""
+    """Return `x`, the weight, its scale or None, and the scale of the result; check the values of scales on the CPU."""
     values, weight_scale = weight, None
     if type(weight) is QuantizedWeight:
         values, weight_scale = weight.values, weight.scale

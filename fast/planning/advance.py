@@ -56,9 +56,9 @@ def advance_step(
 
     Args:
         sampled_token_ids: [B] int32 or int64, the token that each request generated in this step.
-        input_ids: [T], of the dtype of `sampled_token_ids`; written.
-        positions: [T]; written.
-        common: batch of this step. Its `seq_lens`, `query_start_loc` and `slot_mapping` (T slots) are written.
+        input_ids: [T], of the dtype of `sampled_token_ids`; written in place.
+        positions: [T]; written in place.
+        common: batch of this step. Its `seq_lens`, `query_start_loc` and `slot_mapping` (T slots) are written in place.
         block_size: tokens per block.
         ownership: the tokens that this context-parallel rank owns; None if one rank owns all tokens.
         max_seq_len: largest allowed length of a request; None if only the block table limits the lengths.

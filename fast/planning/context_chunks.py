@@ -165,7 +165,7 @@ def clamp_context_chunk(chunk: ContextChunk, context_lens: Int32[Tensor, " B"]) 
 
 
 def _rank_local_offsets(lengths: Tensor, ownership: TokenOwnership) -> Tensor:
-    """Return [D, B + 1]: for each rank, the first row of each request among the tokens of the rank."""
+    """Return [D, B + 1]: row r is the prefix sum of the numbers of tokens that rank r owns in each request."""
     lengths = get_dcp_local_seq_lens(lengths, ownership.size, None, ownership.interleave)
     offsets = torch.zeros(ownership.size, lengths.shape[0] + 1, dtype=torch.int32, device=lengths.device)
     torch.cumsum(lengths.T, 1, dtype=torch.int32, out=offsets[:, 1:])

@@ -35,7 +35,7 @@ def merge_attn_states(
     - If one state has lse = +inf or NaN in a row, the merged output and LSE are NaN in this row.
 
     Args:
-        prefix: one state, with out [T, N, Dv] and lse [N, T].
+        prefix: one state, with `out` [T, N, Dv] and `lse` [N, T].
         suffix: the other state, with the shapes and dtypes of `prefix`.
         output_scale: float32 scale of an output in e4m3 (8 bits); None for an output in the dtype of the arguments. The
             merged output is not rounded before it is divided by the scale.

@@ -1,7 +1,7 @@
 """Rotary position embedding of `q_pe` and `k_pe` (RoFormer, arXiv 2104.09864; YaRN, arXiv 2309.00071).
 
-`q_pe` and `k_pe` are the parts of queries and keys that are rotated (R elements of each head). Every rotated element
-stays at its index (some implementations reorder the elements).
+`q_pe` and `k_pe` are the parts of queries and keys that are rotated. Each part has R elements, and all heads share
+`k_pe`. Every rotated element stays at its index (some implementations reorder the elements).
 """
 
 from __future__ import annotations
@@ -136,18 +136,19 @@ def apply_rope(
     rope: RopeConfig,
     q_scale: Float[Tensor, "*heads"] | None = None,
 ) -> tuple[Shaped[Tensor, "T N R"], Float[Tensor, "T R"]]:
-    """Rotate the rope parts of the queries and of the key that all heads share.
+    """Rotate the rope parts of queries and keys.
 
     Args:
         positions: [T], position of each token in its request.
         q_pe: [T, N, R], rope parts of the queries.
         k_pe: [T, R], rope parts of the keys, which all heads share.
         rope: rotary parameters.
-        q_scale: float32 scale of queries in e4m3 (8 bits), [] or [N], as `mla_decode` takes it; None for queries in the
-            dtype of `q_pe`. The rotated queries are not rounded before they are divided by the scale.
+        q_scale: float32 scale, [] or [N], of the rotated queries if they are returned in e4m3 (8 bits). They are not
+            rounded before they are divided by the scale. None returns queries in the dtype of `q_pe`.
 
     Returns:
-        The rotated `q_pe` and `k_pe`, as new tensors of the same dtype. If `q_scale` is given, `q_pe` is in e4m3.
+        The rotated `q_pe` and `k_pe`, as new tensors in the dtype of the arguments. If `q_scale` is given, the rotated
+        `q_pe` is in e4m3.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match; the scale is not finite and positive.

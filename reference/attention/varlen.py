@@ -45,8 +45,8 @@ def attend_one_request(
         softmax_scale: factor of the scores.
 
     Returns:
-        The attention state, in float32 (float64 if `q` is float64). A query that attends no key has out = 0 and
-        lse = -inf.
+        The attention state, in float32 (float64 if `q` is float64). A query that attends no key has output 0 and LSE
+        -inf.
     """
     wide = wide_dtype(q.dtype)
     scores = einsum(q.to(wide), k.to(wide), "queries heads dim, keys heads dim -> heads queries keys") * softmax_scale

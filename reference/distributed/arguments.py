@@ -48,7 +48,7 @@ def check_step_ownership(metadata: MLAMetadata, context_parallel: ContextParalle
     wanted = None if context_parallel is None else context_parallel.ownership
     if ownership != wanted:
         check(False, "metadata", f"a plan for {wanted or 'one rank (no context_parallel)'}",
-              f"one for {ownership or 'one rank (no ownership)'}")  # fmt: skip
+              f"a plan for {ownership or 'one rank (no ownership)'}")  # fmt: skip
     if ownership is None:
         return
     check(metadata.cascade is None, "metadata.cascade", "None where ranks share sequences", "a cascade")
@@ -60,12 +60,12 @@ def check_chunk_ownership(chunk: ContextChunk, context_parallel: ContextParallel
     """Check that a chunk was planned for the tokens that this rank owns."""
     check_type("context_parallel", context_parallel, ContextParallel)
     is_shared = isinstance(chunk, ContextParallelChunk)
-    check(is_shared, argument, "a ContextParallelChunk (`rank_local_chunk`)", type(chunk).__name__)
+    check(is_shared, argument, "a ContextParallelChunk, from `rank_local_chunk`", type(chunk).__name__)
     check(
         chunk.ownership == context_parallel.ownership,
         argument,
-        f"one for {context_parallel.ownership}",
-        f"one for {chunk.ownership}",
+        f"a chunk for {context_parallel.ownership}",
+        f"a chunk for {chunk.ownership}",
     )
 
 

@@ -56,10 +56,10 @@ class Group(ABC):
         size: D, number of ranks.
         rank: this rank, in [0, D).
         members: global ranks of the members, in order.
-        received: {operation: bytes that this rank received so far}. The bytes are not measured: they are the smallest
-            number with which the operation is possible. For an argument of n bytes, an all-gather counts (D - 1) n
-            bytes. A reduce-scatter or an all-to-all counts (D - 1) n / D bytes, and an all-reduce counts
-            2 (D - 1) n / D bytes. An exchange in a CUDA graph is counted at the capture, and not at the replays.
+        received: {operation: bytes that this rank received so far}. The bytes are not measured but computed: the
+            smallest number of bytes with which the operation is possible. For an argument of n bytes, an all-gather
+            counts (D - 1) n bytes. A reduce-scatter or an all-to-all counts (D - 1) n / D bytes, and an all-reduce
+            counts 2 (D - 1) n / D bytes. An exchange in a CUDA graph is counted at the capture, and not at the replays.
         last_operation: name of the operation that was started last.
     """
 
@@ -263,7 +263,7 @@ class ContextParallel:
 
     Attributes:
         cp_group: a process group, a device mesh of one dimension, or a group from `simulate`.
-        tp_group: an object of the same types as `cp_group`. The group contains all ranks of `cp_group`.
+        tp_group: an object of one of these types. The group contains all ranks of `cp_group`.
         interleave: I. Each rank in turn owns I consecutive tokens of a sequence.
         merge: name of the merge in step 3: "a2a" (`cp_lse_a2a`) or "ag_rs" (`cp_lse_ag_out_rs`).
         ownership: the tokens that this rank owns; computed from `cp_group` and `interleave`.
@@ -329,11 +329,11 @@ class ContextParallel:
         return self.tp_group.all_gather(value.view(1)).amax()
 
     def own_heads(self, x: Tensor) -> Tensor:
-        """Return the N / TP elements of `x` for the heads of this rank, as a view; `x` [N] has one for each head."""
+        """Return a view of the N / TP elements of `x` [N] that belong to the heads of this rank."""
         return x.view(self.tp_group.size, -1)[self.tp_group.rank]
 
     def heads_of_group(self, x: Tensor) -> Tensor:
-        """Return the elements of `x` [N] for the N D / TP heads of the gathered queries, in the queries' order."""
+        """Return the elements of `x` [N] for the N D / TP heads of the gathered queries, in the order of the heads."""
         members = [self.tp_group.members.index(member) for member in self.cp_group.members]
         return torch.cat([x.view(self.tp_group.size, -1)[member] for member in members])
 

@@ -99,7 +99,7 @@ class SimulatedRanks(Group):
         rank: this rank in the group.
         members: global ranks of the members, in order.
         turns: object that lets one rank of the simulation run at a time.
-        board: {number of an exchange: contributions of the members}. All members of the group share this dictionary.
+        board: mapping from the number of an exchange to the contributions of the members. All members share this dict.
     """
 
     def __init__(
@@ -168,8 +168,8 @@ def simulate(
         interleave: I. Each rank in turn owns I consecutive tokens of a sequence.
         program: function that is called on every rank with the rank's `ContextParallel`. All ranks must call the same
             exchanges in the same order.
-        tensor_parallel_size: TP, number of ranks that share the heads; a multiple of D, at most 64. None means D. For
-            each k, the ranks k D to (k + 1) D - 1 share sequences.
+        tensor_parallel_size: TP, number of ranks that share the heads; a multiple of D, at most 64. None means D. The
+            ranks that share a sequence are consecutive: the first D ranks, the next D ranks, and so on.
         merge: name of the merge, as in `ContextParallel`.
 
     Returns:

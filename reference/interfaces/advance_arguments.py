@@ -1,6 +1,6 @@
 """Argument checks of `advance_step`, and the CPU fields of the batch of the next step.
 
-`advance_step` turns the sampled token of each request into its one query token of the next step.
+`advance_step` makes the batch of the next step, in which the sampled token of each request is its one query token.
 "Read no values" means that a check looks at shapes, dtypes and devices alone, so it does not wait for a GPU.
 """
 

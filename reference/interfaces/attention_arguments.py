@@ -247,16 +247,17 @@ def check_prefill_plan(
 def check_prefill_parts(metadata: PrefillMetadata, num_tokens: int, device: torch.device, argument: str) -> None:
     """Check the parts of the plan of a prefill; read no values.
 
-    A part (`PrefillPart`) has consecutive requests. All parts together must have all requests and query tokens, in
-    their order. A part has a plan of its own. `rows` says for each chunk of this plan which rows of a chunk of
-    `metadata` belong to it (`ChunkRows`). The number of these rows must be the chunk's number of tokens.
+    A part (`PrefillPart`) has consecutive requests and a plan of its own. All parts together must have all requests and
+    query tokens, in their order. The tokens of each chunk of a part are consecutive rows of one chunk of `metadata`:
+    `rows` has the index of this chunk and the range of these rows (`ChunkRows`).
     """
     token, requests = 0, 0
     for part in metadata.parts:
         check_type(argument, part, PrefillPart)
         check_int(f"{argument}.first_token", part.first_token, 0)
         check_int(f"{argument}.end_token", part.end_token, 0)
-        check(token == part.first_token <= part.end_token, argument, f"a first token of {token}, and an end after it",
+        check(token == part.first_token <= part.end_token, argument,
+              f"a first token of {token}, and an end not below it",
               f"{part.first_token} and {part.end_token}")  # fmt: skip
         check_type(f"{argument}.plan", part.plan, PrefillMetadata)
         check_type(f"{argument}.plan.parts", part.plan.parts, (tuple, list), "an empty tuple")
@@ -275,7 +276,8 @@ def check_prefill_parts(metadata: PrefillMetadata, num_tokens: int, device: torc
             check(rows.chunk < len(metadata.context_chunks), f"{argument}.rows", "the index of a chunk", rows.chunk)
             most = metadata.context_chunks[rows.chunk].num_tokens
             check(rows.first + chunk.num_tokens == rows.end <= most, f"{argument}.rows",
-                  f"{chunk.num_tokens} rows of {most}", f"{rows.first} to {rows.end}")  # fmt: skip
+                  f"{chunk.num_tokens} rows of a chunk with {most} rows",
+                  f"rows [{rows.first}, {rows.end})")  # fmt: skip
         token, requests = part.end_token, requests + part.plan.block_table.shape[0]
     check(token == num_tokens, argument, f"{num_tokens} query tokens in all", token)
     check(requests == metadata.block_table.shape[0], argument, f"{metadata.block_table.shape[0]} requests in all",

@@ -38,13 +38,14 @@ def check_common(common: CommonAttentionMetadata, host_lens: bool = True) -> Non
 
 
 def check_no_prefill_padding(common: CommonAttentionMetadata, num_decodes: int) -> None:
-    """Check that every prefill with query tokens has a length above 0, so it is not a padding row."""
+    """Check that no prefill is a padding row: every prefill with query tokens has a length above 0."""
     if num_decodes == common.num_reqs or int(common.seq_lens_cpu[num_decodes:].min()) > 0:
         return
     query_lens = common.query_start_loc_cpu.diff()[num_decodes:]
     wrong = ((query_lens > 0) & (common.seq_lens_cpu[num_decodes:] == 0)).nonzero()
     if wrong.numel():
-        check(False, "seq_lens", "padding rows among the decodes only", f"0 at request {num_decodes + int(wrong[0])}")
+        check(False, "seq_lens", "padding rows among the decodes only",
+              f"length 0 at request {num_decodes + int(wrong[0])}")  # fmt: skip
 
 
 def check_chunking(workspace_tokens: int, unit: int) -> None:

@@ -70,7 +70,8 @@ def bounded_batch(
 
     The new fields are:
 
-    - `max_seq_len`: the old `max_seq_len`, or the tokens of a request that the block table can hold: the smaller one.
+    - `max_seq_len`: the smaller of two numbers: the old `max_seq_len`, and the number of tokens that one row of the
+      block table can hold.
     - `seq_lens_cpu`: `seq_lens_cpu_upper_bound`, but at most the new `max_seq_len`. If `seq_lens_cpu_upper_bound` is
       None, all requests must be decodes, and each gets the new `max_seq_len`.
     - `query_start_loc_cpu`, if it is None: all requests must be decodes. Each request gets `max_query_len` query tokens
@@ -100,7 +101,7 @@ def bounded_batch(
               f"offsets on the CPU for queries of more than {decode_threshold} tokens", None)  # fmt: skip
         check_decode_tokens(common)
         uniform = query_len_support is not QueryLenSupport.UNIFORM or tokens == requests * longest
-        check(uniform, "common.query_start_loc_cpu", "offsets on the CPU for queries of several lengths with UNIFORM",
+        check(uniform, "common.query_start_loc_cpu", "offsets on the CPU, because UNIFORM needs equal query lengths",
               None)  # fmt: skip
         starts = (longest * torch.arange(requests + 1, dtype=torch.int32, device=CPU)).clamp_(max=tokens)
     elif most is None:
@@ -119,7 +120,7 @@ def longest_decode_lens(num_decodes: int, max_seq_len: int) -> Int32[Tensor, " d
     """Return the lengths for which a schedule saves most time: `max_seq_len` for one request, and 1 for all others.
 
     If the true lengths are not on the CPU, `choose_schedule` gets these lengths. The decode then gets a schedule if any
-    batch of this size would get one.
+    lengths of `num_decodes` requests, up to `max_seq_len`, would give the decode a schedule.
 
     Args:
         num_decodes: number of requests.

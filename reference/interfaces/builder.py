@@ -44,7 +44,7 @@ class AttentionMetadataBuilder(Protocol):
         Args:
             common_prefix_len: number of context tokens that all decodes share; 0 for none.
             common: the batch, in the order that the swaps of `reorder_batch` give.
-            fast_build: whether to leave out the optional parts of a plan, which make the kernels faster.
+            fast_build: whether to plan faster, without the optional parts of a plan that make the kernels faster.
         """
         ...
 
@@ -52,9 +52,9 @@ class AttentionMetadataBuilder(Protocol):
         """Return the plan of a batch for a CUDA graph, computed from the batch's tensors on the device alone.
 
         A replay has as many requests as `common`. Its longest query has at most `common.max_query_len` tokens, and all
-        its queries together have at most `common.num_actual_tokens`. The values of `common.query_start_loc` and
+        its queries together have at most `common.num_actual_tokens` tokens. The values of `common.query_start_loc` and
         `common.seq_lens` may differ in every replay. Tokens behind the last request are padding. The method raises if
-        `can_run_in_cudagraph` is False.
+        `can_run_in_cudagraph(common)` is False.
 
         If an engine calls this method during the capture, the graph contains the planning and repeats it in every
         replay. If an engine calls this method before the capture, the engine must keep the plan: the graph reads the
@@ -111,7 +111,7 @@ def most_captured_tokens(builder: AttentionMetadataBuilder, max_blocks: int) -> 
 
 
 def graph_support_of(builder: AttentionMetadataBuilder, query_len: int) -> GraphSupport:
-    """Return which query lengths up to `query_len` a `DecodeGraph` may mix; ONE_QUERY_LEN if `query_len` is 1."""
+    """Return ANY if a `DecodeGraph` may mix different query lengths up to `query_len`, otherwise ONE_QUERY_LEN."""
     mixed = builder.graph_support is GraphSupport.ANY and query_len > 1
     return GraphSupport.ANY if mixed else GraphSupport.ONE_QUERY_LEN
 

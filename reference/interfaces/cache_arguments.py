@@ -62,7 +62,7 @@ def check_formatted_cache(
 
 
 def check_alignment(kv_cache: Tensor, cache_format: CacheFormat) -> None:
-    """Check that address and strides of a cache are multiples of `CacheFormat.alignment`, and columns have no gaps."""
+    """Check that address and strides of a cache are multiples of `CacheFormat.alignment`; its columns have no gaps."""
     bytes_ = cache_format.alignment
     if bytes_ == 1:
         return
@@ -81,8 +81,8 @@ def check_stored_cache(
     """Check a cache from which entries are gathered, and the dtype of the result; read no values.
 
     Args:
-        kv_cache: the cache. Its number of columns is checked if the format has one legal (Lkv, R). Otherwise every
-            number of columns is valid, because the caller of a gather gives neither Lkv nor R.
+        kv_cache: the cache. Its number of columns is checked if the format allows exactly one pair (Lkv, R).
+            Otherwise every number of columns is valid, because the caller of a gather gives neither Lkv nor R.
         cache_format: format of the cache.
         out_dtype: dtype of the result. None means the dtype of the cache. If the format has a `storage_dtype`, the
             caller must give a dtype.
@@ -179,9 +179,9 @@ def check_gather(
 
 
 def check_swap(source: Tensor, target: Tensor, block_mapping: Tensor) -> None:
-    """Check two caches between which blocks are copied: shapes, dtypes, and that their memory does not overlap.
+    """Check two caches between which blocks are copied: shapes, dtypes and memory; read no values.
 
-    `source` and `target` may be the same cache. The check reads no values.
+    `source` and `target` may be the same cache. Two different caches must not share storage.
     """
     check_tensor("source", source, ("source_blocks", "block_size", "head_size"), storage_dtypes())
     check_tensor("target", target, ("target_blocks", *source.shape[1:]), (source.dtype,))
@@ -247,14 +247,14 @@ def check_reorg(gathered: Tensor, chunk: ContextParallelChunk) -> None:
 def check_rank_offsets(
     cu_seq_lens: Tensor, local_cu_seq_lens: Tensor, interleave: int, num_tokens: int, padded_tokens: int
 ) -> None:
-    """Check that row r of `local_cu_seq_lens` is the prefix sum of the tokens that rank r owns in each request.
+    """Check that row r of `local_cu_seq_lens` is the prefix sum of the numbers of tokens of rank r in each request.
 
     Args:
         cu_seq_lens: [B + 1], prefix sum of the number of tokens of each request in the chunk.
-        local_cu_seq_lens: [D, B + 1], for each of D ranks the prefix sum of the number of tokens of this rank.
+        local_cu_seq_lens: [D, B + 1], one row for each of D ranks.
         interleave: I. Each rank in turn owns I consecutive tokens of a sequence.
         num_tokens: upper bound of the tokens of the chunk.
-        padded_tokens: upper bound of the tokens of the chunk that any one rank owns.
+        padded_tokens: upper bound of the number of tokens that one rank owns in the chunk.
 
     Raises:
         ValueError: the prefix sums differ, or `num_tokens` or `padded_tokens` is too small.

@@ -5,7 +5,7 @@ latent (Lkv elements) and then the rope part: the rotated part of the key (R ele
 
 | format | stored | scales | bytes of an entry, Lkv 512 and R 64 |
 |---|---|---|---|
-| `compute_dtype` | all elements in the dtype of the queries | none | 1152 in 16 bits |
+| `compute_dtype` | all elements in the dtype of the queries | none | 1152 if this dtype has 16 bits |
 | `fp8_e4m3` | all elements in e4m3 | one float32 for the whole cache | 576 |
 | `fp8_ds_mla` | the latent in e4m3, the rope part in bfloat16 | one float32 for every 128 latent elements | 656 |
 
@@ -131,7 +131,7 @@ class CacheFormat:
         return self.layout(kv_lora_rank, qk_rope_head_dim).columns
 
     def entry_bytes(self, kv_lora_rank: int, qk_rope_head_dim: int, query_dtype: torch.dtype) -> int:
-        """Return the bytes of one cache entry, if queries of `query_dtype` attend over the cache.
+        """Return the number of bytes of one cache entry, if queries of `query_dtype` attend over the cache.
 
         Raises:
             ValueError: the format does not support queries of this dtype, or this (Lkv, R).
@@ -148,7 +148,8 @@ class CacheFormat:
                 are returned as stored, without a conversion.
 
         Raises:
-            ValueError: the dtype is not in `query_dtypes`; `out_dtype` is None and the format has a `storage_dtype`.
+            ValueError: the wanted dtype is neither in `query_dtypes` nor the `storage_dtype`; `out_dtype` is None,
+                although the format has a `storage_dtype`.
         """
         out_dtype = cache_dtype if out_dtype is None and self.storage_dtype is None else out_dtype
         if self.returns_stored(out_dtype):
@@ -162,7 +163,7 @@ class CacheFormat:
         return self.storage_dtype is not None and out_dtype == self.storage_dtype
 
     def gathered_width(self, columns: int, out_dtype: torch.dtype | None = None) -> int:
-        """Return the elements of a gathered cache entry, for a cache with `columns` columns.
+        """Return the number of elements of a gathered cache entry, for a cache with `columns` columns.
 
         The result is Lkv + R, or the number of columns if the entries are returned as stored (`returns_stored`).
 
@@ -177,7 +178,7 @@ class CacheFormat:
 
 
 def element_bytes(dtype: torch.dtype) -> int:
-    """Return the bytes of one element of a query, key or value. For a cache, use `CacheFormat.entry_bytes`."""
+    """Return the number of bytes of one element of a query, key or value (for a cache: `CacheFormat.entry_bytes`)."""
     return dtype.itemsize
 
 
@@ -230,7 +231,7 @@ def check_format(cache_format: CacheFormat) -> None:
 def check_kv_scale(
     cache_format: CacheFormat, kv_scale: Tensor | None, device: torch.device, argument: str = "kv_scale"
 ) -> None:
-    """Check the scale of a layer's cache: a float32 tensor [] if the format has one, otherwise None.
+    """Check the scale of a layer's cache: a float32 tensor [] if `cache_format.layer_scale` is true, otherwise None.
 
     The check does not read the value; `check_scale_values` reads it.
 

@@ -111,8 +111,8 @@ class MLAConfig:
     def softmax_scale(self) -> float:
         """Return the factor by which attention scores are multiplied before the softmax.
 
-        If the caller gave a factor, return this factor. Otherwise the factor is (P + R)^-1/2. If the rope has YaRN with
-        `mscale_all_dim`, this value is multiplied by yarn_mscale(yarn.factor, yarn.mscale_all_dim)^2.
+        If the caller gave a factor, return this factor. Otherwise the factor is (P + R)^-1/2, multiplied by
+        yarn_mscale(yarn.factor, yarn.mscale_all_dim)^2 if the rope has YaRN with `mscale_all_dim`.
         """
         if self.given_softmax_scale is not None:
             return float(self.given_softmax_scale)

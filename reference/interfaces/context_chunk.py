@@ -21,7 +21,7 @@ class ContextChunk:
 
     Attributes:
         starts: [B], position of each request's first token in this chunk.
-        cu_seq_lens: [B + 1], prefix sum of the number of tokens that each request has in this chunk (0 is legal).
+        cu_seq_lens: [B + 1], prefix sum of the number of tokens that each request has in this chunk (0 is allowed).
         num_tokens: cu_seq_lens[-1], tokens in this chunk; an upper bound if `bounded`.
         max_seq_len: largest number of tokens of one request in this chunk; an upper bound if `bounded`.
         bounded: whether `num_tokens` and `max_seq_len` are upper bounds, because the CPU does not know the true lengths

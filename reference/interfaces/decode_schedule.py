@@ -1,7 +1,7 @@
 """The schedule of a decode (which program of a kernel attends which keys), and the choice whether to use one.
 
-A tile is `DECODE_TILE` consecutive keys of one request. A split is a number of consecutive tiles of a request that are
-attended together. If a request has several splits, a combine kernel adds their partial outputs.
+A tile is `DECODE_TILE` consecutive keys of one request. A split is a group of consecutive tiles of a request that
+are attended together. If a request has several splits, a combine kernel adds their partial outputs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DECODE_TILE = 64  # keys in a tile, for every block size of the cache
 class InvariantSplitRule:
     """Four numbers that determine the splits of each request in a `batch_invariant` decode.
 
-    In such a decode a request gets the same bits in every batch, so its splits depend on its own length alone. For
+    In such a decode a request gets the same bits in every batch, so its splits must depend on its own length alone. For
     longer requests, either the number of splits or their size grows:
 
     | length of the request | tiles of a split | number of splits |
@@ -222,9 +222,9 @@ def choose_schedule(
 
     Without a schedule the kernel divides every request into the same number of splits. The decode then takes about as
     long as if all requests had the length of the longest request. A schedule therefore saves the time of this number of
-    tiles (B is the number of requests with keys):
+    tiles:
 
-        B * tiles of the longest request - tiles of all requests together
+        (number of requests that have keys) * (tiles of the longest request) - (tiles of all requests together)
 
     A schedule costs the time of about `request_cost` tiles for each request and for each program. A batch-invariant
     schedule costs `invariant_starts` times as much. The decode gets a schedule if the schedule saves more than it

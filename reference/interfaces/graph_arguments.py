@@ -87,7 +87,7 @@ def check_captured_lens(common: CommonAttentionMetadata, graph: GraphSupport) ->
     """Check a batch for a captured plan, and return the number of query tokens of this plan, padding included.
 
     Args:
-        common: the batch; no query of any replay is longer than `max_query_len`.
+        common: the batch; no query of any replay may be longer than `max_query_len`.
         graph: kind of the graph.
 
     Raises:
@@ -269,7 +269,7 @@ def check_captured(captured: MLAMetadata, plan: MLAMetadata) -> None:
 
 
 def check_graph_support(graph_support: GraphSupport | None, query_len_support: QueryLenSupport) -> GraphSupport:
-    """Return `graph_support`. If it is None, return ONE_QUERY_LEN for a decode kernel with UNIFORM, otherwise ANY."""
+    """Return `graph_support`; if it is None, return ONE_QUERY_LEN for decode kernels with UNIFORM, or else ANY."""
     check_type("graph_support", graph_support, (GraphSupport, type(None)), "a GraphSupport or None")
     one_length = query_len_support is QueryLenSupport.UNIFORM
     if graph_support is None:

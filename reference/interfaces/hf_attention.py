@@ -57,7 +57,7 @@ def layer_from_hf(layer_class: Callable[..., Any], module: nn.Module, options: d
 def parts_of_hf_attention(module: nn.Module, options: dict[str, Any]) -> HFAttention:
     """Return the parts of an attention module of transformers.
 
-    With context parallelism, the projections of heads keep only the heads of this rank.
+    With context parallelism, the projections that have heads keep only the heads of this rank.
 
     Args:
         module: the attention module, with the projections of all heads.
@@ -66,7 +66,7 @@ def parts_of_hf_attention(module: nn.Module, options: dict[str, Any]) -> HFAtten
 
     Raises:
         UnsupportedConfiguration: for the same reasons as `MLAConfig.from_hf`; the latent norms have different epsilons;
-            with `context_parallel`, a projection is not a plain linear, so its heads cannot be separated.
+            with `context_parallel`, a projection is not a plain linear module, so its heads cannot be separated.
         ValueError: the module has two different scales for the cache.
     """
     if not hasattr(module, "config") or not hasattr(module, "kv_a_layernorm"):

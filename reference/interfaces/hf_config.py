@@ -221,7 +221,7 @@ def fields_from_hf(config: Any) -> dict[str, Any]:
         for name in ("mla_scale_q_lora", "mla_scale_kv_lora")
         if _asks(getattr(config, name, None))
     ]
-    if model_type == "longcat_flash" and not reasons:  # transformers scales the latents even if the flags are off
+    if model_type == "longcat_flash" and not reasons:  # transformers scales the latents even if both fields are off
         reasons.append("config.model_type: latent scaling is not implemented, got 'longcat_flash'")
     if _asks(top_k := getattr(config, "index_topk", None)):
         reasons.append(f"config.index_topk: sparse-attention indexers are not implemented, got {short_text(top_k)}")

@@ -25,7 +25,7 @@ def allocate_kv_cache(
     A value may be NaN until it is written. The functions of this project do not use such values.
 
     Args:
-        num_blocks: blocks of one layer; 0 is legal.
+        num_blocks: number of blocks of one layer, at least 0.
         block_size: tokens per block.
         head_size: columns of a cache entry (`CacheFormat.columns`); Lkv + R in the format `compute_dtype`.
         dtype: dtype of the cache (`CacheFormat.dtype_for`): a float dtype, or the storage dtype of a format.

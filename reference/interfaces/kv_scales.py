@@ -1,6 +1,6 @@
 """The scale of a layer's cache: where it comes from, when it is fixed, and the file of a calibration.
 
-Only formats with `CacheFormat.layer_scale` have this scale. A layer takes it from the first of these sources:
+Only formats with `CacheFormat.layer_scale` have this scale. It comes from the first of these sources that exists:
 
 1. the argument `kv_scale` of the layer;
 2. the checkpoint: the attribute `kv_scale` or `k_scale` of the module (`MLAAttention.from_hf`);
@@ -218,7 +218,7 @@ def choose_kv_scale(layer: nn.Module, metadata: MLAMetadata, entries: Callable[[
 
     if observed is not None:
         observed.append(found := largest())
-        largest = found.clone  # a step is measured only once
+        largest = found.clone  # so that `before_write` does not compute the value again
     if scale is not None:
         scale.before_write(tokens > metadata.num_decode_tokens, largest)
 
@@ -324,7 +324,7 @@ def calibrate_kv_scales(layers: Mapping[str, nn.Module]) -> Iterator[CalibratedS
         for layer in layers.values():
             layer.observed = layer.observed_queries = None
     for name, (entries, queries) in observed.items():
-        check(len(entries) > 0, "layers", f"a step of the layer {name!r} in the block", "no step")
+        check(len(entries) > 0, "layers", f"a step of the layer {name!r} in the with block", "no step")
         scales[name], scales.queries[name] = _scale_of(entries), _scale_of(queries)
 
 
@@ -351,12 +351,12 @@ def save_kv_scales(path: str | os.PathLike, scales: Mapping[str, float], cache_f
 
 
 def _numbers(argument: str, scales: Mapping[str, Any]) -> dict[str, float]:
-    """Return scales as numbers by the name of the layer."""
+    """Return a dict from the name of each layer to its scale as a float."""
     return {str(name): scale_number(f"{argument}[{name!r}]", value) for name, value in scales.items()}
 
 
 def load_kv_scales(path: str | os.PathLike, cache_format: CacheFormat = FP8_E4M3) -> CalibratedScales:
-    """Read the scales of a calibration from a JSON file of `save_kv_scales`.
+    """Read the scales of a calibration from a JSON file that `save_kv_scales` wrote.
 
     Args:
         path: the file.

@@ -1,6 +1,7 @@
 """Argument checks of an attention layer: its config, its modules and the plan of a step.
 
-"Read no values" means that a check looks at shapes, dtypes and devices alone, so it does not wait for a GPU.
+In the docstrings below, "read no values" means that a check looks at shapes, dtypes and devices alone. Such a check
+does not wait for a GPU.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def latent_norm_eps(kv_a_layernorm: object, q_a_layernorm: object | None) -> flo
     """Return `variance_epsilon`, the epsilon of the latent norms of a transformers module.
 
     Raises:
-        UnsupportedConfiguration: the two norms have different epsilons, but an `MLAConfig` has one for both.
+        UnsupportedConfiguration: the two norms have different epsilons, but an `MLAConfig` has only one epsilon.
     """
     eps = kv_a_layernorm.variance_epsilon
     other = eps if q_a_layernorm is None else q_a_layernorm.variance_epsilon
@@ -181,7 +182,7 @@ def check_step(
 ) -> None:
     """Check shapes and numbers in the plan of a step, before the layer writes anything; read no values.
 
-    No chunk of context may have more than `workspace_tokens` tokens, because the layer has memory for this number.
+    No chunk of context may have more than `workspace_tokens` tokens, because the layer has no memory for more tokens.
     """
     check(isinstance(metadata, MLAMetadata), "metadata", "an MLAMetadata or None", type(metadata).__name__)
     end, split = metadata.num_actual_tokens, metadata.num_decode_tokens
@@ -218,7 +219,8 @@ def check_step(
     for chunk in prefill.context_chunks:
         check(chunk.num_tokens <= workspace_tokens, "metadata.workspace_tokens",
               f"chunks of at most {workspace_tokens} tokens, the layer's workspace_tokens",
-              f"a chunk of {chunk.num_tokens} in a plan for {metadata.workspace_tokens}")  # fmt: skip
+              f"a chunk of {chunk.num_tokens} tokens in a plan "
+              f"with workspace_tokens {metadata.workspace_tokens}")  # fmt: skip
 
 
 def check_step_values(metadata: MLAMetadata, kv_cache: Tensor) -> None:

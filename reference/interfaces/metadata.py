@@ -75,7 +75,7 @@ class CommonAttentionMetadata:
 
     Attributes:
         seq_lens: [B], tokens of each request after this step (context + query).
-        query_start_loc: [B + 1], prefix sum of the query lengths; a query length of 0 is legal.
+        query_start_loc: [B + 1], prefix sum of the query lengths; a query length of 0 is allowed.
         seq_lens_cpu: [B], copy of `seq_lens` on the CPU. Plans are computed from this copy, so that planning does not
             wait for the device. None if the engine does not know the lengths; plans are then computed from upper bounds
             on the CPU, and from the tensors on the device.

@@ -71,13 +71,13 @@ class TokenOwnership:
         check_int("rank", self.rank, 0, f"an int in [0, {self.size})")
 
     def count(self, num_tokens: int) -> int:
-        """Return how many of the first `num_tokens` tokens of a sequence this rank owns."""
+        """Return the number of tokens that this rank owns among the first `num_tokens` tokens of a sequence."""
         check_int("num_tokens", num_tokens, 0)
         rounds, rest = divmod(num_tokens, self.size * self.interleave)
         return rounds * self.interleave + min(max(rest - self.rank * self.interleave, 0), self.interleave)
 
     def most(self, num_tokens: int) -> int:
-        """Return how many of the first `num_tokens` tokens of a sequence rank 0 owns. No rank owns more of them."""
+        """Return the largest `count(num_tokens)` of all ranks, which is the count of rank 0."""
         return TokenOwnership(self.size, 0, self.interleave).count(num_tokens)
 
 
@@ -87,7 +87,7 @@ ONE_RANK = TokenOwnership(1, 0)  # one rank owns all tokens: the meaning of `own
 def get_dcp_local_seq_lens(
     seq_lens: Int32[Tensor, " B"], context_parallel_size: int, rank: int | None = None, interleave: int = 1
 ) -> Int32[Tensor, " B *D"]:
-    """Return how many of the first S tokens of each request a rank owns: the tokens i < S with (i // I) mod D = rank.
+    """Return how many tokens of each request a rank owns: the tokens i in [0, S) with (i // I) mod D = rank.
 
     The function works on any device, and inside a captured CUDA graph.
 
@@ -125,7 +125,8 @@ def visible_lens_of_tokens(
     """Return how many keys of one rank each query token attends, computed without a loop over the requests.
 
     The query token with index i in a request of Sq query tokens attends the first S - Sq + i + 1 tokens of the
-    sequence. A token of a padding row (S = 0) attends no token.
+    sequence; the result is the number of these tokens that the rank owns. A token of a padding row (S = 0) attends no
+    token.
 
     Args:
         query_start_loc: [B + 1], prefix sum of the query lengths Sq.
@@ -172,8 +173,8 @@ def dcp_wire_bytes(
 
     Args:
         num_tokens: T, query tokens of the step.
-        num_heads: N, number of heads that the D ranks have together. If TP ranks divide the heads of a model among
-            themselves, N is D / TP times the number of heads of the model.
+        num_heads: N, number of heads that the D ranks have together. If K ranks in all divide the heads of a model, N
+            is D / K times the number of heads of the model.
         kv_lora_rank: Lkv.
         qk_rope_head_dim: R.
         context_parallel_size: D.
@@ -183,7 +184,8 @@ def dcp_wire_bytes(
         query_size: bytes of a query element, 1 for queries in e4m3; None means `element_size`.
 
     Returns:
-        Mapping from collective to bytes: "all_gather" and "reduce_scatter", or "all_gather" and "all_to_all".
+        Mapping from the name of a collective operation to bytes: "all_gather" and "reduce_scatter", or "all_gather" and
+        "all_to_all".
 
     Raises:
         ValueError: `merge` is neither "ag_rs" nor "a2a"; N is not a multiple of D; a number is out of range.

@@ -38,7 +38,7 @@ PRESETS: Mapping[str, Mapping[str, int | None]] = {
 
 
 def _published_yarn(factor: float, mscale: float, beta_fast: float = 32.0) -> YarnConfig:
-    """Return YaRN parameters for pre-training sequences of 4096 tokens, with `mscale` as both magnitude scales."""
+    """Return YaRN parameters for pre-training sequences of 4096 tokens, with equal `mscale` and `mscale_all_dim`."""
     return YarnConfig(factor, 4096, beta_fast, 1.0, mscale, mscale)
 
 

@@ -19,7 +19,7 @@ from .errors import UnsupportedConfiguration
 
 CONVERTED = "converted"
 FP8_MODES = (CONVERTED, "fp8_query", "fp8_product")  # which products of a decode are computed in e4m3 (`mla_decode`)
-LEAST_WEIGHT = 1e-10  # lower bound of the largest absolute weight from which a scale is computed
+LEAST_WEIGHT = 1e-10  # a scale is computed from the largest absolute weight, or from this number if it is larger
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,8 +68,8 @@ class AbsorbedWeights(KeepsDtypes):
     def store(self, w_uk_t: QuantizedWeight, w_uv: QuantizedWeight) -> None:
         """Store new weights.
 
-        If shapes and device have not changed, the old weights are overwritten, because captured graphs read their
-        memory.
+        If shapes and device have not changed, the old weights are overwritten, because captured graphs read the memory
+        of the old weights.
         """
         with torch.no_grad(), torch.inference_mode(False):  # an inference tensor could not be overwritten later
             for name, weight in (("w_uk_t", w_uk_t), ("w_uv", w_uv)):
@@ -103,7 +103,7 @@ def to_e4m3(x: Float[Tensor, "*any"], scale: Float[Tensor, "*#any"]) -> Shaped[T
 
 
 def e4m3_scale(largest: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
-    """Return the scale with which a number becomes 448, the largest e4m3 number; the bits are the same on all devices.
+    """Return the scale with which `largest` is stored as 448, the largest e4m3 number; same bits on all devices.
 
     Args:
         largest: float32, numbers of at least 0, on any device.

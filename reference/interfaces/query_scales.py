@@ -1,10 +1,10 @@
 """The scale of a layer's absorbed queries in e4m3 (8 bits), for the decode modes `fp8_query` and `fp8_product`.
 
-A layer takes this scale from the first of these sources:
+A layer takes this scale from the first of these sources that has a scale:
 
 1. the argument `q_scale` of the layer;
 2. the checkpoint: the attribute `q_scale` of the module (`MLAAttention.from_hf`);
-3. a calibration, whose scales are saved to a JSON file and passed as `q_scale` (`CalibratedScales.queries`);
+3. a JSON file with the scales of a calibration, whose path is passed to `use_mla` (`CalibratedScales.queries`);
 4. 1.0, with a warning by the constructor of the layer.
 
 Queries are not stored, so the scale may change at any time. No step chooses a scale, because the results of all later
@@ -30,7 +30,7 @@ class QueryScale(KeepsDtypes):
     """The float32 scale of a layer's queries in e4m3, a buffer of the layer.
 
     Args:
-        value: a number or a tensor with one element is one scale for all heads; a tensor [N] has a scale for each head.
+        value: a number, or a tensor with one element, for all heads; or a tensor [N] with a scale for each head.
         num_heads: N, number of all heads of the config, also if ranks share the heads.
         source: where `value` comes from.
         device: device of the buffer; None takes the device of `value` if it is a tensor, otherwise the CPU.

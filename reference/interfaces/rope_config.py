@@ -74,7 +74,7 @@ class RopeConfig:
     """Parameters of the rotary embedding of `q_pe` and `k_pe`, the rotated parts of queries and keys.
 
     Attributes:
-        theta: base of the frequencies: pair i of the R rotated elements has the frequency theta^(-2i/R). Above 1.
+        theta: base of the frequencies: pair i of the R rotated elements has the frequency theta^(-2i/R).
         interleaved: which elements are rotated as a pair. True: (0, 1), (2, 3), ...; False: (0, R/2), (1, R/2 + 1), ...
         yarn: YaRN parameters; None for a rotary embedding without YaRN.
 

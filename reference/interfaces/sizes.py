@@ -11,7 +11,7 @@ from .checks import check, check_flag, check_int, check_type
 from .config import MLAConfig
 from .support import QueryLenSupport
 
-MOST_WORKSPACE_TOKENS = 64 * 1024  # most context tokens that a prefill expands at once, as in vLLM
+MOST_WORKSPACE_TOKENS = 64 * 1024  # largest number of context tokens that a prefill expands at once, as in vLLM
 LAYOUTS = {  # order in memory of the logical axes [layers, blocks, block_size, head_size]
     "layers_first": (0, 1, 2, 3),  # the cache of one layer is contiguous
     "blocks_first": (1, 0, 2, 3),  # all layers of one block are contiguous: one copy sends or swaps a block
@@ -84,9 +84,9 @@ def chunked_prefill_workspace_size(
 ) -> int:
     """Return the number of context tokens that a prefill expands at once, by the rule of vLLM.
 
-    The number is min(max(8 max_model_len, 4 max_num_seqs block_size), 64k), where 64k is 65536. The number is rounded
-    up to whole units (`context_unit`; with one rank a unit is a block), but not above 64k. The result is at least one
-    unit for each of `max_num_seqs` sequences, even if this is more than 64k.
+    The number is `min(max(8 * max_model_len, 4 * max_num_seqs * block_size), 65536)`. It is rounded up to whole units
+    (`context_unit`; with one rank a unit is a block), but not above 65536. The result is at least one unit for each of
+    `max_num_seqs` sequences, even if this is more than 65536.
 
     Args:
         max_model_len: largest number of tokens of a sequence.
@@ -109,8 +109,8 @@ def chunked_prefill_workspace_size(
 def reorder_batch_threshold(query_len_support: QueryLenSupport, num_speculative_tokens: int = 0) -> int:
     """Return the largest number of query tokens with which a request may decode without a call of `choose_path`.
 
-    (`choose_path` decides for longer queries whether they take the absorbed path, as decodes do, or the expanded path.)
-    The number is 1 plus the number of drafted tokens. With SINGLE_ONLY the number is 1, so requests with drafted tokens
+    For a request with more query tokens, `choose_path` may choose the absorbed path of decodes. The number is 1 plus
+    the number of drafted tokens. With `QueryLenSupport.SINGLE_ONLY` the number is 1, and requests with drafted tokens
     take the expanded path.
 
     Args:

@@ -22,14 +22,14 @@ class ContextWorkspace:
     """Memory for one chunk, which all layers of a model use one after another.
 
     The memory has two parts: the gathered cache entries of a chunk, and its expanded keys and values. Under context
-    parallelism, the second part first has the cache entries that the rank sends and receives. The keys and values then
-    overwrite these entries.
+    parallelism, the second part first holds the cache entries that the rank sends and receives. The keys and values
+    then overwrite these entries.
 
     A builder (`MLAMetadataBuilder`) has one workspace, and puts it into each plan with context. A layer to which the
     caller gave a workspace uses this workspace. All other layers use the workspace of the plan, so they share it.
 
     If no memory is given, the first layer that needs the workspace allocates the memory. If a later layer needs more
-    elements, another dtype or another device, this layer allocates new memory. Given memory is never replaced.
+    elements, another dtype or another device, this layer allocates new memory. Memory that was given is never replaced.
 
     Two steps must not use a workspace at the same time: each CUDA stream and each thread needs its own workspace.
 
@@ -61,7 +61,7 @@ class ContextWorkspace:
             ValueError: `dtype` is not supported; the memory was given by the caller, and is too small or has another
                 dtype or device.
         """
-        check_int("elements", elements, 0, below=2**48)  # 65536 tokens of 128 heads need more than 2^31
+        check_int("elements", elements, 0, below=2**48)  # 65536 tokens x 128 heads x (P + V = 256) = 2^31
         check_dtype("dtype", dtype)
         check_type("device", device, torch.device)
         memory = self.memory
@@ -194,7 +194,7 @@ def reserve_for_chunks(
 
 
 def check_rows(workspace: Tensor, columns: int, rows: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Check the rows [rows, columns] of a workspace, into which a gather writes."""
+    """Check a workspace [rows, columns], into which a gather writes."""
     check_tensor("workspace", workspace, ("rows", columns), (dtype,), device)
     gaps = "" if workspace.is_contiguous() else " with gaps"
     check(workspace.shape[0] >= rows and not gaps, "workspace", f"at least {rows} rows without gaps",

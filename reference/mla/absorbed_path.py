@@ -42,7 +42,7 @@ def absorbed_output(
 
 
 def own_q_scale(layer: nn.Module) -> Float[Tensor, "*heads"] | None:
-    """Return the scale of this rank's queries in e4m3, [] or [N / TP]; None in the mode `converted`."""
+    """Return the scale of this rank's queries in e4m3, [] or [heads of this rank]; None in the mode `converted`."""
     if layer.q_scale is None:
         return None
     scale, ranks = layer.q_scale.value, layer.context_parallel

@@ -145,7 +145,7 @@ class MLAMetadataBuilder:
         smallest = chunked_prefill_workspace_size(max_model_len, max_num_seqs, block_size, owned.size, owned.interleave)
         unit = context_unit(block_size, owned.size, owned.interleave)
         if context_parallel is not None:
-            context_parallel.gathered_heads(config.num_heads)  # raises if the heads are not a multiple of TP
+            context_parallel.gathered_heads(config.num_heads)  # raises if the number of heads is not a multiple of TP
         if num_programs is not None and not callable(num_programs):
             check_int("num_programs", num_programs, 0, "an int >= 0, a function or None")
         self.config, self.block_size, self.costs = config, block_size, costs
@@ -268,7 +268,7 @@ class MLAMetadataBuilder:
         )
 
     def update_captured(self, captured: MLAMetadata, common: CommonAttentionMetadata) -> None:
-        """Write the plan of another batch of the same shape into the tensors that a captured graph reads.
+        """Write the plan of the next replay's batch into the tensors that a captured graph reads.
 
         This method is for plans that were made before the capture. It writes three things: the schedule, the number of
         keys that each query token sees (`visible_lens`) and, under context parallelism, the number of keys on this

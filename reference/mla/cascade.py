@@ -39,9 +39,10 @@ def use_cascade_attention(
     """Return whether a decode is estimated to be faster with a cascade, from counted FLOPs and bytes.
 
     The FLOPs are the same with and without a cascade. With a cascade a kernel reads the prefix once, and without a
-    cascade once for each request. But a cascade also writes two attention states (output and log-sum-exp, over the
-    prefix and over the suffix), and reads them again to merge them. A cascade is faster if two conditions hold: memory
-    traffic limits the decode, and the cascade saves more bytes of the prefix than the states add.
+    cascade once for each request. But a cascade also writes two attention states (each an output and its log-sum-exp):
+    one over the prefix and one over the suffix. It reads both states again to merge them. A cascade is faster if two
+    conditions hold: memory traffic limits the decode, and the cascade saves more bytes of the prefix than the states
+    add.
 
     Args:
         common_prefix_len: number of context tokens that all requests share, as the function `common_prefix_len`

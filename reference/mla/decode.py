@@ -52,7 +52,7 @@ def mla_decode(
     lengths.
 
     A cache in e4m3 (8 bits) can be attended in three modes. In every mode, this function multiplies the stored numbers
-    by their scales before it computes attention. A kernel may multiply the stored numbers themselves, in these dtypes:
+    by their scales before it computes attention. A kernel may compute products of the stored numbers, in these dtypes:
 
     | `fp8_mode` | queries | product of queries and keys | product of probabilities and values |
     |---|---|---|---|

@@ -111,9 +111,9 @@ class MLAAttention(nn.Module):
         workspace_tokens: largest number of context tokens that a prefill expands at once (one chunk). A call raises if
             its plan has a larger chunk. If the caller gives `workspace_tokens` to the builder of the plans, the layer
             needs the same number. The default is enough for a builder without this argument.
-        context_parallel: the process groups of context parallelism; None for one rank. With groups, `q_proj` or
-            `q_b_proj`, `kv_b_proj` and `o_proj` have only this rank's N / TP heads (TP: number of tensor-parallel
-            ranks), and `o_proj` has no bias. `config` still describes all N heads.
+        context_parallel: the process groups of context parallelism; None for one rank. With groups, the projections
+            `q_proj`, `q_b_proj`, `kv_b_proj` and `o_proj` have only this rank's N / TP heads (TP: number of
+            tensor-parallel ranks), and `o_proj` has no bias. `config` still describes all N heads.
         cache_format: format of the layer's cache.
         workspace: memory in which a prefill gathers and expands one chunk; all layers of a model can share it. With
             None the layer uses the workspace of the plan (`MLAMetadata.workspace`). A memory-profile run (see
@@ -124,8 +124,8 @@ class MLAAttention(nn.Module):
             (`quantize_weight`). The constructor and `refresh_weights` quantise the weights.
         fp8_mode: mode of decodes over a cache in e4m3 (`mla_decode`). In the modes `fp8_query` and `fp8_product`, the
             ops that absorb and rotate the queries of decodes return them in e4m3.
-        q_scale: scale of queries in e4m3, only for these two modes: a number, or a tensor [N] with a scale for each of
-            all N heads. None means 1.0, with a warning (`reference.interfaces.query_scales`).
+        q_scale: scale of queries in e4m3, only for the modes `fp8_query` and `fp8_product`: a number, or a tensor [N]
+            with a scale for each of all N heads. None means 1.0, with a warning (`reference.interfaces.query_scales`).
         expand_by_module: whether prefills expand latents by calling `kv_b_proj` (`expand_kv_by_module`). Otherwise
             prefills multiply latents by the dense weight of `kv_b_proj` (`expand_kv`). A call of a quantised module
             reads fewer bytes than `expand_kv`, and rounds as the module does. Only `expand_kv` writes its result into
@@ -227,7 +227,8 @@ class MLAAttention(nn.Module):
 
         If `kv_b_proj` is a plain `nn.Linear`, the layer uses its parameter directly. If `kv_b_proj` is quantised,
         wrapped or hooked, the layer keeps a dense copy of the weight (`dense_weight`), and this call updates the copy.
-        With `fp8_weights`, this call quantises the absorbed weights again. Old tensors are overwritten if possible.
+        With `fp8_weights`, this call quantises the absorbed weights again. The call overwrites the tensors in place if
+        possible.
 
         With both `expand_by_module` and `fp8_weights`, the layer keeps no dense copy: prefills then call the module,
         and decodes read the quantised weights.
@@ -253,7 +254,7 @@ class MLAAttention(nn.Module):
     def up_projections(self) -> tuple[Float[Tensor, "Lkv N P"], Float[Tensor, "Lkv N V"]]:
         """Return W_UK [Lkv, N, P] and W_UV [Lkv, N, V] of this rank's heads, as views of the weight of `kv_b_proj`.
 
-        If the layer keeps no dense copy (`refresh_weights`), this call recovers the weight.
+        If the layer keeps no dense copy (`refresh_weights`), this call computes the weight with `dense_weight`.
         """
         weight, c = self.recovered_kv_b_weight, self.local_config
         if weight is None:

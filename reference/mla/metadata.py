@@ -93,15 +93,16 @@ def build_mla_metadata(
     time, an engine puts the requests of the absorbed path first (`reorder_batch_to_split_decodes_and_prefills`).
 
     If an engine does not know the lengths on the CPU, `common.seq_lens_cpu` is None. This function then plans the paths
-    and the chunks from upper bounds of the lengths. The tensors of the plan get the true lengths from the device:
+    and the chunks from upper bounds of the lengths. The tensors of the plan get the true lengths from the device. The
+    details are:
 
     - If `max_query_len` is at most `decode_threshold`, the function needs no lengths on the CPU. It uses
       `max_query_len`, `max_seq_len` and `num_actual_tokens`.
     - Otherwise the step may have prefills, and needs `query_start_loc_cpu` and `seq_lens_cpu_upper_bound`.
       `choose_path` gets upper bounds of the context lengths. `clamp_context_chunk` cuts the chunks to the true lengths,
       so the upper bounds change the result by rounding alone.
-    - `choose_schedule` gets the lengths for which a schedule saves most time: one request of `max_seq_len` keys, and
-      one key in each other request. The numbers in `schedule_choice` describe these lengths.
+    - `choose_schedule` gets the lengths for which a schedule saves the most time: one request of `max_seq_len` keys,
+      and one key in each other request. The numbers in `schedule_choice` describe these lengths.
 
     Args:
         common: the batch.
@@ -113,7 +114,8 @@ def build_mla_metadata(
             paths, and the plan has no schedule.
         costs: costs passed to `choose_path`.
         query_len_support: query lengths that the decode kernel supports.
-        require_order: whether to raise if a request that may take the absorbed path comes after an expanded request.
+        require_order: whether to raise if a request that may take the absorbed path comes after a request of the
+            expanded path.
         ownership: the tokens that this context-parallel rank owns; None if one rank owns all tokens. `common` has the
             lengths of whole sequences and the slots of this rank (`dcp_slot_mapping`). The paths are the same as on one
             rank.
@@ -139,7 +141,8 @@ def build_mla_metadata(
             - a padding row (a request without keys) has query tokens and is among the prefills;
             - `common.seq_lens_cpu` is None, the step may have prefills, and `query_start_loc_cpu` or
               `seq_lens_cpu_upper_bound` is missing;
-            - `require_order` is True, and a request that may take the absorbed path comes after an expanded request.
+            - `require_order` is True, and a request that may take the absorbed path comes after a request of the
+              expanded path.
     """
     check_threshold(decode_threshold, query_len_support)
     if num_programs is not None:
@@ -235,7 +238,7 @@ def build_mla_metadata(
 
 
 def _split_by_context(prefill: PrefillMetadata, context_lens: Int32[Tensor, " B"]) -> tuple[PrefillPart, ...]:
-    """Divide the prefills of a step into parts of consecutive requests: in each part, all have context, or none has.
+    """Divide the prefills of a step into parts of consecutive requests that all have context, or all have none.
 
     A part without context needs one call of the attention kernel, which writes the output. A part with context needs
     one call for the new tokens and one call for each chunk, and merges the attention states of these calls.
@@ -297,7 +300,7 @@ def _rank_local_decode_lens(
 ) -> Int32[Tensor, " decodes"]:
     """Return the number of keys that this rank has of each decode, as a tensor on the CPU.
 
-    If the lengths are not on the CPU, return lengths of at most `max_seq_len` for which a schedule saves most time
+    If the lengths are not on the CPU, return lengths of at most `max_seq_len` for which a schedule saves the most time
     (`longest_decode_lens`).
     """
     if not has_host_lens(common):

@@ -225,9 +225,10 @@ def forward_prefill(
             divided by the scale in float32 (float64 if `q` is float64), and is rounded once.
         output_block_scale: must be None: an output with one scale for each group of elements is not supported.
         expand: function that expands latents [S, Lkv] into k_nope [S, N, P] and v [S, N, V], such as
-            `expand_kv_by_module` with a given module; it allocates the results. Only the shapes of `w_uk` and `w_uv`
-            are then used. None means `expand_kv` with `w_uk` and `w_uv`.
-        workspace: memory in which each chunk is gathered and expanded; None allocates memory for every chunk.
+            `expand_kv_by_module` with a given module. Only the shapes of `w_uk` and `w_uv` are then used. None means
+            `expand_kv` with `w_uk` and `w_uv`.
+        workspace: memory in which each chunk is gathered, and expanded if `expand` is None (the function `expand`
+            allocates its results). None allocates memory for every chunk.
 
     Returns:
         With `return_lse`, an `AttentionState`: out [T, N, V] in the dtype of `q`, or in e4m3 if `output_scale` is

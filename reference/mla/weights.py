@@ -204,8 +204,7 @@ def query_to_latent(
     Args:
         q_nope: [T, N, P], query parts without rope.
         w_uk_t: [N, P, Lkv], from `absorb`, or this weight in e4m3 (`quantize_weight`).
-        q_scale: float32 scale of queries in e4m3, [] or [N], as `mla_decode` takes it; None for queries in the dtype of
-            `q_nope`.
+        q_scale: float32 scale of returned queries in e4m3, [] or [N]; None returns queries in the dtype of `q_nope`.
 
     Returns:
         [T, N, Lkv], queries that can attend the cached latents; e4m3 if `q_scale` is given.

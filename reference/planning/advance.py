@@ -44,8 +44,8 @@ def advance_step(
     the request becomes a decode. If drafted tokens were rejected, the caller must first lower `common.seq_lens`.
 
     If an engine does not know the lengths on the CPU, `common.seq_lens_cpu` is None. The function then advances the
-    tensors on the device in the same way. The CPU fields of the result change as follows. The limit is the argument
-    `max_seq_len`, or the number of tokens that the block table can hold, whichever is smaller.
+    tensors on the device in the same way, and the CPU fields of the result change as listed here. The limit in this
+    list is the smaller of the argument `max_seq_len` and the number of tokens that the block table can hold.
 
     - `seq_lens_cpu` stays None.
     - The field `max_seq_len` rises by one, up to the limit.
@@ -53,10 +53,10 @@ def advance_step(
       bound 0 of a padding row stays 0.
     - `query_start_loc_cpu` (if not None) gets one query token for each request with query tokens.
 
-    If `query_start_loc_cpu` is None, it stays None, and the upper bounds of all requests rise. The function must then
-    compute the number of query tokens of the next step from `num_actual_tokens` and `max_query_len` of `common`. It can
-    do so if each request has at most one query token, or if all requests have `max_query_len` query tokens. In general,
-    ceil(`num_actual_tokens` / `max_query_len`) must equal the smaller of B and `num_actual_tokens`.
+    If `query_start_loc_cpu` is None, it stays None. The upper bounds of requests without query tokens then rise too.
+    The function must compute the number of query tokens of the next step from `num_actual_tokens` and `max_query_len`
+    of `common`. It can do so if each request has at most one query token, or if all requests have `max_query_len` query
+    tokens. In general, ceil(`num_actual_tokens` / `max_query_len`) must equal the smaller of B and `num_actual_tokens`.
 
     Args:
         sampled_token_ids: [B] int32 or int64, the sampled token of each request; ignored for padding rows and for

@@ -63,7 +63,7 @@ def reorder_batch_to_split_decodes_and_prefills(decodes: Bool[Tensor, " B"]) -> 
     index.
 
     Args:
-        decodes: [B] bool on the CPU, True for the requests that decode (`choose_paths`, or query_lens <= threshold).
+        decodes: [B] bool on the CPU, True for the requests that decode (`choose_paths`, or `query_lens <= threshold`).
 
     Returns:
         Pairs of indices (i, j), i < j, to be swapped one after another; empty if the decodes already come first.

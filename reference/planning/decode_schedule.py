@@ -39,11 +39,11 @@ def plan_decode(
 
     All requests are placed one after another on a line. One unit of the line is the time of one tile. Each request is
     divided into parts. The line is cut into segments of Q = ceil(length of the line / num_programs) units. Program p
-    gets the parts that start in segment p, the units p Q to (p + 1) Q - 1. All parts of one request that a program gets
-    form one split. A request without keys has no split and no length on the line.
+    gets the parts that start in segment p, the units p Q to (p + 1) Q - 1. A request without keys has no split and no
+    length on the line.
 
-    The function lays out two lines, computes an upper bound of the time for each line, and takes the line with the
-    smaller upper bound:
+    Without `batch_invariant`, all parts of one request that a program gets form one split. The function lays out two
+    lines, computes an upper bound of the time for each line, and takes the line with the smaller upper bound:
 
     - *Balanced*: a part is one tile. A request has `request_cost` units, then one unit for each tile. A program that
       continues a request of the previous program needs another `request_cost`. Therefore no program takes longer than
@@ -134,7 +134,7 @@ class _Part(NamedTuple):
         request: index of the request.
         number: index of the part within the request.
         first_tile: first tile of the part.
-        last_tile: last tile of the part (exclusive).
+        last_tile: index behind the last tile of the part.
         start: unit of the line at which the part starts.
     """
 
@@ -186,8 +186,9 @@ def _equal_part_tiles(tiles: list[int], num_programs: int, splits_per_tile: int)
 
     A request with t of the T tiles of all requests gets max(1, floor(num_programs * t / T)) parts of equal size. Very
     small parts take too long to combine: with parts of s tiles, the time of one part and of the combine kernel is
-    s + t / (s * splits_per_tile) tiles. This time is lowest at s = sqrt(t / splits_per_tile). No part is therefore
-    smaller than this root, rounded up to 1 or to an even number. (Kernels process tiles in pairs.)
+    s + t / (s * splits_per_tile), in units of the time of one tile. This time is lowest at
+    s = sqrt(t / splits_per_tile). No part is therefore smaller than this root, rounded up to 1 or to an even number.
+    (Kernels process tiles in pairs.)
     """
     total = max(1, sum(tiles))
     parts = [max(1, num_programs * count // total) for count in tiles]

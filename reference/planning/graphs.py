@@ -62,12 +62,12 @@ class DecodeGraph:
         device: device of the step.
         query_len: largest number of query tokens of a request: 1 plus the number of drafted tokens.
         layers: the layers that the step runs. The constructor and every run raise if a layer has another cache format
-            or another mode of decodes than the builder. A layer that is not in `layers` raises the error itself, when
+            or another fp8 mode than the builder. A layer that is not in `layers` raises the error itself, when
             it gets the plan of its first step.
 
     Attributes:
         cache_format: the builder's format of caches; None if the builder has none.
-        fp8_mode: the builder's mode of decodes over a cache in e4m3 (`mla_decode`); None if the builder has none.
+        fp8_mode: the builder's fp8 mode (`mla_decode`); None if the builder has none.
         max_seq_len: largest number of tokens that a request may have in a run: the limit of `builder`, or the tokens
             that fit into `max_blocks` blocks, whichever is smaller.
         graph_support: ANY if the requests of a run may have different numbers of query tokens, up to `query_len`.
@@ -76,7 +76,7 @@ class DecodeGraph:
     Raises:
         TypeError: `builder` is not an `AttentionMetadataBuilder`, or another argument has a wrong type.
         ValueError: `batch_sizes` is empty, or has a size below 1 or above the builder's `max_num_seqs`; another number
-            is below 1; the builder cannot plan a graph for `query_len`; a layer has another format or mode.
+            is below 1; the builder cannot plan a graph for `query_len`; a layer has another cache format or fp8 mode.
     """
 
     def __init__(

@@ -21,9 +21,9 @@ def make_local_attention_virtual_batches(
 
     In chunked local attention, positions are divided into attention chunks of `attention_chunk_size` tokens. A token
     attends itself and the tokens before it in the same attention chunk. All query tokens of a request in one attention
-    chunk therefore become one virtual request, whose keys are the tokens of this chunk. An attention chunk begins at
-    the start of a block, so the virtual request gets consecutive columns of the request's block table. Tokens keep
-    their order and slots.
+    chunk therefore become one virtual request. Its keys are the tokens of this attention chunk up to the last query
+    token. An attention chunk begins at the start of a block, so the virtual request gets consecutive columns of the
+    request's block table. Tokens keep their order and slots.
 
     Args:
         common: the batch.

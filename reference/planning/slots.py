@@ -34,7 +34,7 @@ def slot_mapping(
         seq_lens: [B], tokens of each request after this step; 0 marks a padding row, whose slots are -1.
         block_table: [B, W], block ids of each request.
         block_size: tokens per block.
-        num_tokens: length of the result, at least query_start_loc[-1]. Later tokens are padding and have slot -1.
+        num_tokens: length of the result, at least `query_start_loc[-1]`. Later tokens are padding and have slot -1.
 
     Returns:
         [num_tokens] int64.
@@ -81,7 +81,7 @@ def dcp_slot_mapping(
         seq_lens: [B], tokens of each whole sequence after this step; 0 marks a padding row, whose slots are -1.
         block_table: [B, W], block ids of each request, the same on all ranks.
         block_size: tokens per block, a multiple of I.
-        num_tokens: length of the result, at least query_start_loc[-1]. Later tokens are padding and have slot -1.
+        num_tokens: length of the result, at least `query_start_loc[-1]`. Later tokens are padding and have slot -1.
         context_parallel_size: D, ranks that share each sequence.
         rank: this rank, in [0, D).
         interleave: I, consecutive tokens on one rank.

@@ -30,7 +30,7 @@ def compute_visible_lens(
         query_start_loc: [B + 1], prefix sum of the query lengths Sq.
         seq_lens: [B], tokens of each request after this step, S; 0 marks a padding row. Under context parallelism S is
             the length of the whole sequence.
-        num_tokens: length of the result, at least query_start_loc[-1].
+        num_tokens: length of the result, at least `query_start_loc[-1]`.
         ownership: the tokens that this context-parallel rank owns; the result is then the number of rank-local keys.
             None if one rank owns all tokens.
 

@@ -47,7 +47,7 @@ def assert_quantised(found, unquantised, scale):
 @pytest.mark.skipif(INTERPRETED, reason="needs no Triton")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_merge(ops, dtype):
-    """The e4m3 output is the float32 output of the merge, divided by the scale and rounded once."""
+    """The e4m3 output is the output of a merge in float32 or float64, divided by the scale and rounded once."""
     prefix, suffix = make_states(dtype)
     scale = torch.tensor(0.013)
     wide = [AttentionState(x.out.to(x.lse.dtype), x.lse) for x in (prefix, suffix)]

@@ -99,7 +99,7 @@ def deepseek_frequencies(dim: int, theta: float, original: int, betas: tuple[flo
     """Return DeepSeek's YaRN frequencies, and the index at which YaRN's ramp (a range of pairs) ends.
 
     Pairs before the ramp keep their frequency, and YaRN divides the frequency of pairs behind the ramp by `factor`.
-    Pairs in the ramp get a frequency between these two. The ramp can end behind the last pair.
+    Pairs in the ramp get a frequency between the kept and the divided frequency. The ramp can end behind the last pair.
 
     The computation follows `find_correction_range` and `linear_ramp_mask` of DeepSeek's code, in Python floats.
     """

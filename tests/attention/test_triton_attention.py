@@ -301,7 +301,7 @@ def test_same_bits_again(dtype):
 @gpu_only
 @pytest.mark.parametrize("dims", [(128, 64, 128), (12, 8, 10)])
 def test_captured_in_a_graph(dims):
-    """Change the lengths of a captured graph, but not their sum -> a replay gives the bits for the new lengths."""
+    """Change the lengths of a captured graph, but not their sum -> a replay has the bits of a call without a graph."""
     lens, other = ([40, 200], [70, 330]), ([111, 129], [71, 329])
     inputs = make_inputs(*lens, 4, dims, torch.bfloat16)
     cu = [offsets(each).to(DEVICE) for each in lens]

@@ -64,7 +64,7 @@ def test_apply_rope(scale, dtype, interleaved):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cache_format", [FP8_E4M3, FP8_DS_MLA], ids=lambda x: x.name)
 def test_rope_norm_and_cache(cache_format, dtype, interleaved):
-    """With a query scale, the fused kernel returns e4m3 queries; its other outputs and the cache keep their bits."""
+    """With a query scale, `rope_norm_and_cache` returns e4m3 queries; its other outputs and the cache do not change."""
     from fast.kernels.triton.rope import apply_rope, rope_norm_and_cache
 
     latent, rope = cache_format.dims or (32, 24)

@@ -108,7 +108,7 @@ def test_every_op_has_a_cpu_kernel():
     ],
 )
 def test_reasons(change, reason):
-    """If a backend does not declare one value that a call needs, it refuses the call with exactly one reason."""
+    """If exactly one value of a call is not declared by a backend, the backend refuses the call with one reason."""
     narrow = deviceless(
         "narrow", 5, dtypes=(torch.float32,), head_dims={"kv_lora_rank": (512,)}, block_sizes=(64,),
         query_lens=QueryLenSupport.UNIFORM, masks=("causal",), batch_invariant=False, graph=GraphSupport.ONE_QUERY_LEN,
@@ -159,7 +159,7 @@ def decode_arguments():
 
 
 def test_schedule_changes_no_value(ops):
-    """If each request has one tile (64 keys), a decode gives the same bits with a schedule as without a schedule."""
+    """If no request has more than 64 keys (one tile), a schedule does not change a bit of the result of a decode."""
     q, k_pe, cache, plan, scale = decode_arguments()
     schedule = DecodeSchedule(integers(0, 0, 0, 1, 0).view(1, 5), integers(0, 1, 2))
     with_schedule, without = (
@@ -262,7 +262,7 @@ def test_a_graph_binds_what_a_backend_declares(backend, planner, launched):
 WRONG = [
     ("nosuch", "^backend: expected one of cpu, triton, hopper, got nosuch$"),
     (7, "^backend: expected None, a name or a mapping from op to name, got int$"),
-    ({"mla_decod": "cpu"}, "^backend: expected a mapping from some of advance_step, .*_tokens, got mla_decod$"),
+    ({"mla_decod": "cpu"}, "^backend: expected a mapping whose keys are among advance_step, .*_tokens, got mla_decod$"),
     ({"mla_decode": "nosuch"}, r"^backend\['mla_decode'\]: expected one of cpu, triton, hopper, got nosuch$"),
     ({"mla_decode": None}, r"^backend\['mla_decode'\]: expected one of cpu, triton, hopper, got None$"),
     ({"plan_decode": "cpu", "apply_rope": "hopper"}, "^hopper: has no kernel for apply_rope$"),

@@ -144,7 +144,7 @@ def test_a_plan_is_not_kept_alive():
 
 
 def test_a_write_counts_as_a_change():
-    """An op that writes a tensor raises the tensor's version, also in a call that skips torch's dispatcher."""
+    """An op that writes a tensor increases the tensor's version, also in a call that skips torch's dispatcher."""
     batch = make_batch([1, 1], [20, 33])
     cache = new_cache(batch, DIRECT.head_size, torch.float32)
     arguments = torch.zeros(2, DIRECT.kv_lora_rank), torch.zeros(2, DIRECT.qk_rope_head_dim), cache

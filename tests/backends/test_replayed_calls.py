@@ -59,7 +59,7 @@ class CudaLauncher:
 
 
 def make_tensordesc_arg(descriptor, metadata):
-    """Encode a TMA descriptor as a list of kernel arguments; Triton has this function in the module of its launcher."""
+    """Encode a descriptor of TMA, the GPU's bulk copy engine; Triton has this function in its launcher's module."""
     return [f"{metadata} at {descriptor.base.data_ptr()}", *descriptor.shape, *descriptor.strides]
 
 
@@ -201,8 +201,8 @@ def test_another_version_of_triton_is_not_replayed(monkeypatch):
 def test_a_call_that_does_not_fit_runs(version, driver, monkeypatch):
     """The call runs instead of its replay if the replay would launch with wrong arguments, device or hooks.
 
-    The cases are another value of a number, one tensor where the recorded call had two (or the reverse), another
-    current device, and a launch hook of a Triton profiler.
+    The cases are another value of a number, two tensors where the recorded call had one tensor twice (or the reverse),
+    another current device, and a launch hook of a Triton profiler.
     """
     kernel, launches = FakeKernel(version), Launches()
 

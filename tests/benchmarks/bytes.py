@@ -10,19 +10,18 @@ The output of every operation except merge must have exactly the expected bits. 
 compared with `reference` in float64. The error of this part must be within a budget, which is computed from the error
 of `reference` in the dtype of the inputs.
 
-The table gives the speed of an operation / the speed of the copy. This ratio is the fraction of the copy's bandwidth
-that the operation reaches. The bytes of an operation count each input and each output once. A stored entry has e bytes:
-1152 in bfloat16, 576 in fp8_e4m3, 656 in fp8_ds_mla. An operation on T tokens in blocks of 64 then moves:
+The table gives the speed of each operation, divided by the speed of the copy. The bytes of an operation count each
+input and each output once. A stored entry has e bytes: 1152 in bfloat16, 576 in fp8_e4m3, 656 in fp8_ds_mla. For T
+tokens in blocks of 64, the operations that depend on the cache format move these bytes:
 
 - gather: T (e + 1152) + 4 T / 64 for the block table.
 - cache_write: T (1152 + e) + 8 T for the slots.
 - fused_write: T (1152 + e) + 1152 T for the normed latents and rotated keys + 16 T for slots and positions
   + 4096 T for the rope parts of the queries of 16 heads, read and written.
 
-The operations whose names end in a cache format read or write a cache of this format: gather_fp8_e4m3 dequantises the
-entries that it reads, and cache_write_fp8_e4m3 quantises the entries that it writes. fused_write, with and without a
-format in its name, also rotates the queries and the keys, and applies the RMS norm to the latents. The queries
-have 16 heads, as on one of 8 ranks.
+The operations whose names end in a cache format read or write a cache of this format: "gather_fp8_e4m3" dequantises the
+entries that it reads, and "cache_write_fp8_e4m3" quantises the entries that it writes. Every "fused_write" also rotates
+the queries and the keys, and applies the RMS norm to the latents. The queries have 16 heads, as on one of 8 ranks.
 """
 
 from __future__ import annotations

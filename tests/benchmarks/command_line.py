@@ -27,7 +27,7 @@ def run(
     argv: Sequence[str] | None,
     parser: argparse.ArgumentParser,
 ) -> int:
-    """Run one benchmark from its options to its exit status.
+    """Parse the options of a benchmark, run the benchmark, and return its exit status.
 
     Args:
         run_main: function that gets the unparsed and the parsed options, and returns the exit status.

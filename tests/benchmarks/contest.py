@@ -43,8 +43,8 @@ class Contender:
     Attributes:
         calls: one call for each set of inputs; a call does the timed work and nothing else.
         view: converts the output of a call to the shape that the check expects; the conversion is not timed.
-        step: function for the times "stepped", which plans a step of `timing.LAYERS` layers and runs all layers. If it
-            is None, a step is `timing.LAYERS` calls of `calls`.
+        step: function that plans a step of `timing.LAYERS` layers and runs all layers, for the times "stepped". If
+            `step` is None, a step is `timing.LAYERS` calls of `calls`.
     """
 
     calls: Sequence[Call]
@@ -268,7 +268,7 @@ def run_benchmark(
         more: function that returns further entries of the results file; it runs after the rows.
 
     Returns:
-        The exit status: 0 on success, 1 if a row failed its parity, 2 if the benchmark cannot run here.
+        The exit status: 0 on success, 1 if `fast` failed for a row (`failures`), 2 if the benchmark cannot run here.
     """
     run_main = partial(_run, name, description, all_rows, make_case, bandwidth, more)
     parser = make_parser(name, description, all_rows, ways, epilog)
@@ -291,7 +291,7 @@ def make_parser(
     parser = argparse.ArgumentParser(
         prog=f"python -m tests.benchmarks.{name}",
         description=description,
-        epilog=f"{epilog} Exit status: 0 on success, 1 if the output of a row lies outside its budget (that row is not "
+        epilog=f"{epilog} Exit status: 0 on success, 1 if fast fails or exceeds its budget for a row (that row is not "
         "timed), 2 if the benchmark cannot run here.".strip(),
     )
     parser.add_argument("--peers", type=Path, metavar="DIR", help="folder with a module peers.py, whose kernels "

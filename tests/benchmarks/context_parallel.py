@@ -68,7 +68,7 @@ class Row:
 
 
 ROWS = (Row(32, 131072, 128), Row(1, 131072, 128), Row(128, 4096, 128), Row(64, 16384, 128), Row(32, 131072, 16))
-FLOORS = {(2, ROWS[0]): 1.7, (4, ROWS[0]): 3.0}
+FLOORS = {(2, ROWS[0]): 1.7, (4, ROWS[0]): 3.0}  # (number of GPUs, row): least speedup
 
 
 def entries_of(row: Row, request: int) -> Tensor:
@@ -245,8 +245,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and return the exit status.
 
     The status is 1 if the error of an output exceeds its budget (the largest error that docs/correctness.md allows), or
-    if the speedup of a row is below the least speedup in FLOORS. The status is 2 if there are too few GPUs or a row is
-    invalid.
+    if the larger speedup of the two merges is below FLOORS in a row. The status is 2 if there are too few GPUs or a row
+    is invalid.
     """
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.context_parallel", description=__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="number of GPUs (default: %(default)s)")

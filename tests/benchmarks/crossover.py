@@ -41,7 +41,7 @@ QUERY_LENS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 512)
 CONTEXT_LENS = (0, 128, 512, 2048, 8192, 32768)
 REQUESTS = 2  # requests of a batch; the contexts of two requests fit into the workspace
 BLOCK_SIZE, WORKSPACE = 64, 65536
-MOST_LOST = 0.10  # the benchmark prints a warning if the loss of a chosen path is larger
+MOST_LOST = 0.10  # the last line of the output says whether the loss of a chosen path is larger at any point
 SLOWER = 8.0  # an absorbed path that takes more than 8 x the time of the expanded path is not timed for longer queries
 CONSTANTS = tuple(asdict(PathCosts()))
 
@@ -272,7 +272,7 @@ def _run(argv: Sequence[str], arguments: argparse.Namespace) -> int:
         console.print(table)
         console.print(
             f"largest loss: {max(losses['measured']):.1%} with the fitted constants, {max(losses['counted']):.1%} with "
-            f"counted costs; {costs}"
+            f"counted operations in their place; {costs}"
         )
         worst = max(worst, *losses["measured"])
         results.append({

@@ -26,9 +26,9 @@ The variants of `fast` differ in how they split requests:
 A stepped time is the time of one layer in a CUDA graph that runs a step of 61 layers. The step makes a schedule once
 for all layers, but "FA3" makes its schedule in every layer.
 
-In the other ways of timing, a time of a planned variant of `fast` contains the planning. The times of FlashMLA and of
-"FA3, schedule ahead" do not contain the computation of their schedules. "FA3" makes its schedule in every call.
-FlashInfer's plan is outside every time, also outside a stepped time, because the plan waits for the GPU.
+In a flushed or replayed time, a call of a planned variant of `fast` makes its schedule, and "FA3" too makes its
+schedule in every call. FlashMLA and "FA3, schedule ahead" keep a schedule that was made before. FlashInfer's plan is
+outside every time, also outside a stepped time, because the plan waits for the GPU.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Row:
         batch, keys, queries, heads = (int(text) for text in sizes)
         known = lens in LENS or (lens.endswith("%") and lens[:-1].isdecimal() and int(lens[:-1]) <= 100)
         if min(batch, keys, queries, heads) < 1 or queries > keys or not known:
-            raise ValueError(f"sizes are at least 1, Sq is at most S, lens is one of {', '.join(LENS)}, 80%")
+            raise ValueError(f"sizes are at least 1, Sq is at most S, lens is {', '.join(LENS)}, or e.g. 80%")
         return cls(batch, keys, queries, heads, lens)
 
     @property
@@ -131,13 +131,13 @@ class Row:
         return 2 * self.Sq * self.N * sum(self.seq_lens) * (WIDTH + LATENT)
 
     def bytes_over(self, cache_format: CacheFormat) -> int:
-        """Return the bytes of the cache entries in a format, of q and of out, each counted once."""
+        """Return the bytes of the cache entries in a format, of the queries and of the output, each counted once."""
         entries = sum(self.seq_lens) * cache_format.entry_bytes(LATENT, ROPE, DTYPE)
         return entries + DTYPE.itemsize * self.B * self.Sq * self.N * (WIDTH + LATENT)
 
     @property
     def bytes(self) -> int:
-        """Bytes of the cache entries in the compute dtype, of q and of out, each counted once."""
+        """Bytes of the cache entries in the compute dtype, of the queries and of the output, each counted once."""
         return self.bytes_over(COMPUTE_FORMAT)
 
 
@@ -213,7 +213,7 @@ def spread_out(count: int, at_most: int) -> list[int]:
 
 
 def check(row: Row, inputs: Inputs, value: AttentionState | Tensor) -> list[Parity]:
-    """Check that the whole output is finite, and compare a few heads of a few requests with the reference.
+    """Check that the whole output is finite, and compare a few heads of a few requests with `reference`.
 
     Args:
         row: the shape.
@@ -279,9 +279,9 @@ def flashinfer_calls(row: Row, inputs: Inputs, peers: ModuleType) -> list[Call]:
 
 
 def fp8_contenders(row: Row, inputs: Inputs, peers: ModuleType) -> tuple[dict[str, Contender], dict[str, str]]:
-    """Return the contenders among the peers over a cache in e4m3, and the absent peers with the reasons.
+    """Return the peers that decode over a cache in e4m3 as contenders, and the absent peers with the reasons.
 
-    All scales are 1. FlashMLA gets the queries in e4m3.
+    A contender is an implementation that is timed. All scales are 1. FlashMLA gets the queries in e4m3.
     """
     q = torch.cat((inputs.ql_nope, inputs.q_pe), dim=-1).view(row.B, row.Sq, row.N, WIDTH)
     there = {**peers.available(), **getattr(peers, "more_available", dict)()}

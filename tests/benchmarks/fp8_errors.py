@@ -132,7 +132,7 @@ def main(arguments: list[str] | None = None) -> dict:
     torch.manual_seed(given.seed)
     decodes = [each for length in given.lengths for each in decode_errors(length, given.heads, given.deviation)]
     found = {"deviation": given.deviation, "heads": given.heads, "decodes": decodes, "weights": weight_errors()}
-    print(f"Decodes, scores of deviation {given.deviation:g}\n\n{table(decodes)}\n")
+    print(f"Decodes, standard deviation of the scores {given.deviation:g}\n\n{table(decodes)}\n")
     print(f"Absorbed weights, one head multiplied by a factor\n\n{table(found['weights'])}")
     if given.json is not None:
         given.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

@@ -350,9 +350,10 @@ def make_parser() -> argparse.ArgumentParser:
                         "all)")  # fmt: skip
     parser.add_argument("--profile", metavar="OP", help="print where the calls of this op spend their time, and "
                         "nothing else")  # fmt: skip
-    parser.add_argument("--calls", type=int, default=CALLS, metavar="N", help="calls of each op (default: %(default)s)")
-    parser.add_argument("--requests", type=int, metavar="B", help="requests of a decode")
-    parser.add_argument("--keys", type=int, metavar="S", help="keys of each request of a decode")
+    parser.add_argument("--calls", type=int, default=CALLS, metavar="N",
+                        help="number of calls of each op (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--requests", type=int, metavar="B", help="number of requests of a decode")
+    parser.add_argument("--keys", type=int, metavar="S", help="number of keys of each request of a decode")
     return parser
 
 

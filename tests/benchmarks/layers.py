@@ -103,7 +103,7 @@ def num_blocks(seq_lens: Sequence[int], block_size: int = BLOCK_SIZE) -> int:
 def make_batch(
     query_lens: Sequence[int], seq_lens: Sequence[int], device: str, block_size: int = BLOCK_SIZE
 ) -> CommonAttentionMetadata:
-    """Return a batch; each request has its own blocks in random order, and the slots of its new tokens."""
+    """Return a batch in which each request has cache blocks of its own, in random order."""
     blocks = torch.randperm(num_blocks(seq_lens, block_size)).to(torch.int32)
     table = torch.zeros(len(seq_lens), -(-max(seq_lens) // block_size), dtype=torch.int32)
     end = 0

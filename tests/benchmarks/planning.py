@@ -222,8 +222,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.planning", description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of the plans (default: cpu)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="file for hardware, versions and times")
-    parser.add_argument("--time", type=float, default=1.0, metavar="S", help="seconds of timing for each row and "
-                        "function (default: 1)")  # fmt: skip
+    parser.add_argument("--time", type=float, default=1.0, metavar="S", help="seconds of timing for each batch "
+                        "and function (default: 1)")  # fmt: skip
     return run(_run, argv, parser)
 
 

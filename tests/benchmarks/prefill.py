@@ -84,7 +84,7 @@ class Row:
 
     @property
     def bytes(self) -> int:
-        """Bytes of q, k_nope, the shared k_pe, v and out, each counted once."""
+        """Bytes of `q`, `k_nope`, `k_pe` (shared by all heads), `v` and the output, each counted once."""
         per_query, per_key = self.N * (WIDTH + VALUE), self.N * (NOPE + VALUE) + ROPE
         return DTYPE.itemsize * self.B * (self.Sq * per_query + self.Skv * per_key)
 
@@ -108,7 +108,7 @@ class Inputs:
         k_nope: [B Skv, N, 128], stored head by head.
         k_pe: [B Skv, 64].
         v: [B Skv, N, 128], stored head by head.
-        cu_q: offsets of the requests in q, [B + 1].
+        cu_q: offsets of the requests in the queries, [B + 1].
         cu_k: offsets of the requests in the keys, [B + 1].
     """
 

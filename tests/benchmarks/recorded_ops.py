@@ -77,7 +77,8 @@ def time_ops(clock: Clock | None, plan: Sequence[RecordedOp], layers: Sequence[S
         num_layers: number of layers in the step.
 
     Returns:
-        The sum in microseconds, and a pair (name, spread of the time) for every op of the plan and of one layer.
+        The sum in microseconds, and a dictionary for every op of the plan and of one layer: its name, the number of
+        its calls in a step (`times`), and the spread of its time.
 
     Raises:
         AssertionError: the layers differ in their ops, or no op of a layer is an attention op.
@@ -86,7 +87,7 @@ def time_ops(clock: Clock | None, plan: Sequence[RecordedOp], layers: Sequence[S
     if any(other != names[0] for other in names):
         raise AssertionError(f"expected equal ops in all layers, got {names[0]} and others")
     if not any(op in name for name in names[0] for op in ("mla_twins::mla_decode", "mla_twins::flash_attn_varlen")):
-        raise AssertionError(f"expected an op that attends among the recorded ops, got {', '.join(names[0])}")
+        raise AssertionError(f"expected mla_decode or flash_attn_varlen in a layer, got {', '.join(names[0])}")
     bodies = [(op.name, [op.call]) for op in plan]
     bodies += [(name, [layer[place].call for layer in layers]) for place, name in enumerate(names[0])]
     found: list[dict[str, Any]] = []

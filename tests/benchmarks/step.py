@@ -16,7 +16,7 @@ The table divides the time of a step into parts, such as "attention". The time o
 of the part runs; it is taken from a trace of the same step. Further columns of the table:
 
 - "idle": the rest of the step's wall time, in which no kernel runs because the GPU waits for the host.
-- "busy": the time in which a kernel runs / the whole time, both from the end of the first layer to the end of the step.
+- "busy": from the end of the first layer to the end of the step, the fraction of the time in which a kernel runs.
 - "ops": the sum of the times of all ops of the step; each op is replayed alone.
 
 On a CPU (`--device cpu`) the dimensions are small, the steps have no parts, and the times only show that the benchmark
@@ -151,7 +151,7 @@ class Step:
 
     Args:
         model: model that runs the batch.
-        config: config of its layers.
+        config: config of the model's layers.
         batch: requests of the step.
         backend: backend of the builder.
     """
@@ -281,15 +281,15 @@ def parts_of(steps: Sequence[Sequence[Kernel]], wall_us: float) -> dict[str, flo
 
 
 def busy_shares(steps: Sequence[Sequence[Kernel]], rest_us: float) -> dict[str, float]:
-    """Return for the layers after the first layer: time in which a kernel runs / whole time of these layers.
+    """Return the time in which a kernel runs, divided by the time of the same layers; both leave out the first layer.
 
     Args:
         steps: kernels of traced steps, each with a mark at the end of its first layer.
         rest_us: time of the layers after the first layer, in microseconds, measured without a trace.
 
     Returns:
-        "busy": the whole time is `rest_us`. "busy_traced": the whole time is measured in the trace. Tracing slows the
-        host, so "busy_traced" is a lower bound.
+        "busy": divided by `rest_us`. "busy_traced": divided by the time that the layers take in the trace. Tracing
+        slows the host, so "busy_traced" is a lower bound.
     """
     later = [cut_at_marks(step, LAYER_MARK)[-1] for step in steps]
     times = [busy_time(kernels) for kernels in later]
@@ -367,8 +367,8 @@ def make_parser() -> argparse.ArgumentParser:
                         help="batches to time (default: all)")  # fmt: skip
     parser.add_argument("--layers", type=int, default=LAYERS, metavar="N", help="layers of a step (default: "
                         "%(default)s, or as many as fit)")  # fmt: skip
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="timed steps of each batch and way "
-                        "(default: %(default)s)")  # fmt: skip
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="timed steps for each batch, eager "
+                        "and as graph (default: %(default)s)")  # fmt: skip
     return parser
 
 
@@ -393,7 +393,7 @@ def _time_batches(argv: Sequence[str], arguments: argparse.Namespace) -> int:
     console = wide_console(190)
     layers, sets = len(model.caches), len(model.layers)
     console.print(draw(rows, layers))
-    console.print(f"{layers} layers with {sets} different sets of weights and a cache each")
+    console.print(f"{layers} layers, each with a cache of its own; {sets} different sets of weights")
     for line in verdicts(rows) if device == "cuda" else ():
         console.print(line, markup=False)
     if arguments.json is not None:

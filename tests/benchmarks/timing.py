@@ -5,7 +5,8 @@
 - *Rested*: a flushed call after the GPU was idle for 0.1 s. Without the rest, a few milliseconds of matrix products
   bring a GPU to its power limit, so that the time of a call depends on the calls before it.
 - *Replayed*: many calls in a row from a CUDA graph. The graph has calls with several sets of inputs, which together are
-  larger than the L2 cache. The times contain no time to launch a call, and the GPU is as warm as in a server.
+  larger than the L2 cache where possible (`input_sets`). The times contain no time to launch a call, and the GPU is as
+  warm as in a server.
 - *Stepped*: a whole step from a CUDA graph, as an engine runs a step: the plan once, then the calls of LAYERS layers.
   The result is the time of the step divided by LAYERS.
 

@@ -93,9 +93,9 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
     parser = command_line.make_parser("warmup", __doc__.splitlines()[0])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, MOST_THREADS], metavar="N",
-                        help="numbers of threads (default: 1 and the most that `fast.warmup` starts)")  # fmt: skip
-    parser.add_argument("--decode-threshold", type=int, default=1, metavar="SQ", help="most query tokens of a decode "
-                        "(default: %(default)s)")  # fmt: skip
+                        help="numbers of threads (default: 1 and the maximum of `fast.warmup`)")  # fmt: skip
+    parser.add_argument("--decode-threshold", type=int, default=1, metavar="SQ", help="largest number of "
+                        "query tokens of a decode (default: %(default)s)")  # fmt: skip
     parser.add_argument(IN_PROCESS, action="store_true", help=argparse.SUPPRESS)
     return parser
 

@@ -3,15 +3,17 @@
     python -m tests.benchmarks.weights
     python -m tests.benchmarks.weights --rows query_to_latent,16,128 expand_kv,4096,16 --json weights.json
 
-A row is one product, with T tokens and N heads. There are two kinds of products:
+A row is one product, with T tokens and N heads. Each row times several *contenders* (implementations of the product),
+whose names begin with "fast". There are two kinds of products:
 
-- Absorbed: query_to_latent and latent_to_value multiply by an absorbed weight, [N, 128, 512] or [N, 512, 128]. "fast"
-  has the weight in bfloat16. "fast, e4m3" has the weight in e4m3 with one scale for each head, and "fast, e4m3, one
-  scale" with one scale for the weight (`quantize_weight`).
-- Expansion: expand_kv expands latents into keys and values with a module `kv_b_proj` that stores its weight in e4m3.
-  "fast" multiplies by a dense copy of the weight in bfloat16 (`expand_kv`). Two contenders call the module
-  (`expand_kv_by_module`): "fast, weight-only module" converts its weight to bfloat16 in every call, and "fast, e4m3
-  module" rounds the latents to e4m3 and multiplies in e4m3.
+- Absorbed: `query_to_latent` and `latent_to_value` multiply by an absorbed weight, [N, 128, 512] or [N, 512, 128]. The
+  contender "fast" multiplies by the weight in bfloat16. The other two contenders multiply by the weight in e4m3
+  (`quantize_weight`): "fast, e4m3" with one scale for each head, and "fast, e4m3, one scale" with one scale for the
+  weight.
+- Expansion: `expand_kv` expands latents into keys and values with a module `kv_b_proj` that stores its weight in e4m3.
+  The contender "fast" multiplies by a dense copy of the weight in bfloat16 (`expand_kv`). The other two contenders call
+  the module (`expand_kv_by_module`): "fast, weight-only module" converts the weight to bfloat16 in every call, and
+  "fast, e4m3 module" rounds the latents to e4m3 and multiplies in e4m3.
 
 The bytes of a contender are the least traffic of its product: each input and the stored weight (with its scales) are
 read once, and the output is written once. K and M are the rows and columns of the matrix of a head.
@@ -20,16 +22,17 @@ read once, and the output is written once. K and M are the rows and columns of t
   scale for each head, and 4 for one scale.
 - expansion: 2 T 512 + 2 T N 256 + w 512 N 256 + s, where s is 0 for the dense copy and 4 N 256 for a module.
 
-`held_bytes` are the bytes of the weights that must be held for the product: the dense copy comes in addition to the
-stored weight of the module.
+`held_bytes` are the bytes of all weights that a contender keeps in memory. For "fast" in an expansion, these are the
+dense copy and the stored weight of the module.
 
 An error is the root mean square of the difference from a float64 product, divided by the root mean square of this
 product. The float64 product of an absorbed weight uses the weight before quantisation. The float64 product of an
 expansion uses the numbers that the module stores. The check that a row must pass compares with another float64 product,
 which uses the numbers that the contender multiplies.
 
-The field "scales" of the results file has the errors of the absorbed weights themselves, for one scale and for one
-scale for each head. These weights are random normal weights, and the weights of the checkpoint that ships with `fast`.
+The field "scales" of the results file has the errors of the absorbed weights themselves, with one scale for the weight
+and with one scale for each head. These weights are random normal weights, and the weights of the checkpoint that ships
+with `fast`.
 """
 
 from __future__ import annotations
@@ -55,7 +58,7 @@ from .timing import Call, input_sets
 
 LATENT, NOPE, VALUE = 512, 128, 128
 DTYPE = torch.bfloat16
-MOST_SETS = 256  # most sets of inputs; a small weight (16 heads in e4m3: 1 MB) needs many sets to exceed the L2 cache
+MOST_SETS = 256  # largest number of sets of inputs; a weight of 1 MB (16 heads, e4m3) needs many sets to fill the L2
 EXPANSION = "expand_kv"
 OPS = ("query_to_latent", "latent_to_value", EXPANSION)
 PER_HEAD, ONE_SCALE = f"{OURS}, e4m3", f"{OURS}, e4m3, one scale"
@@ -103,7 +106,7 @@ class Row:
         return 2 * self.T * self.N * k * m
 
     def bytes_with(self, weight_bytes: int, scale_bytes: int) -> int:
-        """Return the least traffic, if a number of the weight has `weight_bytes` and all scales have `scale_bytes`."""
+        """Return the least traffic; each number of the weight has `weight_bytes`, all scales together `scale_bytes`."""
         k, m = self.matrix
         read = self.T * k * (1 if self.op == EXPANSION else self.N)  # all heads read the same latent
         return DTYPE.itemsize * (read + self.T * self.N * m) + weight_bytes * self.N * k * m + scale_bytes
@@ -183,7 +186,8 @@ class Products:
         calls: calls of each contender, one for each set of inputs.
         low: for each contender, a function that returns a bfloat16 result for the first set of inputs; the budget is
             computed from the error of this result.
-        gold: for each contender, a function that returns the float64 product of the numbers that it multiplies.
+        gold: for each contender, a function that returns the float64 product of the numbers that this contender
+            multiplies.
         exact: float64 product; the measured error of each contender is its difference from this product.
         weight_bytes: for each contender, the bytes of one number of the stored weight, and the bytes of all scales.
         held_bytes: for each contender, the bytes of all weights that must be held.

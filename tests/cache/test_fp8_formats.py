@@ -123,7 +123,7 @@ def test_tile_scales(ops):
 @pytest.mark.parametrize(
     "written, scale, codes",
     [
-        ([], 2.0**-126, {}),  # zeros have the smallest normal scale, so no quotient is 0 / 0
+        ([], 2.0**-126, {}),  # a tile of zeros has the smallest normal float32 number as scale, so no quotient is 0 / 0
         ([1e-44], 2.0**-126, {}),
         ([math.nan, 2.0], 2 / 448, {0: NAN_CODE, 1: LARGEST}),
         ([math.nan] * 128, 2.0**-126, dict.fromkeys(range(128), NAN_CODE)),
@@ -131,7 +131,7 @@ def test_tile_scales(ops):
     ],
 )
 def test_special_tiles(ops, written, scale, codes):
-    """Quantise a tile with zeros, tiny numbers, NaN or infinity -> a finite positive scale; the other tiles unchanged.
+    """Quantise a tile with zeros, tiny numbers, NaN or infinity -> a finite positive scale; no other tile changes.
 
     An infinity counts as the largest float32 number.
     """
@@ -190,7 +190,7 @@ def test_twins_store_the_same_bits(cache_format, latent, rope, dtype):
 
 
 def test_conversions_in_the_compute_dtype(ops):
-    """Without a format, a stored entry has the bits of latent and key, and a read only converts the dtype."""
+    """With `compute_dtype`, a stored entry has the bits of latent and key, and a read only converts the dtype."""
     rows = torch.randn(5, 32)
     entries = ops.quantize_entries(rows[:, :24], rows[:, 24:])
     assert_same_bits(entries, rows)
@@ -212,7 +212,7 @@ def test_entries_at_any_address():
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("cache_format, latent, rope", FORMATS)
 def test_write_and_gather(ops, cache_format, latent, rope, strided, dtype):
-    """Write new tokens into a cache of bytes 0xFF -> the bytes of `quantize_entries` in their slots, and no other byte.
+    """Write tokens into a cache of bytes 0xFF -> the bytes of `quantize_entries` in their slots; no other byte changes.
 
     A gather returns the numbers that these bytes stand for. With the storage dtype, it returns the bytes themselves.
     """
@@ -238,7 +238,7 @@ def test_write_and_gather(ops, cache_format, latent, rope, strided, dtype):
 
 @pytest.mark.parametrize("cache_format, latent, rope", FORMATS)
 def test_gather_into_a_workspace(cache_format, latent, rope, monkeypatch):
-    """Gather in small pieces into rows of a workspace -> no other row changes; rows past the last request become 0."""
+    """Gather 5 tokens at a time into rows of a workspace -> other rows stay; rows behind the last request become 0."""
     monkeypatch.setattr("fast.kernels.cpu.cache.CHUNK_TOKENS", 5)
     cache, scale = new_fp8_cache(cache_format, 6, 8, latent, rope), scale_of(cache_format)
     rows = torch.randn(48, latent + rope)

@@ -73,7 +73,7 @@ def random_entries(cache_format: CacheFormat, latent: int, rope_dim: int, *shape
 @pytest.mark.parametrize("dtype", WRITTEN, ids=str)
 @pytest.mark.parametrize("cache_format, latent, rope_dim", FORMATS)
 def test_write(cache_format, latent, rope_dim, dtype):
-    """Write tokens -> the reference's bytes in their slots; slots out of range and other bytes stay untouched."""
+    """Write tokens -> the reference's bytes in their slots; slots out of range are skipped; no other byte changes."""
     tokens, num_blocks, block_size = 21, 6, 8
     capacity = num_blocks * block_size
     rows = difficult_rows(tokens, latent, rope_dim, dtype)
@@ -91,7 +91,7 @@ def test_write(cache_format, latent, rope_dim, dtype):
         (scale,) = on_device(scale_of(cache_format))
         cache.concat_and_cache_mla(kv_c, k_pe, written, long([*slots, 0, 5]), cache_format, scale)
         assert_same_entries(written.cpu(), wanted, cache_format)
-        if strided:  # no byte of the other layers was written
+        if strided:  # the cache is layer 1 of a tensor of three layers: layers 0 and 2 were not written
             assert written._base.view(torch.uint8)[:, [0, 2]].eq(0xFF).all()
 
 
@@ -288,5 +288,5 @@ def test_compiles(cache_format, capability, native, monkeypatch):
         # only the norm has an approximate division (by the number of elements), and quantisation does not use it
         assert len(re.findall(r"div\.(?:full|approx)", ptx)) == ("norm" in name), name
         assert re.search(r"ld\.global\.v4\.b32|ld\.global\.v2\.b64", ptx), name
-        if "rope" not in name:  # in the fused write, four warps store the 512 bytes of one latent: 4 bytes a thread
+        if "rope" not in name:  # `rope_norm_and_cache` stores only 4 bytes a thread: 512 bytes of a latent, 128 threads
             assert re.search(r"st\.global\.v4\.b32|st\.global\.v2\.b64", ptx), name

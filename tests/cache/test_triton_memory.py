@@ -49,7 +49,8 @@ def long(values) -> torch.Tensor:
 def poisoned_cache(num_blocks: int, block_size: int, width: int, dtype, layers: int = 0, order: str = "blocks"):
     """Return a cache filled with NaN.
 
-    If `layers` is not 0, the cache is a strided view: one layer of a tensor with `layers` layers.
+    If `layers` is not 0, the cache is a strided view: one layer of a tensor with `layers` layers. The dimension of the
+    layers comes after the dimension of the blocks (`order` "blocks") or of the entries (`order` "entries").
     """
     if not layers:
         return torch.full((num_blocks, block_size, width), torch.nan, dtype=dtype, device=DEVICE)
@@ -368,7 +369,7 @@ def test_merge_refuses_to_hide(bad, other):
 @runs
 @pytest.mark.parametrize("dtype", COMPUTED)
 def test_merge_in_place(dtype):
-    """A merge gives the same values if it overwrites one of its inputs, or writes an output of another dtype."""
+    """A merge gives the same bits if it overwrites one of its inputs; it rounds once to an output of another dtype."""
     a, a_lse, b, b_lse = (x.contiguous() for x in make_states(19, 5, 24, dtype))
     wanted, wanted_lse = merge.merge_attn_states(a, a_lse, b, b_lse)
     rounded, lse = torch.empty_like(a, dtype=torch.float16), torch.empty_like(a_lse)

@@ -32,7 +32,7 @@ with deadline(SimpleNamespace(cp_group=group, tp_group=group), (3, 5)):
 time.sleep(0.6)
 os._exit(0)
 """
-WAITS = "cp_group: rank 1 among ranks [0, 1] waits; it started all_gather last"
+WAITS = "cp_group: rank 1 among ranks [0, 1] waits; the last operation that it started is all_gather"
 LINE = f"no answer within 0.5 s: {WAITS}; {WAITS}; requests in flight: 3, 5\n"
 
 

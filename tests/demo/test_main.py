@@ -193,7 +193,7 @@ def test_output_places_of_a_rank(tmp_path, capsys, plain_errors, no_work, monkey
     assert main([*SMALL, "--context-parallel", "2", *bad]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: --json: expected a file in a folder that exists") and err.count("\n") == 1, err
-    (tmp_path / "mla-twins.png").mkdir()  # no error, although `--picture` has this path: several ranks draw no picture
+    (tmp_path / "mla-twins.png").mkdir()  # no error at the default path of `--picture`: several ranks draw no picture
     with pytest.raises(AssertionError, match="the work began"):
         main([*SMALL, "--context-parallel", "2", "--json", str(tmp_path / "f.json")])
     assert [path.name for path in tmp_path.iterdir()] == ["mla-twins.png"]
@@ -470,7 +470,7 @@ def test_weights_that_are_missing_or_cut_short(run, tmp_path):
 def test_a_missing_extra_is_named(run, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)
     one_error(
-        run(), 'python -m fast: expected transformers and matplotlib; pip install "mla-twins[hf]", got no ' + name
+        run(), 'python -m fast: expected transformers and matplotlib (pip install "mla-twins[hf]"), got no ' + name
     )
 
 

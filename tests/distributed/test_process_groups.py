@@ -161,7 +161,7 @@ def test_a_rank_that_is_killed(kill):
 
 
 def test_a_rank_that_stands_still():
-    """If SIGSTOP stops one of two ranks, the other rank raises after 4 s, the timeout of the group."""
+    """If SIGSTOP stops one of two ranks, the other rank raises after about 4 s, the timeout of the group."""
     stopped = []
 
     def stop(processes: list[int]) -> None:

@@ -42,7 +42,10 @@ def gathered_rows(size, interleave, lens, width, dtype):
 @runs
 @pytest.mark.parametrize(("size", "interleave", "width"), [(1, 1, 7), (2, 1, 96), (3, 4, 7), (4, 16, 576), (7, 2, 96)])
 def test_reorg(size, interleave, width):
-    """`reorg_kvcache` gives the bits of `reference`, even from rows with gaps, and never writes between output rows."""
+    """`reorg_kvcache` gives the bits of `reference`, also if there are gaps between the rows of its input.
+
+    It writes nothing into the gaps between the rows of its output.
+    """
     for dtype in DTYPES if width == 96 else DTYPES[:1]:
         gathered, chunk = gathered_rows(size, interleave, (5, 0, 33, 1, 70), width, dtype)
         wanted = reference.reorg_kvcache(gathered, chunk)

@@ -74,8 +74,8 @@ def test_prefill_counts():
 def test_bytes_counts():
     """Count the bytes of each operation on 65536 tokens -> the numbers computed by hand.
 
-    Each copy reads and writes 75.5 MB of cache entries, and reads its indices. A merge reads two states and writes one
-    state; a float32 state has 4.29 GB of output and 33.6 MB of LSE.
+    A gather, a cache write and a block copy each read 75.5 MB of cache entries, write as many bytes, and read indices.
+    A merge reads two states and writes one state; a float32 state has 4.29 GB of output and 33.6 MB of LSE.
     """
     entries = 2 * 75_497_472
     assert moves.Row("gather", 65536).bytes == entries + 4096
@@ -116,7 +116,7 @@ def test_spread():
 def test_input_sets():
     """Compute how many sets of inputs a replay needs -> at least 1 and at most 32.
 
-    If this range allows it, all sets together have 4 x the bytes of the L2 cache.
+    If this range allows it, all sets together have at least 4 x the bytes of the L2 cache.
     """
     assert timing.input_sets(10, 100) == 40 - 8 and timing.input_sets(150, 100) == 3
     assert timing.input_sets(10**9, 100) == 1 and timing.input_sets(1, 10**9) == 32

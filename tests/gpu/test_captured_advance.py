@@ -70,7 +70,7 @@ def test_steps_in_one_graph(config, dtype, programs):
 
 @torch.no_grad()
 def test_a_graph_runs_past_the_end():
-    """Let requests fill their block table rows in a graph -> they stop, and write no entry of another request."""
+    """Let two requests fill their rows of the block table in a graph -> both stop, and write no more entries."""
     config, dtype = DIRECT, torch.float32
     loop = make_loop(fast, config, dtype, DEVICE, 3, STEPS)
     held = loop_cache(config, dtype, 3).to(DEVICE)

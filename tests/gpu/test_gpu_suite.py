@@ -106,7 +106,7 @@ KERNEL, TRITONS = (
 
 
 def reported(*pairs) -> str:
-    """Return the output and the summary of racecheck for one race at each pair of source lines."""
+    """Return the output of racecheck, with its summary, for one race at each pair of source lines."""
     lines = []
     for first, second in pairs:
         lines.append(f"========= Error: Race reported between Read access at {KERNEL}+0x140 in {first}")
@@ -187,7 +187,7 @@ def test_what_racecheck_must_say():
         return status, f"{launched}\nshard {number} of 2 has ended\n{said}"
 
     own, race = reported((head, call)), reported((head, call), ("work_items.py:9", "work_items.py:7"))
-    came, lost = "hand-over: every value came\n", "hand-over: 3 of 64 came\n"
+    came, lost = "hand-over: every value came\n", "hand-over: 3 of 64 rounds came\n"
     controls = {"every thread arrives": came + own, "one arrives for all": came + race, "nobody waits": lost + race}
     assert [*controls] == [*sanitizers.CONTROLS]
     outcomes = [shard(1, own), shard(2, own)]

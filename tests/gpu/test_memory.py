@@ -65,7 +65,7 @@ def test_a_prefill_needs_what_the_profile_run_touched(config, shared):
 
     A layer expands the context in a workspace of fixed size. The workspace is an argument of the layer ("given") or
     belongs to the builder ("of the plan"). The workspace keeps its memory after the first step, so every later peak
-    includes its memory.
+    includes this memory.
     """
     dtype = torch.bfloat16
     workspace = None

@@ -28,7 +28,7 @@ def on_the_gpu(default_device):
 
 
 def launch_functions():
-    """Return the launch function of each op that skips the checks of repeated calls, by the name of the op."""
+    """Return a mapping from the name of an op to its launch function, for all ops whose repeated calls skip checks."""
     return {str(each._dispatched): each._launch for each in checked_calls._ALL_CALLS
             if isinstance(each, checked_calls.CheckedCalls)}  # fmt: skip
 
@@ -70,7 +70,7 @@ def test_every_op_is_replayed(dtype):
 
 
 def comparable(x: torch.Tensor) -> torch.Tensor:
-    """Return x with NaN replaced by a number; return an e4m3 tensor as bytes, because PyTorch cannot compare e4m3."""
+    """Return `x` with NaN replaced by a number; return an e4m3 tensor as bytes, because PyTorch cannot compare e4m3."""
     return x.view(torch.uint8) if x.dtype == E4M3 else x.nan_to_num(7)
 
 

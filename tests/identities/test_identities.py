@@ -393,7 +393,7 @@ def test_batch_composition(ops):
 
 
 def test_schedule_and_hints_change_nothing(ops):
-    """Decode with two values of `max_query_len`, a bound that only launch sizes depend on -> the same bits."""
+    """Decode with two values of `max_query_len`, which determines only launch sizes -> the same bits."""
     batch = make_batch([1, 2], [9, 20])
     entries = make_entries(batch, DIRECT.head_size, F64)
     cache = make_cache(batch, entries, DIRECT.head_size, F64)

@@ -97,7 +97,7 @@ def test_pages_are_reserved_for_what_comes():
 
 
 def test_a_record_counts_what_is_kept():
-    """Call `crop` and `select` of a `BatchRecord` -> the right number of tokens of each row; padding does not count.
+    """Call `crop` and `select` of a `BatchRecord` -> the right number of tokens of each row, without padding.
 
     The record drops its padding mask when no padding is left.
     """

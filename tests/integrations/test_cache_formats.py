@@ -64,7 +64,7 @@ def rounded(scales) -> list[float]:
 
 @pytest.mark.parametrize("cache_format", ["fp8_e4m3", FP8_E4M3], ids=["name", "record"])
 def test_caches_have_the_dtype_and_columns_of_the_format(ops, cache_format):
-    """Serve a padded batch over e4m3 -> a cache in e4m3 with half of the bytes of a cache in 16 bits."""
+    """Run a padded batch with the format fp8_e4m3 -> a cache in e4m3, which has one byte for each element."""
     model = served(MODEL, ops, cache_format=cache_format, kv_scales=SCALES)
     ids, mask = padded_batch()
     with torch.no_grad():
@@ -77,10 +77,10 @@ def test_caches_have_the_dtype_and_columns_of_the_format(ops, cache_format):
 
 @pytest.mark.parametrize("decode_threshold", [1, 64])
 def test_steps_read_what_the_cache_stores(ops, decode_threshold):
-    """Feed prompts in three calls over a cache in e4m3 -> errors of the logits within the budget (docs/correctness.md).
+    """Run three calls over one cache in e4m3 -> errors of the logits within the budget (docs/correctness.md).
 
-    Both paths read the cache: prefills (threshold 1) expand the dequantised context, and decodes
-    (threshold 64) attend the stored entries directly.
+    Both paths read the cache: prefills (threshold 1) expand the dequantised context, and decodes (threshold 64) attend
+    the stored entries directly.
     """
     ids, mask = padded_batch()
 
@@ -230,7 +230,7 @@ def test_calibration_of_a_model(model, ops, tmp_path):
 
 
 def test_a_cache_of_another_format_or_scale_is_refused(model, ops, plain_errors):
-    """Continue a cache with another format or with other scales -> an error before anything is written."""
+    """Pass a filled cache to layers with another format or with other scales -> an error before anything is written."""
     ids = torch.randint(1, VOCAB, (2, 5))
     options = dict(ops=ops, block_size=BLOCK, workspace_tokens=16)
     use_mla(model, cache_format="fp8_e4m3", kv_scales=SCALES, **options)
@@ -339,7 +339,7 @@ def test_two_different_scales_of_a_checkpoint(model, ops):
         (dict(prompts=[]), "^prompts: expected at least one batch of prompts, got none$"),
         (dict(prompts=["text"]), "^prompts: expected batches that are mappings"),
         (dict(prompts=[{}], max_new_tokens=0), "^max_new_tokens: expected at least 1, got 0$"),
-        (dict(prompts=[{}], kv_scales=SCALES), "^options: expected no cache_format and no scales, .*, got kv_scales$"),
+        (dict(prompts=[{}], kv_scales=SCALES), "^options: expected no formats, modes or scales, .*, got kv_scales$"),
     ],
 )
 def test_calibrate_model_refuses(model, arguments, message, plain_errors):

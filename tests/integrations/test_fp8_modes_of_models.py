@@ -40,7 +40,7 @@ def rounded(scales):
 
 @WITHOUT_SHAPE_CHECKS
 def test_generate(ops):
-    """Generate in the mode fp8_query -> the same tokens with both packages; layers have the mode and given scales."""
+    """Generate in the mode fp8_query -> both packages give the same tokens; layers have the mode and the scales."""
     ids, mask = padded_batch()
     found = {}
     for package in (reference, ops):
@@ -106,7 +106,7 @@ def test_order_of_the_sources(model, ops, tmp_path):
 
 @WITHOUT_SHAPE_CHECKS
 def test_calibration_of_a_model(model, ops, tmp_path):
-    """Calibrate a model, decode its prompts with the saved scales -> the largest e4m3 query number is 200 to 448."""
+    """Calibrate a model, decode its prompts with the saved scales -> the largest e4m3 query element is 200 to 448."""
     ids, mask = padded_batch()
     before = attributes(model)
     scales = calibrate_model(model, [dict(input_ids=ids, attention_mask=mask)], ops, max_new_tokens=2, block_size=BLOCK)
@@ -181,7 +181,5 @@ def test_a_file_without_queries(model, ops, tmp_path):
 
 
 def test_calibrate_model_takes_no_mode(model):
-    with pytest.raises(
-        ValueError, match="^options: expected no cache_format and no scales, .*, got fp8_mode, q_scales$"
-    ):
+    with pytest.raises(ValueError, match="^options: expected no formats, modes or scales, .*, got fp8_mode, q_scales$"):
         calibrate_model(model, [{}], q_scales=Q, fp8_mode="fp8_query")

@@ -78,7 +78,7 @@ def test_crop_takes_the_convention_of_the_installed_version(ops, amount):
         except ValueError as error:
             outcomes.append(str(error))
         else:
-            # a stock layer counts an empty tensor as 0 tokens
+            # if `crop` removed all tokens, a stock layer counts its empty tensor as 0 tokens
             outcomes.append([cache.get_seq_length(layer) for layer in range(LAYERS)])
     assert outcomes[0] == outcomes[1]
 
@@ -135,7 +135,7 @@ def test_padding_is_never_written_and_unwritten_bytes_reach_nothing(ops, monkeyp
 def test_pages_grow_by_doubling(ops, monkeypatch):
     made = record_allocations(ops, monkeypatch)
     served("v3-yarn", ops).generate(torch.randint(1, VOCAB, (2, 5)), max_new_tokens=14, do_sample=False)
-    widths = [2, 4, 8]  # blocks of 4 tokens for each row: 2 at first, 4 from 9 tokens on, 8 from 17 tokens on
+    widths = [2, 4, 8]  # blocks of each row, with 4 tokens in a block: 4 blocks from 9 tokens on, 8 from 17 tokens on
     assert [made[i].shape[0] for i in range(len(made))] == [2 * width for width in widths for _ in range(LAYERS)]
 
 

@@ -1,4 +1,4 @@
-"""Tests of `generate` of DeepSeek models under `use_mla`: every mode generates the tokens of stock transformers.
+"""Tests of `generate` of DeepSeek models under `use_mla`: every mode generates the tokens of a stock model.
 
 `use_mla` makes a model compute its attention with `reference` or `fast`. A stock model is a model without `use_mla`.
 """

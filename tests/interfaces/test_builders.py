@@ -19,7 +19,7 @@ from reference.interfaces import AttentionMetadataBuilder, GraphSupport
 from ..support.factories import DIRECT, integers, make_batch
 
 BLOCK, LONGEST, REQUESTS = 16, 256, 6
-BUILDERS = {  # name: function that makes a builder (16 tokens a block, 256 a sequence; 6 requests; 1 draft token)
+BUILDERS = {  # name: function that makes a builder for 6 requests of at most 256 tokens, with 1 drafted token
     f"{ops.__name__}.MLAMetadataBuilder{' (batch-invariant)' * invariant}": (
         lambda ops=ops, invariant=invariant: ops.MLAMetadataBuilder(
             DIRECT, BLOCK, LONGEST, REQUESTS, num_speculative_tokens=1, num_programs=3, batch_invariant=invariant

@@ -386,7 +386,7 @@ def test_from_hf_accepts_what_is_switched_off(fields):
     ids=str,
 )
 def test_from_hf_refuses_a_malformed_field_by_name(fields, reason, plain_errors):
-    """The error for a malformed field names the field; `'int' object is not iterable`, for example, would not."""
+    """The error for a malformed field names the field."""
     with pytest.raises(UnsupportedConfiguration) as error:
         MLAConfig.from_hf(hf(**fields))
     assert [got[: len(reason)] for got in error.value.reasons] == [reason]

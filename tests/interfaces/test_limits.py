@@ -202,7 +202,7 @@ def test_a_table_without_columns(ops):
 
 
 def test_a_workspace_larger_than_needed(ops):
-    """`dcp_gather_context` accepts a workspace with more rows than it needs, and does not change the other rows."""
+    """`dcp_gather_context` accepts a workspace with more rows than it needs, and does not change the unused rows."""
     chunk = ops.plan_context_chunks(integers(50).cpu(), 64, 4, 2, 1)[0]
     cache, table = torch.randn(9, 4, 6), torch.arange(8, dtype=torch.int32)[None]
     plan = PrefillMetadata(table, offsets([1]), 1, (), 4)
@@ -218,10 +218,10 @@ def test_a_workspace_larger_than_needed(ops):
 
 
 def test_the_choice_of_one_is_the_choice_of_many(ops):
-    """The decodes of a batch are all requests before the first request for which the expanded path is cheaper.
+    """The decodes of a batch are all requests before the first request that takes the expanded path.
 
-    If the kernel supports one query length only, the decodes are all requests before the first request with several
-    query tokens.
+    A request takes the expanded path if it has several query tokens, and if the expanded path is cheaper or the kernel
+    supports one query length only.
     """
     absorb_all, expand_all = PathCosts(expanded_request=1e15), PathCosts(absorbed_request=1e15)
     for lens in ([9], [1, 9], [9, 12, 7], [1, 9, 1, 12]):
@@ -239,8 +239,9 @@ def test_the_choice_of_one_is_the_choice_of_many(ops):
 def test_a_tie_is_no_gain(ops):
     """A cascade, which reads a shared prefix once, is not chosen if it saves exactly as many bytes as it costs.
 
-    There are 76 requests with one token each. The prefix is read once instead of 76 times, which saves 75 x prefix x 32
-    elements of 2 bytes. The additional attention states cost 16 bytes x 76 requests x 3 heads x 25 elements. The two
+    There are 76 requests with one query token each. The prefix is read once instead of 76 times, which saves 75 x
+    prefix x 32 elements of 2 bytes. The additional attention states cost 16 bytes x 76 requests x 3 heads x 25
+    elements: two states are written and read in float32, and each has 24 outputs and an LSE for each head. The two
     numbers of bytes are equal for a prefix of 19 tokens.
     """
     lens = integers(*[1] * 76).cpu(), integers(*[40] * 76).cpu()

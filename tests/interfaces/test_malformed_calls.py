@@ -1,7 +1,7 @@
 """Tests of thousands of calls with a malformed argument: each must raise a one-line error that names the argument.
 
-The calls run in another process (`tests.malformed_calls`), because the process of the tests checks annotations at run
-time. The other process returns a report with the outcome of each call.
+The calls run in another process (`tests.malformed_calls`). In the process of the tests, a type checker would refuse the
+calls before the packages do. The other process returns a report with the outcome of each call.
 """
 
 from __future__ import annotations

@@ -98,7 +98,8 @@ def test_decode_reads_as_many_pages_as_fit(monkeypatch, room_bytes, pages, sprea
 def test_attention_multiplies_what_is_seen(monkeypatch, rows, keys, causal):
     """The attention kernel multiplies a block of queries with the keys that the last query of the block sees.
 
-    The kernel masks the product only if the first query of the block sees fewer keys than the last query.
+    It does so for one block of keys after another, and masks a product only if the first query does not see all keys of
+    the block of keys.
     """
     attention = cpu_module("attention")
     monkeypatch.setattr(attention, "QUERY_BLOCK", rows)

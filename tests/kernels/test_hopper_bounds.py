@@ -106,7 +106,8 @@ def test_a_bound_of_zero(cut, heads):
 def test_neighbours_bounds_change_no_bit(heads):
     """A batch-invariant decode gives a request the same bits for every `max_seq_len` >= the length of the request.
 
-    The width of the block table changes no bit either. In a batch, the longest request determines both numbers.
+    The width of the block table changes no bit either. The longest request of a batch determines `max_seq_len` and the
+    width.
     """
     ql, q_pe, cache, plan = make_inputs([1], [1500], heads, torch.bfloat16)
     schedule = schedule_of(plan, heads, 0, True)

@@ -58,7 +58,7 @@ H200 = DeviceFacts(132, (9, 0), 232448)
 # the output columns. "two phases": programs first compute all scores, then all outputs.
 CUTS = ("whole", "split", "scheduled", "batch-invariant", "batch-invariant, planned", "batch-invariant, sliced",
         "batch-invariant, two phases")  # fmt: skip
-ONLY_MANY = CUTS[-2:]  # these two ways exist only for more than 32 heads
+ONLY_MANY = CUTS[-2:]  # these two cuts exist only for more than 32 heads
 LAUNCHED_BY = {row_blocks_16_32._row_blocks_16_32_kernel: decode, row_blocks_64._row_blocks_64_kernel: decode,
                two_phases_kernels._two_phases_kernel: two_phases_launch,
                two_phases_kernels._clear_kernel: two_phases_launch}  # fmt: skip
@@ -205,7 +205,7 @@ def count_arrivals() -> None:
     """Print, for each of three kernels, its cache key and two counts of arrivals at mbarriers.
 
     The first count is the number of arrivals that one thread makes for its warp group. The second count is the
-    number of those that follow an arrival of every thread for itself (`cp.async.mbarrier.arrive`).
+    number of these arrivals before which every thread arrived for itself (`cp.async.mbarrier.arrive`).
     """
     for heads, cut in ((3, "batch-invariant, planned"), (64, "scheduled"), (64, "batch-invariant, two phases")):
         with pytest.MonkeyPatch.context() as patch:
@@ -218,8 +218,8 @@ def count_arrivals() -> None:
 def test_every_thread_arrives_for_racecheck(capsys, tmp_path):
     """After a call of `let_every_thread_arrive`, every thread arrives at each mbarrier.
 
-    Racecheck needs these arrivals. Without the call, one thread arrives for its warp group. The two forms of a kernel
-    have different cache keys.
+    Racecheck (a tool of compute-sanitizer) needs these arrivals. Without the call, one thread arrives for its warp
+    group. The two forms of a kernel have different cache keys.
     """
     count_arrivals()
     served = re.findall(r"^arrivals (\w+) (\d+) (\d+)$", capsys.readouterr().out, re.MULTILINE)

@@ -4,8 +4,9 @@ Gluon has no interpreter, so these tests need a Hopper GPU. A result is "within 
 reference is small enough. `tests/__init__.py` lists the pitfalls by number.
 
 A row is one (query token, head) pair. A row block is 16, 32 or 64 rows that a program processes together. A split is
-consecutive tiles (64 keys each) of a request. With `cut` "folded" or "runs" the decode is batch-invariant: one program
-combines all splits of a request ("folded"), or two programs share the splits ("runs").
+consecutive tiles (64 keys each) of a request. `cut` says how requests are divided: "whole" (one split each), "split"
+(several splits) or "scheduled" (by a schedule). Three values are for batch-invariant decodes: one program combines
+all splits of a request ("folded"), two programs share the splits ("runs"), or there is a schedule ("folded, planned").
 """
 
 from __future__ import annotations
@@ -404,7 +405,7 @@ def test_nan_stays_with_its_owner(heads):
 def test_same_bits_a_thousand_times(heads, block_size, widths, dtype, cut, monkeypatch):
     """1000 decodes of the same inputs give the same bits, for every size of row block and every way to divide requests.
 
-    With "runs", the combine kernel adds the partial outputs of the second program.
+    With "runs", the combine kernel adds the partial outputs of the two programs.
     """
     monkeypatch.setattr(select, "best_num_splits", lambda *_: 3 if cut == "split" else 1)
     monkeypatch.setattr(select, "best_num_programs", lambda *_: 2 if cut == "runs" else 1)

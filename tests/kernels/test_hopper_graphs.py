@@ -29,7 +29,7 @@ BF16 = torch.bfloat16
 @pytest.mark.parametrize("query_len", [1, 2])
 @pytest.mark.parametrize("heads, latent, rope", [(16, 512, 64), (64, 512, 64), (40, 256, 32)])
 def test_replays(heads, latent, rope, query_len, options):
-    """Replay a graph with several batches -> each output is within the budget, with and without a schedule."""
+    """Replay one graph for several batches -> each output is within the budget, with and without a schedule."""
     config = replace(LOW_RANK, num_heads=heads, kv_lora_rank=latent, qk_rope_head_dim=rope)
     assert "mla_decode: hopper" in fast.backends.explain(config, device=DEVICE, dtype=BF16, block_size=BLOCK)
     weights = {name: weight.cpu() for name, weight in make_weights(config, BF16).items()}

@@ -70,7 +70,7 @@ def check_same_bits(*inputs, **options) -> None:
 
 
 @pytest.mark.parametrize("lens", [
-    ([1], [8320]),  # 65 pairs of tiles, so 130 score blocks with 128 heads: the most that fit on 132 multiprocessors
+    ([1], [8320]),  # 65 pairs of tiles: with 128 heads 130 score blocks; at most 132 fit, one on each multiprocessor
     ([1, 1, 1, 1, 1, 1], [1, 63, 65, 127, 129, 1025]), ([1, 1, 1], [1024, 1085, 1049]), ([2, 1], [1500, 1170]),
     ([3, 0, 1], [331, 0, 530]), ([1, 1], [0, 0]), ([8], [700]),
     ([1] * 22, list(range(0, 253, 12))),  # each program has several column blocks, some of them without keys

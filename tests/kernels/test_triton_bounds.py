@@ -67,7 +67,7 @@ def test_a_wide_table_costs_nothing(cut):
 def test_one_short_request_is_cut_into_few_splits():
     """A request of 1024 keys gets 16 splits, and a request of 40960 keys gets 66 splits.
 
-    Each request is alone and has 128 rows, and the GPU has 132 multiprocessors.
+    Each request is alone in its batch and has 128 rows. The GPU has 132 multiprocessors.
     """
     found = [decode._num_splits(programs=2, rows=128, keys=keys, processors=132) for keys in (1024, 40960)]
     assert found == [16, 66]

@@ -23,7 +23,7 @@ from ..support.triton_mode import DEVICE, INTERPRETED, ON_GPU, gpu_only, run_in_
 if ON_GPU or INTERPRETED:
     from fast.kernels.triton import decode
 
-LENS = {  # query lengths and sequence lengths; length 0 with a query token is a padding row
+LENS = {  # query lengths, sequence lengths; a request with a query token and sequence length 0 is a padding row
     "one each": ([1, 1, 1], [1, 130, 67]),
     "page edges": ([1, 1, 1, 1], [63, 64, 65, 128]),
     "uniform": ([2, 2, 2], [97, 2, 64]),
@@ -84,7 +84,7 @@ def test_widths(widths, dtype):
 @runs
 @pytest.mark.parametrize("splits", [1, 2, 9])
 def test_splits(splits, monkeypatch):
-    """A decode is within the budget if a request has more splits than tiles of 64 keys.
+    """A decode is within the budget even if a request has more splits than tiles of 64 keys.
 
     Some splits then have no keys (pitfall 2).
     """
@@ -97,7 +97,7 @@ def test_splits(splits, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cut", ["whole", "split", "scheduled"])
 def test_rising_scores(cut, dtype, monkeypatch):
-    """A decode is within the budget if the largest score of some rows rises at a later tile."""
+    """A decode is within the budget even if the largest score of some rows rises at a later tile."""
     # When the largest score rises, the kernel must rescale its sums. The scores are larger than 100, so the rounding of
     # scores dominates the error of a float32 result. The budget is computed from the error of `reference`. With few
     # rows this error can be small by chance; 64 heads give many rows.
@@ -254,7 +254,7 @@ def test_query_strides_beyond_32_bit():
 @pytest.mark.parametrize("heads", [16, 64])
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_offsets_beyond_32_bit(heads, block_size):
-    """A decode is within the budget if the blocks of its requests lie behind element 2^31 of the cache (pitfall 8)."""
+    """A decode over cache blocks behind element 2^31 of the cache is within the budget (pitfall 8)."""
     ql, q_pe, cache, plan = make_inputs([1, 1], [130, 67], heads, torch.bfloat16, block_size=block_size)
     away = 2**31 // cache[0].numel() + 5
     if torch.cuda.mem_get_info()[0] < 2 * (away + 100) * cache[0].numel() * 2:

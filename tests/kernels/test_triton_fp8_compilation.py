@@ -94,8 +94,8 @@ def test_float32_and_float16_queries(chip, heads, cache_format):
 def test_tiles_are_prefetched_and_converted_once(heads, cache_format):
     """On Hopper, tiles are copied to shared memory in words of 16 bytes, and every e4m3 number is converted once.
 
-    Every thread copies 16 latents with one instruction and converts two numbers with one instruction. The kernel has
-    two loops over tiles. The first loop is pipelined, so the code contains its loads once for every stage.
+    A thread copies 16 elements of a latent with one instruction, and converts two numbers with one instruction. The
+    kernel has two loops over tiles. The first loop is pipelined, so the code contains its loads once for every stage.
     """
     found, constants = built("Hopper", cache_format, heads)
     ptx, sizes = found.asm["ptx"], constants["c"]

@@ -131,7 +131,7 @@ def test_large_queries(cache_format, widths, dtype):
 @dtypes
 @pytest.mark.parametrize("form", ["whole", "batch-invariant"])
 def test_scales_of_very_different_sizes(form, dtype):
-    """A decode is within the budget if scales differ by many powers of two, within a tile and from tile to tile.
+    """A decode is within the budget even if scales differ by many powers of two, within a tile and from tile to tile.
 
     In float16, the kernel divides products of probabilities and scales by a power of two. If a later tile has a larger
     scale, the kernel must divide by a larger power of two, and must rescale its sums.

@@ -315,7 +315,7 @@ def test_nan_stays_with_its_owner(cache_format, widths, mode):
 def test_nan_in_a_value(cache_format, widths, mode):
     """A NaN in one column of a latent makes all outputs and LSEs of its request NaN, and changes no other request.
 
-    The score of this key is NaN in every row that sees the key.
+    The latent is also a part of the key, so the score of this key is NaN in every row that sees the key.
     """
     queries, cache, plan, options = make_case(cache_format, ([1, 1], [40, 33]), 20, widths)
     codes = cache.view(torch.uint8).clone()

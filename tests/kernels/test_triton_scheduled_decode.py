@@ -150,7 +150,7 @@ def test_what_a_schedule_splits_is_combined(heads, splits, processors, monkeypat
     (2, 2, 98, "FOR_MANY_SPLITS", 8),
 ])  # fmt: skip
 def test_launch_after_a_schedule(requests, heads, programs, tile, launched, monkeypatch):
-    """After a planned decode, the combine kernel has one program for each tile, but at most as many as run at a time.
+    """After a planned decode, the combine kernel has one program for each tile, but at most as many as can run at once.
 
     A tile here is the rows and columns of the output that a program computes at once. On 132 multiprocessors, the test
     expects tiles of the shape `tile`, and `launched` programs.
@@ -211,8 +211,8 @@ def test_folded_parts(requests, heads, splits, folded, planned):
     """In a batch-invariant decode, the combine kernel continues the addition that the decode kernel began.
 
     The decode kernel has combined the first `folded` splits of a request in the partial output at partial index 0. The
-    combine kernel adds the remaining splits. If no split remains, it must not write the output. Partial outputs that no
-    program writes are NaN. The results are compared with float64.
+    combine kernel adds the remaining splits. If no split remains, the combine kernel must not write the output. Partial
+    outputs that no program writes are NaN. The results are compared with float64.
     """
     latent, slots = 160, splits + 2
     values = torch.randn(splits, requests, heads, latent)
@@ -246,7 +246,7 @@ def test_folded_parts(requests, heads, splits, folded, planned):
         return
     summed_values, highest, total = summed(0, splits)
     most = (values.abs() * torch.exp2(largest.double() - highest)[..., None]).sum(0) / total[..., None]
-    rounded = (splits + 16) * 2.0**-24  # relative error; doubled below, because partial index 0 is rounded to float32
+    rounded = (splits + 16) * 2.0**-24  # relative error; doubled below, because partial output 0 is rounded to float32
     assert ((out.cpu() - summed_values / total[..., None]).abs() <= 2 * rounded * most).all()
     wanted_lse = (highest + total.log2()) * math.log(2)
     assert ((lse.T.cpu() - wanted_lse).abs() <= 2 * rounded * (1 + wanted_lse.abs())).all()

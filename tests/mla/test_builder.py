@@ -322,8 +322,8 @@ def test_builder_for_graphs(ops, plain_errors):
     to two results, for the builder with ANY and for the builder with ONE_QUERY_LEN. A result is one of these:
 
     - the graph support of the plan
-    - `none`: the batch is refused
-    - None: the batch has too few slots for padding tokens
+    - `none` (`GraphSupport.NONE`): the batch is refused
+    - Python's None: the batch has too few slots for padding tokens
     """
     one_length = make_builder(ops, num_speculative_tokens=1, num_programs=3, graph_support=GraphSupport.ONE_QUERY_LEN)
     never = make_builder(ops, num_speculative_tokens=1, num_programs=3, graph_support=GraphSupport.NONE)

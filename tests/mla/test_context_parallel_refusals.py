@@ -97,11 +97,11 @@ class TestBadInput:
         said = ops.simulate(2, 16, functools.partial(program, chunk=chunk))
         ownership = "TokenOwnership(size=2, rank={}, interleave={})"
         assert said[1] == (
-            f"chunk: expected one for {ownership.format(1, 16)}, got one for {ownership.format(0, 1)}",
+            f"chunk: expected a chunk for {ownership.format(1, 16)}, got a chunk for {ownership.format(0, 1)}",
             0,
         )
         said = ops.simulate(1, 1, functools.partial(program, chunk=plain))
-        assert said == [("chunk: expected a ContextParallelChunk (`rank_local_chunk`), got ContextChunk", 0)]
+        assert said == [("chunk: expected a ContextParallelChunk, from `rank_local_chunk`, got ContextChunk", 0)]
 
     def test_reorg(self, ops):
         chunk = ops.rank_local_chunk(ContextChunk(integers(0), offsets([5]), 5, 5), TokenOwnership(2, 0))
@@ -148,7 +148,7 @@ class TestBadInput:
             hidden = torch.zeros(21, config.hidden_size, dtype=torch.float64)
             layer(hidden, torch.arange(21), cache, plan)
 
-        wanted = r"^metadata: expected a plan for TokenOwnership\(size=2, rank=0, interleave=1\), got one for one rank"
+        wanted = r"^metadata: expected a plan for TokenOwnership\(size=2, rank=0, interleave=1\), got a plan for one"
         with pytest.raises(ValueError, match=wanted):
             ops.simulate(2, 1, program)
         with pytest.raises(ValueError, match="^num_heads: expected a multiple of the 5 ranks of tp_group, got 24$"):

@@ -91,7 +91,7 @@ def test_a_workspace_changes_no_result(ops, dtype):
 
 
 def test_given_memory_that_does_not_fit(ops, plain_errors):
-    """Given memory that is too small, or has another dtype or device, is refused before the cache is written."""
+    """A workspace in memory that is too small, or has another dtype or device, raises before the cache is written."""
     config, size = DIRECT, context_workspace_size(DIRECT, TOKENS)
     weights = make_weights(config, torch.float32)
     for memory, message in (
@@ -120,7 +120,7 @@ def test_given_memory_that_does_not_fit(ops, plain_errors):
 
 
 def test_a_workspace_of_its_own_follows_the_layers():
-    """A workspace without given memory allocates again only if a call needs more elements, another dtype or device."""
+    """A workspace without given memory allocates again only if a call needs more memory or another dtype or device."""
     workspace, cpu = fast.ContextWorkspace(), torch.device("cpu")
     memory = workspace.reserve(100, torch.float32, cpu)
     assert memory.shape == (100,) and workspace.reserve(60, torch.float32, cpu) is memory
@@ -147,7 +147,7 @@ def test_workspaces_of_the_ops(ops, plain_errors):
             ops.gather_context(cache, plan, chunk, workspace=wrong)
     w_uk, w_uv = torch.randn(24, 3, 12), torch.randn(24, 3, 10)
     latents = torch.randn(7, 24)
-    memory = torch.full((7 * 36 + 4 + 7 * 30 + 5,), 7.0)  # 7 * 36 = 252 elements of keys, then values from 256 on
+    memory = torch.full((7 * 36 + 4 + 7 * 30 + 5,), 7.0)  # keys: 7 * 36 = 252; values: 256 to 256 + 7 * 30 = 466
     keys, values = ops.expand_kv(latents, w_uk, w_uv, workspace=memory)
     assert keys.data_ptr() == memory.data_ptr() and values.data_ptr() == memory[256:].data_ptr()
     for made, expected in zip((keys, values), ops.expand_kv(latents, w_uk, w_uv), strict=True):

@@ -92,7 +92,7 @@ def test_twins(lens, slack, threshold, ranks):
     for chunk in plans[0].prefill.context_chunks:
         assert chunk.bounded and int(chunk.cu_seq_lens[-1]) <= chunk.num_tokens <= workspace
     tokens = [sum(int(chunk.cu_seq_lens[-1]) for chunk in plan.prefill.context_chunks) for plan in (plans[0], wanted)]
-    assert tokens[0] == tokens[1], "the chunks have other context tokens"
+    assert tokens[0] == tokens[1], "the chunks of the two plans have different numbers of context tokens"
 
 
 @pytest.mark.parametrize("slack", [0, 7, 1000])
@@ -184,9 +184,7 @@ def test_refusals(ops, plain_errors):
     with pytest.raises(ValueError, match=r"^common.seq_lens_cpu_upper_bound: expected shape \[5\], got \[4\]$"):
         builder.build(0, replace(without_lens(common), seq_lens_cpu_upper_bound=bounds[:4]))
     uneven = without_lens(make_batch([2, 1], [9, 9], BLOCK).common, 0, True)
-    with pytest.raises(
-        ValueError, match="^common.query_start_loc_cpu: expected offsets on the CPU for queries of sever"
-    ):
+    with pytest.raises(ValueError, match="^common.query_start_loc_cpu: expected offsets on the CPU, because UNIFORM"):
         make_builder(ops, query_len_support=QueryLenSupport.UNIFORM).build(0, uneven)
     with pytest.raises(ValueError, match="^common.num_actual_tokens: expected at most 4 for 2 requests of at most 2"):
         builder.build(0, replace(uneven, num_actual_tokens=5))
@@ -302,7 +300,7 @@ def test_no_value_is_read(meta_backend, ranks):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("invariant", [False, True])
 def test_no_synchronisation(invariant):
-    """Neither the builder nor the ops of a step wait for the GPU, with and without lengths on the host."""
+    """Neither the builder nor the ops of a step wait for the GPU, with or without lengths on the host."""
     config = replace(DIRECT, kv_lora_rank=64, qk_rope_head_dim=32)
     dtype, device = torch.bfloat16, "cuda"
     with torch.device("cpu"):
@@ -349,7 +347,7 @@ def test_no_synchronisation(invariant):
 
 
 def test_bounds_that_are_too_small(ops, plain_errors):
-    """A bound below the query tokens of its request is refused; on a CPU, a bound below the length is refused too."""
+    """An upper bound below the query length is refused; on a CPU, an upper bound below the length is refused too."""
     with torch.device("cpu"):
         common = make_batch([1, 10], [9, 30], BLOCK).common
         for bounds, message in (([9, 5], "at least the 10 query tokens of the request, got 5 at request 1"),

@@ -81,7 +81,7 @@ def attend(ops, layer, batch, inputs, steps, cache, workspace_tokens=16):
 
 
 def make_inputs(config, lens, dtype, scale, exact=True):
-    """Return queries, latents and rope parts of each request, as `attend` takes them."""
+    """Return the `inputs` of `attend`: queries, latents and rope parts of the tokens of each request."""
     queries = [torch.randn(length, config.num_heads, config.qk_head_dim, dtype=torch.float64) for length in lens]
     if exact:
         entries = [exact_entries(length, config, dtype, scale) for length in lens]
@@ -276,7 +276,7 @@ def builders(ops, cache_format, config):
 
 
 def test_every_plan_has_the_format(ops, format_config):
-    """Plans of steps, cascades, captures and batches without host lengths have the format of their builder."""
+    """Plans of steps, of captured decodes and of batches without lengths on the host have the format of the builder."""
     cache_format, config, _ = format_config
     builder, _ = builders(ops, cache_format, config)
     batch = make_batch((1, 2), (40, 23))
@@ -293,7 +293,7 @@ def test_every_plan_has_the_format(ops, format_config):
 
 
 def test_plan_of_another_format_is_refused(ops, format_config):
-    """A layer refuses a plan of another format in one line, and writes nothing."""
+    """A layer refuses a plan of another format with an error of one line, and writes nothing."""
     cache_format, config, _ = format_config
     layer, batch, cache = make_case(ops, format_config, torch.float32)
     before = cache.view(torch.uint8).clone()

@@ -45,7 +45,7 @@ def format_config(request):
 
 
 class Case:
-    """A layer, its cache in e4m3 with all tokens of two requests, and a step that decodes the last token of each.
+    """A layer, its cache in e4m3 with all tokens of two requests, and a step that decodes each request's last token.
 
     Args:
         ops: package of the layer.
@@ -181,7 +181,7 @@ def test_cascade_is_a_decode(ops, format_config):
 
 @functools.cache
 def alone(name: str, q_scale: str) -> tuple[torch.Tensor, ...]:
-    """Return the outputs of the reference on one rank in float64."""
+    """Return the outputs of `reference` on one rank in float64."""
     cache_format, config, scale = FORMATS[name]
     options = dict(cache_format=cache_format, kv_scale=scale, fp8_mode="fp8_query", q_scale=Q_SCALES[q_scale])
     return tuple(serve(reference, config, Steps(GROWING, 64, 4096, 3), **options))
@@ -191,7 +191,7 @@ def alone(name: str, q_scale: str) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize(("size", "merge", "total"), [(2, "a2a", 2), (2, "ag_rs", 4), (4, "a2a", 4)])
 @pytest.mark.parametrize("name", FORMATS)
 def test_ranks_are_one(ops, name, size, merge, total, q_scale):
-    """Every rank of a context-parallel group gives the output of one rank, also with a scale for each head."""
+    """Each of several ranks gives the output that a layer gives on one rank alone, also with a scale for each head."""
     cache_format, config, scale = FORMATS[name]
     options = dict(cache_format=cache_format, kv_scale=scale, fp8_mode="fp8_query", q_scale=Q_SCALES[q_scale])
     steps = Steps(GROWING, 64, reference.interfaces.context_unit(64, size, 16), 3)
@@ -269,7 +269,7 @@ def test_sources(ops):
 
 
 def test_calibration_records_queries(ops, tmp_path):
-    """A calibration records the largest absorbed query of each layer, and its file has the scales of the queries."""
+    """A calibration records the largest element of each layer's absorbed queries; the saved file has their scales."""
     case = Case(ops, (COMPUTE_FORMAT, SMALL, None), torch.float32)
     case.cache.fill_(0)
     with ops.calibrate_kv_scales({"a": case.layer}) as scales:
@@ -299,7 +299,7 @@ def test_calibration_records_queries(ops, tmp_path):
 
 
 def test_ranks_calibrate_the_same_scale(ops):
-    """Each rank has other heads, and all ranks of a calibration get the scale of the largest query of all heads."""
+    """Each rank has other heads, but in a calibration all ranks get the scale of the largest query of all heads."""
     config = dataclasses.replace(SMALL, num_heads=4)
     weights, batch = make_weights(config, torch.float64), make_batch(LENS, LENS)
     weights["q_b_proj"][-1] *= 50  # the last head has the largest queries
@@ -384,7 +384,7 @@ def test_plan_of_another_mode(ops, mode):
 
 
 def test_a_changed_scale_is_used(ops):
-    """Queries are not stored, so a new scale changes the next decode, as in a layer that was made with this scale."""
+    """After a change of the scale, a layer gives the same bits as a layer that was made with the new scale."""
     case, other = (Case(ops, FORMATS["fp8_e4m3"], fp8_mode="fp8_query", q_scale=scale) for scale in (2.0**-6, 0.3))
     before = case.decode()
     case.layer.q_scale.choose(0.3)
@@ -412,7 +412,7 @@ def test_queries_of_the_op():
 
 @pytest.mark.parametrize("hooked", [False, True])
 def test_bias(ops, hooked):
-    """A `kv_b_proj` with a bias is refused with an error of one line, also if the module is no plain linear module."""
+    """A `kv_b_proj` with a bias is refused with an error of one line, also if the module has a forward hook."""
     layer = make_layer(ops, SMALL, make_weights(SMALL, torch.float32), torch.float32)
     modules = {name: getattr(layer, name) for name in ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa",
                                                        "kv_a_layernorm", "kv_b_proj", "o_proj")}  # fmt: skip

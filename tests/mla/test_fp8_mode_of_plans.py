@@ -41,7 +41,7 @@ def make_builder(ops, cache_format=FP8_E4M3, fp8_mode=MODE, **options):
 
 
 def test_every_plan_has_the_mode(ops):
-    """Plans of steps, captures and batches without host lengths have the mode of their builder."""
+    """Every plan has the given mode: the plan of a step, of a captured step, and of a batch without host lengths."""
     batch, prefill = make_batch((1, 2), (40, 23)), make_batch((1, 9), (40, 23))
     unknown = replace(batch.common, seq_lens_cpu=None, max_seq_len=40)
     given = dict(cache_format=FP8_DS_MLA, fp8_mode=MODE)

@@ -33,7 +33,7 @@ def run(ops, layer, config, dtype):
 
 
 def with_rounded_weights(config, weights):
-    """Return the weights with a `kv_b_proj` whose matrices e4m3 represents exactly: scales of 1, numbers up to 448."""
+    """Return the weights with a `kv_b_proj` of e4m3 numbers up to 448 and down to -448: all scales are then 1."""
     c, rounded = config, dict(weights)
     w = torch.randn(c.num_heads, c.qk_nope_head_dim + c.v_head_dim, c.kv_lora_rank).to(torch.float8_e4m3fn).double()
     w[:, 0, 0], w[:, -1, 0] = 448, -448

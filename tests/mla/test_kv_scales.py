@@ -144,7 +144,7 @@ def test_bad_checkpoint(ops, scales, message):
 
 @pytest.mark.parametrize("cache_format", [COMPUTE_FORMAT, FP8_E4M3], ids=lambda each: each.name)
 def test_calibration(ops, cache_format, tmp_path):
-    """A calibration records the largest value of all steps of a layer, and its file has the scale for a new layer."""
+    """A calibration records the largest value of all steps of a layer; its file gives the scale to a new layer."""
     case = Case(ops, cache_format=cache_format)
     with ops.calibrate_kv_scales({"layers.0": case.layer}) as scales:
         case.prefill()
@@ -165,7 +165,7 @@ def test_calibration(ops, cache_format, tmp_path):
 
 
 def test_calibration_of_both_calls(ops):
-    """A calibration also records the entries that `forward_attention` writes, and no padding token."""
+    """A calibration also records what `forward_attention` writes; tokens without a slot do not count."""
     case = Case(ops, cache_format=COMPUTE_FORMAT)
     q, kv_c, k_pe = case.layer.project(case.hidden, case.batch.positions)
     kv_c[3, 5] = 700.0
@@ -182,7 +182,7 @@ def test_calibration_of_both_calls(ops):
 
 def test_calibration_without_a_step(ops):
     case = Case(ops)
-    message = "layers: expected a step of the layer 'a' in the block, got no step"
+    message = "layers: expected a step of the layer 'a' in the with block, got no step"
     with pytest.raises(ValueError, match=message), ops.calibrate_kv_scales({"a": case.layer}):
         case.layer(case.hidden, case.batch.positions, case.cache, None)  # a memory-profile run
     message = "layers: expected an MLAAttention at 'b', got Linear"

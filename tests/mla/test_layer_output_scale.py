@@ -26,7 +26,7 @@ CASES = {  # cache format, config, scale of the cache, options of the layer
     **{name: (*case, {}) for name, case in FORMATS.items()},
     "fp8_query": (*FORMATS["fp8_e4m3"], {"fp8_mode": "fp8_query", "q_scale": 0.02}),
 }
-LENS = ((1, 30), (3, 20), (9, 9), (6, 45))  # (new tokens, tokens after the step): a decode, a draft, two prompts
+LENS = ((1, 30), (3, 20), (9, 9), (6, 45))  # (new tokens, tokens after the step): two decodes, two prompts
 PADDING = 3
 
 
@@ -57,7 +57,7 @@ class Case:
         return torch.full((self.tokens, c.num_heads, c.v_head_dim), math.nan).to(dtype)
 
     def attend(self, scale=None, plan=True):
-        """Return the output of the step, in e4m3 if a scale is given; a memory-profile run if `plan` is False."""
+        """Return the output of the step, in e4m3 if a scale is given; the layer gets no plan if `plan` is False."""
         output = self.output(self.inputs[0].dtype if scale is None else E4M3)
         plan = self.plan if plan else None
         assert self.layer.forward_attention(*self.inputs, self.cache, plan, output, output_scale=scale) is None
@@ -66,7 +66,7 @@ class Case:
 
 @pytest.mark.parametrize("name", CASES)
 def test_output(ops, name):
-    """In float64, the output has the bits of the output without a scale, divided by the scale and rounded once."""
+    """In float64, an output with a scale equals the output without one, divided by the scale and rounded once."""
     scale = torch.tensor(0.002)
     wanted, case = Case(ops, name, torch.float64).attend(), Case(ops, name, torch.float64)
     found = case.attend(scale)
@@ -78,11 +78,11 @@ def test_output(ops, name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_packages_agree(name, dtype):
-    """The error of `fast` against float64 is within the budget of the reference's output in e4m3."""
+    """The error of `fast` is within the budget, which is computed from the error of the reference's output in e4m3."""
     scale = torch.tensor(0.02)
     found, low = (Case(ops, name, dtype).attend(scale).float() * scale for ops in (fast, reference))
     gold = Case(reference, name, dtype)
-    if "query" not in name:  # with "query", gold keeps the layer's dtype, to round the same queries to e4m3
+    if "query" not in name:  # in "fp8_query", gold must round the same queries to e4m3, so it keeps `dtype`
         gold.layer.double()
         gold.inputs = [x.double() for x in gold.inputs]
         gold.cache = gold.cache.double() if gold.cache.dtype == dtype else gold.cache
@@ -92,12 +92,12 @@ def test_packages_agree(name, dtype):
 
 
 def test_memory_profile_run(ops):
-    """Without a plan, the layer writes zeros to an output in e4m3."""
+    """Without a plan (an engine's run to measure memory), the layer writes zeros to an output in e4m3."""
     assert not Case(ops, "16 bit", torch.float32).attend(torch.tensor(0.5), plan=False).float().any()
 
 
 def test_refusals(ops, plain_errors):
-    """A wrong scale or output raises one line, and nothing is written to the cache or the output."""
+    """A wrong scale or output raises an error of one line, and nothing is written to the cache or the output."""
     case = Case(ops, "16 bit", torch.float32)
     before, output, plain = case.cache.clone(), case.output(E4M3), case.output(torch.float32)
 

@@ -1,8 +1,7 @@
-"""Tests of the option `expand_by_module` of a layer: prefills expand latents by the product of `kv_b_proj` itself.
+"""Tests of the option `expand_by_module` of a layer: prefills expand latents by calling `kv_b_proj` itself.
 
 Without the option, prefills multiply by the *dense copy*: the weight of `kv_b_proj`, which the layer recovers from the
-module and keeps in the dtype of the layer. The oracle is a float64 product with the numbers that the quantised module
-stands for.
+module and keeps in the dtype of the layer. The oracle is a float64 product with the dequantised weight of the module.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def make_call(ops, name, dtype=torch.float32):
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_output(ops, name):
-    """The output has the bits of the float32 output, divided by the scale and rounded once; the LSE stays the same."""
+    """The output in e4m3 is the float32 output / the scale, rounded once; a scale does not change the LSE."""
     arguments, scale = make_call(ops, name), torch.tensor(0.004)
     wanted = ops.forward_prefill(*arguments)
     found = ops.forward_prefill(*arguments, output_scale=scale)

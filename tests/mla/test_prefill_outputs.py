@@ -183,7 +183,7 @@ def test_prompts_take_one_kernel(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_row_is_written_once(dtype):
-    """A mixed step writes each token of the output once; only requests with context have attention states."""
+    """A step writes the output of each token once; only prefills with context have attention states."""
     config = LOW_RANK
     layer = make_layer(fast, config, make_weights(config, dtype), dtype)
     batch = make_batch([1, 1, 5, 2, 1, 4], [20, 1, 5, 82, 41, 4], padding=3)
@@ -327,12 +327,12 @@ def test_refused_parts(ops, plain_errors):
     rows = second.rows[0]
     for parts, message in (
         ((first, second), "metadata.parts: expected 15 query tokens in all, got 8$"),
-        ((first, third), "metadata.parts: expected a first token of 5, and an end after it, got 8 and 15$"),
+        ((first, third), "metadata.parts: expected a first token of 5, and an end not below it, got 8 and 15$"),
         ((first, replace(second, rows=second.rows[:-1]), third), "metadata.parts.rows: expected one entry for each"),
         ((first, replace(second, rows=(ChunkRows(9, *rows[1:]), *second.rows[1:])), third),
          "metadata.parts.rows: expected the index of a chunk, got 9$"),
         ((first, replace(second, rows=(ChunkRows(0, 1, rows.end), *second.rows[1:])), third),
-         "metadata.parts.rows: expected 32 rows of 32, got 1 to 32$"),
+         r"metadata.parts.rows: expected 32 rows of a chunk with 32 rows, got rows \[1, 32\)$"),
         ((first, second, replace(third, plan=replace(third.plan, block_size=4))), "metadata.parts.plan.block_size: "),
         ((first, second, replace(third, plan=plan)), "metadata.parts.plan.parts: expected an empty tuple, got 3 parts"),
         (5, "metadata.parts: expected a tuple of parts, got int$"),

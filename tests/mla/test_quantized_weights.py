@@ -56,7 +56,7 @@ def test_quantize_weight(ops, dtype, per_head):
 
 @pytest.mark.parametrize("per_head", [False, True])
 def test_unusual_weights(ops, per_head):
-    """Zeros keep a positive scale; infinity saturates; NaN stays NaN, and no other number becomes NaN."""
+    """A weight of zeros gets a positive scale; infinity saturates; NaN stays NaN, and no other number becomes NaN."""
     zeros = ops.quantize_weight(torch.zeros(2, 3, 4), per_head)
     assert (zeros.scale == torch.tensor(1e-10) / 448).all() and not zeros.values.float().any()
     weight = torch.randn(2, 3, 4)

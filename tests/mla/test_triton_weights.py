@@ -57,7 +57,7 @@ def check_product(tokens, dims, dtype, per_head, transposed=False):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_small_dims(dims, dtype):
-    """Products of widths that the kernel pads, in one or several tiles (`ProductTile`), are within the budget."""
+    """For widths that the kernel pads, the error is within the budget with one and several tiles (`ProductTile`)."""
     for tokens, per_head, transposed in ((1, False, True), (19, True, False), (70, True, True)):
         check_product(tokens, dims, dtype, per_head, transposed)
 
@@ -80,10 +80,10 @@ def whole_numbers(*shape):
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize("quantised", [False, True])
 def test_results_in_e4m3(quantised, per_head, dtype):
-    """Results in e4m3 have the bits of the exact product divided by the output scale.
+    """For inputs whose sums are exact, a result in e4m3 is the exact product, quantised with the output scale.
 
-    NaN stays NaN, and a quotient above 448 saturates. If the sums of float32 inputs are rounded, a result in e4m3
-    has the bits of the kernel's float32 result, quantised.
+    NaN stays NaN, and a quotient above 448 saturates. For float32 inputs whose sums are rounded, the result in e4m3 is
+    the kernel's float32 result, quantised with the output scale. All results are compared bit for bit.
     """
     x, weight = whole_numbers(21, 3, 24).to(dtype).to(DEVICE), whole_numbers(3, 24, 10).to(DEVICE)
     x[3, 1], x[4, 2, 0] = x[3, 1] * 2000, torch.nan

@@ -43,7 +43,7 @@ def test_a_chunk_beyond_the_profiled_workspace_raises(ops, plain_errors):
     plan = ops.build_mla_metadata(batch.common, 16, 64)
     wanted = (
         "^metadata.workspace_tokens: expected chunks of at most 48 tokens, the layer's workspace_tokens, "
-        "got a chunk of 64 in a plan for 64$"
+        "got a chunk of 64 tokens in a plan with workspace_tokens 64$"
     )
     with pytest.raises(ValueError, match=wanted):
         layer(hidden, positions, cache, plan)
@@ -111,7 +111,7 @@ def test_a_loop_expands_no_more_than_the_layers_of_its_model(ops, plain_errors):
             layers = [layer.self_attn.forward.attention for layer in model.model.layers]
             assert {layer.workspace_tokens for layer in layers} == {most}
             ServingLoop(model, config, ops, workspace_tokens=most, **sizes)
-            wanted = f"workspace_tokens: expected at most the {most} of the model's layers"
+            wanted = f"workspace_tokens: expected at most {most}, the workspace_tokens of the model's layers"
             with pytest.raises(ValueError, match=f"^{wanted}"):
                 ServingLoop(model, config, ops, workspace_tokens=most + 16, **sizes)
             restore(model)

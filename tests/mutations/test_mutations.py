@@ -142,7 +142,7 @@ def mask_shifted(by):
 
 
 def per_request(ops, change):
-    """Return a package whose causal attention attends `change(q, k, v)` instead of q, k and v of each request.
+    """Return a package whose causal attention uses `change(q, k, v)` in place of q, k and v of each request.
 
     If `change` adds query rows, their outputs are dropped.
     """

@@ -62,7 +62,7 @@ def brute_force(sampled, common, tokens, block_size, ownership):
        blocks=st.integers(1, 3), padding=st.integers(0, 2), ops=PACKAGES,
        ids=st.sampled_from([torch.int32, torch.int64]), steps=st.integers(1, 3))  # fmt: skip
 def test_integers(batch, size, interleave, blocks, padding, ops, ids, steps):
-    """Every step gives the integers of `brute_force` on every rank, and exactly one rank owns a new token."""
+    """Every step gives the integers of `brute_force` on every rank, and exactly one rank owns each new token."""
     query_lens, seq_lens = batch
     block_size, tokens = interleave * blocks, sum(batch[0]) + padding
     width = -(-(max(seq_lens, default=0) + steps) // block_size)

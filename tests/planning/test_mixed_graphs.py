@@ -31,7 +31,7 @@ STEPS = (  # query lengths and sequence lengths of each step; the largest query 
     ([1, 1, 0, 0], [64, 5, 0, 0]),
     ([3, 3, 3, 3, 3, 3], [17, 16, 33, 3, 48, 19]),
     ([0, 2, 0, 1], [0, 17, 0, 18]),
-    ([2, 1, 1, 3, 0, 0, 0, 0], [9, 30, 1, 8, 0, 0, 0, 0]),  # more requests than in any graph, but only four have tokens
+    ([2, 1, 1, 3, 0, 0, 0, 0], [9, 30, 1, 8, 0, 0, 0, 0]),  # more than the 6 requests of a graph; only four have tokens
     ([1, 2], [70, 41]),
 )
 

@@ -54,7 +54,7 @@ def dealt_slots(batch, table, block_size, size, rank, interleave):
 @given(batch=batches(), size=st.sampled_from([1, 2, 3, 4, 8]), interleave=st.sampled_from([1, 2, 4, 8]),
        blocks=st.integers(1, 3), padding=st.integers(0, 2))  # fmt: skip
 def test_slots(batch, size, interleave, blocks, padding):
-    """Every query token has a slot on exactly one rank, and each rank fills its blocks in the order of the tokens."""
+    """Every query token outside padding rows has a slot on one rank; each rank fills its blocks in token order."""
     block_size = interleave * blocks
     batch = make_batch(*batch, block_size, padding)
     common, tokens = batch.common, batch.num_tokens + padding

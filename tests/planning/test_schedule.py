@@ -174,7 +174,7 @@ def check_schedule(ops, lens, programs, overhead, per_tile=8):
       the start of one request, and the combination of the largest number of splits that a request has. `per_tile`
       splits are combined in one unit.
     - The programs of a request have the split numbers 0, 1, 2 and so on.
-    - There are fewer splits than (number of programs + number of requests). Decode launchers rely on this bound when
+    - There are fewer splits than (number of programs + number of requests). Decode launchers rely on this limit when
       they allocate partial outputs.
     - Each program has the tiles that `line_of_units` gives.
     """
@@ -389,7 +389,8 @@ def test_schedule_by_hand(lens, ops):
 
     1. 10 and 10 tiles: each request is a whole part of 12 units, and each program gets one request.
     2. 25 tiles: the request has two parts of at most 13 tiles. A program takes at most 15 units. In a balanced schedule
-       it could take 14 + 2 units, so the schedule has whole parts.
+       it could take 16 units: a segment of ceil((25 + 2) / 2) = 14 units, and one start. So the schedule has whole
+       parts.
     3. 3, 3 and 30 tiles: the whole parts have 5, 5 and 32 units, and a segment has 21 units. With whole parts, a
        program could take 21 - 1 + 32 units. A balanced schedule takes at most 21 + 2, so the schedule is balanced.
     """
@@ -463,10 +464,11 @@ def test_combination_decides(tiles, splits, ops):
     planner compares upper bounds of the times of both schedules, in tenths of a unit: 10 for each unit, and 1 for each
     split.
 
-    - 16 tiles: 8 whole parts of 2 tiles take 10 units and 8 splits, 108 tenths. A balanced schedule takes 1 + 8 units
-      and 16 splits, 106 tenths, so the schedule is balanced.
-    - 128 tiles: 32 whole parts of 4 tiles take 12 units and 32 splits, 152 tenths. A balanced schedule takes 3 + 8
-      units and at most 44 splits, 154 tenths, so the schedule consists of whole parts.
+    - 16 tiles: with 8 whole parts of 2 tiles, a program takes 2 + 8 units, and 8 splits are combined: 108 tenths. In a
+      balanced schedule, it takes 1 + 8 units, and 16 splits are combined: 106 tenths. So the schedule is balanced.
+    - 128 tiles: with 32 whole parts of 4 tiles, a program takes 4 + 8 units, and 32 splits are combined: 152 tenths. In
+      a balanced schedule, it takes 3 + 8 units, and at most 44 splits are combined: 154 tenths. So the schedule
+      consists of whole parts.
     """
     assert check_schedule(ops, [64 * tiles], 66, 8, 10).split_offsets.tolist() == [0, splits]
 
@@ -476,10 +478,10 @@ def test_consecutive_parts_are_one_split(ops):
 
     There are 10 programs, the start of a request takes 20 units, and all requests except the first have 1 tile.
 
-    - 5 tiles and 17 short requests: the parts of the first request have 3 and 2 tiles and start at the units 0 and 23.
-      A segment has ceil((2 * 23 + 17 * 21) / 10) = 41 units, so program 0 gets both parts.
-    - 7 tiles and 15 short requests: the parts of the first request start at the units 0, 23 and 46. A segment has 39
-      units, so program 0 gets two parts, and program 1 gets the third part.
+    - A request of 5 tiles and 17 other requests: the parts of the first request have 3 and 2 tiles and start at the
+      units 0 and 23. A segment has ceil((2 * 23 + 17 * 21) / 10) = 41 units, so program 0 gets both parts.
+    - A request of 7 tiles and 15 other requests: the parts of the first request start at the units 0, 23 and 46. A
+      segment has ceil((3 * 23 + 15 * 21) / 10) = 39 units, so program 0 gets two parts, and program 1 the third part.
     """
     for first_tiles, others, ranges in (
         (5, 17, [[0, 0, 0, 5, 0], [1, 2, 0, 1, 0]]), (7, 15, [[0, 0, 0, 6, 0], [0, 1, 6, 1, 1]])

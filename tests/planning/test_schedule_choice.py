@@ -80,10 +80,10 @@ TIMES = json.loads((Path(__file__).parents[2] / "docs/results/h200-schedule-choi
 
 @pytest.mark.parametrize("invariant, most", [(False, 1.042), (True, 1.056)])
 def test_the_choice_is_nearly_the_faster_way(invariant, most):
-    """For each of 25 shapes, the time of the chosen way is at most `most` x the time of the faster way.
+    """The chosen decode, with or without a schedule, takes at most `most` x the time of the faster of these decodes.
 
-    The two ways are a decode with a schedule and a decode without a schedule. The times were measured on an H200, in
-    replays of a CUDA graph. `docs/log.md` has the same two limits `most`.
+    The times of 25 shapes were measured on an H200, in replays of a CUDA graph. `docs/log.md` has the same two limits
+    `most`.
     """
     lost = {}
     for row in TIMES:

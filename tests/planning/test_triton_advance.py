@@ -119,7 +119,7 @@ def test_many_requests(requests):
 @runs
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_request_stops_at_its_limit(size):
-    """A request that cannot grow keeps its last position and gets slot -1; the other requests are advanced."""
+    """A request that cannot grow ends at the last position within `limit`, with slot -1; other requests advance."""
     full = 2 * 4 * size  # tokens of two columns of the block table
     with torch.device("cpu"):
         sampled, input_ids, positions, common = buffers([1, 1, 1], [full - 1, full, 3], 2, size=size)

@@ -27,7 +27,7 @@ NAMES = [
     "09-trusting-a-kernel",
     "10-cache-formats",
 ]
-SECONDS, ALL_SECONDS = 60, 240  # most CPU seconds of one notebook, and of all notebooks together
+SECONDS, ALL_SECONDS = 60, 240  # limits in CPU seconds: of one notebook, and of all notebooks together
 LAST_CELL = """
 import resource
 

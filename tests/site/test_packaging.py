@@ -192,8 +192,8 @@ def test_use_mla_names_the_pip_command(tmp_path, source, found):
     done = run([sys.executable, "-c", source], tmp_path)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
-        "ImportError: fast.integrations.transformers: expected transformers 5.17 or later; "
-        f'pip install "mla-twins[hf]", got {found}'
+        "ImportError: fast.integrations.transformers: expected transformers 5.17 or later "
+        f'(pip install "mla-twins[hf]"), got {found}'
     )
 
 

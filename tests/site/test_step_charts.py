@@ -145,7 +145,7 @@ def test_linear_ticks(performance, longest, most, expected):
 def test_commands_of_missing_files(performance, docs, name):
     """Draw a section whose file is missing -> a note with a command whose options the benchmark accepts.
 
-    The page has a section for each of these files.
+    docs/performance.md has a section for each file that `name` lists.
     """
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     requests = [line for line in page.splitlines() if f" {name} " in line and line.startswith("<!-- results:")]

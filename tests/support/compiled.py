@@ -32,7 +32,7 @@ class Recorded:
     - an integer: whether its value is 1, and whether 16 divides the value
     - a pointer: its type and its alignment
     - a constant: its value
-    - a field of a named tuple: the same properties as a parameter
+    - a named tuple: these properties of each field
 
     If the kernel lists a parameter in `do_not_specialize`, a variant does not depend on the value of this parameter. A
     named tuple cannot be listed.

@@ -45,7 +45,7 @@ def make_inputs(query_lens, seq_lens, heads=3, dtype=torch.float32, widths=(512,
 
 
 def stored_cache(batch: Batch, entries: torch.Tensor, widths, cache_format: CacheFormat, kv_scale=None):
-    """Return a cache that stores the entries [tokens of all requests, Lkv + R]; other bytes have the poison value."""
+    """Return a cache that stores `entries` [tokens of all requests, Lkv + R]; other bytes are `cache_format.poison`."""
     latent, rope = widths
     columns = cache_format.columns(latent, rope)
     stored = reference.quantize_entries(entries[:, :latent], entries[:, latent:], cache_format, kv_scale)
@@ -86,7 +86,7 @@ def rising_inputs(heads, dtype, widths=(512, 64), block_size=64):
     ql[:, 1::2] /= 4096
     q_pe[:, 1::2] /= 4096
     # One factor for each tile. The factors are powers of two, so that no key is rounded. The largest factors make
-    # exp2(score - score of the first tile) overflow.
+    # exp2(score - largest score of the first tile) overflow.
     factors = (1, 1, 4, 4, 2, 16, 16, 1, 128, 16, 4)
     for request, length in enumerate(plan.seq_lens.tolist()):
         for column in range(-(-length // block_size)):
@@ -156,7 +156,7 @@ def captured(kernels, *inputs, schedule=None):
 
 
 def verdict(value, ql, q_pe, cache, plan, cache_format=COMPUTE_FORMAT, kv_scale=None):
-    """Assert that the error of an attention state is within its budget; rows without keys must be 0 and -inf.
+    """Assert that the error of an attention state is within its budget; rows without keys must have output 0, LSE -inf.
 
     The error is measured against `reference` in float64 (gold). The budget is computed from the error of `reference` in
     the dtype of the inputs (low).

@@ -146,7 +146,7 @@ def loop_cache(config: MLAConfig, dtype: torch.dtype, requests: int) -> Tensor:
 
 
 def check_against_the_host(loop, lens, ids, held, outputs):
-    """Assert that a `DecodeGraph` with batches from the host gives the same bits as the `outputs` of a loop."""
+    """Assert that a `DecodeGraph`, with batches made on the host, gives the same bits as the `outputs` of a loop."""
     loop.load(lens, ids, held)
     device, hidden_size = loop.embedding.device, loop.embedding.shape[1]
     graph = loop.ops.DecodeGraph(

@@ -45,8 +45,7 @@ class Batch:
 
     Attributes:
         query_lens: new tokens of each request.
-        seq_lens: tokens of each request, new tokens included. A request of length 0 that has new tokens is a padding
-            request.
+        seq_lens: tokens of each request, new tokens included; 0 for a padding request, although it has new tokens.
         block_size: number of tokens in a block.
         num_blocks: number of blocks of the cache; some blocks belong to no request.
         slots: for each request, the slot of each of its tokens as (block, offset).
@@ -82,7 +81,7 @@ def positions_of(query_lens, seq_lens) -> Tensor:
 
 
 def make_batch(query_lens, seq_lens, block_size: int = 16, padding: int = 0, spare_blocks: int = 3) -> Batch:
-    """Return a batch with blocks in random order; `padding` tokens without a request follow the requests' tokens."""
+    """Return a batch with blocks in random order; its last `padding` tokens belong to no request."""
     query_lens, seq_lens = tuple(query_lens), tuple(seq_lens)
     used = [math.ceil(length / block_size) for length in seq_lens]
     num_blocks = sum(used) + spare_blocks
@@ -146,9 +145,10 @@ def last_rows(batch: Batch, per_request: list[Tensor]) -> Tensor:
 
 
 def far_heads(x: Tensor) -> Tensor:
-    """Return a copy of x, [T, N, D], whose heads are 2^30 elements apart, so that offsets of three heads reach 2^31.
+    """Return a copy of `x` [T, N, D] whose heads are 2^30 elements apart.
 
-    Memory between the heads stays unwritten.
+    Head 2 thus begins at element 2 * 2^30 = 2^31, an offset that exceeds int32. Memory between the heads stays
+    unwritten.
     """
     filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.utils.deterministic.fill_uninitialized_memory = False

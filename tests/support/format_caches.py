@@ -35,7 +35,7 @@ def poisoned_cache(
     dtype: torch.dtype,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Return a cache of a format in which every byte is the poison of the format."""
+    """Return a cache of a format in which every byte is 0xFF (`CacheFormat.poison`)."""
     columns = cache_format.columns(config.kv_lora_rank, config.qk_rope_head_dim)
     stored = cache_format.dtype_for(dtype)
     shape = (num_blocks, block_size, columns * stored.itemsize)
@@ -46,7 +46,7 @@ def exact_entries(tokens: int, config: MLAConfig, dtype: torch.dtype, scale: flo
     """Return latents [T, Lkv] and rope parts [T, R] that every fp8 format stores exactly.
 
     Every number is `scale`, a power of two, times an e4m3 number. In each group of 128 columns of a latent, the largest
-    number is 448 * scale, so that the scale of the group is `scale`. The entries have different magnitudes.
+    number is 448 * `scale`, so that the scale of the group is `scale`. The entries have different magnitudes.
     """
     width = config.kv_lora_rank + config.qk_rope_head_dim
     numbers = torch.randn(tokens, width) * 2.0 ** torch.randint(2, 6, (tokens, 1))

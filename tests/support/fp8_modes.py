@@ -100,8 +100,8 @@ def _rounded(weights: Tensor, scales: Tensor, in_entries: bool, mode: str) -> Te
 def _products(q: Tensor, k: Tensor, in_e4m3: bool) -> Tensor:
     """Return q k^T in float64. With `in_e4m3`, sums over BLOCK_COLUMNS columns are cut as Tensor Cores cut them.
 
-    A Tensor Core adds 32 products to a sum in one step. It gives all 33 numbers the exponent of the largest one, and
-    cuts each of them to `KEPT_DIGITS` digits behind the point.
+    A Tensor Core adds 32 products to a sum in one step. It gives these 33 numbers the exponent of the largest of them,
+    and cuts each number to `KEPT_DIGITS` digits behind the point.
     """
     if not in_e4m3 or q.shape[-1] == 0:
         return q @ k.T

@@ -1,7 +1,7 @@
-"""Tables for `python -m tests.mutants`: for each file, the tests that judge its mutants, and its subject.
+"""Tables for `python -m tests.mutants`: the tests that judge the mutants of each file, and the subject of each file.
 
 A mutant is a source file with one planted fault. The judge of a mutant is a set of tests. At least one of these tests
-should fail on the mutant.
+should fail on the mutant. The results file counts the mutants of each subject.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def run_ranks(
         timeout_s: timeout of the process group in seconds.
         limit_s: time limit of the run in seconds; ranks that run longer are killed.
         meanwhile: function that is called with the process ids of the ranks, after every rank has called `serving`.
-        stands_still: number of a rank that does not end by itself; it is killed when all other ranks have ended.
+        stands_still: a rank that does not end by itself, or None; it is killed when all other ranks have ended.
 
     Returns:
         The outcome of every rank, in rank order.

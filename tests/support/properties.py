@@ -1,4 +1,4 @@
-"""Provide `given`, `st` and `assume` of hypothesis, or substitutes that skip property tests without hypothesis."""
+"""Provide `given`, `st` and `assume` of hypothesis; if it is not installed, substitutes that skip property tests."""
 
 from __future__ import annotations
 

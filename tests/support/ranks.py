@@ -141,7 +141,7 @@ def serve(
 
 
 def make_groups(size: int, interleave: int = 1, merge: str = "a2a") -> ContextParallel:
-    """Return the groups of this process: `size` consecutive processes share sequences; all processes share heads."""
+    """Return this process's groups: `size` consecutive processes share a sequence; all processes divide the heads."""
     world, rank = dist.get_world_size(), dist.get_rank()
     groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
     return ContextParallel(groups[rank // size], dist.group.WORLD, interleave, merge)
@@ -344,7 +344,7 @@ def disagree(facts: dict[str, list]) -> None:
 
 
 def groups_of_a_mesh() -> tuple[int, int, tuple[int, ...]]:
-    """Make groups from a device mesh; return size, sum of the rank numbers, and members of the group of this rank."""
+    """Make groups from a device mesh; return the size, the sum of the ranks and the members of this rank's group."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("others", "context"))

@@ -27,12 +27,12 @@ OPS = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.star
 
 
 def backend_here(dtype: torch.dtype) -> str:
-    """Return the name of the backend that decodes cache entries of the config DIRECT on the default device."""
+    """Return the name of the backend that serves decodes of the config DIRECT on the default device."""
     return decode_backend(dtype, DIRECT.kv_lora_rank, DIRECT.qk_rope_head_dim)
 
 
 def decode_backend(dtype: torch.dtype, latent: int, rope: int, block_size: int = 16) -> str:
-    """Return the name of the backend that decodes cache entries of the given widths on the default device."""
+    """Return the name of the backend that serves decodes over entries of the given widths on the default device."""
     device = torch.get_default_device()
     return select(decode_request(device, dtype, latent, rope, block_size, QueryLenSupport.VARLEN)).name
 

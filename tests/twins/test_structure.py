@@ -343,7 +343,7 @@ def test_docstrings(package):
 
 @pytest.mark.parametrize("package", ["reference", "fast"])
 def test_no_ambient_state(package):
-    """Search the modules -> no `global` statement; global names of literals are in upper case or begin with `__`."""
+    """Search the modules -> no `global` statement; globals with literal values are in upper case or begin with `__`."""
     for path in (ROOT / package).rglob("*.py"):
         tree = parse(path)
         assert not [n for n in ast.walk(tree) if isinstance(n, ast.Global)], f"{path}: a global statement"

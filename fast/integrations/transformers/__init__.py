@@ -13,8 +13,9 @@ submodule or hook.
   for all layers. A plan has the integers that attention needs: lengths, cache slots, chunks of context.
 - The new `forward` of each attention module runs an `ops.MLAAttention` that uses the projections of this module.
 
-The base model builds no attention mask, because its new `forward` passes an empty mask of four dimensions: transformers
-returns such a mask unchanged. The module `cache` stores the latents of a padded batch in a `DynamicCache`.
+The base model builds no attention mask, because its new `forward` passes an empty mask of four dimensions to the
+original `forward`: transformers returns such a mask unchanged. The module `cache` stores the latents of a padded batch
+in a `DynamicCache`.
 """
 
 from .._required import missing_transformers

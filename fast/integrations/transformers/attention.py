@@ -352,12 +352,12 @@ def use_mla(
             means the result of `ops.chunked_prefill_workspace_size`, but at most `workspace_tokens` of the layers.
         decode_threshold: a request with at most this number of query tokens takes the absorbed path, whatever
             `choose_path` returns for it.
-        costs: costs from which `ops.choose_path` chooses the path of longer queries; None means the defaults of
+        costs: costs from which `ops.choose_path` chooses the path of every other request; None means the defaults of
             `PathCosts`.
         context_parallel: groups of the ranks that divide heads and sequences, or None. Every rank loads the whole
             model, and its layers use views of those weights that belong to the heads of this rank. Load and move the
             model before this call: the model raises ValueError if its weights are replaced later. With such groups,
-            the model accepts packed batches only, with plans for `context_parallel.ownership`.
+            the model accepts packed batches only, and their plans must be for `context_parallel.ownership`.
         cache_format: format of the caches, as a `CacheFormat` or by its name, such as "fp8_e4m3".
         kv_scales: scales of the caches, only for a format with one scale for each layer. The value is a mapping from
             the name of a layer, such as "layers.0.self_attn", to its scale, or the path of a file of `save_kv_scales`.

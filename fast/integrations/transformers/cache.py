@@ -154,7 +154,7 @@ class LatentCacheLayer(CacheLayerMixin):
             self.record.select(index.cpu())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace row b by row beam_idx[b], for all b."""
+        """Replace row b by row `beam_idx[b]`, for each row b."""
         self._take(beam_idx, beam_idx.shape[0])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -214,11 +214,11 @@ class LatentCacheLayer(CacheLayerMixin):
 
 
 def latent_layers(past_key_values: object, num_layers: int, block_size: int) -> list[LatentCacheLayer]:
-    """Return the `LatentCacheLayer`s of a DynamicCache, or new ones if the cache is empty; do not change the cache.
+    """Return the `LatentCacheLayer`s of a DynamicCache, or new layers if it is empty; do not change the cache.
 
     Raises:
-        ValueError: the cache is no DynamicCache, offloads, holds tokens in layers of another class, or has another
-            number of layers or another block size.
+        ValueError: the cache is not a DynamicCache, moves its data between devices (offloading), holds tokens in layers
+            of another class, or has another number of layers or another block size.
     """
     check(type(past_key_values) is DynamicCache, "past_key_values", "a DynamicCache", type(past_key_values).__name__)
     check(not past_key_values.offloading, "past_key_values", "a DynamicCache that stays on its device",

@@ -48,13 +48,13 @@ def read_scales(
     cache_format: CacheFormat,
     modules: Mapping[str, nn.Module],
 ) -> dict[str, float | Tensor]:
-    """Return the scales that `kv_scales` gives to the layers of a model, by the name of the layer.
+    """Return the scales that `kv_scales` gives to the layers of a model: a dict from the name of a layer to its scale.
 
     A scale in a mapping has priority over the scale of the checkpoint. The scale of the checkpoint has priority over a
     scale in a file: the result leaves out each layer that has a scale in the checkpoint.
 
     Args:
-        kv_scales: mapping from the name of a layer to its scale, path of a file of `save_kv_scales`, or None.
+        kv_scales: mapping from the name of a layer to its scale, path of a file that `save_kv_scales` wrote, or None.
         cache_format: format of the caches.
         modules: attention modules of the model by name.
 
@@ -89,7 +89,7 @@ def read_query_scales(
     in a file.
 
     Args:
-        q_scales: mapping from the name of a layer to its scale, path of a file of `save_kv_scales`, or None.
+        q_scales: mapping from the name of a layer to its scale, path of a file that `save_kv_scales` wrote, or None.
         kv_scales: the option `kv_scales` of `use_mla`.
         fp8_mode: fp8 mode of the decodes.
         modules: attention modules of the model by name.

@@ -48,11 +48,11 @@ def calibrate_model(
 
     Raises:
         TypeError: a batch of `prompts` is not a mapping.
-        ValueError: there is no prompt; `use_mla` raises for this model or these options.
+        ValueError: there is no prompt, or `use_mla` raises this error for the model or the options.
     """
     check_int("max_new_tokens", max_new_tokens, 1, "at least 1")
     given = sorted({"cache_format", "kv_scales", "kv_scale", "fp8_mode", "q_scales", "q_scale"} & options.keys())
-    check(not given, "options", "no cache_format and no scales, because no value may be quantised", ", ".join(given))
+    check(not given, "options", "no formats, modes or scales, because no value may be quantised", ", ".join(given))
     batches = list(prompts)
     check(len(batches) > 0, "prompts", "at least one batch of prompts", "none")
     for batch in batches:

@@ -1,7 +1,7 @@
 """Checks of the padding mask and the positions of a padded batch.
 
-A padded batch has B rows, each with Q new tokens and with tokens that are already cached. `BatchRecord` holds the
-cached tokens.
+A padded batch has B rows, each with Q new tokens and with tokens that are already cached. A `BatchRecord` says which
+cached tokens are padding.
 """
 
 from __future__ import annotations

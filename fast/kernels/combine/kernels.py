@@ -54,7 +54,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LN_2 = tl.constexpr(math.log(2))
 # `add_partial` replaces a reference score only if the new reference score is larger by more than this number. Otherwise
-# exp2(new - old reference score) is at most 2^64, which is far below the largest float32, almost 2^128.
+# exp2(new reference score - old one) is at most 2^64, far below the largest float32, which is almost 2^128.
 REFERENCE_GROWTH = tl.constexpr(64.0)
 
 
@@ -65,7 +65,7 @@ class Partials(NamedTuple):
 
     Attributes:
         out: pointer to all partial outputs.
-        lse: pointer to all partial LSEs: first the reference scores of all partial indices, then all sums.
+        lse: pointer to all partial LSEs: reference scores of all partial indices, then sums of all partial indices.
         indices: number of partial indices.
         rows: number of rows at each partial index.
     """
@@ -141,7 +141,7 @@ def _combine_partials(
     partials, splits, first_partial, partial_row, real, columns,
     LATENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Combine `splits` partial outputs of ROWS rows from index `first_partial` on; return the `RowState`."""
+    """Combine `splits` partial outputs of ROWS rows, from partial index `first_partial` on; return the `RowState`."""
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     values = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -154,7 +154,7 @@ def _combine_partials(
         split_largest = tl.load(partials.lse + row, mask=held, other=float("-inf"))
         split_total = tl.load(partials.lse + partials.indices.to(tl.int64) * partials.rows + row, mask=held, other=0.0)
         # A split without keys has weight 0, and the decode wrote zeros as its partial output, so 0 * NaN cannot occur.
-        # These loads therefore need no mask for splits of weight 0, and can begin before the weights are known.
+        # The loads below therefore need no mask for splits of weight 0, and can begin before the weights are known.
         offsets = (row * LATENT)[:, :, None] + columns[None, None, :]
         split_values = tl.load(
             partials.out + offsets, mask=held[:, :, None] & (columns < LATENT)[None, None, :], other=0.0
@@ -337,7 +337,7 @@ def _combine_scheduled_kernel(
         gdc_launch_dependents()
     column_tiles: tl.constexpr = (LATENT + COLUMNS - 1) // COLUMNS
     partials = Partials(partial_out, partial_lse, num_partials, request_rows)
-    # choose between the two ways of the module docstring at run time: a constant would need two kernel variants
+    # choose between the two cases of the module docstring at run time: a constexpr would need two kernel variants
     if tl.num_programs(0) >= num_requests.to(tl.int64) * row_tiles * column_tiles:
         tile_number = tl.program_id(0)
         tile = TilePlace(

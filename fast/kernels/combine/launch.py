@@ -68,8 +68,8 @@ def combine_partial_outputs(
     """Combine the partial outputs of a decode into `out` and `lse`; do nothing if there is no partial output.
 
     `fast.kernels.combine.kernels` defines the layout of the partial outputs. The decode kernel must be the last kernel
-    that was launched on the stream. If the decode kernel lets the combine kernel begin early, it must first wait for
-    the kernel before the decode.
+    that was launched on the stream. A decode kernel that lets the combine kernel begin early must first wait for the
+    end of the kernel that was launched before the decode kernel.
 
     Args:
         partial_out: flat, float32; empty if there is no partial output. The Hopper decode stores further values behind
@@ -80,8 +80,8 @@ def combine_partial_outputs(
         max_query_len: upper bound of the query tokens of a request; it determines the rows of a request.
         tile_ranges: [programs, 5] of a schedule (`DecodeSchedule`), or None.
         split_offsets: [B + 1] of the same schedule, or None.
-        batch_invariant: True if the splits of each request depend on the length of this request alone. False without a
-            schedule means that all requests have the same number of splits.
+        batch_invariant: True if the splits of each request depend on the length of this request alone. If it is False
+            and there is no schedule, all requests have the same number of splits.
         out: [T, N, Lkv], contiguous, written in place.
         lse: [N, T], contiguous, written in place.
     """
@@ -144,7 +144,7 @@ def combine_partial_outputs(
 
 
 def _tile_for(splits: int, rows: int, heads: int, requests: int) -> CombineTile:
-    """Return the sizes of a combine tile for requests that have about this number of splits."""
+    """Return the sizes of a combine tile for requests that have about `splits` splits."""
     if splits <= MANY_SPLITS:
         return FOR_FEW_SPLITS[heads >= MANY_HEADS]
     if requests > 1:

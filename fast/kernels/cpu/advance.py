@@ -27,8 +27,8 @@ def advance_step(
         sampled_token_ids: [B], the token that each request generated in this step.
         input_ids: [T], written.
         positions: [T], written.
-        seq_lens: [B], written.
-        query_start_loc: [B + 1], written.
+        seq_lens: [B], read, then overwritten.
+        query_start_loc: [B + 1], read, then overwritten.
         slot_mapping: [T], written.
         block_table: [B, W].
         block_size: tokens per block.

@@ -23,9 +23,9 @@ def concat_and_cache_mla(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     kv_scale: Tensor | None = None,
 ) -> None:
-    """Write latents [T, Lkv] and keys [T, R] into the cache; `slot_mapping` [>= T] has the slot of each token.
+    """Write latents [T, Lkv] and rotated key parts [T, R] into the cache.
 
-    A token with slot -1 is not written.
+    `slot_mapping` [>= T] has the slot of each token. A token with slot -1 is not written.
     """
     block_size, latent = kv_cache.shape[1], kv_c_normed.shape[1]
     slots = slot_mapping[: kv_c_normed.shape[0]]
@@ -56,7 +56,7 @@ def rope_norm_and_cache(
     kv_scale: Tensor | None = None,
     q_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotate `q_pe` and `k_pe`, RMS-norm the latents, and write normed latents and rotated keys into the cache.
+    """Rotate `q_pe` and `k_pe`, RMS-norm the latents, and write normed latents and rotated key parts into the cache.
 
     `slot_mapping` may have fewer slots than there are tokens; tokens without a slot are not written. See
     `fast.kernels.triton.rope.rope_norm_and_cache` for the arguments.
@@ -111,7 +111,7 @@ def gather_and_maybe_dequant_cache(
 def quantize_entries(
     kv_c_normed: Tensor, k_pe: Tensor, out: Tensor, cache_format: CacheFormat, kv_scale: Tensor | None
 ) -> None:
-    """Write the entries of latents [T, Lkv] and keys [T, R] into `out` [T, columns], as a cache stores them."""
+    """Write entries of latents [T, Lkv] and rotated key parts [T, R] to `out` [T, columns], as a cache stores them."""
     if cache_format.scaled:
         as_bytes(out).copy_(_stored_entries(kv_c_normed, k_pe, cache_format, kv_scale))
     else:
@@ -150,12 +150,12 @@ def _stored_entries(kv_c_normed: Tensor, k_pe: Tensor, cache_format: CacheFormat
 
 
 def as_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a copy of rows of bytes as another dtype; the bytes may begin at any address."""
+    """Return a copy of `x` whose bytes are read as numbers of `dtype`; `x` may begin at any address."""
     return x.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """Return a view of the bytes of x; PyTorch has few operations on 8-bit floats."""
+    """Return a view of the bytes of `x`; PyTorch has few operations on 8-bit floats."""
     return x.view(torch.uint8)
 
 

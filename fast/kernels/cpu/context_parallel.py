@@ -21,7 +21,8 @@ def reorg_kvcache(
     """Copy the gathered cache entries of all ranks to `out`, in the order of the tokens of each request.
 
     Args:
-        gathered: [D, padded, columns], entries of the tokens of each rank, one request after another, in any dtype.
+        gathered: [D, padded number of tokens, columns], any dtype. Each rank has a row for each of its tokens, one
+            request after another, and then rows of padding.
         cu_seq_lens: [B + 1], first row of each request in `out`.
         local_cu_seq_lens: [D, B + 1], first row of each request in `gathered`, for each rank.
         interleave: number of consecutive tokens that one rank gets before the next rank gets tokens.

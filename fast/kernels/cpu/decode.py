@@ -1,4 +1,7 @@
-"""Absorbed decode: attention of all heads over the cached latents, one chunk of cache entries at a time."""
+"""Absorbed decode: attention of all heads over the cached latents, one chunk of cache entries at a time.
+
+In this module a chunk is consecutive cache blocks of one request. (A prefill has another kind of chunks.)
+"""
 
 from __future__ import annotations
 

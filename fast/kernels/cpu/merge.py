@@ -23,7 +23,7 @@ def merge_attn_states(
     If `output_scale` is given, the merged output is divided by this scale and rounded to e4m3.
     """
     target_out, target_lse = out, lse
-    # compute the weights from the difference of the LSEs: exp(prefix_lse - lse) would magnify the rounding error of lse
+    # the weights come from the difference of the LSEs: exp(prefix_lse - lse) would magnify the rounding error of `lse`
     difference = prefix_lse - suffix_lse
     prefix_weight, suffix_weight = torch.sigmoid(difference).T[..., None], torch.sigmoid(-difference).T[..., None]
     out = (prefix_out * prefix_weight).add_(suffix_out * suffix_weight)

@@ -1,4 +1,4 @@
-"""Rotary embedding of the rope parts of queries and shared keys."""
+"""Rotary embedding of the rope parts of queries and keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def apply_rope(
 ) -> tuple[Tensor, Tensor]:
     """Return `q_pe` [T, N, R] and `k_pe` [T, R], rotated by the angles `positions` [T] * `frequencies` [R/2].
 
-    Both results are multiplied by `magnitude`. `interleaved` says which elements form a pair (`reference.apply_rope`).
+    Both results are multiplied by `magnitude`. `reference.apply_rope` explains `interleaved`.
     If `q_scale`, [] or [N], is given, the rotated queries are divided by this scale and rounded to e4m3.
     """
     angles = positions.to(frequencies.dtype)[:, None] * frequencies

@@ -130,8 +130,8 @@ def _lay_out(
 def _cheaper_line(tiles: Tensor, num_programs: int, request_cost: int, splits_per_tile: int) -> _Line:
     """Return the line of whole parts or the line of single tiles: the one with the shorter estimated time.
 
-    The estimate is an upper bound of the programs' time, plus the time to combine the request with the most splits. If
-    both estimates are equal, the line of whole parts is returned.
+    The estimate is an upper bound of the time of the slowest program, plus the time to combine the splits of the
+    request with the largest number of splits. If both estimates are equal, the line of whole parts is returned.
     """
     balanced = _lay_out(tiles, torch.ones_like(tiles), request_cost, 0, num_programs)
     parts = (num_programs * tiles // tiles.sum().clamp(min=1)).clamp(min=1)
@@ -185,7 +185,7 @@ def _assign_parts(tiles: Tensor, line: _Line, num_programs: int, batch_invariant
     last_tile = torch.minimum((high - part_starts[last]) * line.part_tiles[last], tiles[last])
     splits, first_split = line.parts, first_part
     if not batch_invariant:
-        apart = line.stride >= segment  # no segment contains two parts of this request
+        apart = line.stride >= segment  # each segment contains the start of at most one part of this request
         first_program = line.starts // segment
         last_program = (line.starts + (line.parts - 1) * line.stride) // segment
         splits = torch.where(apart, line.parts, last_program - first_program + 1) * (tiles > 0)

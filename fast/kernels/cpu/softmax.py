@@ -7,7 +7,7 @@ from torch import Tensor
 
 from reference.interfaces import to_e4m3
 
-WEIGHT_UNIT = 256.0  # factor of the probabilities before they are rounded to e4m3 (largest number: 448)
+WEIGHT_UNIT = 256.0  # probabilities are multiplied by this factor before they are rounded to e4m3 (largest number: 448)
 
 
 class OnlineSoftmax:

@@ -61,7 +61,7 @@ def _advance_step_kernel(
         _write_padding(input_ids, positions, slot_mapping, tokens, tokens < num_tokens, ids_stride, positions_stride,
                        slots_stride)  # fmt: skip
     else:
-        # `last_end` is the old end of the previous chunk's last request; `query_start_loc` already has the new end
+        # `last_end` is the last offset that the previous chunk read; the previous chunk has overwritten this offset
         total, last_end = tl.zeros([], tl.int32), tl.load(query_start_loc)
         for first in range(0, num_requests, CHUNK):
             request = first + lane

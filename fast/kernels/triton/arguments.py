@@ -30,7 +30,7 @@ class DecodeInputs(NamedTuple):
     """Queries, cache and the tensors that describe the batch; each field is one parameter.
 
     `latent_pages` and `rope_pages` are descriptors with which TMA (the GPU's bulk copy engine) reads the cache. Both
-    are None if TMA cannot read the cache. `kv_scale` is the scale of the layer, [], or None. `q_scale` is the
+    are None if TMA cannot read the cache. `kv_scale` is the scale of the layer's cache, [], or None. `q_scale` is the
     scale of queries in e4m3, [] or [N], or None; `q_scale_stride` is its stride from head to head, 0 for [].
     """
 

@@ -115,7 +115,7 @@ def _load_keys(
 
     SHARED means that `source` has no head dim. With MASKED, rows from `key_end` on may belong to another request. A
     tile of keys may keep these rows, because their scores are masked. A tile of values (VALUES) needs zeros in these
-    rows, because a probability of 0 times NaN is NaN.
+    rows: their probabilities are 0, but 0 times NaN is NaN.
     """
     rows = row + tl.arange(0, BLOCK_N)
     if USE_TMA:
@@ -229,7 +229,7 @@ def _flash_attn_varlen_kernel(
     if (first_row >= query_len) | (tile < 0):
         return
 
-    # 2. load the queries; the kernel scales the scores and not the queries, so products read loaded queries directly
+    # 2. load the queries; they stay unscaled, because the kernel multiplies the scores by the softmax scale
     rows = first_row + tl.arange(0, BLOCK_M)
     inside = (rows < query_len)[:, None]
     q_rows = q + head.to(tl.int64) * strides.q_head + (query_start + rows)[:, None].to(tl.int64) * strides.q_token
@@ -246,7 +246,7 @@ def _flash_attn_varlen_kernel(
     scale = softmax_scale * LOG2_E
 
     # 3. attend the keys: first the tiles in which every row sees every key, then the tiles that need a mask
-    seen = key_len - causal * query_len  # row i sees the keys up to key seen + i
+    seen = key_len - causal * query_len  # row i sees the keys up to index `seen` + i
     last_seen = tl.minimum(seen + rows, key_len - 1)
     whole = tl.maximum(tl.minimum(seen + first_row + 1, key_len), 0) // c.BLOCK_N * c.BLOCK_N
     end = tl.minimum(seen + first_row + BLOCK_M, key_len)
@@ -315,7 +315,7 @@ HOPPER_BLOCKS = (
 PORTABLE_BLOCKS = (
     Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 2), Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 2), Blocks(16, 16, 4, 1)
 )  # fmt: skip
-FLOAT32_BLOCKS = (Blocks(32, 32, 8, 1), Blocks(16, 16, 4, 1))  # small, as IEEE float32 products need many registers
+FLOAT32_BLOCKS = (Blocks(32, 32, 8, 1), Blocks(16, 16, 4, 1))  # small: IEEE float32 products need many registers
 INTERPRETER_BLOCKS = Blocks(32, 32, 1, 1)
 
 
@@ -340,9 +340,9 @@ def _blocks(dtype: torch.dtype, device: DeviceFacts, key_width: int, value_width
         elements = blocks.block_m * key_width + blocks.num_stages * blocks.block_n * (key_width + value_width)
         if elements * dtype.itemsize + 4096 <= device.shared:
             return blocks
-    widths = f"{key_width} and {value_width} columns of {dtype}"
+    widths = f"keys of {key_width} columns and values of {value_width} columns ({dtype})"
     raise UnsupportedConfiguration(
-        [f"triton: flash_attn_varlen has no tile of {widths} for {device.shared} bytes of shared memory"]
+        [f"triton: flash_attn_varlen has no tile for {widths} within {device.shared} bytes of shared memory"]
     )
 
 

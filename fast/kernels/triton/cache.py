@@ -3,8 +3,8 @@
 A cache entry is the latent and the rotated key part of one token, Lkv + R elements. The cache consists of blocks of
 `block_size` entries, and slot number block * block_size + offset names one entry.
 
-- The kernels copy elements as integers of the same width, so every copy is exact bit for bit. Only a gather into
-  another dtype converts the elements.
+- The kernels copy elements as integers with the same number of bytes, so every copy is exact bit for bit. Only a gather
+  into another dtype converts the elements.
 - A block number or a slot may lie outside the cache. A kernel then skips the cache entry: it accesses no memory outside
   its tensors and raises no error.
 - By default Triton compiles another variant of a kernel if an integer argument is 1 or a multiple of 16. The option

@@ -346,7 +346,7 @@ def _dequantize_rows(
         else:
             tail = (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
-        scale = tl.where(read, tl.load(kv_scale), 0.0)[:, None]  # 0 * NaN would be NaN
+        scale = tl.where(read, tl.load(kv_scale), 0.0)[:, None]  # rows that are not read: 0, even for a NaN scale
         head = head * scale
         if HEAD < WIDTH:
             codes = tl.load(row_pointers(entries, entry_rows, 1, column_stride, KEY, TAIL), rest, 0)

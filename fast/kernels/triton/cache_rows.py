@@ -94,11 +94,12 @@ def gathered_entries(
 ):  # fmt: skip
     """Return the offset of the cache entry of each gathered token, and whether there is such an entry.
 
-    `tokens` [ROWS] are 64-bit numbers of gathered tokens, counted through all requests. `written` [ROWS] is false for
-    numbers past the last token. The other arguments are those of `gather_and_maybe_dequant_cache`, with their strides.
+    `tokens` [ROWS] are the 64-bit indices of tokens among the gathered tokens of all requests. `written` [ROWS] is
+    false for an index past the last token. The other arguments are those of `gather_and_maybe_dequant_cache`, with
+    their strides.
     """
     request = request_of(tokens, cu_seq_lens, cu_stride, num_requests, search_steps)
-    owned = written & (request < num_requests)  # rows of `out` that get a cache entry; the other rows become 0
+    owned = written & (request < num_requests)  # tokens that have a cache entry; the rows of all others become 0
     begin = tl.load(cu_seq_lens + request * cu_stride, owned, 0)
     position = tokens - begin + tl.load(starts + request * starts_stride, owned, 0)
     column = position // BLOCK_SIZE

@@ -99,8 +99,7 @@ def weight_attn_out(out: Tensor, lses: Tensor, rank: int) -> tuple[Tensor, Tenso
 def pack_attn_state(out: Tensor, lse: Tensor, message: Tensor, lse_bytes: int) -> None:
     """Write `out` [T, N, Dv] and `lse` [N, T] into `message` [D, bytes], one row for each owner rank.
 
-    A row begins with the LSE of the heads of its owner rank. The output of these heads follows from byte `lse_bytes`
-    on.
+    A row begins with the LSE of the heads of its owner rank. The output of these heads begins at byte `lse_bytes`.
     """
     size = message.shape[0]
     if lse.numel():

@@ -4,8 +4,8 @@ The keys of a request are divided into splits, and different programs attend dif
 program writes the partial output of its split. `fast.kernels.combine` then adds the partial outputs of each request.
 
 The kernel of this module gives every request the same number of splits. The kernel of `scheduled_decode` follows a
-schedule, which assigns tiles of keys to programs. It also serves batch-invariant decodes without a schedule, and then
-computes the splits of each request from the request's length alone.
+schedule, which assigns tiles of keys to programs. For a batch-invariant decode without a schedule, the kernel of
+`scheduled_decode` computes the splits of each request from the request's length alone.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PROGRAM_COST = 256
 ROWS_COMBINED_PER_KEY = 64  # rows of partial outputs that the combine kernel adds in the time to attend one key
 FLOAT32_SUM_COLUMNS = 16  # a float32 dot product adds partial sums over 16 columns each (smaller rounding error)
-# A wave is a set of programs that run on the GPU at the same time. Each wave makes the decode longer by this fraction,
-# because its programs must start and must write partial outputs.
+# A wave is a set of programs that run on the GPU at the same time. With n waves, the estimated time of a decode is
+# longer by n times this fraction, because programs must start and must write partial outputs.
 WAVE_COST = 0.35
 MOST_WAVES = 4  # a schedule has at most as many programs as run in 4 waves
 
@@ -365,7 +365,7 @@ def _num_splits(programs: int, rows: int, keys: int, processors: int) -> int:
 
 
 def _padded(width: int, fp8_mode: str) -> int:
-    """Return the columns of a part of an entry, padded to a power of two that is wide enough for `tl.dot`."""
+    """Return Lkv or R (`width`), padded to a power of two that is wide enough for `tl.dot`."""
     return max(16 if fp8_mode == CONVERTED else E4M3_COLUMNS, next_power_of_2(width))
 
 
@@ -379,7 +379,7 @@ def _page_descriptors(kv_cache: Tensor, latent: int, rope: int, tile: int) -> tu
     device, size = kv_cache.device, kv_cache.element_size()
     block_size = kv_cache.shape[1]
     aligned = kv_cache.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in kv_cache.stride()[:2])
-    # each width must be 0, or a power of two (no padding) of whole 16-byte words
+    # each width must be 0, or a power of two of at least 16 (then it is not padded) whose bytes are a multiple of 16
     widths = all(width & (width - 1) == 0 and width * size % 16 == 0 and width not in range(1, 16)
                  for width in (latent, rope))  # fmt: skip
     has_tma = device_facts(device).has_copy_engine

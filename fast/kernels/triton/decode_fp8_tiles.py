@@ -15,14 +15,14 @@ other numbers:
 | one scale of the layer | multiplies the score in float32 | multiplies the sum of weighted latents in float32 |
 | scale of a key's column block | multiplies the block's part of the score in float32 | multiplies the probability |
 
-The product of probability and scale is computed in float32 and then rounded, like a probability without a scale. A row
-therefore has one sum of weighted latents for each column block. With a scale of the layer, a latent has four column
-blocks if the row block has 16 rows or if products are computed in e4m3, and otherwise one column block
-(`decode_shapes.stored_constants` has the exact condition). With four column blocks, the four products of a score do not
-wait for each other.
+The product of probability and scale is computed in float32 and then rounded, like a probability without a scale. The
+product is another number for each column block, so a row has one sum of weighted latents for each column block. With a
+scale of the layer, a latent has four column blocks if the row block has 16 rows or if products are computed in e4m3,
+and otherwise one column block (`decode_shapes.stored_constants` has the exact condition). With four column blocks, the
+four products of a score do not wait for each other.
 
 Queries in e4m3 (`fp8_query` and `fp8_product`, see `reference.mla_decode`) have a scale too, which multiplies the score
-in float32. Products of e4m3 numbers are computed in e4m3 if the GPU has instructions for this number of rows
+in float32. Products of e4m3 numbers are computed in e4m3 if the GPU has instructions for the rows of a row block
 (E4M3_DOTS, `decode_shapes.multiplies_e4m3`). Otherwise both operands are converted to float16. Both ways multiply the
 same numbers, and differ in the rounding of sums alone. For `fp8_query`, the values are converted to float16. For
 `fp8_product`, each probability is multiplied by a factor and then rounded to e4m3. The sum of the exponentials is not
@@ -59,7 +59,7 @@ from .fp8 import e4m3_to, float32_to_e4m3, pinned
 # divided by a unit, a power of two, so that the largest scale becomes a number from 2^14 to 2^15. float16 ends at 2^16.
 HEADROOM = tl.constexpr(14)
 BIAS = tl.constexpr(127)  # exponent bias of float32
-PROBABILITY_UNITS = tl.constexpr(2.0**13)  # factor of float16 probabilities; without it, small ones would become 0
+PROBABILITY_UNITS = tl.constexpr(2.0**13)  # factor of probabilities in float16, so that small ones do not become 0
 WEIGHT_UNITS = tl.constexpr(2.0**8)  # factor of e4m3 probabilities; e4m3 ends at 448
 LAST_EXPONENT = tl.constexpr(253)  # largest biased exponent of a power of two whose inverse is a normal number
 
@@ -238,7 +238,7 @@ def _sums_in_e4m3(state, step, stored, c):
 @triton.jit
 @no_type_check
 def _key_products(q, k, c):
-    """Return the products [ROWS, TILE] of q [ROWS, columns] and k [TILE, columns], which have the same dtype."""
+    """Return the products [ROWS, TILE] of `q` [ROWS, columns] and `k` [TILE, columns], which have the same dtype."""
     COLUMNS: tl.constexpr = q.shape[1]
     if q.dtype == tl.float8e4nv:
         products = tl.dot(q, tl.trans(k), max_num_imprecise_acc=COLUMNS)

@@ -12,9 +12,9 @@ from ..device import DeviceFacts
 from ..integers import next_power_of_2
 from .fp8 import NATIVE_CAPABILITY
 
-LEAST_IN_FOUR_BLOCKS = 64  # least padded Lkv with which a latent without scales of its own gets four column blocks
-WARP_GROUP_ROWS = 64  # with row blocks of 64 rows, the compiler would serialise products of converted queries
-E4M3_COLUMNS = 32  # columns (or keys) of the smallest product of e4m3 numbers that a GPU computes
+LEAST_IN_FOUR_BLOCKS = 64  # smallest padded Lkv for which a latent without scales of its own gets four column blocks
+WARP_GROUP_ROWS = 64  # in row blocks of 64 rows no query is converted: the compiler would then serialise the products
+E4M3_COLUMNS = 32  # smallest number of columns (or keys) in a product of e4m3 numbers on a GPU
 # GPUs of these generations (Hopper, and Blackwell of data centers) compute products in e4m3 only for 64 rows or more.
 # For fewer rows, the assembler converts every operand to float16, each time that the operand is used.
 CONVERTING_GENERATIONS = (9, 10)
@@ -43,8 +43,8 @@ def launch_shape(
             the bytes of an element of the queries, shared memory also has one tile in the dtype of the queries.
         capability: compute capability of the device.
         shared: bytes of shared memory that a program may use.
-        column_blocks: number of scales of a latent in a cache entry; 1 without such scales. Each column block needs its
-            own softmax probabilities, so larger tiles would need more registers than the GPU has.
+        column_blocks: number of scales of a latent in a cache entry; 1 without such scales. With several column blocks,
+            a tile has at most 32 keys, because each column block needs registers for its own softmax probabilities.
         fp8_mode: mode of the decode. If products are computed in e4m3, their operands are in e4m3 in shared memory too.
 
     Raises:
@@ -68,7 +68,7 @@ def launch_shape(
         if needed <= shared:
             return {"ROWS": rows, "TILE": tile, "num_warps": warps, "num_stages": stages}
     raise UnsupportedConfiguration(
-        [f"triton: mla_decode has no tile of {width} columns of {dtype} for {shared} bytes of shared memory"]
+        [f"triton: mla_decode has no tile for {width} columns ({dtype}) within {shared} bytes of shared memory"]
     )
 
 

@@ -155,7 +155,7 @@ class SoftmaxStep(NamedTuple):
     Attributes:
         largest: [ROWS], largest score so far. Scores are divided by ln 2, so that exp2 can replace exp.
         decay: [ROWS], factor that rescales earlier sums to the new `largest`.
-        total: [ROWS], sum of exp2(score - largest).
+        total: [ROWS], sum of exp2(score - largest) over all keys so far.
         probabilities: [ROWS, TILE], exp2(score - largest) of this tile.
     """
 
@@ -168,7 +168,7 @@ class SoftmaxStep(NamedTuple):
 @triton.jit
 @no_type_check  # the tests' type checker skips this kernel, because Triton's interpreter must read its source
 def _softmax_step(scores, seen, state, dtype: tl.constexpr):
-    """Return the `SoftmaxStep` of a tile with scores [ROWS, TILE] and mask `seen`; `probabilities` get `dtype`."""
+    """Return the `SoftmaxStep` of a tile with scores [ROWS, TILE] and mask `seen`; `probabilities` are in `dtype`."""
     scores = tl.where(seen, scores, float("-inf"))
     largest = tl.maximum(state.largest, tl.max(scores, 1))
     shift = tl.where(largest == float("-inf"), 0.0, largest)  # no key so far: -inf - (-inf) would be NaN
@@ -180,7 +180,7 @@ def _softmax_step(scores, seen, state, dtype: tl.constexpr):
 @triton.jit
 @no_type_check
 def _products(q, k, SUM_COLUMNS: tl.constexpr):
-    """Return the scores [ROWS, TILE] of q [ROWS, D] and k [TILE, D].
+    """Return the scores [ROWS, TILE] of `q` [ROWS, columns] and `k` [TILE, columns].
 
     If SUM_COLUMNS is not 0, compute one sum for every SUM_COLUMNS columns, and then add these sums. Short sums have a
     smaller rounding error, because the error of a float32 sum grows with the number of its terms.
@@ -315,7 +315,7 @@ def load_queries(queries, token, head, real, c):
 def _from_codes(latent, rope, scale, c):
     """Return queries that were loaded as e4m3 codes, in the dtype of their products; `scale` [ROWS] is their unit.
 
-    Each of these dtypes holds every e4m3 number exactly. If the rope keys are bfloat16, the rope queries become
+    Every e4m3 number is exact in the dtypes of the products. If the rope keys are bfloat16, the rope queries become
     bfloat16 too. In Triton's interpreter (PINNED is False), the rope queries become float32 instead, because the
     interpreter computes wrong products in bfloat16.
     """

@@ -1,4 +1,4 @@
-"""Conversions between float32 and e4m3 (8 bits) inside Triton kernels, bit for bit as `torch.float8_e4m3fn`.
+"""Conversions between float32 and e4m3 (8 bits, `torch.float8_e4m3fn` in PyTorch) inside Triton kernels.
 
 Kernels read and write e4m3 as bytes (uint8). From compute capability 8.9 on, the GPU has instructions for both
 conversions (NATIVE is True). On older GPUs Triton has no e4m3 type, and the functions compute with integers.
@@ -76,12 +76,13 @@ def e4m3_to(codes, dtype: tl.constexpr, NATIVE: tl.constexpr):
 @triton.jit
 @no_type_check
 def pinned(x):
-    """Return 16-bit numbers x as they are, and keep them in the layout (elements of each thread) of their load.
+    """Return 16-bit numbers `x` as they are, and keep them in the layout (elements of each thread) of their load.
 
-    Two products read a tile. Without the instruction below, which only copies x, the compiler moves the bytes to the
-    layout of each product and then converts them. The compiled kernel then converts the tile twice, loads single bytes
-    from shared memory, and does not prefetch the next tile. If both operands of a product are converted from bytes, the
-    compiler would also arrange both operands as if they were bytes.
+    A kernel converts each tile from e4m3 bytes to 16-bit numbers, and two products read these numbers. Without the
+    instruction below, which only copies `x`, the compiler moves the bytes to the layout of each product before it
+    converts them. The compiled kernel then converts the tile twice, loads single bytes from shared memory, and does not
+    prefetch the next tile. If both operands of a product are converted from bytes, the compiler would also arrange both
+    operands as if they were bytes.
     """
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
 

@@ -29,7 +29,7 @@ def zero_padding_tokens(output: Tensor, query_start_loc: Tensor) -> None:
     tokens, heads, value = output.shape
     if output.numel() == 0:
         return
-    if output.dtype == torch.float8_e4m3fn:  # Triton has no e4m3 on Ampere; zeros are the same bytes
+    if output.dtype == torch.float8_e4m3fn:  # Triton has no e4m3 on Ampere; 0 in e4m3 is the byte 0
         output = output.view(torch.uint8)
     following = device_facts(output.device).following
     columns = next_power_of_2(value)

@@ -133,8 +133,8 @@ def rope_norm_and_cache(
         interleaved: rotate the pairs (0, 1), (2, 3), .. if True, and (0, R/2), (1, R/2 + 1), .. if False.
         cache_format: format of the cache.
         kv_scale: float32 scale of the layer's cache; None if the format has no such scale.
-        q_scale: float32 scale of queries in e4m3, [] or [N], only for a format with scales; None for queries in the
-            dtype of `q_pe`.
+        q_scale: float32 scale, [] or [N], with which the rotated `q_pe` is quantised to e4m3; only for a format with
+            scales. None keeps the dtype of `q_pe`.
 
     Returns:
         Rotated `q_pe` [T, N, R], normed latents [T, Lkv] and rotated `k_pe` [T, R], all contiguous. In a format without
@@ -221,7 +221,7 @@ def _rotate(
     ROWS: tl.constexpr, ROPE: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
     scale=None, scale_row=None, NATIVE: tl.constexpr = False,
 ):  # fmt: skip
-    """Rotate the rows [first, first + ROWS) of the tensor [num_rows, ROPE] of one token; skip rows from num_rows on.
+    """Rotate the rows [first, first + ROWS) of the tensor [num_rows, ROPE] of one token; skip rows >= `num_rows`.
 
     If `scale` is given, row n is divided by the number at `scale + n * scale_row` and stored in e4m3.
     """
@@ -300,7 +300,7 @@ def _rope_norm_cache_kernel(
             _rotate(
                 key, 0, strides.k_column, outputs.k_pe + token * ROPE, 0, 1, 0, 1, cos, sin, 1, ROPE, PAIRS, INTERLEAVED
             )
-            _rotate(  # rotate again into the cache; if the slot is outside the cache, `num_rows` is 0: write nothing
+            _rotate(  # rotate again, into the cache; a slot outside the cache gives `num_rows` 0, so no row is written
                 key, 0, strides.k_column, entry + LATENT * strides.element, 0, strides.element, 0,
                 written.to(tl.int32), cos, sin, 1, ROPE, PAIRS, INTERLEAVED,
             )  # fmt: skip
@@ -352,7 +352,7 @@ def _rope_norm_quantize_kernel(
 ):  # fmt: skip
     """Do the work of `_rope_norm_cache_kernel` for a format with scales: quantise the cache entries."""
     token, number = tl.program_id(0).to(tl.int64) // token_programs, tl.program_id(0) % token_programs
-    if number == 0:  # the cache entry, latent and shared key, as one row: `cache_formats` takes rows
+    if number == 0:  # the cache entry (latent and shared key), as one row, because `cache_formats` stores rows
         row = token + tl.arange(0, 1)
         slots = tl.load(slot_mapping + row * strides.slot, row < num_slots, -1)
         written = (slots >= 0) & (slots // BLOCK_SIZE < num_blocks)

@@ -215,7 +215,7 @@ def _assign_parts(
         if tl.program_id(0) == 0:
             splits = held.parts
             if not BATCH_INVARIANT:
-                # if the stride is at least a segment, no segment contains two parts, so each part is one split
+                # if the stride is at least `segment`, no two parts start in the same segment, so each part is one split
                 programs = last_part_start // segment - first_part_start // segment + 1
                 splits = tl.where(tiles > 0, tl.where(held.stride >= segment, held.parts, programs), 0)
             split_ends = splits_before + tl.cumsum(splits, 0)

@@ -53,8 +53,8 @@ def _scheduled_decode_kernel(
 ):  # fmt: skip
     """Attend the tile range of one program, for ROWS rows of each request; write outputs or partial outputs.
 
-    A row is one head of one query token. With BY_LENGTH, the splits of each request depend on its length alone. Without
-    a schedule (SCHEDULED is False), `programs_per_request` programs share the splits of each request.
+    A row is one (query token, head) pair. With BY_LENGTH, the splits of each request depend on its length alone.
+    Without a schedule (SCHEDULED is False), `programs_per_request` programs share the splits of each request.
     """
     # 1. find the tile range of this program: from tile `first_tile` of `request` to tile `range_end` of `last_request`
     program, row_block = tl.program_id(0) // row_blocks, tl.program_id(0) % row_blocks
@@ -110,7 +110,7 @@ def _scheduled_decode_kernel(
             )  # fmt: skip
             visible = tl.minimum(tl.load(visible_lens + token, mask=real, other=0), readable)
             key_end = tl.maximum(tl.max(visible, 0), 0)
-            # number of this kernel's tiles at the start of the request in which every row sees every key
+            # every row sees every key of the first `full_tiles` tiles of the request (a tile has c.TILE keys)
             full_tiles = tl.maximum(tl.min(tl.where(real, visible, key_end), 0), 0) // c.TILE
             table_row = block_table + request.to(tl.int64) * table_row_stride
             state = attend(
@@ -182,7 +182,7 @@ def _scheduled_decode_kernel(
 @triton.jit
 @no_type_check
 def _split_by_length(length, readable, rule, TILE: tl.constexpr):
-    """Return two numbers for a request of a batch-invariant decode: tiles of one split, and number of splits.
+    """Return for a request of a batch-invariant decode the number of tiles of one split, and the number of splits.
 
     `length` is the length of the request, and determines the tiles of one split. `readable` is the number of keys that
     the kernel reads, and determines the number of splits. A request without keys has one split.

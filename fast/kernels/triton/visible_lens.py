@@ -18,7 +18,7 @@ from ..device import device_facts, device_of
 from ..integers import cdiv
 from .token_requests import request_of
 
-TOKENS = 128  # tokens of a program
+TOKENS = 128  # query tokens that one program processes
 
 
 def compute_visible_lens(

@@ -1,9 +1,9 @@
 """Multiply the rows of each head by the weight matrix of this head; the weight or the result may be in e4m3 (8 bits).
 
 A program computes a tile of the product of one head: some rows (tokens) and some columns. It converts each tile of an
-e4m3 weight to the dtype of the rows, multiplies in this dtype, and sums in float32. The conversion is exact, because
-the sum is multiplied by the scale of the weight, and the weight itself is not. For a result in e4m3, the float32 sum is
-divided by the scale of the result and rounded once.
+e4m3 weight to the dtype of the rows, which is exact, multiplies in this dtype, and sums in float32. Then it multiplies
+the sum by the scale of the weight. For a result in e4m3, it divides the float32 sum by the scale of the result and
+rounds once.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def variant_tokens(most_tokens: int) -> list[int]:
     """Return one number of tokens for every kernel variant that batches of 1 to `most_tokens` tokens can need.
 
     A variant is the kernel compiled for one `ProductTile`, of which only the number of rows depends on the number of
-    tokens. For example, batches of 1 to 256 tokens need only the variants for 1, 17 and 33 tokens.
+    tokens. For example, batches of 1 to 256 tokens need only the variants for 1, 17 and 33 tokens, which have tiles of
+    16, 32 and 64 rows.
     """
     found, rows = [1], LEAST
     while rows < min(most_tokens, MOST_ROWS):

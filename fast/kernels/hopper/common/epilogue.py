@@ -54,7 +54,7 @@ def shift_of(largest, scale_log2):
 @gluon.jit
 @no_type_check
 def in_base_two(state, scale_log2):
-    """Return the reference scores of a state in base 2; -inf for a row that saw no key."""
+    """Return the reference scores of a state, converted to base 2; -inf for a row that saw no key."""
     return gl.where(state.total == 0, float("-inf"), state.largest * scale_log2)
 
 
@@ -123,7 +123,7 @@ def partial_out_columns(values, first_column, rows, outputs, LATENT: gl.constexp
 @gluon.jit
 @no_type_check
 def _columns_of(values, first_column, ROW_AXIS: gl.constexpr):
-    """Return the latent column that each column of `values` belongs to; axis ROW_AXIS of the result has length 1."""
+    """Return the index of the latent column of each column of `values`; axis ROW_AXIS of the result has length 1."""
     LAYOUT: gl.constexpr = gl.SliceLayout(ROW_AXIS, values.type.layout)
     return gl.expand_dims(first_column + gl.arange(0, values.shape[1 - ROW_AXIS], LAYOUT), ROW_AXIS)
 

@@ -1,4 +1,4 @@
-"""Prefetch of a program's first queries and first keys into the L2 cache, while the previous kernel may still run.
+"""Prefetch a program's first queries and first keys into the L2 cache, while the previous kernel may still run.
 
 The previous kernel may still write the queries, the cache, the lengths and the block table. The prefetch is safe for
 three reasons:
@@ -23,7 +23,7 @@ THREADS = gl.constexpr(128)  # two threads for each of 64 rows of queries, and t
 @gluon.jit
 @no_type_check
 def _prefetch(pointers, mask, BYTES: gl.constexpr):
-    """Prefetch BYTES bytes (a multiple of 16) from each pointer whose `mask` is true into the L2."""
+    """Prefetch into the L2: BYTES bytes (a multiple of 16) from each pointer whose `mask` is true."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
         "=r,l,r", [pointers.to(gl.int64), mask.to(gl.int32) * BYTES], gl.int32, is_pure=False, pack=1,

@@ -98,8 +98,8 @@ def visible_keys(
 ):  # fmt: skip
     """Load how many keys each row of a work item sees, and the numbers of the item's first 128 cache blocks.
 
-    A row behind the last row of the request gets the number of all readable keys of the request, so that no tile is
-    masked because of this row. Each of the 128 threads of the consumer loads the number of one cache block;
+    A row behind the last row of the request gets the number of all keys of the request, so that no tile is masked
+    because of this row. Each of the 128 threads of the consumer loads the number of one cache block;
     `visibility_of` checks these numbers.
     """
     rows = rows_at(row_block_of(item, sizes, HEADS), ROWS, LAYOUT)
@@ -149,7 +149,7 @@ def visibility_of(
 @gluon.jit
 @no_type_check
 def _all_in_cache(first_blocks, begin, blocks, num_blocks, BLOCK_SIZE: gl.constexpr, NUM_WARPS: gl.constexpr):
-    """Return whether all block numbers of a work item are valid; load the numbers behind `first_blocks` first."""
+    """Return whether all block numbers of a work item are valid; this function loads those behind `first_blocks`."""
     SPAN: gl.constexpr = 32 * NUM_WARPS
     in_cache = ((first_blocks >= 0) & (first_blocks < num_blocks)).to(gl.int32)
     for start in range(begin * TILE // BLOCK_SIZE + SPAN, ceil_div(blocks.end_key, BLOCK_SIZE), SPAN):
@@ -161,7 +161,7 @@ def _all_in_cache(first_blocks, begin, blocks, num_blocks, BLOCK_SIZE: gl.conste
 @gluon.jit
 @no_type_check
 def cache_block_of(key, blocks, BLOCK_SIZE: gl.constexpr):
-    """Return the number of the cache block that contains a key, or -1 for a key from `end_key` on.
+    """Return the number of the cache block that contains a key, or -1 if the key is `end_key` or later.
 
     A TMA load of block -1 fills shared memory with zeros.
     """
@@ -215,7 +215,7 @@ def zero_from(columns, first_row):
     """Overwrite the rows of `columns` (64 columns of a tile in shared memory) with zeros, from `first_row` on.
 
     Each row of `columns` is one key. The keys from `first_row` on lie behind the end of the request. The cache may
-    contain NaN there, and a probability of 0 times NaN would be NaN.
+    contain NaN there, and NaN times the probability 0 of such a key would be NaN.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.arange(0, columns.shape[0], gl.SliceLayout(1, LAYOUT))

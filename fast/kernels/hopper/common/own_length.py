@@ -55,8 +55,8 @@ def own_splits(lens, plan):
 def record_progress(request, row_block, begin, end, exists, split_tiles, splits, plan, num_requests):
     """Record two split counts of a request for the combine kernel; return the partial index of this work item.
 
-    The counts are the number of splits that this program combines, and the number of all splits. They are recorded
-    once for each request: by the work item with the first split and the first row block.
+    The counts are the number of splits that this program combines, and the number of all splits of the request. Only
+    the work item with the first split and the first row block records them.
 
     | splits of the work item | partial index |
     |---|---|

@@ -7,7 +7,7 @@ values inside a kernel (pointers, scalars, tensors, shared memory), for which no
 A row is one (query token, head) pair, and a row block is 16, 32 or 64 rows of one request. A tile is 64 consecutive
 keys of one request. A split is consecutive tiles of one request that are attended independently of the request's other
 tiles. The reference score of a row is about the largest score of the row; it is subtracted from the scores of the row
-before exp2.
+before exp2. A score *in base 2* is the score times `Sizes.scale_log2`.
 """
 
 from __future__ import annotations
@@ -319,8 +319,9 @@ class RowState(NamedTuple):
     """Softmax state of some rows over some keys.
 
     Attributes:
-        largest: reference score of each row.
-        total: sum of the probabilities of each row. The probability of a key is exp2 of (its score - `largest`).
+        largest: reference score of each row. Before two states are combined, it is converted to base 2 (`in_base_two`).
+        total: sum of the probabilities of each row. The probability of a key is exp2(its score - reference score), with
+            both scores in base 2.
         weighted: sum of the values times these probabilities; not divided by `total` yet.
     """
 
@@ -342,9 +343,12 @@ class HalfState(NamedTuple):
 
 
 class CombineWeights(NamedTuple):
-    """Reference scores (in base 2) of the sum of two states, and two factors for each row.
+    """What is needed to add the state of the next split of a request to the state of its earlier splits.
 
-    The sums of the earlier splits are multiplied by `old`, and the sums of the next split are multiplied by `new`.
+    Attributes:
+        reference: reference score of each row after the addition, in base 2.
+        old: factor of each row for the sums of the earlier splits.
+        new: factor of each row for the sums of the next split.
     """
 
     reference: Any

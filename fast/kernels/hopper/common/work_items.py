@@ -4,14 +4,15 @@ A work item is consecutive tiles (64 keys each) of one request, for one row bloc
 The producer (the warp that loads) finds each work item and writes it to shared memory with `write_item`. The consumers
 (the warps that multiply) read the work item with `read_item`.
 
-A split is consecutive tiles of a request that give one partial output. In a batch-invariant decode, a work item is one
-or more consecutive splits of a request:
+A split is consecutive tiles of a request that are attended independently of the other tiles. In a batch-invariant
+decode, a work item is one or more consecutive splits of a request:
 
 - If the work item contains the first split of the request, the program combines all splits of the work item in order.
 - Otherwise each split of the work item becomes a separate partial output. The combine kernel adds these partial outputs
   in order.
 
-The splits of a request are thus always added from the first to the last. The number of programs changes no bit.
+The splits of a request are thus always added from the first to the last. The number of programs changes no bit of the
+result.
 """
 
 from __future__ import annotations

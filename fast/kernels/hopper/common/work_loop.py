@@ -8,9 +8,9 @@ functions of its own to `run_work_items` (their arguments are explained below th
 |---|---|
 | `prefetch_next(item, wanted, ctx, c)` | If `wanted`, issue the loads of the item's queries. |
 | `attend(begin, stop, end, visibility, ctx, counters, c)` | Attend tiles [begin, stop); return state, counters. |
-| `keep(state, kept_values, ctx, c)` | Store a state until the next split of the work item is attended. |
+| `keep(state, kept_values, ctx, c)` | Store `state`, the *kept state*, until the next split of the item is attended. |
 | `with_kept(state, kept_values, ctx, counters, c)` | Combine the kept state with `state`; return state, counters. |
-| `to_base_two(state, scale_log2)` | Multiply the reference scores by the softmax scale / ln 2; return the state. |
+| `to_base_two(state, scale_log2)` | Multiply reference scores (see below) by softmax scale / ln 2; return the state. |
 | `write_partial(state, block, partial, scale_log2, ctx, c, OF_REQUEST)` | Write a partial output. |
 | `write_whole(state, block, scale_log2, following, wanted, ctx, c)` | Write outputs; prefetch the next queries. |
 
@@ -18,10 +18,13 @@ A split is consecutive tiles of one request that give one partial output. A work
 if the decode is batch-invariant. The arguments of the seven functions are:
 
 - `begin`, `stop`: first tile of the split, and end (exclusive) of its tiles. `end`: end of the work item's tiles.
-- `state`: `RowState` or `HalfState`. `kept_values`: pointer to global memory in which `keep` can store values.
-- `following`: the next work item. `wanted`: whether the queries of `following` (or `item`) must be loaded now.
+- `state`: `RowState` or `HalfState`. A state has the *reference score* of each row: the number that is subtracted from
+  the scores of the row before exp2.
+- `kept_values`: pointer to global memory in which `keep` can store values.
+- `following`: the next work item. `item`: the work item whose queries `prefetch_next` loads.
+- `wanted`: whether the queries of `following`, or of `item`, must be loaded now.
 - `block`: the `RowBlock` of the work item. `partial`: a partial index. `OF_REQUEST`: see `epilogue.partial_rows`.
-- `ctx`: `Context`. Its `shared` has `items` and `queries`; its `bars` has `item_written` and `item_begun`.
+- `ctx`: `Context`. `ctx.shared` has `items` and `queries`, and `ctx.bars` has `item_written` and `item_begun`.
 - `c`: `Constants`.
 - `counters`: counts of the main loop, such as the number of tiles processed so far. The kernel computes the phases of
   the main loop's barriers from these counts.
@@ -86,7 +89,7 @@ def run_work_items(
 
         if c.BY_LENGTH:
             # Attend one split after another. If the work item has the first split of the request (begin == 0), the
-            # state is kept and combined with the next split. Otherwise the state becomes a partial output.
+            # state is kept and combined with the next split. Otherwise each split gives a partial output.
             split_begin, split_stop = begin, gl.minimum(begin + item.split_tiles, stop)
             running = split_begin >= 0
             while running:

@@ -1,1 +1,1 @@
-"""The absorbed decode on Hopper. README.md shows what each group of warps does over time, and lists the barriers."""
+"""The absorbed decode on Hopper. README.md of this folder shows what the groups of warps do, and lists the barriers."""

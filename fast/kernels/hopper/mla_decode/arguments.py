@@ -1,8 +1,8 @@
 """Groups of kernel arguments, in the order of the parameters of the decode kernels.
 
-A kernel takes some of these named tuples as one parameter each. It takes the fields of the other named tuples as
-separate parameters.
-`fast.kernels.triton.arguments` says which parameters cannot be fields of a named tuple.
+A kernel takes a named tuple of this module as one parameter, or takes each of its fields as a separate parameter; the
+first line of the class says which. `fast.kernels.triton.arguments` says which parameters cannot be fields of a named
+tuple.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ from .two_phases.launch import launch_two_phases
 
 DTYPES = (torch.bfloat16, torch.float16)
 OUT_DTYPES = (*DTYPES, torch.float32)
-MOST_SIZES = 4096  # entries in the cache of `_launch_sizes`; every new value of `max_seq_len` adds an entry
+MOST_SIZES = 4096  # size of the cache of `_launch_sizes`; a new value of `max_seq_len` can add an entry
 LEAST_SCALE = 1e-30  # replaces a softmax scale of 0: masked scores are -inf, and -inf * 0 would be NaN
 
 
@@ -100,14 +100,14 @@ def mla_decode(
         max_seq_len: upper bound of the keys of a request; it determines the number of splits and the size of buffers.
         softmax_scale: factor of the scores.
         out_dtype: dtype of `out`: float32, bfloat16 or float16.
-        tile_ranges: [programs, 5] of a schedule (`DecodeSchedule`), or None. Without a schedule, every request is
-            spread over the same number of programs, which is chosen for the upper bound `max_seq_len`.
+        tile_ranges: [programs, 5] of a schedule (`DecodeSchedule`), or None. Without a schedule, and if
+            `batch_invariant` is False, all requests have the same number of splits, which is chosen for `max_seq_len`.
         split_offsets: [B + 1] of the same schedule, or None.
         batch_invariant: if True, the splits of a request depend on its length alone. The bits of its result then do not
             depend on the other requests.
         split_rule: rule by which a batch-invariant decode splits a request; used only if `batch_invariant` is true.
         cache_format: not used; this backend declares only caches in the dtype of the queries.
-        kv_scale: not used; such caches have no scale.
+        kv_scale: not used; caches in the dtype of the queries have no scale.
         out: [T, N, Lkv] in `out_dtype`, contiguous, written in place; None allocates a tensor.
 
     Returns:
@@ -152,7 +152,7 @@ def decode_splits(
     if tokens == 0 or requests == 0 or heads == 0:
         none = torch.empty(0, dtype=torch.float32, device=device)
         return SplitDecode(out, lse, none, none.clone())
-    if softmax_scale < 0:  # the kernels find the largest score before they apply the scale, which must be positive
+    if softmax_scale < 0:  # kernels find the largest score before they multiply by the scale, which must be positive
         ql_nope, q_pe, softmax_scale = -ql_nope, -q_pe, -softmax_scale
     ql_nope, latent_strides = _in_words(ql_nope)
     q_pe, rope_strides = _in_words(q_pe)
@@ -205,8 +205,10 @@ class LaunchSizes(NamedTuple):
         assigned: how requests are assigned to programs.
         program_rows: rows of a row block.
         row_sizes: numbers of rows and of partial outputs.
-        partial_out_size: elements of the partial outputs.
-        partial_lse_size: elements of the partial LSEs.
+        partial_out_size: elements of the buffer for partial outputs. Behind them, programs keep states between two
+            splits of a work item (`kept_values_of`).
+        partial_lse_size: elements of the buffer for partial LSEs. In a batch-invariant decode, two counts of splits for
+            each request follow.
         constants: compile-time constants of the kernel.
     """
 

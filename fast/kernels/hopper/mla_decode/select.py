@@ -19,7 +19,7 @@ from .two_phases.column_blocks import COLUMN_BLOCKS
 
 FEW_ROWS = (16, 32)  # rows of a row block of `row_blocks_16_32`
 MANY_ROWS = ROWS.value  # rows of a row block of `row_blocks_64`: 64
-WIDE_LATENT = 512  # slices and two phases are only for this latent width Lkv
+WIDE_LATENT = 512  # slices and two phases are used only with this latent width Lkv
 SLICES = 2  # programs that share a split, with different output columns, if multiprocessors would otherwise be idle
 FEW_TILES = 4  # tiles that `_rows_where_alone` gives each program of a single request
 
@@ -29,7 +29,7 @@ class Assignment(NamedTuple):
 
     Attributes:
         programs: number of programs of the launch.
-        num_splits: see the table.
+        num_splits: see the table below.
         num_partials: number of partial indices.
         partial_rows: number of rows of all partial outputs.
         most_splits: upper bound of the splits of a request, if the decode is batch-invariant and has one phase;
@@ -58,8 +58,9 @@ def assign_planned(ranges: int, requests: int, request_rows: int, row_blocks: in
     """Return the `Assignment` of a decode with a schedule.
 
     In a batch-invariant decode, `most_splits` is the upper bound of the splits of a request. Otherwise `most_splits` is
-    0, and all tiles of a request that one program attends are one split. The `ranges` programs attend requests in
-    order, and two consecutive programs share at most one request. There are thus fewer than `requests + ranges` splits.
+    0, and all tiles of a request that one program attends are one split. For each row block there are `ranges`
+    programs, which attend the requests in order. Two consecutive programs share at most one request, so there are fewer
+    than `requests + ranges` splits.
     """
     num_partials = requests * most_splits if most_splits > 0 else requests + ranges
     return Assignment(ranges * row_blocks, 1, num_partials, num_partials * request_rows, most_splits)
@@ -137,7 +138,8 @@ def choose_program_rows(
 def kept_values_of(program_rows: int, latent: int) -> int:
     """Return how many weighted sums a program keeps in global memory from one split to the next.
 
-    Weighted sums are kept in global memory if shared memory is too small.
+    For row blocks of 64 rows, these are all sums. For smaller row blocks, they are half of the sums if the sums do not
+    fit into shared memory; otherwise 0.
     """
     values = program_rows * latent
     if program_rows == MANY_ROWS:

@@ -2,7 +2,7 @@
 
 A split is consecutive tiles (64 keys each) of one request that are attended independently of the request's other tiles.
 A row is one (query token, head) pair, and a row block is 16, 32 or 64 rows of one request. A work item is consecutive
-tiles of one request and row block that a program processes next.
+tiles of one request and row block that one program processes.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def best_num_programs(
 ) -> int:
     """Return how many programs to use for each (request, row block) pair, so that the estimated time is lowest.
 
-    The decode is batch-invariant, so the number of splits is fixed. The programs of a pair divide its splits.
+    The decode is batch-invariant, so the number of splits is fixed. The programs of a pair divide the pair's splits.
 
     Args:
         items: number of (request, row block) pairs.

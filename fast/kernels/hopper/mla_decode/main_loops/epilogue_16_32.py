@@ -1,8 +1,10 @@
-"""Epilogue of `row_blocks_16_32`: functions that write outputs or partial outputs, or keep a state between splits.
+"""Epilogue of `row_blocks_16_32`: functions that write outputs or partial outputs, or keep the state between splits.
 
 A split is consecutive tiles (64 keys each) of one request. A program of a batch-invariant decode may attend several
-splits one after another. It keeps the softmax state of the earlier splits in shared memory. If the state has more than
-SHARED_VALUES weighted sums, the sums of the second half of the latent columns are kept in global memory.
+splits one after another. It keeps the softmax state of the earlier splits, the *kept state*, in shared memory. A state
+has a reference score (the number that is subtracted from the scores of a row before exp2), a sum of probabilities, and
+weighted sums (the output before the division by the sum of probabilities). If there are more than SHARED_VALUES
+weighted sums, those of the second half of the latent columns are kept in global memory.
 """
 
 from __future__ import annotations
@@ -39,10 +41,10 @@ SHARED_VALUES = gl.constexpr(8192)  # float32 values that a program can keep in 
 
 
 class Kept(NamedTuple):
-    """Shared memory for the state that a program keeps between splits.
+    """Shared memory for the kept state.
 
     Attributes:
-        row_values: [2, ROWS]: reference scores (subtracted from the scores before exp2) and sums of probabilities.
+        row_values: [2, ROWS]: reference scores and sums of probabilities.
         weighted: weighted sums of all latent columns. If the sums of the second half of the columns are in global
             memory, only the sums of the first half.
         stored: barrier at which the consumer arrives when it has written sums to global memory.
@@ -93,7 +95,7 @@ def prefetch_next(item, wanted, ctx, c):
 @gluon.jit
 @no_type_check
 def write_whole(state, block, scale_log2, following, wanted, ctx, c):
-    """Write the output and LSE of rows from their final state; prefetch the queries of the item `following`."""
+    """Write the output and LSE of rows whose state is final; if `wanted`, prefetch the queries of item `following`."""
     TRANSPOSED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.ROWS, 16])
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     out, q_latent = ctx.outputs.out, ctx.shared.queries.q_latent
@@ -134,7 +136,7 @@ def write_partial(state, block, partial, scale_log2, ctx, c, OF_REQUEST: gl.cons
 @gluon.jit
 @no_type_check
 def to_base_two(state, scale_log2):
-    """Return a state with its reference scores in base 2; -inf for a row that saw no key."""
+    """Return a state whose reference scores are converted to base 2 (`in_base_two`)."""
     return RowState(in_base_two(state, scale_log2), state.total, state.weighted)
 
 
@@ -143,7 +145,8 @@ def to_base_two(state, scale_log2):
 def _pointers_of_half(kept_values, half):
     """Return pointers to the half of the kept weighted sums that is in global memory.
 
-    In memory, the values have the shape [ROWS // 8, LATENTS, 8]. A warp then stores 64 consecutive values at a time.
+    In memory, the values have the shape [ROWS // 8, latent columns, 8]. A warp then stores 64 consecutive values at a
+    time.
     """
     LATENTS: gl.constexpr = half.shape[0]
     ROWS: gl.constexpr = half.shape[1]
@@ -157,7 +160,7 @@ def _pointers_of_half(kept_values, half):
 @gluon.jit
 @no_type_check
 def _halves(weighted):
-    """Return the weighted sums of the first and of the second half of the latents; no value moves between threads."""
+    """Return the weighted sums of each half of the latent columns; no value moves between threads."""
     LATENT: gl.constexpr = weighted.shape[0]
     ROWS: gl.constexpr = weighted.shape[1]
     return gl.split(gl.permute(gl.reshape(weighted, [2, LATENT // 2, ROWS]), [1, 2, 0]))
@@ -166,10 +169,10 @@ def _halves(weighted):
 @gluon.jit
 @no_type_check
 def prefetch_kept(kept_values, shared, bars, step, number, ROWS: gl.constexpr, LATENT: gl.constexpr):
-    """Issue the loads of one half of the kept state from global memory to the next stage of the ring.
+    """Issue the loads of the kept sums that are in global memory, into the next stage of the ring.
 
-    This half then occupies one stage, like a tile. The producer calls this function ahead of time, so that the values
-    are in shared memory when the consumer needs them.
+    These sums occupy one stage, like a tile. The producer calls this function ahead of time, so that the sums are in
+    shared memory when the consumer needs them.
     """
     CHUNK: gl.constexpr = 1024  # elements of one copy
     NUMBER: gl.constexpr = ROWS * LATENT // 2 // CHUNK
@@ -217,8 +220,8 @@ def _take_kept(half, shared, bars, step):
 def with_kept(state, kept_values, ctx, counters, c):
     """Combine the kept state with `state`; return the combined state and the new counter.
 
-    The counter says how many times a stage of the ring has been used so far. It grows by one if half of the kept state
-    passed through a stage.
+    The counter says how many times a stage of the ring has been used so far. It grows by one if kept sums from global
+    memory passed through a stage.
     """
     TRANSPOSED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.ROWS, 16])
     kept, step = ctx.shared.kept, counters
@@ -244,11 +247,7 @@ def with_kept(state, kept_values, ctx, counters, c):
 @gluon.jit
 @no_type_check
 def keep(state, kept_values, ctx, c):
-    """Store a state until the next split of the work item is attended.
-
-    If the state has more than SHARED_VALUES weighted sums, the sums of the second half of the latent columns go to
-    global memory.
-    """
+    """Store a state as the kept state, until the next split of the work item is attended."""
     kept = ctx.shared.kept
     kept.row_values.index(0).store(state.largest)
     kept.row_values.index(1).store(state.total)

@@ -2,12 +2,12 @@
 
 Two consumers (four warps each) run these functions at the same time. Each consumer has one half of the latent columns
 of the output: two quarters, called `left` and `right`. A split is consecutive tiles (64 keys each) of one request. A
-program of a batch-invariant decode may attend several splits one after another. It keeps the state of the earlier
-splits.
+program of a batch-invariant decode may attend several splits one after another. Between two splits it keeps the state
+of the earlier splits: sums, and the reference score of each row, which is subtracted from the row's scores before exp2.
 
-If SLICES is 2, two programs divide the work: each program has only one slice (half) of the columns of every quarter.
-The variable `number` is the slice of the program, 0 or 1. The program of slice 0 also writes the values that belong to
-a whole row, such as the LSE.
+If SLICES is 2, two programs divide the work: each program computes only one slice (half) of the columns of every
+quarter. The variable `number` is the slice of the program, 0 or 1. The program of slice 0 also writes the values that
+belong to a whole row, such as the LSE.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .tile_scores import ROWS
 @gluon.jit
 @no_type_check
 def prefetch_next(item, wanted, ctx, c):
-    """If `wanted`, issue the loads of this consumer's half of the columns of a work item's queries."""
+    """If `wanted`, issue the loads of a work item's queries; each consumer loads half of the latent columns."""
     HALF: gl.constexpr = c.LATENT // 2
     if wanted:
         prefetch_queries(
@@ -99,7 +99,7 @@ def _lines_of(left, right, q_latent, CONSUMER: gl.constexpr, WIDE: gl.constexpr)
 @gluon.jit
 @no_type_check
 def write_whole(state, block, scale_log2, following, wanted, ctx, c):
-    """Write this consumer's half of the output of rows from their final state; consumer 0 also writes the LSE.
+    """Write this consumer's half of the output of a row block; consumer 0 also writes the LSE.
 
     If `wanted`, the function also issues the loads of the queries of the work item `following`, as soon as the shared
     memory of the queries is free.
@@ -166,7 +166,7 @@ def write_partial(state, block, partial, scale_log2, ctx, c, OF_REQUEST: gl.cons
 @gluon.jit
 @no_type_check
 def to_base_two(state, scale_log2):
-    """Return a state with its reference scores in base 2; -inf for a row that saw no key."""
+    """Return the state with reference scores times `scale_log2` (in base 2), or -inf for a row that saw no key."""
     return HalfState(in_base_two(state, scale_log2), state.total, state.left, state.right)
 
 

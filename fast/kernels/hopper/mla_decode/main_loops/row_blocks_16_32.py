@@ -3,8 +3,8 @@
 A row is one (query token, head) pair, and a row block is the rows of one request that a program processes together. The
 left operand of a product on Hopper's matrix unit has at least 64 rows. If 16 or 32 query rows were the left operand, at
 least half of the operand would be empty, and the product would take as long as with 64 query rows. The products are
-therefore transposed: scores are [keys, rows], outputs are [latents, rows], and the left operand has 64 keys or 64
-latents.
+therefore transposed: scores are [keys, rows], and outputs are [columns of the latent, rows]. The left operand then has
+64 keys, or 64 columns of the latent.
 
 A producer (one warp) loads tiles of 64 keys with TMA, the GPU's bulk copy engine, into a ring of two stages (buffers in
 shared memory). One consumer (four warps) multiplies. The memory bandwidth limits the speed. The README of `mla_decode`
@@ -70,7 +70,7 @@ def attend_tiles(begin, stop, end, visibility, ctx, step, c):
     Args:
         begin: first tile.
         stop: end of the tiles, exclusive.
-        end: end of the work item's tiles, exclusive; keys behind `end` are masked.
+        end: end of the work item's tiles, exclusive; keys behind these tiles are masked.
         visibility: `Visibility`.
         ctx: `Context`.
         step: number of times that a stage of the ring has been filled so far; it determines the next stage and the
@@ -161,7 +161,9 @@ def _produce(ctx, latent_tma, rope_tma, c):
     BUFFERS: gl.constexpr = k_latent.shape[0] // STAGES
     ROPE_BUFFERS: gl.constexpr = k_rope.shape[0] // STAGES
     BYTES: gl.constexpr = TILE * (c.LATENT + c.ROPE) * (k_latent.dtype.primitive_bitwidth // 8)
-    KEEPS: gl.constexpr = c.BY_LENGTH and c.ROWS * c.LATENT > SHARED_VALUES  # half of a kept state is in global memory
+    # KEEPS: the state that the program keeps between two splits does not fit into shared memory, so half of this state
+    # goes through global memory (`epilogue_16_32`)
+    KEEPS: gl.constexpr = c.BY_LENGTH and c.ROWS * c.LATENT > SHARED_VALUES
     kept_values = kept_in_memory(ctx, c.LATENT)
     position = first_position(ctx.plan, sizes, c.SCHEDULED, 1)
     position, item = seek_item(position, ctx.plan, ctx.inputs, sizes, 1, c.ROWS, c.HEADS, c.BY_LENGTH, c.SCHEDULED, 1)
@@ -260,7 +262,8 @@ def _row_blocks_16_32_kernel(
     row_values, weighted, stored = weights, weights, weights
     if c.BY_LENGTH:
         row_values = gl.allocate_shared_memory(gl.float32, [2, c.ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        # the layout avoids bank conflicts: 8 latents by 8 rows lie in different banks of shared memory
+        # A warp accesses 8 columns of the latent by 8 rows at once. The layout spreads these 64 numbers evenly over the
+        # 32 banks of shared memory.
         SHARED_LATENTS: gl.constexpr = c.LATENT if c.ROWS * c.LATENT <= SHARED_VALUES else c.LATENT // 2
         weighted = gl.allocate_shared_memory(
             gl.float32, [SHARED_LATENTS, c.ROWS], gl.SwizzledSharedLayout(8, 32 // c.ROWS, c.ROWS // 8, [1, 0])

@@ -9,8 +9,8 @@ quarter has its own barriers. When the consumers have finished with one quarter 
 the same quarter of a later tile. The README of `mla_decode` shows the timeline and the barriers.
 
 If multiprocessors would be idle otherwise, two programs compute the scores of the same tiles (SLICES = 2). Each program
-then multiplies the probabilities by only one slice of every quarter: one half of the columns of the quarter. In this
-case, a "half" or a "quarter" of the output means only those of its columns that the program computes.
+then multiplies the probabilities by only one slice of every quarter: one half of the columns of the quarter. The words
+"half" and "quarter" of the output then mean only the columns that the program computes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LONG = gl.constexpr(8)  # a first work item of at least this many tiles is long:
 @gluon.jit
 @no_type_check
 def _consume(ctx, c):
-    """Run one of two consumers: score tile c.CONSUMER of each pair, and accumulate half c.CONSUMER of the columns."""
+    """Run a consumer: compute scores of tile c.CONSUMER of each pair, and accumulate half c.CONSUMER of the columns."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     counters = PairCounters(0, 0)
     run_work_items(
@@ -141,8 +141,8 @@ def _row_blocks_64_kernel(
 ):  # fmt: skip
     """Attend all work items, in row blocks of 64 rows, and write their outputs or partial outputs.
 
-    `fast.kernels.combine` adds the partial outputs afterwards. `arguments.py` describes the arguments. If `out_rows` is
-    a TMA descriptor, TMA writes the outputs; if `out_rows` is None, plain stores write the outputs.
+    `fast.kernels.combine` adds the partial outputs afterwards. `mla_decode/arguments.py` describes the arguments. If
+    `out_rows` is a TMA descriptor, TMA writes the outputs; if `out_rows` is None, plain stores write the outputs.
     """
     dtype: gl.constexpr = latent_tma.dtype
     BOX_KEYS: gl.constexpr = latent_tma.block_shape[1]

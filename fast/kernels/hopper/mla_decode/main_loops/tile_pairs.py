@@ -131,7 +131,7 @@ def _all_rows(row_values, TILE_INDEX: gl.constexpr):
 @gluon.jit
 @no_type_check
 def _rescaled(left, right, old_references, new_references, before, after, scale_log2, VALUES: gl.constexpr):
-    """Rescale the weighted sums from old to new reference scores, unless no reference score has changed.
+    """Rescale the weighted sums from old to new reference scores, if at least one reference score has changed.
 
     Args:
         left: the consumer's first quarter of the weighted sums.

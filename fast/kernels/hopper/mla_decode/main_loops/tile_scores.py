@@ -34,8 +34,9 @@ def load_quarter(
     WIDTH: gl.constexpr = LATENT // 4
     BUFFERS: gl.constexpr = latents.shape[0] // 8
     QUARTER: gl.constexpr = (2 * TILE_INDEX + NUMBER) % 4
-    # The buffer of the rope part later holds the probabilities of this tile, which the other consumer multiplies. The
-    # other consumer releases quarter NUMBER 3 after this product, so the buffer is free when NUMBER 3 is loaded again.
+    # In `tile_pairs`, one consumer computes the probabilities of this tile and writes them to the buffer of the rope
+    # part, and the other consumer multiplies them by values. The other consumer releases quarter NUMBER 3 after this
+    # product, so the buffer is free when NUMBER 3 is loaded again.
     ROPE_COLUMNS: gl.constexpr = ROPE if NUMBER == 3 else 0
     BYTES: gl.constexpr = TILE * (WIDTH + ROPE_COLUMNS) * (latents.dtype.primitive_bitwidth // 8)
     bar = full.index(4 * TILE_INDEX + QUARTER)

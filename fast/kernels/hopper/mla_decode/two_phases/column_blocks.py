@@ -2,8 +2,7 @@
 
 A split is consecutive tiles (64 keys each) of one request, which are processed in pairs. A row is one (query token,
 head) pair. The unit of work of phase 2 is a column block: one split, one row block of 64 rows, and one eighth of the
-latent columns. Several programs can thus compute one split. Each program adds the pairs of tiles from the first to the
-last.
+latent columns. Several programs can thus compute one split. Each program processes the pairs of tiles in order.
 
 A score block is one pair of tiles and one row block. For each score block, phase 1 writes probabilities and row values
 to global memory, then sets the flag of the score block. The row values are the reference scores and the sums of
@@ -273,7 +272,7 @@ def _zero_unowned(values, first_row, WIDTH: gl.constexpr):
 @gluon.jit
 @no_type_check
 def _rescaled(values, moved, before, after, scale_log2):
-    """Rescale the weighted sums from the reference scores `before` to `after`; do nothing unless `moved`."""
+    """Rescale sums of (probability * value) from reference scores `before` to `after`; do nothing unless `moved`."""
     if moved:
         values = values * gl.exp2((before - after) * scale_log2)[:, None]
     return values

@@ -1,8 +1,10 @@
 """The two kernels of a decode in two phases: `_clear_kernel` clears words, then `_two_phases_kernel` decodes.
 
-A word is a 32-bit value in global memory; a program can wait until another program changes the word. A score block is
-one pair of tiles (64 keys each) and one row block of 64 rows. A column block is an eighth of the latent columns of the
-output of one split, for one row block.
+A word is a 32-bit value in global memory; a program can wait until another program changes the word.
+
+In phase 1, a program computes at most one score block: one pair of tiles (64 keys each) and one row block of 64 rows.
+In phase 2, a program computes column blocks: a column block is an eighth of the latent columns of the output of one
+split, for one row block.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from .score_blocks import (
     score_block_of_program,
 )
 
-CLEARED = gl.constexpr(1024)  # words that a program clears
+CLEARED = gl.constexpr(1024)  # words that a program of `_clear_kernel` clears
 
 
 @gluon.jit(do_not_specialize=["num_words"])
@@ -123,9 +125,9 @@ def _two_phases_kernel(
     ROPE_SHARED: gl.constexpr = gl.NVMMASharedLayout(2 * c.ROPE if c.ROPE > 0 else 128, 16)
     ONE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     boxes: gl.constexpr = 2 * (TILE // BOX_KEYS) * (c.LATENT // BOX_COLUMNS)
-    # phase 1: both tiles of a pair; phase 2: STAGES pairs of tiles, in the columns of one column block
+    # phase 1: both tiles of one pair; phase 2: the columns of one column block, of STAGES pairs of tiles
     latents = gl.allocate_shared_memory(dtype, [boxes, 1, BOX_KEYS, BOX_COLUMNS], latent_tma.layout)
-    # phase 1: the queries; phase 2: the probabilities of PROBABILITY_STAGES pairs
+    # phase 1: the queries; phase 2: the probabilities of PROBABILITY_STAGES pairs of tiles
     q_latent = gl.allocate_shared_memory(dtype, [1, ROWS, c.LATENT], TILE_SHARED)
     rope_tiles = gl.allocate_shared_memory(dtype, [2, TILE, 64], TILE_SHARED)
     q_rope = q_latent

@@ -54,7 +54,8 @@ class ColumnBlock(NamedTuple):
     """One of the eight column blocks of a split and row block: the unit of work of phase 2.
 
     Attributes:
-        number: index among the column blocks of the batch, counted as if every request had `splits_bound` splits.
+        number: index among the column blocks of the batch, counted as if every request had `splits_bound` splits, the
+            largest number that is possible.
         request: index of the request.
         row_block: index of the row block in the request.
         query_start: first query token of the request.
@@ -85,9 +86,9 @@ class Shared(NamedTuple):
         queries: `Queries`; phase 1.
         latents: latents of two tiles, in quarters; phase 1.
         rope_tiles: rope parts of two tiles; phase 1.
-        row_value_stages: row values of PROBABILITY_STAGES pairs; phase 2.
+        row_value_stages: row values of PROBABILITY_STAGES pairs (`column_blocks`); phase 2.
         probability_stages: probabilities of PROBABILITY_STAGES pairs; phase 2, in the memory of the queries.
-        tiles: latents of STAGES pairs, in the columns of a column block; phase 2, in the memory of `latents`.
+        tiles: the latent columns of one column block, of STAGES pairs; phase 2, in the memory of `latents`.
     """
 
     queries: Any
@@ -99,7 +100,7 @@ class Shared(NamedTuple):
 
 
 class Bars(NamedTuple):
-    """Barriers of a program; README.md says who arrives and who waits."""
+    """Barriers of a program; `two_phases/README.md` says who arrives and who waits."""
 
     full: Any
     scored: Any
@@ -118,7 +119,10 @@ def _num_score_blocks(sizes, pairs):
 @gluon.jit
 @no_type_check
 def flags_behind(words, sizes, pairs):
-    """Return the pointer to the flags of all score blocks; a set flag means that the probabilities are written."""
+    """Return the pointer to the flags of all score blocks, which lie behind `words`.
+
+    A set flag means that the probabilities of the score block are written.
+    """
     return words + _num_score_blocks(sizes, pairs) * SCORE_WORDS
 
 
