@@ -22,7 +22,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int) -> str
 
 
 def dims_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[str], list[list[str]]]:
-    """Make a table column of each dimension that differs between rows, and a text of each other dimension.
+    """Make a table column of each dimension that differs between rows, and a text of every other one.
 
     If no dimension differs, the first dimension gets the column.
 
