@@ -22,7 +22,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int) -> str
 
 
 def dims_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[str], list[list[str]]]:
-    """Make a table column of each dimension that differs between rows, and a text of each other dimension.
+    """Make a table column of each dimension that differs between rows, and a text of every other one.
 
     If no dimension differs, the first dimension gets the column.
 
@@ -39,7 +39,7 @@ def dims_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[str], li
 
 
 def shapes_table(rows: Sequence[dict[str, Any]]) -> tuple[str, list[str], list[str]]:
-    """Join the columns of `dims_table`; return the head of the joined column, the texts of `dims_table`, and the cells."""
+    """Join the columns of `dims_table` into one; return its head, the texts of `dims_table`, and the joined cells."""
     heads, said, cells = dims_table(rows)
     first = 2 if heads[:2] == [DIMS["B"], DIMS["S"]] else 1
     bare = {DIMS["lens"], DIMS["mask"], DIMS["op"]}  # dimensions whose values are words, not numbers

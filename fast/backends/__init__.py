@@ -16,7 +16,7 @@ name, such as "triton". A backend declares its ops, and the calls of each op tha
 - A mapping: each op in the mapping is bound to the given backend. The backends of the other ops are chosen as with
   None. An unknown op, an unknown name, or an op that the given backend does not declare raises an error at once.
 
-There are two groups of ops that must be served by one backend:
+In each of these two groups, all ops must be served by the same backend:
 
 - The ops of one decode (`DECODES`): a schedule is made for the number of programs and the costs of one kernel. The
   schedule fits no other kernel.

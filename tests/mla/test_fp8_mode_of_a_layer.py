@@ -269,7 +269,7 @@ def test_sources(ops):
 
 
 def test_calibration_records_queries(ops, tmp_path):
-    """A calibration records the largest element of each layer's absorbed queries; the saved file has their scales."""
+    """A calibration records the largest element of each layer's absorbed queries; the saved file has the scales."""
     case = Case(ops, (COMPUTE_FORMAT, SMALL, None), torch.float32)
     case.cache.fill_(0)
     with ops.calibrate_kv_scales({"a": case.layer}) as scales:

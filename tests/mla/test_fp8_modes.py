@@ -89,7 +89,7 @@ def test_cpu(case, scale, mode, out_dtype):
     """With `fp8_query`, output and LSE of the backend "cpu" are within the budget; with `fp8_product`, the LSE is.
 
     `fp8_product` rounds each probability with a relative error of at most 1/16. The error of the output is on average
-    much smaller: its root mean square is below 3 %.
+    much smaller: its root mean square is below 3 % of the root mean square of the output.
     """
     ql, q_pe, cache, plan, options = case
     stored, exact = quantised(ql, q_pe, scale)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from reference.interfaces import to_e4m3
 
-WEIGHT_UNIT = 256.0  # probabilities are multiplied by this factor before they are rounded to e4m3 (largest number: 448)
+WEIGHT_UNIT = 256.0  # factor by which probabilities are multiplied before they are rounded to e4m3 (at most 448)
 
 
 class OnlineSoftmax:

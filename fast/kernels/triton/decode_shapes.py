@@ -13,7 +13,7 @@ from ..integers import next_power_of_2
 from .fp8 import NATIVE_CAPABILITY
 
 LEAST_IN_FOUR_BLOCKS = 64  # smallest padded Lkv for which a latent without scales of its own gets four column blocks
-WARP_GROUP_ROWS = 64  # in row blocks of 64 rows no query is converted: the compiler would then serialise the products
+WARP_GROUP_ROWS = 64  # row blocks of 64 rows keep bfloat16 queries: converted queries would serialise the products
 E4M3_COLUMNS = 32  # smallest number of columns (or keys) in a product of e4m3 numbers on a GPU
 # GPUs of these generations (Hopper, and Blackwell of data centers) compute products in e4m3 only for 64 rows or more.
 # For fewer rows, the assembler converts every operand to float16, each time that the operand is used.

@@ -1,9 +1,9 @@
 """Multiply the rows of each head by the weight matrix of this head; the weight or the result may be in e4m3 (8 bits).
 
 A program computes a tile of the product of one head: some rows (tokens) and some columns. It converts each tile of an
-e4m3 weight to the dtype of the rows, which is exact, multiplies in this dtype, and sums in float32. Then it multiplies
-the sum by the scale of the weight. For a result in e4m3, it divides the float32 sum by the scale of the result and
-rounds once.
+e4m3 weight to the dtype of the rows; this conversion is exact. It multiplies in the dtype of the rows, sums in float32,
+and multiplies the sum by the scale of the weight. For a result in e4m3, it divides the float32 sum by the scale of the
+result and rounds once.
 """
 
 from __future__ import annotations
