@@ -1,0 +1,332 @@
+"""`get_mla_metadata` and `flash_mla_with_kvcache` with the signatures of FlashMLA."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int32, Shaped
+from torch import Tensor
+
+import fast
+from fast.backends import BackendChoice, on_change
+from reference.interfaces import (
+    COMPUTE_FORMAT,
+    CONVERTED,
+    E4M3,
+    FLOAT_DTYPES,
+    FP8_DS_MLA,
+    FP8_E4M3,
+    CacheFormat,
+    DecodeMetadata,
+    DecodeSchedule,
+    GraphSupport,
+    MLAConfig,
+    ScheduleCosts,
+    UnsupportedConfiguration,
+    check,
+    check_flag,
+    check_int,
+    check_number,
+    check_tensor,
+    check_type,
+)
+
+BOTH_PRODUCTS = "fp8_product"  # FlashMLA multiplies queries in e4m3, and also probabilities, in e4m3
+
+
+class _Call(NamedTuple):
+    """The properties of a call that must be the same in all calls with one schedule."""
+
+    batch_size: int
+    query_len: int
+    num_heads: int
+    block_size: int
+    causal: bool
+    is_fp8_kvcache: bool
+
+
+class _Plan(NamedTuple):
+    """The plan of a decode, and the lengths for which it was made."""
+
+    lengths: tuple
+    query_start_loc: Tensor
+    visible_lens: Tensor
+    schedule: DecodeSchedule | None
+
+
+@dataclass
+class FlashMLASchedMeta:
+    """Schedule of FlashMLA's calls; opaque to the caller.
+
+    The first call of `flash_mla_with_kvcache` computes the schedule. Later calls with the same shapes and the same
+    values of `cache_seqlens`, such as the calls of the other layers of a step, use it again.
+    """
+
+    _call: _Call | None = None
+    _plan: _Plan | None = None
+
+
+def get_mla_metadata(
+    cache_seqlens: Int32[Tensor, " B"] | None = None,
+    num_q_tokens_per_head_k: int | None = None,
+    num_heads_k: int | None = None,
+    num_heads_q: int | None = None,
+    is_fp8_kvcache: bool = False,
+    topk: int | None = None,
+) -> tuple[FlashMLASchedMeta, None]:
+    """Return a new schedule object for `flash_mla_with_kvcache`.
+
+    The first call that gets the object computes the schedule, so all arguments may be left out, as in FlashMLA since
+    2026. The arguments of earlier versions of FlashMLA are checked and not used.
+
+    Args:
+        cache_seqlens: [B], keys of each request.
+        num_q_tokens_per_head_k: number of rows of a request: Sq N / (number of key heads).
+        num_heads_k: number of key heads; only 1.
+        num_heads_q: N.
+        is_fp8_kvcache: whether the cache has e4m3 numbers (8 bits).
+        topk: number of keys of sparse attention; only None.
+
+    Returns:
+        The schedule object, and None in place of FlashMLA's number of splits. Pass both to `flash_mla_with_kvcache`.
+
+    Raises:
+        TypeError: an argument has another type.
+        ValueError: a number is below 1, or `cache_seqlens` is not a vector of int32.
+        UnsupportedConfiguration: `topk` is given, or `num_heads_k` is not 1.
+    """
+    if cache_seqlens is not None:
+        check_tensor("cache_seqlens", cache_seqlens, ("B",), (torch.int32,))
+    for name, value in (("num_q_tokens_per_head_k", num_q_tokens_per_head_k), ("num_heads_k", num_heads_k),
+                        ("num_heads_q", num_heads_q)):  # fmt: skip
+        if value is not None:
+            check_int(name, value)
+    check_flag("is_fp8_kvcache", is_fp8_kvcache)
+    if num_heads_k not in (None, 1):
+        raise UnsupportedConfiguration([f"num_heads_k: only 1 is supported, got {num_heads_k}"])
+    _refuse(topk=topk)
+    return FlashMLASchedMeta(), None
+
+
+def flash_mla_with_kvcache(
+    q: Shaped[Tensor, "B Sq N D"],
+    k_cache: Shaped[Tensor, "num_blocks block_size key_heads columns"],
+    block_table: Int32[Tensor, "B W"] | None,
+    cache_seqlens: Int32[Tensor, " B"] | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: FlashMLASchedMeta,
+    num_splits: None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool = False,
+    indices: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    extra_k_cache: Tensor | None = None,
+    extra_indices_in_kvcache: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    extra_topk_length: Tensor | None = None,
+    *,
+    descale_q: Float[Tensor, "*descale_q_shape"] | None = None,
+    descale_k: Float[Tensor, "*descale_k_shape"] | None = None,
+    backend: BackendChoice = None,
+) -> tuple[Float[Tensor, "B Sq N V"], Float[Tensor, "B N Sq"]]:
+    """Attend cached latents with FlashMLA's arguments, layouts and conventions.
+
+    With `is_fp8_kvcache`, the width of `k_cache` determines the format of the cache: D columns are `fp8_e4m3`, and 656
+    columns are `fp8_ds_mla`. Queries in 16 bits are then multiplied by converted keys. Queries in e4m3 are multiplied
+    in e4m3, and so are the probabilities (`fp8_mode="fp8_product"` of `fast.mla_decode`), and the output is in
+    bfloat16.
+
+    Args:
+        q: [B, Sq, N, D], queries with W_UK absorbed, then their rotated rope parts.
+        k_cache: [blocks, block size, 1, columns], the paged cache.
+        block_table: [B, W], cache blocks of each request; entries behind the last block of a request are not read.
+        cache_seqlens: [B], keys of each request, the keys of the query tokens included.
+        head_dim_v: V, the width of a latent.
+        tile_scheduler_metadata: result of `get_mla_metadata`. Use a new one if values of `cache_seqlens` change.
+        num_splits: None, the second result of `get_mla_metadata`.
+        softmax_scale: factor of the scores; None means D^-1/2.
+        causal: whether query token i of Sq attends only the first S - Sq + 1 + i of S keys. Otherwise each query token
+            attends all keys of its request.
+        is_fp8_kvcache: whether the cache has e4m3 numbers (8 bits).
+        indices: only None: sparse attention is not supported.
+        attn_sink: only None.
+        extra_k_cache: only None.
+        extra_indices_in_kvcache: only None.
+        topk_length: only None.
+        extra_topk_length: only None.
+        descale_q: float32 scale of queries in e4m3, [1] or [], as in vLLM's version of FlashMLA; None means 1.
+        descale_k: float32 scale of a cache of the format `fp8_e4m3`, [1] or []; None means 1.
+        backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
+
+    Returns:
+        Output [B, Sq, N, V] in the dtype of `q` (bfloat16 if `q` is in e4m3), and LSE [B, N, Sq] in float32 (float64 if
+        `q` is float64), natural logarithm. A query token without keys has output 0 and LSE +inf.
+
+    Raises:
+        TypeError: an argument has another type.
+        ValueError: shapes, dtypes or devices do not match; `tile_scheduler_metadata` was used with other shapes.
+        UnsupportedConfiguration: an argument asks for sparse attention, a sink or a second cache; the cache has several
+            key heads; no backend that `backend` allows can serve the call.
+    """
+    check_type("tile_scheduler_metadata", tile_scheduler_metadata, FlashMLASchedMeta, "a result of get_mla_metadata")
+    check(num_splits is None, "num_splits", "None, the second result of get_mla_metadata", num_splits)
+    _refuse(
+        indices=indices, attn_sink=attn_sink, extra_k_cache=extra_k_cache,
+        extra_indices_in_kvcache=extra_indices_in_kvcache, topk_length=topk_length,
+        extra_topk_length=extra_topk_length,
+    )  # fmt: skip
+    check_flag("causal", causal)
+    check_flag("is_fp8_kvcache", is_fp8_kvcache)
+    check_tensor("q", q, ("B", "Sq", "N", "D"), (*FLOAT_DTYPES, E4M3))
+    batch_size, query_len, num_heads, width = q.shape
+    check_int("head_dim_v", head_dim_v)
+    check(head_dim_v <= width, "head_dim_v", f"at most the width {width} of q", head_dim_v)
+    check_tensor("block_table", block_table, (batch_size, "W"), (torch.int32,), q.device)
+    check_tensor("cache_seqlens", cache_seqlens, (batch_size,), (torch.int32,), q.device)
+    if softmax_scale is None:
+        softmax_scale = width**-0.5
+    check_number("softmax_scale", softmax_scale)
+    check_type("k_cache", k_cache, Tensor, "a tensor")
+    check(k_cache.dim() == 4, "k_cache", "shape [num_blocks, block_size, 1, columns]", list(k_cache.shape))
+    if k_cache.shape[2] != 1:
+        raise UnsupportedConfiguration([f"k_cache: only 1 key head is supported, got {k_cache.shape[2]}"])
+
+    storage = _storage(q, k_cache.squeeze(2), head_dim_v, is_fp8_kvcache, descale_q, descale_k)
+    call = _Call(batch_size, query_len, num_heads, k_cache.shape[1], causal, is_fp8_kvcache)
+    meta = tile_scheduler_metadata
+    check(meta._call in (None, call), "tile_scheduler_metadata", f"calls with {meta._call}, as the first call", call)
+    lengths = _identity(cache_seqlens)
+    plan = meta._plan
+    if plan is None or plan.lengths != lengths:
+        plan = _make_plan(q, head_dim_v, cache_seqlens, lengths, call, storage, backend)
+    decode = DecodeMetadata(
+        block_table, cache_seqlens, plan.query_start_loc, query_len, plan.visible_lens,
+        max_seq_len=block_table.shape[1] * call.block_size, block_size=call.block_size, graph=_graph_of(q),
+    )  # fmt: skip
+    rows = q.reshape(batch_size * query_len, num_heads, width)
+    state = fast.mla_decode(
+        rows[..., :head_dim_v], rows[..., head_dim_v:], storage.kv_cache, decode, softmax_scale, plan.schedule,
+        storage.out_dtype, storage.cache_format, storage.kv_scale, storage.fp8_mode, storage.q_scale, backend=backend,
+    )  # fmt: skip
+    meta._call, meta._plan = call, plan
+    lse = state.lse.unflatten(1, (batch_size, query_len)).transpose(0, 1)
+    with_inf = torch.nan_to_num(lse, nan=math.nan, posinf=math.inf, neginf=math.inf, out=lse.new_empty(lse.shape))
+    return state.out.unflatten(0, (batch_size, query_len)), with_inf
+
+
+class _Storage(NamedTuple):
+    """The cache with its format and scales, and how its products are computed."""
+
+    kv_cache: Tensor
+    cache_format: CacheFormat
+    kv_scale: Tensor | None
+    fp8_mode: str
+    q_scale: Tensor | None
+    out_dtype: torch.dtype | None
+
+
+def _storage(q, kv_cache, head_dim_v, is_fp8_kvcache, descale_q, descale_k) -> _Storage:
+    """Return how the cache is stored, after a check of its dtype and of the scales."""
+    rope, columns, in_e4m3 = q.shape[3] - head_dim_v, kv_cache.shape[2], q.dtype == E4M3
+    if not is_fp8_kvcache:
+        check(not in_e4m3, "q", "another dtype than e4m3 without is_fp8_kvcache", q.dtype)
+        for name, scale in (("descale_q", descale_q), ("descale_k", descale_k)):
+            check(scale is None, name, "None without is_fp8_kvcache", "a tensor")
+        return _Storage(kv_cache, COMPUTE_FORMAT, None, CONVERTED, None, None)
+    check(kv_cache.element_size() == 1, "k_cache", "a dtype of one byte with is_fp8_kvcache", kv_cache.dtype)
+    dims = head_dim_v, rope
+    cache_format = FP8_DS_MLA if dims == FP8_DS_MLA.dims and columns == FP8_DS_MLA.columns(*dims) else FP8_E4M3
+    kv_scale = None
+    if cache_format.layer_scale:
+        kv_scale = _scale("descale_k", descale_k, q.device)
+    else:
+        check(descale_k is None, "descale_k", f"None for the format {cache_format.name}", "a tensor")
+    q_scale = _scale("descale_q", descale_q, q.device) if in_e4m3 else None
+    check(in_e4m3 or descale_q is None, "descale_q", f"None for queries in {q.dtype}", "a tensor")
+    mode, out_dtype = (BOTH_PRODUCTS, torch.bfloat16) if in_e4m3 else (CONVERTED, None)
+    return _Storage(kv_cache.view(cache_format.storage_dtype), cache_format, kv_scale, mode, q_scale, out_dtype)
+
+
+def _scale(argument: str, scale: Tensor | None, device: torch.device) -> Tensor:
+    """Return a scale as a tensor []; None means 1."""
+    if scale is None:
+        return _one(device)
+    check_type(argument, scale, Tensor, "a tensor or None")
+    check_tensor(argument, scale, (1,) if scale.dim() else (), (torch.float32,), device)
+    return scale.view(())
+
+
+@functools.lru_cache(maxsize=64)
+def _one(device: torch.device) -> Tensor:
+    return torch.ones((), dtype=torch.float32, device=device)
+
+
+def _refuse(**arguments: object) -> None:
+    """Raise if an argument that is not supported is not None."""
+    given = [name for name, value in arguments.items() if value is not None]
+    if given:
+        raise UnsupportedConfiguration([f"{name}: is not supported; pass None" for name in given])
+
+
+def _identity(lengths: Tensor) -> tuple:
+    """Return what tells lengths apart without reading them: their memory, and how often it was changed in place.
+
+    PyTorch does not count changes of inference tensors, and no changes by a replayed CUDA graph. For these, the caller
+    needs a new schedule object, as in FlashMLA.
+    """
+    return lengths.data_ptr(), None if lengths.is_inference() else lengths._version
+
+
+def _graph_of(q: Tensor) -> GraphSupport:
+    """Return the kind of the CUDA graph that captures the call; all requests have one query length."""
+    capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
+    return GraphSupport.ONE_QUERY_LEN if capturing else GraphSupport.NONE
+
+
+def _make_plan(q, head_dim_v, seq_lens, lengths, call: _Call, storage: _Storage, backend) -> _Plan:
+    """Compute query offsets, mask and schedule on the device; the host does not wait."""
+    size, query_len, device = call.batch_size, call.query_len, q.device
+    starts = torch.arange(size + 1, dtype=torch.int32, device=device) * query_len
+    visible = seq_lens[:, None].expand(size, query_len)
+    if call.causal:
+        later = torch.arange(query_len - 1, -1, -1, dtype=torch.int32, device=device)  # query tokens after each one
+        visible = (visible - later).clamp(min=0)
+    dtype = storage.out_dtype or q.dtype
+    choice = _programs_and_costs(
+        device, dtype, call.num_heads, head_dim_v, q.shape[3] - head_dim_v, call.block_size, query_len,
+        storage.cache_format, storage.fp8_mode, backend if backend is None or isinstance(backend, str)
+        else tuple(sorted(backend.items())),
+    )  # fmt: skip
+    schedule = None
+    if size > 0:
+        schedule = fast.plan_decode(seq_lens, *choice, graph=_graph_of(q), backend=_planner(backend))
+    return _Plan(lengths, starts, visible.reshape(-1).contiguous(), schedule)
+
+
+def _planner(backend: BackendChoice) -> BackendChoice:
+    """Return `backend` for `plan_decode`, which the named backend of a decode need not serve."""
+    return fast.backends.bind(backend, ("plan_decode", "mla_decode"))
+
+
+@functools.lru_cache(maxsize=1024)
+def _programs_and_costs(
+    device, dtype, num_heads, latent, rope, block_size, query_len, cache_format, fp8_mode, backend
+) -> tuple[int, ScheduleCosts]:
+    """Return the number of programs of the decode kernel on a device, and the measured costs of the kernel."""
+    config = MLAConfig(
+        hidden_size=1, num_heads=num_heads, q_lora_rank=None, kv_lora_rank=latent, qk_nope_head_dim=1,
+        qk_rope_head_dim=rope, v_head_dim=1,
+    )  # fmt: skip
+    given = dict(
+        device=device, dtype=dtype, block_size=block_size, cache_format=cache_format, fp8_mode=fp8_mode,
+        backend=dict(backend) if isinstance(backend, tuple) else backend,
+    )  # fmt: skip
+    return fast.decode_programs(config, query_len=query_len, **given), fast.schedule_costs(config, **given)
+
+
+on_change(_programs_and_costs.cache_clear)
