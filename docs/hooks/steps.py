@@ -1,4 +1,8 @@
-"""Draw the results of two benchmarks: whole steps of an engine (bar chart, table), and times on the CPU (table)."""
+"""Draw the results of two benchmarks.
+
+One benchmark times whole steps of an engine (bar chart and table). The other benchmark times the work of the host (the
+CPU) in a call of each op (table).
+"""
 
 from __future__ import annotations
 
@@ -97,7 +101,8 @@ def host_table(report: dict[str, Any]) -> str:
     processor = report.get("processor", report["hardware"])
     return (
         f"{table(['op', '`fast`', 'at most', 'peers'], lines, 1)}\n\nTimes are medians of {report['calls']} calls in "
-        f"us on an {processor}, with an idle GPU: {dims['decodes']} decodes over {dims['keys']} tokens; "
-        f"{dims['prompts']} prompts of {dims['new_tokens']} tokens; in ops with one chunk, each prompt has a context "
-        f"of {dims['context']} tokens."
+        f"us on an {processor}; the GPU is idle when a call starts. An op of a decode has {dims['decodes']} decodes "
+        f"over {dims['keys']} tokens. An op of a prefill has {dims['prompts']} prompts of {dims['new_tokens']} new "
+        "tokens. In the ops whose names contain *one chunk*, in `gather_context` and in `MLAMetadataBuilder.build, "
+        f"prefills`, each prompt also has a context of {dims['context']} tokens."
     )

@@ -147,8 +147,8 @@ def dcp_decode(
         softmax_scale: (P + R)^-1/2, times YaRN's factor.
         context_parallel: the groups of ranks and the kind of merge.
         schedule: schedule of this rank's decode, which has the D * N / TP gathered heads.
-        out_dtype: dtype of `out` and of the exchange; None takes the dtype of `ql_nope`, and is refused for
-            queries in e4m3.
+        out_dtype: dtype of `out`, and of the outputs that the ranks exchange when they merge. None means the dtype of
+            `ql_nope`, and is refused for queries in e4m3.
         cache_format: format of the cache.
         kv_scale: float32 scale of the layer's cache; None if the format has no such scale (`CacheFormat.layer_scale`).
         fp8_mode: one of `converted`, `fp8_query` and `fp8_product` (`mla_decode`). In the modes `fp8_query` and

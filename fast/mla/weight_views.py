@@ -30,7 +30,7 @@ class LayerSignature:
     """Signature of a layer: all its properties on which the checks and kernels of its ops depend.
 
     Attributes:
-        config: config with all heads.
+        config: config of the layer; its `num_heads` counts the heads of all ranks.
         cache_format: format of the cache.
         fp8_mode: fp8 mode of the decodes.
         workspace_tokens: largest number of context tokens of a chunk.
@@ -49,9 +49,10 @@ class AttentionWeights(NamedTuple):
     """Views of the weights that attention needs, and the weights from which the views were made.
 
     N is the number of heads, Lkv the latent width, P and V the widths of keys (without rope part) and values of a head.
+    The *dense weight* is the weight of `kv_b_proj` as one matrix in the dtype of the layer, not quantised.
 
     Attributes:
-        weight: weight of `kv_b_proj`, [N (P + V), Lkv]; if the layer keeps no dense weight, the values of `w_uk_t`.
+        weight: dense weight, [N (P + V), Lkv]; if the layer keeps no dense weight, the values of `w_uk_t`.
         norm_weight: weight of `kv_a_layernorm`, [Lkv].
         made_from: layouts of the two weights, and the settings of the layer; None if the views must not be kept.
         w_uk: [Lkv, N, P]; if the layer keeps no dense weight, a tensor of this shape in which one NaN is repeated.

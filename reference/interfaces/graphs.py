@@ -53,7 +53,7 @@ class GraphBuffers:
     def of_padding(
         cls, requests: int, query_len: int, max_blocks: int, hidden_size: int, dtype: torch.dtype, device: torch.device
     ) -> GraphBuffers:
-        """Allocate the buffers of a batch that has only padding rows, each with `query_len` tokens."""
+        """Allocate the buffers of a batch of padding rows: requests of length 0 with `query_len` query tokens each."""
         tokens = requests * query_len
         return cls(
             hidden_states=torch.zeros(tokens, hidden_size, dtype=dtype, device=device),

@@ -242,7 +242,7 @@ def scale_number(argument: str, value: Any) -> float:
         check_readable(argument, value)
         value = float(value)
     if not isinstance(value, (int, float)) or isinstance(value, bool):
-        check_type(argument, value, float, "a number or a tensor []")
+        check_type(argument, value, float, "a number or a tensor")
     fits = 0 < value < 2.0**128  # PyTorch cannot convert a very large int
     number = float(torch.tensor(value, dtype=torch.float32, device="cpu")) if fits else math.nan
     check(0 < number < math.inf, argument, "a finite number above 0", value)

@@ -86,7 +86,7 @@ def mla_decode(
         ValueError: in one of the following cases:
 
             - shapes, dtypes or devices do not match, or the plan was made for another block size;
-            - the offsets decrease, or a length is above `max_seq_len`;
+            - `metadata.query_start_loc` decreases, or a number of `metadata.seq_lens` is above `metadata.max_seq_len`;
             - `visible_lens` of a query token is above the number of keys of its request;
             - a block is outside the cache;
             - the queries do not have the dtype that `fp8_mode` needs;

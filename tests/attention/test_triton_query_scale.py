@@ -87,10 +87,13 @@ def test_rope_norm_and_cache(cache_format, dtype, interleaved):
         assert_same_bits(one, other)
 
 
-@pytest.mark.skipif(INTERPRETED or ON_GPU, reason="records launches with CPU tensors")
+@pytest.mark.skipif(INTERPRETED or ON_GPU, reason="needs tensors on the CPU and no Triton interpreter")
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)], ids=str)
 def test_compiles_for(capability, monkeypatch):
-    """With a scale, both compiled kernels convert to e4m3 with a GPU instruction from compute capability 8.9 on."""
+    """The compiled kernels of `apply_rope` and `rope_norm_and_cache` use a GPU instruction to convert to e4m3.
+
+    GPUs of compute capability below 8.9 have no such instruction, and the kernels do not use it there.
+    """
     from fast.kernels.device import DeviceFacts
     from fast.kernels.triton import fp8, rope
 

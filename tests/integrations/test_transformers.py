@@ -238,7 +238,7 @@ def test_a_model_on_several_ranks(ops):
                 model(torch.tensor([[1, 2, 3]]))
             model.double()
             with pytest.raises(
-                ValueError, match=r"^model \(q_\w+\): expected the weights that use_mla took this rank's"
+                ValueError, match=r"^model \(q_\w+\): expected the weights that use_mla divided among the ranks, got"
             ):
                 loop().run()
         return tokens

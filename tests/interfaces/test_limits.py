@@ -220,8 +220,8 @@ def test_a_workspace_larger_than_needed(ops):
 def test_the_choice_of_one_is_the_choice_of_many(ops):
     """The decodes of a batch are all requests before the first request that takes the expanded path.
 
-    A request takes the expanded path if it has several query tokens, and if the expanded path is cheaper or the kernel
-    supports one query length only.
+    In these batches, a request with one query token takes the absorbed path. A request with several query tokens takes
+    the expanded path in two cases: the expanded path is cheaper, or `query_len_support` is UNIFORM or SINGLE_ONLY.
     """
     absorb_all, expand_all = PathCosts(expanded_request=1e15), PathCosts(absorbed_request=1e15)
     for lens in ([9], [1, 9], [9, 12, 7], [1, 9, 1, 12]):
@@ -352,7 +352,8 @@ def test_staging_writes_only_what_has_been_copied(without_a_gpu):
         assert len(recorded) == 1 and log[-1][0] == "record", "the event is not recorded after the copy"
         made += recorded if taken is None else []
         assert recorded == [made[-1 if taken is None else taken]]
-    # new memory has twice as many elements as a plan; the plans that needed new memory have 5, 1, 2, 11 and 9 elements
+    # New memory has twice as many elements as its plan. The plans with a new event (5, 1 and 2 elements) got new
+    # memory. The last two plans (11 and 9 elements) got new memory for an old event, whose memory was too small.
     assert [memory.shape[0] for memory in without_a_gpu.pinned] == [10, 2, 4, 22, 18]
 
 

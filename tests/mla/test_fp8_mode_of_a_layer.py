@@ -355,7 +355,7 @@ REFUSED = {
         "q_scale: expected a finite number above 0, got inf",
     ),
     "shape": (dict(fp8_mode="fp8_query", q_scale=torch.ones(5)), r"q_scale: expected shape \[12\], got \[5\]"),
-    "type": (dict(fp8_mode="fp8_query", q_scale="1"), "q_scale: expected a number or a tensor \\[\\], got str"),
+    "type": (dict(fp8_mode="fp8_query", q_scale="1"), "q_scale: expected a number or a tensor, got str"),
     "type of mode": (dict(fp8_mode=True), "fp8_mode: expected a str, got bool"),
 }  # fmt: skip
 

@@ -1,6 +1,7 @@
 """Tests of absorbed weights in e4m3 (8 bits), and of queries and values in e4m3.
 
-A number x is stored as x / scale. The oracle looks for the nearest number in the list of all e4m3 numbers.
+A number x is stored as x / scale, rounded to e4m3. The tests compute the expected e4m3 number with `nearest_e4m3`,
+which searches the list of all e4m3 numbers for the nearest one.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def test_twins_quantize_alike():
 
 
 def test_quantize_in_place():
-    """With `out=`, a quantised weight keeps its memory; an `out` of another shape or kind of scales is refused."""
+    """With `out=`, a quantised weight keeps its memory; an `out` with values or scales of another shape is refused."""
     first = fast.quantize_weight(torch.randn(3, 5, 8), True)
     addresses = first.values.data_ptr(), first.scale.data_ptr()
     weight = torch.randn(3, 5, 8)
@@ -95,7 +96,7 @@ def test_quantize_in_place():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tokens", [0, 1, 37])
 def test_products(tokens, dtype, per_head):
-    """Products with a weight in e4m3 are within the budget of the products of the same numbers in float64."""
+    """A product with a weight in e4m3 is within the budget; gold multiplies the same numbers in float64."""
     c = CONFIGS["low-rank"]
     pairs = zip(reference.absorb(*make_up_projections(c, dtype)), (c.qk_nope_head_dim, c.kv_lora_rank), strict=True)
     for name, (weight, width) in zip(("query_to_latent", "latent_to_value"), pairs, strict=True):

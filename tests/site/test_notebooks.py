@@ -114,8 +114,8 @@ def test_fits_a_page(name):
 def test_cells_that_fold(name):
     """Read the tags of the cells -> tags that hide the set-up and the answers on the site until a click.
 
-    The first code cell is the set-up. The lesson ends with two worked problems. Two code cells answer the
-    problems. The two cells follow the heading "The answers in code", and Jupyter hides them as well.
+    The first code cell is the set-up. The notebook has two worked problems, and two code cells answer them. The two
+    cells follow the heading "The answers in code", and Jupyter hides them as well.
     """
     cells = load(name).cells
     assert "setup" in code_cells(load(name))[0].metadata["tags"]
@@ -132,7 +132,7 @@ def test_teaches(name):
 
     - The title begins with the number of the notebook. Links to the previous and to the next notebook follow.
     - At least six code cells check a statement with an assert.
-    - One takeaway ends the lesson. Two worked problems follow, each with an answer that opens on a click.
+    - There is exactly one takeaway. Two worked problems follow it, each with an answer that opens on a click.
     """
     notebook = load(name)
     number = NAMES.index(name) + 1

@@ -149,7 +149,7 @@ class AttentionAdapter:
         for name in ("q_proj", "q_b_proj", "kv_b_proj", "o_proj"):
             ours, theirs = getattr(self.attention, name), getattr(self.module, name, None)
             same = ours is None or ours is theirs or same_storage(ours.weight, theirs.weight)
-            check(same, f"model ({name})", "the weights that use_mla took this rank's heads from", "other weights")
+            check(same, f"model ({name})", "the weights that use_mla divided among the ranks", "other weights")
 
 
 class ModelAdapter:
