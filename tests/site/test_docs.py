@@ -38,7 +38,7 @@ DICTIONARIES = {  # names of dictionaries, which have no `__module__`, and the m
     "PRESETS": "reference.interfaces.presets",
 }
 PACKAGES = ("reference", "fast")
-ONE_ENTRY = ("fast.backends", "fast.integrations.flash_mla", "fast.integrations.transformers")  # folders whose only API entry is `__init__`
+ONE_ENTRY = ("fast.backends", "fast.integrations.flash_mla", "fast.integrations.transformers")  # one API entry each
 NO_ENTRY = ("fast.kernels", "fast.assets")  # folders without API entries
 
 
