@@ -367,8 +367,7 @@ def test_glossary():
     words = set(re.findall(r"\w+", "\n".join(sources)))
     ours = re.findall(r"^\|([^|]*)\|", text[text.index("## Names elsewhere") :], re.MULTILINE)
     names = {part for cell in ours for name in re.findall(r"`([\w.]+)`", cell) for part in name.split(".")}
-    # the first column also names one function of FlashMLA
-    assert len(names) > 30 and names - words == {"flash_mla_with_kvcache"}
+    assert len(names) > 30 and names <= words
     fields = re.findall(r"^\| \w+ \| [^|]* \| (\d+) \| `(\w+)` \|", text, re.MULTILINE)
     assert {field: int(value) for value, field in fields} == PRESETS["deepseek-v3"]
 
@@ -466,7 +465,7 @@ def in_words(dims: dict) -> str:
     """Return the dimensions of a decode row in words, as the README writes them."""
     requests, tokens, lens = dims["B"], dims["S"], dims["lens"]
     span = tokens if lens == "equal" else f"{tokens // SHORTEST[lens]} to {tokens}"
-    new = f", {dims['Sq']} new each" if dims["Sq"] > 1 else ""
+    new = f", each with {dims['Sq']} new tokens" if dims["Sq"] > 1 else ""
     planned = "" if lens == "equal" else ", planned"
     return f"{requests} request{'s' * (requests > 1)} of {span} tokens{new}, {dims['N']} heads{planned}"
 
@@ -557,8 +556,8 @@ def test_costs_in_words():
         f"a schedule costs up to {100 * max(plans) - 100:.0f} %",
         f"without a schedule takes {min(cuts):.1f} to {max(cuts):.1f} times as long",
         f"Batch invariance costs {100 * statistics.geometric_mean(invariants) - 100:.0f} %",
-        f"and {'nothing' if min(invariants) < 1.005 else f'{100 * min(invariants) - 100:.0f} %'} to"
-        f" {100 * max(invariants) - 100:.0f} % for a single shape. Each decode is timed with and without a schedule",
+        f"and {abs(100 * min(invariants) - 100):.0f} to {100 * max(invariants) - 100:.0f} % for a single shape. Each"
+        f" decode is timed with and without a schedule",
         f"on a hot GPU it is {hot:.2f}",
     ):
         assert said in text, said
