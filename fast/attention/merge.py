@@ -1,6 +1,6 @@
 """Merge two attention states over disjoint keys (FlashInfer, arXiv 2501.01005, section 2.2).
 
-An attention state has two tensors: the output of attention over a set of keys, and the log-sum-exp (LSE) of the scores.
+`reference.attention.merge` explains attention states and the log-sum-exp (LSE).
 """
 
 from __future__ import annotations

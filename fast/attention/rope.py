@@ -1,4 +1,7 @@
-"""Rotary position embedding of the rope parts of queries and keys (RoFormer, arXiv 2104.09864; YaRN, 2309.00071)."""
+"""Rotary position embedding of the rope parts of queries and keys (RoFormer, arXiv 2104.09864; YaRN, 2309.00071).
+
+`reference.attention.rope` explains which parts are rotated, and the order of the rotated elements.
+"""
 
 from __future__ import annotations
 

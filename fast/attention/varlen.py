@@ -1,6 +1,7 @@
 """Softmax attention over packed sequences, with the log-sum-exp (LSE) of the scores.
 
 "Packed" means that the tokens of all requests follow each other in one tensor, without padding.
+`reference.attention.varlen` explains how attention rounds, and how tests judge the errors of a kernel.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Convert cache entries to the form in which a cache format stores them, and back."""
+"""Convert cache entries to the form in which a cache format stores them, and back.
+
+`reference.cache.formats` explains the rounding, numbers beyond the largest e4m3 number, and NaN.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Write entries into the paged latent cache, and gather entries from it.
 
 A cache entry is the latent and the rotated key part of one token. A slot is the place of one entry in the cache.
+`reference.cache.latent` gives the block and the offset of a slot.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def concat_and_cache_mla(
 ) -> None:
     """Write the latent and the rotated key of each token into the token's slot.
 
-    If the format has scales, the entries are quantised (`quantize_entries`). Otherwise they are copied bit for bit.
+    `reference.cache.latent.concat_and_cache_mla` explains which formats quantise the entries.
 
     Args:
         kv_c_normed: [T, Lkv], RMS-normed latents.

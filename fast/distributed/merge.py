@@ -3,6 +3,7 @@
 Each rank has an attention state of all N heads over its own keys: the output `out` [T, N, Dv] and the log-sum-exp of
 the scores `lse` [N, T], for T query tokens. The merge gives the state over the keys of all ranks. Each rank gets N / D
 heads of the merged state; it is the owner rank of these heads.
+`reference.distributed.merge` defines an attention state and a row.
 """
 
 from __future__ import annotations
@@ -81,6 +82,8 @@ def cp_lse_a2a(
     backend: BackendChoice = None,
 ) -> AttentionState:
     """Merge the states of all ranks: one all-to-all sends outputs and LSEs to the owner ranks, which merge them.
+
+    See `reference.distributed.merge.cp_lse_a2a` for the rounding. `cp_lse_ag_out_rs` rounds in another way.
 
     Args:
         state: out [T, N, Dv] and lse [N, T] of all N heads over the keys of this rank.

@@ -1,4 +1,7 @@
-"""Bring context that was gathered from all context-parallel ranks into the order of its tokens."""
+"""Bring context that was gathered from all context-parallel ranks into the order of its tokens.
+
+`reference.distributed.reorg` explains which tokens each rank owns.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The builder, which makes the plan of each step of an engine.
 
-docs/glossary.md explains the terms and the letters of shapes.
+`reference.mla.builder` explains steps, plans, both kinds of requests, schedules and cascades. docs/glossary.md explains
+the other terms and the letters of shapes.
 """
 
 from __future__ import annotations
@@ -287,6 +288,7 @@ class MLAMetadataBuilder:
         """Return whether a CUDA graph can be captured for a batch.
 
         The batch must have decodes only, with query lengths that `graph_support` allows.
+        See `reference.mla.builder.MLAMetadataBuilder.can_run_in_cudagraph` for these query lengths.
         """
         return self._graph_kind(common) is not GraphSupport.NONE
 
@@ -305,6 +307,7 @@ class MLAMetadataBuilder:
         """Return whether `build` plans a cascade for decodes that share a prefix.
 
         A batch-invariant builder and a builder with context parallelism never plan a cascade.
+        `reference.mla.builder.MLAMetadataBuilder.use_cascade_attention` explains the reason and the other cases.
 
         Args:
             common_prefix_len: number of tokens of the prefix.

@@ -1,6 +1,6 @@
 """Plans of captured decodes: computed on the device alone, so that a CUDA graph can contain the computation.
 
-docs/glossary.md explains the terms, such as plan, schedule and padding row.
+`reference.mla.captured` explains plans and schedules. docs/glossary.md explains other terms, such as padding row.
 """
 
 from __future__ import annotations

@@ -98,6 +98,8 @@ def cascade_attention(
 ) -> AttentionState:
     """Compute a decode as a cascade: attend the shared prefix, attend the suffix of each request, merge both states.
 
+    `reference.mla.cascade.cascade_attention` explains how the result differs from the result of `mla_decode`.
+
     Args:
         ql_nope: [T, N, Lkv], queries with W_UK absorbed (`query_to_latent`).
         q_pe: [T, N, R], rotated rope parts of the queries.

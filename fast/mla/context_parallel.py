@@ -1,6 +1,7 @@
 """Context parallelism of MLA: gather context from all ranks, and decode over keys that are distributed over ranks.
 
-The tokens of each sequence are distributed over D ranks. docs/glossary.md explains the terms and the other letters.
+The tokens of each sequence are distributed over D ranks. `reference.mla.context_parallel` explains rank-local tokens
+and TP. docs/glossary.md explains the terms and the other letters.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def dcp_gather_context(
 ) -> Float[Tensor, "S head_size"]:
     """Gather the cache entries of one chunk from all ranks, in the order of the tokens, for a prefill.
 
+    See `reference.mla.context_parallel.dcp_gather_context` for the entries that each rank gathers and sends.
     If the format has a `storage_dtype`, the ranks exchange stored entries. Each rank then converts the entries that it
     received (`dequantize_entries`).
 

@@ -1,5 +1,6 @@
 """Decode on the absorbed path: multi-query attention over the latent cache itself.
 
+`reference.mla.decode` explains keys and values, and how many elements a kernel reads for each request.
 docs/glossary.md explains the terms and the letters of shapes.
 """
 
@@ -145,8 +146,7 @@ def mla_decode(
 ) -> AttentionState:
     """Compute attention of the query tokens of each request over its cached latents (absorbed path).
 
-    The result is an attention state: the output, and the log-sum-exp of the scores (LSE). The LSE is needed to merge
-    the output with attention over other keys; otherwise the caller can ignore it.
+    See `reference.mla.decode.mla_decode` for the use of the LSE, for the schedule and for the modes of a cache in e4m3.
 
     Args:
         ql_nope: [T, N, Lkv], queries with W_UK absorbed (`query_to_latent`).

@@ -1,6 +1,7 @@
 """One MLA attention layer: projections, rotary embedding, cache write, and attention on the absorbed or expanded path.
 
-docs/glossary.md explains the terms and the letters of shapes. `torch.compile(fullgraph=True)` can trace `forward`.
+`reference.mla.layer` explains which requests take which path, and docs/glossary.md explains the terms and the letters
+of shapes. `torch.compile(fullgraph=True)` can trace `forward`.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ LAYER_OPS = (
 def rms_norm(x: Float[Tensor, "T L"], weight: Float[Tensor, " L"], eps: float) -> Float[Tensor, "T L"]:
     """Compute the RMS norm x / sqrt(mean(x^2) + eps) * weight of each row of `x` (arXiv 1910.07467).
 
-    The mean is computed in float64 if `x` is float64, and in float32 otherwise.
+    See `reference.mla.layer.rms_norm` for the shapes and for the dtype of the computation.
 
     Raises:
         ValueError: shapes or devices do not match.
@@ -234,7 +235,10 @@ class MLAAttention(nn.Module):
         refresh(self)
 
     def up_projections(self) -> tuple[Float[Tensor, "Lkv N P"], Float[Tensor, "Lkv N V"]]:
-        """Return W_UK [Lkv, N, P] and W_UV [Lkv, N, V], views of the dense weight of `kv_b_proj`."""
+        """Return W_UK [Lkv, N, P] and W_UV [Lkv, N, V], views of the dense weight of `kv_b_proj`.
+
+        `reference.mla.layer.MLAAttention.up_projections` explains the case of a layer that keeps no dense weight.
+        """
         weight, c = dense_weight_of(self), self.local_config
         return split_kv_b_proj(weight, c.num_heads, c.qk_nope_head_dim, c.v_head_dim)
 

@@ -1,8 +1,10 @@
 """The plan of a step, computed from the batch that an engine's scheduler chose.
 
 A plan has the integers that the attention of one step needs: lengths, slots, chunks of context, and a schedule if one
-saves time. The host computes a plan and reads no value from a GPU. If the engine knows the lengths only on the GPU, the
-host plans with upper bounds, and kernels write the true lengths into the tensors of the plan.
+saves time. `reference.mla.metadata` explains the two paths of a request.
+
+The host computes a plan and reads no value from a GPU. If the engine knows the lengths only on the GPU, the host plans
+with upper bounds, and kernels write the true lengths into the tensors of the plan.
 
 docs/glossary.md explains the terms and the letters of shapes.
 """
@@ -274,7 +276,7 @@ def build_mla_metadata(
 def _split_by_context(prefill: PrefillMetadata, context_lens: Int32[Tensor, " B"]) -> tuple[PrefillPart, ...]:
     """Divide a prefill into parts: consecutive requests that all have context, or that all have no context.
 
-    A part without context needs no merge, so its attention is cheaper.
+    `reference.mla.metadata._split_by_context` explains the calls of the attention kernel for each part.
 
     Args:
         prefill: plan of the prefill, whose `query_start_loc` and chunks are on the CPU.
@@ -344,8 +346,7 @@ def _rank_local_decode_lens(
 ) -> Int32[Tensor, " decodes"]:
     """Return how many keys of each decode this rank owns, in a tensor on the CPU.
 
-    Without lengths on the CPU, return the lengths of at most `max_seq_len` for which a schedule saves the most time
-    (`longest_decode_lens`).
+    `reference.mla.metadata._rank_local_decode_lens` explains the result if the lengths are not on the CPU.
     """
     if not has_host_lens(common):
         return longest_decode_lens(num_decodes, max_seq_len)

@@ -15,6 +15,9 @@ def expand_kv_by_module(
 ) -> tuple[Float[Tensor, "S N P"], Float[Tensor, "S N V"]]:
     """Expand latents into keys (without their rope part) and values of every head by calling `kv_b_proj`.
 
+    See `reference.mla.module_expansion.expand_kv_by_module` for the difference between the result and the result of
+    `expand_kv`.
+
     Args:
         kv_c_normed: [S, Lkv], normed latents.
         kv_b_proj: module that takes [S, Lkv] and returns [S, N (P + V)], or (product, None) as in vLLM and Megatron.

@@ -1,7 +1,7 @@
 """Prefill on the expanded path: expand latents into keys and values of every head, then compute ordinary attention.
 
-The cached context is expanded chunk by chunk, so that the memory for keys and values has a limit. The rope part of a
-key is the same for all heads. The attention kernels read it from one tensor [S, R] without copies for each head.
+`reference.mla.prefill` explains why the cached context is expanded in chunks. The rope part of a key is the same for
+all heads. The attention kernels read it from one tensor [S, R] without copies for each head.
 
 docs/glossary.md explains the terms and the letters of shapes.
 """
@@ -121,6 +121,8 @@ def run_prefill_context_chunk(
 ) -> AttentionState:
     """Compute unmasked attention of the new tokens over one chunk of the cached context.
 
+    `reference.mla.prefill.run_prefill_context_chunk` explains why there is no mask.
+
     Args:
         q: [T, N, P + R], rope part rotated.
         k_nope: [S, N, P], keys of the chunk without their rope part.
@@ -212,6 +214,8 @@ def forward_prefill(
     backend: BackendChoice = None,
 ) -> AttentionState | Shaped[Tensor, "T N V"]:
     """Compute attention of new tokens over the cached context and the new tokens, on the expanded path.
+
+    `reference.mla.prefill.forward_prefill` lists the steps of the computation.
 
     If `metadata.parts` separates the requests without context, their output is computed without a merge. For all other
     requests, the attention states over the new tokens and over each chunk are merged in float32.

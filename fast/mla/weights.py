@@ -44,7 +44,7 @@ from ..backends import BackendChoice
 def dense_weight(linear: nn.Module, in_features: int, dtype: torch.dtype) -> Float[Tensor, "out Lkv"]:
     """Return the dense weight of a linear module, even if the module stores the weight in another form.
 
-    The weight of a quantised or wrapped module is recovered from its products with the unit vectors.
+    See `reference.mla.weights.dense_weight` for the result of a plain module, and of a quantised or wrapped module.
 
     Args:
         linear: module that takes [.., Lkv] and returns the product, or (product, None) as vLLM and Megatron do.

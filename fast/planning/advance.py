@@ -35,16 +35,9 @@ def advance_step(
 ) -> CommonAttentionMetadata:
     """Turn the batch of a step into the batch of the next step: each sampled token becomes the query of its request.
 
-    See `reference.planning.advance.advance_step` for the rule, for padding rows and for requests without query tokens.
-    On a GPU, one kernel writes all tensors in place, and nothing is copied between host and device. A CUDA graph may
-    therefore capture several steps.
-
-    If the engine does not know the lengths on the host, `common.seq_lens_cpu` is None and stays None. The upper bounds
-    in `seq_lens_cpu_upper_bound`, if given, grow by 1 for every request that grows.
-
-    `common.query_start_loc_cpu` may also be None, and then stays None. In this case every upper bound above 0 grows
-    by 1, and one of two conditions must hold: each request has at most one query token, or all requests have
-    `max_query_len` query tokens. The docstring of the twin in `reference` has the general rule.
+    See `reference.planning.advance.advance_step` for the rule, for padding rows, for requests without query tokens, and
+    for a batch whose `seq_lens_cpu` or `query_start_loc_cpu` is None. On a GPU, one kernel writes all tensors in place,
+    and nothing is copied between host and device. A CUDA graph may therefore capture several steps.
 
     On a GPU, the function cannot raise an error for a value in a tensor. Instead:
 

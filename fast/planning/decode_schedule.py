@@ -1,4 +1,7 @@
-"""Compute the schedule of a decode: assign tiles of 64 keys to the programs of the decode kernel."""
+"""Compute the schedule of a decode: assign tiles of 64 keys to the programs of the decode kernel.
+
+`reference.planning.decode_schedule` explains tiles, splits and the combine kernel.
+"""
 
 from __future__ import annotations
 

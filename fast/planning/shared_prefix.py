@@ -17,8 +17,8 @@ from reference.interfaces import (
 def common_prefix_len(common: CommonAttentionMetadata, block_size: int) -> int:
     """Return the length, in tokens, of the context prefix that all requests have in the same blocks of the cache.
 
-    The context of a request is the tokens that it had in the cache before this step. Only whole blocks count. The
-    function reads the values of the block table; if the block table is on a GPU, the host waits for the GPU.
+    `reference.planning.shared_prefix.common_prefix_len` explains the context of a request and the limits of the result.
+    The function reads the values of the block table; if the block table is on a GPU, the host waits for the GPU.
 
     Args:
         common: batch of the step; padding rows (S = 0) are ignored.

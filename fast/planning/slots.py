@@ -28,6 +28,8 @@ def slot_mapping(
 ) -> Int64[Tensor, " num_tokens"]:
     """Return the cache slot of every new token; the new tokens are the last Sq tokens of each request.
 
+    See `reference.planning.slots.slot_mapping` for the formula.
+
     Args:
         query_start_loc: [B + 1], prefix sum of the query lengths Sq.
         seq_lens: [B], tokens S of each request after this step; 0 marks a padding row, whose slots are -1.
@@ -68,7 +70,7 @@ def dcp_slot_mapping(
 ) -> Int64[Tensor, " num_tokens"]:
     """Return the cache slot of every new token that this rank owns, and -1 for tokens of other ranks.
 
-    With context parallelism (DCP), D ranks divide the tokens of each sequence among themselves.
+    See `reference.planning.slots.dcp_slot_mapping` for the tokens that each of the D ranks owns.
 
     Args:
         query_start_loc: [B + 1], prefix sum of the query lengths Sq.
