@@ -68,7 +68,7 @@ def serve_in_parallel(args: argparse.Namespace, ops: ModuleType, oracle: ModuleT
         return 0
     alone = alone_tokens(job)
     figures["bits_per_byte"] = compare_bits_per_byte(job)
-    for name, row in figures["wings"].items():
+    for name, row in figures["backends"].items():
         row["identical"] = row["tokens"] == alone[name]
     console = Console()
     console = console if console.is_terminal else Console(width=max(console.width, 110))
@@ -80,7 +80,7 @@ def serve_in_parallel(args: argparse.Namespace, ops: ModuleType, oracle: ModuleT
     except OSError as error:
         print(f"error: {who}: {one_line(error)}", file=sys.stderr)
         return 2
-    different = any(not row["identical"] for row in figures["wings"].values())
+    different = any(not row["identical"] for row in figures["backends"].values())
     return 1 if different and figures["dtype"] == "float32" else 0
 
 
@@ -157,7 +157,7 @@ def serve(job: Job) -> dict[str, Any]:
         "block_size": job.args.block_size,
         "tokens_per_block": job.args.block_size * cp.size,
         "kernels": {"device": job.device.type, **kernels(job)},
-        "wings": rows,
+        "backends": rows,
     }
 
 
@@ -189,7 +189,7 @@ def show(figures: dict[str, Any], console: Console) -> None:
     )
     table = Table("package", "tokens/s", "peak cache per rank", "received per rank", "tokens as on one rank",
                   title=title)  # fmt: skip
-    for name, row in figures["wings"].items():
+    for name, row in figures["backends"].items():
         received = sum(sum(by_op.values()) for by_op in row["received_bytes"].values())
         table.add_row(
             name, f"{row['speed']['tokens_per_second']:.1f}", f"{row['schedule']['peak_cache_bytes'] / 1e3:.0f} kB",

@@ -223,9 +223,9 @@ def test_main_job(tmp_path, size, interleave, merge, ops, cache_format):
     assert figures["cache_format"] == cache_format
     assert (figures["bits_per_byte"] is None) == (figures["kv_scales"] is None) == (cache_format == "compute_dtype")
     assert figures["ranks"] == 4 and figures["tokens_per_block"] == 16 * size and figures["merge"] == merge
-    assert list(figures["wings"]) == (["reference", "fast"] if ops == "both" else ["fast"])
-    for name in figures["wings"]:
-        row = figures["wings"][name]
+    assert list(figures["backends"]) == (["reference", "fast"] if ops == "both" else ["fast"])
+    for name in figures["backends"]:
+        row = figures["backends"][name]
         assert row["identical"] and [len(ids) for ids in row["tokens"]] == [12, 12]
         assert row["schedule"]["context_chunks"] > 0 and row["received_bytes"]["cp_group"]["all_gather"] > 0
         assert re.search(rf"{name} .* identical", output)
