@@ -63,7 +63,7 @@ LENS = {  # query lengths and sequence lengths; length 0 with a query token is a
     "uniform": ([2, 2, 2], [97, 2, 64]),
     "ragged": ([3, 0, 1, 8], [331, 20, 0, 270]),
     "padding rows": ([1, 1], [0, 0]),
-    "nobody": ([], []),
+    "no requests": ([], []),
 }
 launch = partial(decode_inputs.launch, decode)
 

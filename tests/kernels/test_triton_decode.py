@@ -29,7 +29,7 @@ LENS = {  # query lengths, sequence lengths; a request with a query token and se
     "uniform": ([2, 2, 2], [97, 2, 64]),
     "ragged": ([3, 0, 1, 5], [131, 20, 0, 70]),
     "padding rows": ([1, 1], [0, 0]),
-    "nobody": ([], []),
+    "no requests": ([], []),
 }
 
 

@@ -26,7 +26,7 @@ FORMS = ["whole", "split", "scheduled", "batch-invariant", "batch-invariant, pla
 LENS = {  # query lengths and sequence lengths; length 0 with a query token is a padding row
     "page edges": ([1] * 6, [0, 1, 63, 64, 65, 129]),
     "ragged": ([3, 0, 1, 5], [131, 20, 0, 70]),
-    "nobody": ([], []),
+    "no requests": ([], []),
 }
 
 

@@ -158,7 +158,7 @@ DECODES = {
     "ragged": ([4, 1, 2, 1], [4, 33, 17, 5]),
     "empty queries": ([1, 0, 2, 0], [20, 7, 3, 0]),
     "all padding": ([1, 1], [0, 0]),
-    "nobody": ([], []),
+    "no requests": ([], []),
 }
 
 

@@ -27,7 +27,7 @@ def decode(inputs, cache_format, kv_scale, **options):
 
 @formats
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("lens", LENS, ids=["page edges", "ragged", "nobody"])
+@pytest.mark.parametrize("lens", LENS, ids=["page edges", "ragged", "no requests"])
 @pytest.mark.parametrize("chunk_bytes", [1, 4 << 20], ids=["one block at a time", "whole"])
 def test_decode(lens, dtype, cache_format, widths, chunk_bytes, monkeypatch):
     """Errors are within the budget, in float64 within rounding; the kernel reads one block or many blocks at a time."""
