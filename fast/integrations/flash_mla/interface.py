@@ -274,7 +274,7 @@ def _refuse(**arguments: object) -> None:
 
 
 def _identity(lengths: Tensor) -> tuple:
-    """Return what tells lengths apart without reading them: their memory, and how often it was changed in place.
+    """Return the address and the change count of the tensor `lengths`: they identify its values without reading them.
 
     PyTorch does not count changes of inference tensors, and no changes by a replayed CUDA graph. For these, the caller
     needs a new schedule object, as in FlashMLA.
