@@ -22,9 +22,24 @@ COLOURS = {  # colour that matplotlib writes: replacement from the style sheet
 }  # fmt: skip
 # implementations that the figures compare; the style sheet has two colours for each, one per colour scheme
 CONTENDERS = ("fast", "reference", "transformers", "FlashMLA", "FA3")
+# colour in the figures of the notebooks: replacement from the style sheet, for lines and areas; #111111 is left out,
+# because it is the colour of the letters on coloured cells
+PLOT = {
+    "#0072b2": "var(--plot-blue)", "#56b4e9": "var(--plot-sky)", "#e69f00": "var(--plot-orange)",
+    "#009e73": "var(--plot-green)", "#d55e00": "var(--plot-red)", "#cc79a7": "var(--plot-pink)",
+    "#f0e442": "var(--plot-yellow)", "#7fcdb5": "var(--plot-mint)", "#66c2a5": "var(--plot-teal)",
+    "#8da0cb": "var(--plot-lavender)", "#a6761d": "var(--plot-brown)", "#737373": "var(--plot-ash)",
+    "#7f7f7f": "var(--plot-grey)", "#808080": "var(--plot-grey)", "#999999": "var(--plot-grey)",
+    "#bfbfbf": "var(--plot-grey)", "#cccccc": "var(--part-idle)", "#d9d9d9": "var(--part-idle)",
+    "#dddddd": "var(--part-idle)",
+}  # fmt: skip
+# the same for letters, which need more contrast
+INK = {"#e69f00": "var(--ink-orange)", "#7f7f7f": "var(--ink-grey)", "#808080": "var(--ink-grey)"}
+LETTERS = re.compile(r'<g id="text_\d+">.*?</text>', re.DOTALL)  # matplotlib writes a group for each text
 
 
-def inlined(svg: str, name: str, alt: str, kind: str = "figure", colours: dict[str, str] | None = None) -> str:
+def inlined(svg: str, name: str, alt: str, kind: str = "figure", colours: dict[str, str] | None = None,
+            ink: dict[str, str] | None = None) -> str:  # fmt: skip
     """Return an SVG drawing for a page, with unique identifiers and a description.
 
     Args:
@@ -33,16 +48,17 @@ def inlined(svg: str, name: str, alt: str, kind: str = "figure", colours: dict[s
         alt: description for readers who cannot see the drawing.
         kind: CSS classes of the drawing.
         colours: replacements in addition to COLOURS; a mapping from a colour in the SVG file to a colour of the page.
+        ink: replacements for texts, which come before the other replacements; a mapping like `colours`.
 
     Raises:
         ValueError: the drawing has no viewBox.
     """
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>|<!--.*?-->", "", svg, flags=re.DOTALL)
+    svg = LETTERS.sub(lambda text: replaced(text.group(), ink or {}), svg)
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
     svg = re.sub(r'(?:xlink:)?href="#', f'href="#{name}-', svg).replace("url(#", f"url(#{name}-")
-    for colour, wanted in (COLOURS | (colours or {})).items():
-        svg = svg.replace(colour, wanted)
+    svg = replaced(svg, COLOURS | (colours or {}))
     box = re.search(r'viewBox="[^"]*"', svg)
     if box is None:
         raise ValueError(f"{name}: the drawing has no viewBox")
@@ -52,6 +68,13 @@ def inlined(svg: str, name: str, alt: str, kind: str = "figure", colours: dict[s
         f'aria-label="{escape(alt)}" data-search-exclude>'
     )
     return re.sub(r"<svg[^>]*>", lambda _: head, svg, count=1).strip()
+
+
+def replaced(svg: str, colours: dict[str, str]) -> str:
+    """Return the SVG text with each key of `colours` replaced by its value."""
+    for colour, wanted in colours.items():
+        svg = svg.replace(colour, wanted)
+    return svg
 
 
 def contenders(css: str) -> dict[str, str]:

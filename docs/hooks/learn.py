@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
-from figures import inlined
+from figures import INK, PLOT, inlined
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
@@ -164,7 +164,8 @@ def output_block(output: Any, stem: str, index: int, alt: str, figures: dict[str
         raise PluginError(f"{stem}: a figure has neither alt metadata nor a paragraph beside its cell")
     name = f"{stem}-{index}"
     if "image/svg+xml" in data:
-        return f"<figure>\n{inlined(joined(data['image/svg+xml']), name, alt)}\n</figure>"
+        drawing = inlined(joined(data["image/svg+xml"]), name, alt, colours=PLOT, ink=INK)
+        return f"<figure>\n{drawing}\n</figure>"
     if "image/png" in data:
         figures[f"{name}.png"] = base64.b64decode(joined(data["image/png"]))
         return f'<figure markdown="span">![{escape(alt).replace("]", ")").replace("[", "(")}]({name}.png)</figure>'
