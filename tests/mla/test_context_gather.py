@@ -127,7 +127,10 @@ def context_left_in_the_order_of_ranks(patch):
 
 
 def padding_taken_for_tokens(patch):
-    """Replace `reorg_kvcache` by a function that uses the offsets of rank 0 for every rank (vLLM #28526)."""
+    """Replace `reorg_kvcache` by a function that uses the offsets of rank 0 for every rank.
+
+    vLLM had this mistake: https://github.com/vllm-project/vllm/issues/28526
+    """
 
     def wrong(gathered, chunk):
         rows, size, interleave = [], chunk.ownership.size, chunk.ownership.interleave

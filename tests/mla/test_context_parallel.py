@@ -213,7 +213,10 @@ def ranks_in_the_wrong_order(patch):
 
 
 def causal_bound_of_the_local_position(patch):
-    """Plant a mask in which each query token sees one rank-local key more than the token before it (vLLM #50391)."""
+    """Plant a mask in which each query token sees one rank-local key more than the token before it.
+
+    vLLM had this mistake: https://github.com/vllm-project/vllm/issues/50391
+    """
 
     def wrong(common, *args, ownership, build=reference.build_mla_metadata, **kwargs):
         plan = build(common, *args, ownership=ownership, **kwargs)
