@@ -24,6 +24,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import Files
 from mkdocs.structure.pages import Page
+from ranks import ranks_table
 from steps import NOT_MEASURED, host_table, not_measured, step_bars, step_table
 from weights import expansions_table, products_table, scales_table
 
@@ -265,29 +266,8 @@ class Results:
         return "\n\n".join([self.facts(name), *(draw(report) for draw in drawings), self.command(name)])
 
     def ranks(self, name: str) -> str:
-        """Return a table of decode steps on one GPU and on several GPUs: times, speedup, MB that a rank receives."""
-        part = self._load(name)["between_gpus"]
-        lines, merges = [], []
-        for gpus in sorted(key for key in part if key.endswith(" GPUs")):
-            for row in part[gpus]["rows"]:
-                merges = merges or [who for who in row["times"] if who != "one GPU"]
-                first = min(merges, key=lambda who: row["times"][who]["median_us"])
-                wire = sum(row["received_bytes"][merges[0]].values()) / 1e6
-                shown = [f"{row['times'][who]['median_us']:.1f}" for who in merges]
-                shown = [f"**{text}**" if who == first else text for who, text in zip(merges, shown, strict=True)]
-                one = f"{row['times']['one GPU']['median_us']:.1f}"
-                gain = f"{row['speedup'][merges[0]]:.2f}" if row["passed"] else "parity failed"
-                lines.append([gpus, *(str(row[key]) for key in "BSN"), one, *shown, gain, f"{wire:.1f}"])
-        head = [
-            "",
-            *(DIMS[key] for key in "BSN"),
-            "one GPU",
-            *(f"`{who}`" if "," not in who else who for who in merges),
-        ]
-        return (
-            table([*head, f"`{merges[0]}`, x the speed of one GPU", "MB received by each rank"], lines, 4)
-            + "\n\nTimes are medians in us."
-        )
+        """Return a table of decode steps on one GPU and on several GPUs: speedup, times, MB that a rank receives."""
+        return f"{ranks_table(self._load(name)['between_gpus'])}\n\nTimes are medians in us."
 
     def contexts(self, name: str) -> str:
         """Return a table and a chart of the time to decode one token at several context lengths."""
@@ -296,14 +276,14 @@ class Results:
         at = {(row["context"], row["who"]): row for row in rows}
         contexts = sorted({row["context"] for row in rows})
         lines = [
-            [str(context), *(f"{at[context, name]['ms_median']:.1f}" for name in who),
-             f"{at[context, OURS]['times_faster_than_transformers']:.1f}"]
+            [str(context), f"{at[context, OURS]['times_faster_than_transformers']:.1f}",
+             *(f"{at[context, name]['ms_median']:.1f}" for name in who)]
             for context in contexts
         ]  # fmt: skip
         head = [
             "context",
-            *(name if name == "transformers" else f"`{name}`" for name in who),
             "`fast`, x transformers' speed",
+            *(name if name == "transformers" else f"`{name}`" for name in who),
         ]
         lines_drawn = [
             Line(name, style_of(name), [(context, at[context, name]["ms_median"]) for context in contexts])

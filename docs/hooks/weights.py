@@ -25,7 +25,7 @@ def expansions_table(report: dict[str, Any]) -> str:
 
 
 def _table(rows: list[dict[str, Any]], first: str) -> str:
-    """Return a table with one line for each contender of each row in `rows`: time, speed, bytes, and error.
+    """Return a table with one line for each contender of each row in `rows`: speed, time, bytes, and error.
 
     The speed of each contender is divided by the speed of the contender "fast". The table shows the text `first` in
     place of the name "fast".
@@ -45,8 +45,8 @@ def _table(rows: list[dict[str, Any]], first: str) -> str:
             speed = times["fast"]["median_us"] / spread["median_us"]
             low, high = spread["quartiles_us"]
             timed = f"{spread['median_us']:.1f} ({low:.1f} to {high:.1f})"
-            lines.append([*shape, name, timed, f"{speed:.2f}", *figures])
-    head = ["op", "tokens", "heads", "weight", "us, replayed (quartiles)", f"x the speed of {first}", "MB moved",
+            lines.append([*shape, name, f"{speed:.2f}", timed, *figures])
+    head = ["op", "tokens", "heads", "weight", f"x the speed of {first}", "us, replayed (quartiles)", "MB moved",
             "MB held", "error"]  # fmt: skip
     return table(head, lines, 4)
 

@@ -215,14 +215,14 @@ def test_weights_section(performance, docs):
     page = {part: performance.filled(f"<!-- results: weights h200-weights.json {part} -->", docs)
             for part in ("products", "expansions", "scales")}  # fmt: skip
     lines = page["products"].splitlines()
-    first = "| `query_to_latent` | 16 | 128 | the product in bfloat16 | 9.0 (9.0 to 9.0) | 1.00 | 18.00 | 16.00 |"
+    first = "| `query_to_latent` | 16 | 128 | the product in bfloat16 | 1.00 | 9.0 (9.0 to 9.0) | 18.00 | 16.00 |"
     assert f"{first} 1.6e-03 |" in lines
-    assert "|  |  |  | e4m3 | 6.0 (6.0 to 6.0) | 1.50 | 9.50 | 8.10 | 2.6e-02 |" in lines
+    assert "|  |  |  | e4m3 | 1.50 | 6.0 (6.0 to 6.0) | 9.50 | 8.10 | 2.6e-02 |" in lines
     assert (
         "| `latent_to_value` | 1 | 16 | the product in bfloat16 | parity failed | - | 18.00 | 16.00 | 1.6e-03 |"
         in lines
     )
     assert "expand_kv" not in page["products"] and "query_to_latent" not in page["expansions"]
-    assert "|  |  |  | e4m3 module | 35.0 (35.0 to 35.0) | 2.00 | 1.00 | 1.00 | 1.0e+06 |" in page["expansions"]
+    assert "|  |  |  | e4m3 module | 2.00 | 35.0 (35.0 to 35.0) | 1.00 | 1.00 | 1.0e+06 |" in page["expansions"]
     assert "| random, query_to_latent | 128 | 1.50e-02 | 2.50e-02 | 1.50e-02 | 2.50e-02 |" in page["scales"]
     assert all(HEAD["command"] in drawn for drawn in page.values())

@@ -1,0 +1,55 @@
+"""Tests of the tables of the page Performance, which docs/hooks/performance.py draws from docs/results."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mkdocs")
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+@pytest.fixture
+def performance(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS / "hooks"))
+    import performance
+
+    return performance
+
+
+def heads(page: str) -> list[tuple[list[str], int]]:
+    """Return the heads of the columns of each table, and the number of columns at the left that are aligned left.
+
+    The columns of the shape are aligned left, and the columns of numbers are aligned right.
+    """
+    found = re.findall(r"^\| (.*) \|\n\|((?::---\|)+)(?:---:\|)*$", page, re.MULTILINE)
+    return [(head.split(" | "), aligned.count(":---")) for head, aligned in found]
+
+
+def test_ratio_follows_the_shape(performance):
+    """Draw the page -> in each table that compares speeds, the ratio directly follows the columns of the shape."""
+    page = performance.filled((DOCS / "performance.md").read_text(encoding="utf-8"), DOCS)
+    ratios = 0
+    for head, shape in heads(page):
+        places = [place for place, text in enumerate(head) if re.search(r"\bx .*speed\b", text)]
+        assert places in ([], [shape]), head
+        ratios += len(places)
+    assert ratios >= 12
+    assert any("x the speed of one GPU" in head for head, _ in heads(page))
+    assert any("`fast`, x transformers' speed" in head for head, _ in heads(page))
+
+
+def test_ratio_of_the_fastest_merge(performance):
+    """Draw the table of several GPUs -> each ratio is the speed of the fastest merge / the speed of one GPU."""
+    name = "h200-x4.json"
+    report = json.loads((DOCS / "results" / name).read_text(encoding="utf-8"))["between_gpus"]
+    lines = performance.filled(f"<!-- results: ranks {name} -->", DOCS).splitlines()[2:]
+    rows = [row for gpus in sorted(key for key in report if key.endswith(" GPUs")) for row in report[gpus]["rows"]]
+    for row, line in zip(rows, lines, strict=False):
+        times = {who: time["median_us"] for who, time in row["times"].items()}
+        fastest = min(times, key=times.get)
+        assert f"| {times['one GPU'] / times[fastest]:.2f} ({fastest}) | {times['one GPU']:.1f} |" in line
