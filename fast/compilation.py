@@ -285,10 +285,11 @@ def _launches(
             hidden_states, positions = inputs()
             projected = layer.project(hidden_states, positions)
             for out_dtype, output_scale in outputs:
-                # The address of this output may be no multiple of 16 bytes, as with the output of prefills behind
-                # decodes. Triton compiles another variant for such an address.
-                output = torch.empty(tokens + 1, local.num_heads, config.v_head_dim, dtype=out_dtype, device=device)[1:]
-                layer.forward_attention(*projected, kv_cache, plan, output, output_scale)
+                memory = torch.empty(tokens + 1, local.num_heads, config.v_head_dim, dtype=out_dtype, device=device)
+                # The address of memory[1:] need not be a multiple of 16 bytes, like the output of prefills behind
+                # decodes. `forward` has launched the kernels for the other addresses, except for an output in e4m3.
+                for output in (memory[1:],) if output_scale is None else (memory[1:], memory[:-1]):
+                    layer.forward_attention(*projected, kv_cache, plan, output, output_scale)
 
         launches.append(functools.partial(serve, None))
         if plan.num_decodes and scheduled:

@@ -54,9 +54,9 @@ BESIDE_PEERS = ("decode", "prefill", "bytes")
 # Test files that make all tensors on the device of the option `--device`.
 ANY_DEVICE = (
     "attention/test_rope.py", "cache/test_cache.py", "cache/test_fp8_formats.py", "identities/test_identities.py",
-    "interfaces/test_from_lens.py", "mla/test_block_sizes.py", "mla/test_builder.py", "mla/test_cascade.py",
-    "mla/test_fp8_layers.py", "mla/test_weights.py", "mla/test_workspaces.py", "mutations/test_mutations.py",
-    "planning/test_advance.py", "planning/test_batch.py", "planning/test_schedule.py",
+    "integrations/test_flash_mla.py", "interfaces/test_from_lens.py", "mla/test_block_sizes.py", "mla/test_builder.py",
+    "mla/test_cascade.py", "mla/test_fp8_layers.py", "mla/test_weights.py", "mla/test_workspaces.py",
+    "mutations/test_mutations.py", "planning/test_advance.py", "planning/test_batch.py", "planning/test_schedule.py",
     "planning/test_schedule_choice.py", "planning/test_visible_lens.py", "twins/test_differential.py",
     "twins/test_ops.py",
 )  # fmt: skip

@@ -153,6 +153,8 @@ class KVScale(KeepsDtypes):
         return None if self.value.is_inference() else self.value._version
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KVScale:
+        if self.written:
+            self.check_unchanged()
         super()._apply(fn, recurse)
         self._changes = self._count_changes()  # of the moved buffer
         return self

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Shaped
@@ -45,8 +46,17 @@ class KeepsDtypes(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KeepsDtypes:
         for name, buffer in self._buffers.items():
-            self._buffers[name] = self._moved(name, fn(buffer.new_empty(0)).device)
+            device = fn(buffer.new_empty(0)).device
+            with torch.inference_mode(False):  # an inference tensor could not be overwritten later
+                moved = self._moved(name, device)
+                self._buffers[name] = moved.clone() if moved.is_inference() else moved
         return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        with torch.inference_mode(False):  # a copy that was made in inference mode has inference tensors
+            for name, buffer in self._buffers.items():
+                self._buffers[name] = buffer.clone() if buffer.is_inference() else buffer
 
     def _moved(self, name: str, device: torch.device) -> Tensor:
         """Return a buffer on another device. A buffer on the device meta has no values, so they are undefined then."""

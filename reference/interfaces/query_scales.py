@@ -56,7 +56,8 @@ class QueryScale(KeepsDtypes):
         numbers = query_scale_numbers("value", value, num_heads)
         if device is None:
             device = value.device if isinstance(value, Tensor) else numbers.device
-        self.register_buffer("value", numbers.to(check_device("device", device)), persistent=False)
+        with torch.inference_mode(False):
+            self.register_buffer("value", numbers.to(check_device("device", device)), persistent=False)
         self._numbers = numbers  # a copy on the CPU, because a buffer on the device meta has no values
         self.choose(value, source)
 
@@ -94,7 +95,8 @@ def query_scale_numbers(argument: str, value: float | Tensor, num_heads: int) ->
         ValueError: a number is not finite and positive in float32; the tensor is neither one number nor [N].
     """
     if not isinstance(value, Tensor) or value.numel() == 1:
-        return torch.tensor(scale_number(argument, value), dtype=torch.float32, device="cpu")
+        with torch.inference_mode(False):  # an inference tensor could not be overwritten later
+            return torch.tensor(scale_number(argument, value), dtype=torch.float32, device="cpu")
     check_tensor(argument, value, (num_heads,))
     check_readable(argument, value)
     with torch.inference_mode(False):  # an inference tensor could not be overwritten later

@@ -14,12 +14,13 @@ import pytest
 import torch
 
 import fast
-from fast.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+from fast.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata, interface
 from reference.interfaces import (
     E4M3,
     FP8_DS_MLA,
     FP8_E4M3,
-    CommonAttentionMetadata,
+    DecodeMetadata,
+    GraphSupport,
     UnsupportedConfiguration,
     to_e4m3,
 )
@@ -125,21 +126,29 @@ def test_program_for_flashmla(planned):
         torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5)
 
 
+def plan_of(q, table, lengths, block=BLOCK):
+    """Return the plan of a causal decode in which every request has the query tokens of `q`."""
+    size, query_len = q.shape[:2]
+    starts = torch.arange(size + 1, dtype=torch.int32) * query_len
+    later = torch.arange(query_len - 1, -1, -1, dtype=torch.int32)
+    visible = (lengths[:, None] - later).clamp(min=0).flatten()
+    return DecodeMetadata(table, lengths, starts, query_len, visible, table.shape[1] * block, block)
+
+
 @pytest.mark.parametrize("query_len", [1, 3])
 def test_bits_of_mla_decode(query_len):
     """The results have the bits of `fast.mla_decode` over the same cache, also for other widths and block sizes."""
     for width, latent, block in ((D, V, BLOCK), (40, 32, 16)):
         q, cache, table, lengths = make_case([100, 0, 37], query_len, 4, width=width, block=block)
-        out, lse = flash_mla_with_kvcache(
-            q, cache, table, lengths, latent, get_mla_metadata()[0], softmax_scale=0.2, causal=True
-        )
-        queries = [query_len if length else 0 for length in lengths.tolist()]
-        common = CommonAttentionMetadata.from_lens(queries, lengths.tolist(), table, block)
-        plan = fast.build_mla_metadata(common, block, 64, query_len).decode
-        rows = q[lengths > 0].flatten(0, 1)
-        wanted = fast.mla_decode(rows[..., :latent], rows[..., latent:], cache.squeeze(2), plan, 0.2)
-        assert_same_bits(out[lengths > 0].flatten(0, 1), wanted.out)
-        assert_same_bits(lse[lengths > 0].transpose(0, 1).flatten(1), wanted.lse)
+        meta, _ = get_mla_metadata()
+        out, lse = flash_mla_with_kvcache(q, cache, table, lengths, latent, meta, softmax_scale=0.2, causal=True)
+        rows, plan = q.flatten(0, 1), plan_of(q, table, lengths, block)
+        wanted = fast.mla_decode(
+            rows[..., :latent], rows[..., latent:], cache.squeeze(2), plan, 0.2, meta._plan.schedule
+        )  # fmt: skip
+        assert_same_bits(out.flatten(0, 1), wanted.out)
+        full = lengths > 0
+        assert_same_bits(lse[full].transpose(0, 1).flatten(1), wanted.lse.view(4, 3, -1)[:, full].flatten(1))
         assert not out[1].any() and bool((lse[1] == math.inf).all())
 
 
@@ -171,16 +180,14 @@ def test_fp8(kind):
         q = to_e4m3(q, descale_q)
         options = {"fp8_mode": "fp8_product", "q_scale": descale_q, "out_dtype": torch.bfloat16}
     given = stored.view(torch.uint8) if kind == "fp8_ds_mla" else stored
+    meta, _ = get_mla_metadata()
     out, lse = flash_mla_with_kvcache(
-        q, given, table, lengths, V, get_mla_metadata()[0], is_fp8_kvcache=True, descale_q=descale_q, descale_k=scale
+        q, given, table, lengths, V, meta, is_fp8_kvcache=True, descale_q=descale_q, descale_k=scale
     )
-    plan = fast.build_mla_metadata(
-        CommonAttentionMetadata.from_lens([1, 1], lengths.tolist(), table, BLOCK), BLOCK, 64, cache_format=cache_format
-    ).decode  # fmt: skip
-    rows = q.flatten(0, 1)
+    rows, plan = q.flatten(0, 1), plan_of(q, table, lengths)
     wanted = fast.mla_decode(
-        rows[..., :V], rows[..., V:], stored.squeeze(2), plan, D**-0.5, cache_format=cache_format, kv_scale=kv_scale,
-        **options,
+        rows[..., :V], rows[..., V:], stored.squeeze(2), plan, D**-0.5, meta._plan.schedule, cache_format=cache_format,
+        kv_scale=kv_scale, **options,
     )  # fmt: skip
     assert_same_bits(out.squeeze(1), wanted.out)
     assert_same_bits(lse.squeeze(2).T, wanted.lse)
@@ -197,10 +204,54 @@ def test_schedule_of_other_lengths():
     assert meta._plan is plan
     lengths -= 7
     found = flash_mla_with_kvcache(*calls, causal=True)
-    assert meta._plan is not plan
+    assert meta._plan is not plan and meta._plan.seq_lens is lengths  # no other tensor can get this address
     wanted = flash_mla_with_kvcache(*calls[:-1], get_mla_metadata()[0], causal=True)
     for one, other in zip(found, wanted, strict=True):
         assert_same_bits(one, other)
+
+
+def test_calls_inside_and_outside_a_graph(monkeypatch):
+    """A call inside a captured graph does not use the plan of a call outside, and the reverse."""
+    q, cache, table, lengths = make_case([100, 40])
+    meta, _ = get_mla_metadata()
+    plans = []
+    for graph in (GraphSupport.NONE, GraphSupport.ONE_QUERY_LEN, GraphSupport.ONE_QUERY_LEN, GraphSupport.NONE):
+        monkeypatch.setattr(interface, "_graph_of", lambda q, graph=graph: graph)
+        flash_mla_with_kvcache(q, cache, table, lengths, V, meta)
+        plans.append(meta._plan)
+    assert plans[1] is plans[2] and len({id(plan) for plan in plans}) == 3
+    assert [plan.graph for plan in plans] == [GraphSupport.NONE, *[GraphSupport.ONE_QUERY_LEN] * 2, GraphSupport.NONE]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["16 bit", "e4m3"])
+def test_captured_graph(is_fp8):
+    """Capture a step of two layers after an eager call, replay it with other lengths -> the results of eager calls."""
+    q, cache, table, lengths = make_case([200, 130, 60], 2, 16, torch.bfloat16)
+    cache = cache.nan_to_num(0.0).to(E4M3 if is_fp8 else torch.bfloat16)
+    inputs = [x.cuda() for x in (q, cache, table.clamp(max=len(cache) - 1), lengths)]
+
+    def step(meta):
+        options = {"causal": True, "is_fp8_kvcache": is_fp8}
+        return [flash_mla_with_kvcache(*inputs, V, meta, **options) for _ in range(2)]
+
+    step(get_mla_metadata()[0])
+    graph, meta = torch.cuda.CUDAGraph(), get_mla_metadata()[0]
+    with torch.cuda.graph(graph):
+        captured = step(meta)
+    for lens in ([200, 130, 60], [5, 190, 2], [64, 0, 170]):
+        inputs[3].copy_(torch.tensor(lens, dtype=torch.int32))
+        graph.replay()
+        for found, wanted in zip(captured, step(get_mla_metadata()[0]), strict=True):
+            for one, other in zip(found, wanted, strict=True):
+                assert_same_bits(one, other)
+
+
+def test_gradients():
+    """Queries that require a gradient are accepted; the results require none."""
+    q, cache, table, lengths = make_case([100, 40])
+    out, lse = flash_mla_with_kvcache(q.requires_grad_(), cache, table, lengths, V, get_mla_metadata()[0])
+    assert not out.requires_grad and not lse.requires_grad
 
 
 def test_refusals(plain_errors):
@@ -226,7 +277,10 @@ def test_refusals(plain_errors):
     refused(r"^cache_seqlens: expected shape \[2\]", cache_seqlens=lengths[:1])
     refused("^block_table: expected a tensor, got NoneType$", TypeError, block_table=None)
     refused("^k_cache: expected shape", k_cache=cache.squeeze(2))
-    refused("^k_cache: expected a dtype of one byte with is_fp8_kvcache, got torch.float32$", is_fp8_kvcache=True)
+    for dtype in (torch.float32, torch.float8_e5m2, torch.bool):
+        refused(f"^k_cache: expected dtype {E4M3} or torch.uint8 with is_fp8_kvcache, got {dtype}$",
+                is_fp8_kvcache=True, k_cache=cache.nan_to_num(0.0).to(dtype))  # fmt: skip
+    refused("^backend: expected None, a name or a mapping from op to name, got int$", backend=3)
     refused("^q: expected another dtype than e4m3 without is_fp8_kvcache", q=q.to(E4M3))
     refused("^descale_k: expected None without is_fp8_kvcache, got a tensor$", descale_k=torch.ones(1))
     refused("^descale_q: expected None for queries in torch.float32, got a tensor$", is_fp8_kvcache=True,
@@ -235,6 +289,7 @@ def test_refusals(plain_errors):
     assert meta._plan is None  # no refused call changed the object
     flash_mla_with_kvcache(**good)
     refused("^tile_scheduler_metadata: expected calls with .*query_len=2.*, got .*query_len=1", q=q[:, :1])
+    assert get_mla_metadata(lengths, num_heads_per_head_k=8, num_heads_k=1)[1] is None
     with pytest.raises(UnsupportedConfiguration, match="topk: is not supported; pass None"):
         get_mla_metadata(lengths, 8, 1, topk=64)
     with pytest.raises(UnsupportedConfiguration, match="num_heads_k: only 1 is supported, got 2"):

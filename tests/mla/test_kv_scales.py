@@ -365,6 +365,17 @@ def test_buffer_changed_in_place(ops):
     assert_same_bits(case.cache.view(torch.uint8), before)
 
 
+def test_made_in_inference_mode(ops):
+    """Make, move and copy scales in inference mode -> their buffers can still be changed outside of it."""
+    with torch.inference_mode():
+        scales = [ops.KVScale(0.5), ops.QueryScale(0.5, 3), ops.QueryScale(torch.ones(3), 3)]
+        scales += [copy.deepcopy(scale) for scale in scales] + [ops.KVScale(0.5).to("meta").to_empty(device="cpu")]
+    for scale in scales:
+        assert not scale.value.is_inference()
+        scale.choose(0.25)
+        assert scale.value.eq(0.25).all()
+
+
 def test_scale_stays_float32(ops):
     """A cast of the layer keeps the bits of the scale; the state dict has no scale."""
     case = Case(ops, torch.float32)

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int32, Shaped
 from torch import Tensor
 
 import fast
-from fast.backends import BackendChoice, on_change
+from fast.backends import BackendChoice, BoundOps, on_change
 from reference.interfaces import (
     COMPUTE_FORMAT,
     CONVERTED,
@@ -35,6 +35,7 @@ from reference.interfaces import (
     check_type,
 )
 
+ONE = "one"  # stands for the scale 1 until the plan has this scale as a tensor
 BOTH_PRODUCTS = "fp8_product"  # FlashMLA multiplies queries in e4m3, and also probabilities, in e4m3
 
 
@@ -50,12 +51,30 @@ class _Call(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """The plan of a decode, and the lengths for which it was made."""
+    """The plan of a decode, and what it was made for.
 
-    lengths: tuple
+    Attributes:
+        seq_lens: the lengths. The plan keeps the tensor, so that no other tensor can get its address.
+        changes: how often `seq_lens` had been changed in place; None for an inference tensor.
+        graph: kind of the CUDA graph that captured the computation of the plan.
+        query_start_loc: [B + 1], first query token of each request.
+        visible_lens: [T], number of keys that each query token attends.
+        schedule: schedule of the decode; None for a batch without requests.
+        one: the scale 1 as a tensor [].
+    """
+
+    seq_lens: Tensor
+    changes: int | None
+    graph: GraphSupport
     query_start_loc: Tensor
     visible_lens: Tensor
     schedule: DecodeSchedule | None
+    one: Tensor
+
+    def serves(self, seq_lens: Tensor, graph: GraphSupport) -> bool:
+        """Return whether the plan was made for these lengths and for this kind of graph; do not read the lengths."""
+        same = seq_lens.data_ptr() == self.seq_lens.data_ptr() and _changes_of(seq_lens) == self.changes
+        return same and graph is self.graph
 
 
 @dataclass
@@ -63,7 +82,8 @@ class FlashMLASchedMeta:
     """Schedule of FlashMLA's calls; opaque to the caller.
 
     The first call of `flash_mla_with_kvcache` computes the schedule. Later calls with the same shapes and the same
-    values of `cache_seqlens`, such as the calls of the other layers of a step, use it again.
+    tensor `cache_seqlens`, such as the calls of the other layers of a step, use it again. A call inside a CUDA graph
+    does not use the schedule of a call outside, and the reverse. Every captured graph needs an object of its own.
     """
 
     _call: _Call | None = None
@@ -77,11 +97,13 @@ def get_mla_metadata(
     num_heads_q: int | None = None,
     is_fp8_kvcache: bool = False,
     topk: int | None = None,
+    *,
+    num_heads_per_head_k: int | None = None,
 ) -> tuple[FlashMLASchedMeta, None]:
     """Return a new schedule object for `flash_mla_with_kvcache`.
 
-    The first call that gets the object computes the schedule, so all arguments may be left out, as in FlashMLA since
-    2026. The arguments of earlier versions of FlashMLA are checked and not used.
+    The first call that gets the object computes the schedule, so all arguments may be left out. FlashMLA's versions of
+    2026 work in the same way. The arguments of earlier versions are checked and not used.
 
     Args:
         cache_seqlens: [B], keys of each request.
@@ -90,6 +112,7 @@ def get_mla_metadata(
         num_heads_q: N.
         is_fp8_kvcache: whether the cache has e4m3 numbers (8 bits).
         topk: number of keys of sparse attention; only None.
+        num_heads_per_head_k: name of `num_q_tokens_per_head_k` in the first version of FlashMLA.
 
     Returns:
         The schedule object, and None in place of FlashMLA's number of splits. Pass both to `flash_mla_with_kvcache`.
@@ -102,7 +125,7 @@ def get_mla_metadata(
     if cache_seqlens is not None:
         check_tensor("cache_seqlens", cache_seqlens, ("B",), (torch.int32,))
     for name, value in (("num_q_tokens_per_head_k", num_q_tokens_per_head_k), ("num_heads_k", num_heads_k),
-                        ("num_heads_q", num_heads_q)):  # fmt: skip
+                        ("num_heads_q", num_heads_q), ("num_heads_per_head_k", num_heads_per_head_k)):  # fmt: skip
         if value is not None:
             check_int(name, value)
     check_flag("is_fp8_kvcache", is_fp8_kvcache)
@@ -112,6 +135,7 @@ def get_mla_metadata(
     return FlashMLASchedMeta(), None
 
 
+@fast.backends.without_gradients
 def flash_mla_with_kvcache(
     q: Shaped[Tensor, "B Sq N D"],
     k_cache: Shaped[Tensor, "num_blocks block_size key_heads columns"],
@@ -147,7 +171,8 @@ def flash_mla_with_kvcache(
         block_table: [B, W], cache blocks of each request; entries behind the last block of a request are not read.
         cache_seqlens: [B], keys of each request, the keys of the query tokens included.
         head_dim_v: V, the width of a latent.
-        tile_scheduler_metadata: result of `get_mla_metadata`. Use a new one if values of `cache_seqlens` change.
+        tile_scheduler_metadata: result of `get_mla_metadata`. Use a new one if values of `cache_seqlens` change, and
+            one for each captured CUDA graph.
         num_splits: None, the second result of `get_mla_metadata`.
         softmax_scale: factor of the scores; None means D^-1/2.
         causal: whether query token i of Sq attends only the first S - Sq + 1 + i of S keys. Otherwise each query token
@@ -159,7 +184,8 @@ def flash_mla_with_kvcache(
         extra_indices_in_kvcache: only None.
         topk_length: only None.
         extra_topk_length: only None.
-        descale_q: float32 scale of queries in e4m3, [1] or [], as in vLLM's version of FlashMLA; None means 1.
+        descale_q: float32 scale of queries in e4m3, [1] or []; None means 1. The meaning of this argument and of the
+            next one is that of vLLM's version of FlashMLA, where both stand at other positions.
         descale_k: float32 scale of a cache of the format `fp8_e4m3`, [1] or []; None means 1.
         backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
@@ -200,18 +226,18 @@ def flash_mla_with_kvcache(
     call = _Call(batch_size, query_len, num_heads, k_cache.shape[1], causal, is_fp8_kvcache)
     meta = tile_scheduler_metadata
     check(meta._call in (None, call), "tile_scheduler_metadata", f"calls with {meta._call}, as the first call", call)
-    lengths = _identity(cache_seqlens)
-    plan = meta._plan
-    if plan is None or plan.lengths != lengths:
-        plan = _make_plan(q, head_dim_v, cache_seqlens, lengths, call, storage, backend)
+    bound, graph, plan = fast.backends.bind(backend), _graph_of(q), meta._plan
+    if plan is None or not plan.serves(cache_seqlens, graph):
+        plan = _make_plan(q, head_dim_v, cache_seqlens, graph, call, storage, bound)
+    kv_scale, q_scale = (plan.one if scale is ONE else scale for scale in (storage.kv_scale, storage.q_scale))
     decode = DecodeMetadata(
         block_table, cache_seqlens, plan.query_start_loc, query_len, plan.visible_lens,
-        max_seq_len=block_table.shape[1] * call.block_size, block_size=call.block_size, graph=_graph_of(q),
+        max_seq_len=block_table.shape[1] * call.block_size, block_size=call.block_size, graph=graph,
     )  # fmt: skip
     rows = q.reshape(batch_size * query_len, num_heads, width)
     state = fast.mla_decode(
         rows[..., :head_dim_v], rows[..., head_dim_v:], storage.kv_cache, decode, softmax_scale, plan.schedule,
-        storage.out_dtype, storage.cache_format, storage.kv_scale, storage.fp8_mode, storage.q_scale, backend=backend,
+        storage.out_dtype, storage.cache_format, kv_scale, storage.fp8_mode, q_scale, backend=bound,
     )  # fmt: skip
     meta._call, meta._plan = call, plan
     lse = state.lse.unflatten(1, (batch_size, query_len)).transpose(0, 1)
@@ -220,13 +246,13 @@ def flash_mla_with_kvcache(
 
 
 class _Storage(NamedTuple):
-    """The cache with its format and scales, and how its products are computed."""
+    """The cache with its format and scales, and how its products are computed. A scale may be `ONE`."""
 
     kv_cache: Tensor
     cache_format: CacheFormat
-    kv_scale: Tensor | None
+    kv_scale: Tensor | str | None
     fp8_mode: str
-    q_scale: Tensor | None
+    q_scale: Tensor | str | None
     out_dtype: torch.dtype | None
 
 
@@ -238,7 +264,8 @@ def _storage(q, kv_cache, head_dim_v, is_fp8_kvcache, descale_q, descale_k) -> _
         for name, scale in (("descale_q", descale_q), ("descale_k", descale_k)):
             check(scale is None, name, "None without is_fp8_kvcache", "a tensor")
         return _Storage(kv_cache, COMPUTE_FORMAT, None, CONVERTED, None, None)
-    check(kv_cache.element_size() == 1, "k_cache", "a dtype of one byte with is_fp8_kvcache", kv_cache.dtype)
+    check(kv_cache.dtype in (E4M3, torch.uint8), "k_cache", f"dtype {E4M3} or torch.uint8 with is_fp8_kvcache",
+          kv_cache.dtype)  # fmt: skip
     dims = head_dim_v, rope
     cache_format = FP8_DS_MLA if dims == FP8_DS_MLA.dims and columns == FP8_DS_MLA.columns(*dims) else FP8_E4M3
     kv_scale = None
@@ -252,18 +279,13 @@ def _storage(q, kv_cache, head_dim_v, is_fp8_kvcache, descale_q, descale_k) -> _
     return _Storage(kv_cache.view(cache_format.storage_dtype), cache_format, kv_scale, mode, q_scale, out_dtype)
 
 
-def _scale(argument: str, scale: Tensor | None, device: torch.device) -> Tensor:
-    """Return a scale as a tensor []; None means 1."""
+def _scale(argument: str, scale: Tensor | None, device: torch.device) -> Tensor | str:
+    """Return a scale as a tensor [], or `ONE` if it is None."""
     if scale is None:
-        return _one(device)
+        return ONE
     check_type(argument, scale, Tensor, "a tensor or None")
     check_tensor(argument, scale, (1,) if scale.dim() else (), (torch.float32,), device)
     return scale.view(())
-
-
-@functools.lru_cache(maxsize=64)
-def _one(device: torch.device) -> Tensor:
-    return torch.ones((), dtype=torch.float32, device=device)
 
 
 def _refuse(**arguments: object) -> None:
@@ -273,13 +295,13 @@ def _refuse(**arguments: object) -> None:
         raise UnsupportedConfiguration([f"{name}: is not supported; pass None" for name in given])
 
 
-def _identity(lengths: Tensor) -> tuple:
-    """Return the address and the change count of the tensor `lengths`: they identify its values without reading them.
+def _changes_of(x: Tensor) -> int | None:
+    """Return how often a tensor was changed in place; None for an inference tensor, which has no such count.
 
-    PyTorch does not count changes of inference tensors, and no changes by a replayed CUDA graph. For these, the caller
-    needs a new schedule object, as in FlashMLA.
+    PyTorch does not count the changes by a replayed CUDA graph. For these and for inference tensors, the caller needs a
+    new schedule object, as in FlashMLA.
     """
-    return lengths.data_ptr(), None if lengths.is_inference() else lengths._version
+    return None if x.is_inference() else x._version
 
 
 def _graph_of(q: Tensor) -> GraphSupport:
@@ -288,7 +310,10 @@ def _graph_of(q: Tensor) -> GraphSupport:
     return GraphSupport.ONE_QUERY_LEN if capturing else GraphSupport.NONE
 
 
-def _make_plan(q, head_dim_v, seq_lens, lengths, call: _Call, storage: _Storage, backend) -> _Plan:
+def _make_plan(
+    q: Tensor, head_dim_v: int, seq_lens: Tensor, graph: GraphSupport, call: _Call, storage: _Storage,
+    bound: BoundOps | None,
+) -> _Plan:  # fmt: skip
     """Compute query offsets, mask and schedule on the device; the host does not wait."""
     size, query_len, device = call.batch_size, call.query_len, q.device
     starts = torch.arange(size + 1, dtype=torch.int32, device=device) * query_len
@@ -296,26 +321,21 @@ def _make_plan(q, head_dim_v, seq_lens, lengths, call: _Call, storage: _Storage,
     if call.causal:
         later = torch.arange(query_len - 1, -1, -1, dtype=torch.int32, device=device)  # query tokens after each one
         visible = (visible - later).clamp(min=0)
-    dtype = storage.out_dtype or q.dtype
-    choice = _programs_and_costs(
-        device, dtype, call.num_heads, head_dim_v, q.shape[3] - head_dim_v, call.block_size, query_len,
-        storage.cache_format, storage.fp8_mode, backend if backend is None or isinstance(backend, str)
-        else tuple(sorted(backend.items())),
-    )  # fmt: skip
     schedule = None
     if size > 0:
-        schedule = fast.plan_decode(seq_lens, *choice, graph=_graph_of(q), backend=_planner(backend))
-    return _Plan(lengths, starts, visible.reshape(-1).contiguous(), schedule)
-
-
-def _planner(backend: BackendChoice) -> BackendChoice:
-    """Return `backend` for `plan_decode`, which the named backend of a decode need not serve."""
-    return fast.backends.bind(backend, ("plan_decode", "mla_decode"))
+        choice = _programs_and_costs(
+            device, storage.out_dtype or q.dtype, call.num_heads, head_dim_v, q.shape[3] - head_dim_v, call.block_size,
+            query_len, storage.cache_format, storage.fp8_mode, None if bound is None else bound.pairs,
+        )  # fmt: skip
+        schedule = fast.plan_decode(seq_lens, *choice, graph=graph, backend=bound)
+    one = torch.ones((), dtype=torch.float32, device=device)
+    visible = visible.reshape(-1).contiguous()
+    return _Plan(seq_lens, _changes_of(seq_lens), graph, starts, visible, schedule, one)
 
 
 @functools.lru_cache(maxsize=1024)
 def _programs_and_costs(
-    device, dtype, num_heads, latent, rope, block_size, query_len, cache_format, fp8_mode, backend
+    device, dtype, num_heads, latent, rope, block_size, query_len, cache_format, fp8_mode, bound
 ) -> tuple[int, ScheduleCosts]:
     """Return the number of programs of the decode kernel on a device, and the measured costs of the kernel."""
     config = MLAConfig(
@@ -324,7 +344,7 @@ def _programs_and_costs(
     )  # fmt: skip
     given = dict(
         device=device, dtype=dtype, block_size=block_size, cache_format=cache_format, fp8_mode=fp8_mode,
-        backend=dict(backend) if isinstance(backend, tuple) else backend,
+        backend=None if bound is None else dict(bound),
     )  # fmt: skip
     return fast.decode_programs(config, query_len=query_len, **given), fast.schedule_costs(config, **given)
 
