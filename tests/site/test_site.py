@@ -1,8 +1,9 @@
 """Tests of the site: mkdocs builds the site in strict mode, a local server serves it, and headless Chromium visits it.
 
 Chromium visits every page twice: 375 pixels wide in the dark colour scheme, and 1440 pixels wide in the light scheme.
-Each visit is recorded, and the tests check the records. If Chromium is missing, the tests install Debian's package of
-Chromium; only root can do this. If the installation fails, the tests that need Chromium are skipped.
+It visits pages with drawings also in the two other combinations. Each visit is recorded, and the tests check the
+records. If Chromium is missing, the tests install Debian's package of Chromium; only root can do this. If the
+installation fails, the tests that need Chromium are skipped.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ for needed in ("mkdocs", "material", "mkdocstrings", "nbformat"):
     pytest.importorskip(needed)
 
 ROOT = Path(__file__).parents[2]
-WALKS = {375: "dark", 1440: "light"}
+DRAWN = ["", "performance/", "learn/01-latent/", "learn/02-two-paths/"]  # pages with drawings of every kind
+WALKS = {(375, "dark"): None, (1440, "light"): None, (375, "light"): DRAWN, (1440, "dark"): DRAWN}  # None: every page
 SCRIPT = """() => {
   for (const details of document.querySelectorAll("details")) details.open = true;
   const scrolls = (element) => ["auto", "scroll"].includes(getComputedStyle(element).overflowX);
@@ -223,9 +225,9 @@ def serious(page, axe) -> list[str]:
     ]  # fmt: skip
 
 
-def walk(chromium: str, address: str, names: Sequence[str], width: int, index: dict) -> list[Visit]:
-    """Visit the named pages at one width, one after another, and return one record for each page."""
-    axe, scheme, visits = importlib.import_module("axe_playwright_python.sync_playwright").Axe(), WALKS[width], []
+def walk(chromium: str, address: str, names: Sequence[str], width: int, scheme: str, index: dict) -> list[Visit]:
+    """Visit the named pages at one width and in one colour scheme, and return one record for each page."""
+    axe, visits = importlib.import_module("axe_playwright_python.sync_playwright").Axe(), []
     size = {"width": width, "height": 900}
     with (
         started(chromium) as browser,
@@ -247,14 +249,15 @@ def walk(chromium: str, address: str, names: Sequence[str], width: int, index: d
 
 
 @pytest.fixture(scope="module")
-def walks(chromium, address, site, pages) -> dict[tuple[str, int], Visit]:
-    """The records of all pages at both widths; two threads visit the pages, one for each width."""
+def walks(chromium, address, site, pages) -> dict[tuple[str, int, str], Visit]:
+    """The records of all WALKS by page, width and colour scheme; two threads visit the pages."""
     pytest.importorskip("axe_playwright_python")
     index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8")) | {"docs": []}
-    with ThreadPoolExecutor(len(WALKS)) as pool:
-        walked = list(pool.map(lambda width: walk(chromium, address, list(pages), width, index), WALKS))
-    return {(name, width): visit for width, visits in zip(WALKS, walked, strict=True)
-            for name, visit in zip(pages, visits, strict=True)}  # fmt: skip
+    names = [each or list(pages) for each in WALKS.values()]
+    with ThreadPoolExecutor(2) as pool:
+        walked = list(pool.map(lambda how, each: walk(chromium, address, each, *how, index), WALKS, names))
+    return {(name, *how): visit for how, each, visits in zip(WALKS, names, walked, strict=True)
+            for name, visit in zip(each, visits, strict=True)}  # fmt: skip
 
 
 def faulty(walks, look) -> dict:
@@ -323,7 +326,7 @@ def test_fits_the_screen(walks):
 def test_maths_are_visible(walks):
     """Open every page -> every formula is typeset and on the screen; notebooks 1 to 7 have more than three formulas."""
     assert not faulty(walks, lambda visit: visit.looks["lost_maths"])
-    assert all(visit.looks["maths"] > 3 for (name, _), visit in walks.items() if re.match(r"learn/0[1-7]", name))
+    assert all(visit.looks["maths"] > 3 for (name, *_), visit in walks.items() if re.match(r"learn/0[1-7]", name))
 
 
 def stored_figures(path: Path) -> int:
@@ -337,15 +340,16 @@ def test_plots_are_visible(walks):
     assert not faulty(walks, lambda visit: visit.looks["lost_pictures"])
     assert not faulty(walks, lambda visit: visit.looks["lost_charts"])
     assert not faulty(walks, lambda visit: visit.looks["lost_figures"])
-    for (name, _), visit in walks.items():
+    for (name, *_), visit in walks.items():
         if name.startswith("learn/"):
             figures = stored_figures(ROOT / "notebooks" / f"{name.split('/')[1]}.ipynb")
             # the pages of notebooks 1 and 2 also show the picture of MLA, which is no output of a cell
             assert visit.looks["figures"] == figures + name.startswith(("learn/01", "learn/02")), name
-    for width in WALKS:
-        assert walks["", width].looks["figures"] == 2
-        assert walks["performance/", width].looks["charts"] == drawn(ROOT / "docs").count('<div class="chart">') >= 4
-        assert all(marks > 5 for marks in walks["performance/", width].looks["marks"])
+    charts = drawn(ROOT / "docs").count('<div class="chart">')
+    for how in WALKS:
+        assert walks["", *how].looks["figures"] == 2
+        assert walks["performance/", *how].looks["charts"] == charts >= 4
+        assert all(marks > 5 for marks in walks["performance/", *how].looks["marks"])
 
 
 def test_first_columns_keep_their_words(walks):
@@ -357,7 +361,7 @@ def test_scheme_follows_the_system(walks):
     """Open every page -> it has the colour scheme that the reader's system prefers, dark or light."""
     wanted = {"dark": "slate", "light": "default"}
     assert not faulty(walks, lambda visit: visit.looks["scheme"] not in wanted.values())
-    assert all(visit.looks["scheme"] == wanted[WALKS[width]] for (_, width), visit in walks.items())
+    assert all(visit.looks["scheme"] == wanted[scheme] for (*_, scheme), visit in walks.items())
 
 
 def test_accessible(walks):
@@ -386,7 +390,7 @@ def test_dark_mode(browser, address):
         page.wait_for_function("document.body.dataset.mdColorScheme === 'default'")
 
 
-@pytest.mark.parametrize("width", list(WALKS))
+@pytest.mark.parametrize("width", [375, 1440])
 def test_search(browser, address, pages, width):
     """Search for a function -> the function's entry on the API pages."""
     with browser.new_context(viewport={"width": width, "height": 900}) as context:
