@@ -214,7 +214,7 @@ from .sizes import (
     stride_order,
 )
 from .slots import slots_of_tokens
-from .support import GraphSupport, QueryLenSupport
+from .support import GraphSupport, QueryLenSupport, is_capturing
 from .workspace import (
     ContextWorkspace,
     check_context_workspace,
@@ -410,6 +410,7 @@ __all__ = [
     "infer_global_hyperparameters",
     "invariant_split_rule",
     "invariant_split_tiles",
+    "is_capturing",
     "is_plain_linear",
     "is_positive_int",
     "kv_cache_shape",

@@ -4,8 +4,8 @@ Only formats with `CacheFormat.layer_scale` have this scale. It comes from the f
 
 1. the argument `kv_scale` of the layer;
 2. the checkpoint: the attribute `kv_scale` or `k_scale` of the module (`MLAAttention.from_hf`);
-3. a calibration (`calibrate_kv_scales`), whose scales are saved to a JSON file and passed as `kv_scale`. The file also
-   has the scales of queries (`reference.interfaces.query_scales`);
+3. a JSON file with the scales of a calibration (`calibrate_kv_scales`), whose path is passed to `use_mla`. The file
+   also has the scales of queries (`reference.interfaces.query_scales`);
 4. the first step with a prefill: the largest absolute value that this step writes becomes the largest e4m3 number;
 5. 1.0, with a warning, if a decode or a graph capture comes before any prefill.
 
@@ -33,6 +33,7 @@ from .cache_format import CACHE_FORMATS, E4M3_MAX, FP8_E4M3, CacheFormat, check_
 from .checks import check, check_device, check_readable, check_tensor, check_type
 from .metadata import MLAMetadata
 from .quantization import KeepsDtypes, e4m3_scale
+from .support import is_capturing
 
 
 class ScaleSource(Enum):
@@ -118,7 +119,7 @@ class KVScale(KeepsDtypes):
         if self.source is None:
             wanted = "a scale before torch.compile traces the layer: an argument, or one eager step with a prefill"
             check(not torch.compiler.is_compiling(), "kv_scale", wanted, "no scale")
-            if has_prefill and not _is_capturing(self.value.device):
+            if has_prefill and not is_capturing(self.value.device):
                 found = largest().to(torch.float32)
                 if not bool(found > 0):  # zeros are stored as zeros with any scale
                     return self.value
@@ -223,11 +224,6 @@ def choose_kv_scale(layer: nn.Module, metadata: MLAMetadata, entries: Callable[[
         largest = found.clone  # so that `before_write` does not compute the value again
     if scale is not None:
         scale.before_write(tokens > metadata.num_decode_tokens, largest)
-
-
-def _is_capturing(device: torch.device) -> bool:
-    """Return whether a CUDA graph is being captured."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def scale_number(argument: str, value: Any) -> float:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 
+import torch
+
 
 class QueryLenSupport(enum.Enum):
     """Query lengths that a decode kernel supports.
@@ -44,3 +46,8 @@ class GraphSupport(enum.Enum):
 
 # position of each member in its enum; each member includes the members before it
 _WIDTH = {member: width for kind in (QueryLenSupport, GraphSupport) for width, member in enumerate(kind)}
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether a CUDA graph is being captured on the current stream of a device; False for a CPU."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

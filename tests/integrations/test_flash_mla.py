@@ -276,15 +276,19 @@ def test_refusals(plain_errors):
     refused("^head_dim_v: expected at most the width 576 of q, got 577$", head_dim_v=577)
     refused(r"^cache_seqlens: expected shape \[2\]", cache_seqlens=lengths[:1])
     refused("^block_table: expected a tensor, got NoneType$", TypeError, block_table=None)
-    refused("^k_cache: expected shape", k_cache=cache.squeeze(2))
+    refused(r"^k_cache: expected shape \[num_blocks, block_size, 1, 576\], got", k_cache=cache.squeeze(2))
+    refused(r"^k_cache: expected shape \[num_blocks, block_size, 1, 576\], got", k_cache=cache[..., :575])
+    refused("^k_cache: expected dtype torch.float32, got torch.bfloat16$", k_cache=cache.bfloat16())
     for dtype in (torch.float32, torch.float8_e5m2, torch.bool):
-        refused(f"^k_cache: expected dtype {E4M3} or torch.uint8 with is_fp8_kvcache, got {dtype}$",
-                is_fp8_kvcache=True, k_cache=cache.nan_to_num(0.0).to(dtype))  # fmt: skip
+        refused(f"^k_cache: expected dtype {E4M3} or torch.uint8, got {dtype}$", is_fp8_kvcache=True,
+                k_cache=cache.nan_to_num(0.0).to(dtype))  # fmt: skip
     refused("^backend: expected None, a name or a mapping from op to name, got int$", backend=3)
     refused("^q: expected another dtype than e4m3 without is_fp8_kvcache", q=q.to(E4M3))
-    refused("^descale_k: expected None without is_fp8_kvcache, got a tensor$", descale_k=torch.ones(1))
-    refused("^descale_q: expected None for queries in torch.float32, got a tensor$", is_fp8_kvcache=True,
+    refused("^descale_k: expected None for the format compute_dtype, got a scale$", descale_k=torch.ones(1))
+    refused("^descale_q: expected None for queries in torch.float32, got a scale$", is_fp8_kvcache=True,
             k_cache=cache.to(E4M3), descale_q=torch.ones(1))  # fmt: skip
+    refused("^descale_k: expected a finite number above 0, got 0.0$", is_fp8_kvcache=True, k_cache=cache.to(E4M3),
+            descale_k=torch.zeros(1))  # fmt: skip
     refused("^softmax_scale: expected", softmax_scale=math.nan)
     assert meta._plan is None  # no refused call changed the object
     flash_mla_with_kvcache(**good)

@@ -49,7 +49,8 @@ def test_ratio_of_the_fastest_merge(performance):
     report = json.loads((DOCS / "results" / name).read_text(encoding="utf-8"))["between_gpus"]
     lines = performance.filled(f"<!-- results: ranks {name} -->", DOCS).splitlines()[2:]
     rows = [row for gpus in sorted(key for key in report if key.endswith(" GPUs")) for row in report[gpus]["rows"]]
-    for row, line in zip(rows, lines, strict=False):
+    assert 0 < len(rows) <= len(lines)
+    for row, line in zip(rows, lines, strict=False):  # a sentence follows the rows
         times = {who: time["median_us"] for who, time in row["times"].items()}
         fastest = min(times, key=times.get)
         assert f"| {times['one GPU'] / times[fastest]:.2f} ({fastest}) | {times['one GPU']:.1f} |" in line

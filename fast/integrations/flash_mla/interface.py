@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,7 +11,8 @@ from jaxtyping import Float, Int32, Shaped
 from torch import Tensor
 
 import fast
-from fast.backends import BackendChoice, BoundOps, on_change
+from fast.backends import BackendChoice
+from fast.mla.device_choices import DecodeLayer
 from reference.interfaces import (
     COMPUTE_FORMAT,
     CONVERTED,
@@ -25,18 +25,16 @@ from reference.interfaces import (
     DecodeSchedule,
     GraphSupport,
     MLAConfig,
-    ScheduleCosts,
     UnsupportedConfiguration,
     check,
     check_flag,
     check_int,
     check_number,
+    check_scale_values,
     check_tensor,
     check_type,
+    is_capturing,
 )
-
-ONE = "one"  # stands for the scale 1 until the plan has this scale as a tensor
-BOTH_PRODUCTS = "fp8_product"  # FlashMLA multiplies queries in e4m3, and also probabilities, in e4m3
 
 
 class _Call(NamedTuple):
@@ -45,9 +43,14 @@ class _Call(NamedTuple):
     batch_size: int
     query_len: int
     num_heads: int
+    width: int
+    head_dim_v: int
+    dtype: torch.dtype
     block_size: int
+    columns: int
     causal: bool
     is_fp8_kvcache: bool
+    backend: tuple[tuple[str, str], ...]
 
 
 class _Plan(NamedTuple):
@@ -59,7 +62,7 @@ class _Plan(NamedTuple):
         graph: kind of the CUDA graph that captured the computation of the plan.
         query_start_loc: [B + 1], first query token of each request.
         visible_lens: [T], number of keys that each query token attends.
-        schedule: schedule of the decode; None for a batch without requests.
+        schedule: schedule of the decode; None for a batch without requests, and for a backend without schedules.
         one: the scale 1 as a tensor [].
     """
 
@@ -218,18 +221,22 @@ def flash_mla_with_kvcache(
         softmax_scale = width**-0.5
     check_number("softmax_scale", softmax_scale)
     check_type("k_cache", k_cache, Tensor, "a tensor")
-    check(k_cache.dim() == 4, "k_cache", "shape [num_blocks, block_size, 1, columns]", list(k_cache.shape))
-    if k_cache.shape[2] != 1:
+    if k_cache.dim() == 4 and k_cache.shape[2] != 1:
         raise UnsupportedConfiguration([f"k_cache: only 1 key head is supported, got {k_cache.shape[2]}"])
+    storage = _check_cache(k_cache, q, head_dim_v, is_fp8_kvcache)
 
-    storage = _storage(q, k_cache.squeeze(2), head_dim_v, is_fp8_kvcache, descale_q, descale_k)
-    call = _Call(batch_size, query_len, num_heads, k_cache.shape[1], causal, is_fp8_kvcache)
-    meta = tile_scheduler_metadata
+    meta, bound, graph = tile_scheduler_metadata, fast.backends.bind(backend), _graph_of(q)
+    call = _Call(
+        *q.shape, head_dim_v, q.dtype, k_cache.shape[1], k_cache.shape[3], causal, is_fp8_kvcache,
+        () if bound is None else bound.pairs,
+    )  # fmt: skip
     check(meta._call in (None, call), "tile_scheduler_metadata", f"calls with {meta._call}, as the first call", call)
-    bound, graph, plan = fast.backends.bind(backend), _graph_of(q), meta._plan
+    plan = meta._plan
     if plan is None or not plan.serves(cache_seqlens, graph):
-        plan = _make_plan(q, head_dim_v, cache_seqlens, graph, call, storage, bound)
-    kv_scale, q_scale = (plan.one if scale is ONE else scale for scale in (storage.kv_scale, storage.q_scale))
+        plan = _make_plan(cache_seqlens, graph, call, storage, bound)
+    cache_format, in_e4m3 = storage.cache_format, storage.fp8_mode != CONVERTED
+    kv_scale = _scale("descale_k", descale_k, plan.one, cache_format.layer_scale, f"the format {cache_format.name}")
+    q_scale = _scale("descale_q", descale_q, plan.one, in_e4m3, f"queries in {q.dtype}")
     decode = DecodeMetadata(
         block_table, cache_seqlens, plan.query_start_loc, query_len, plan.visible_lens,
         max_seq_len=block_table.shape[1] * call.block_size, block_size=call.block_size, graph=graph,
@@ -237,7 +244,7 @@ def flash_mla_with_kvcache(
     rows = q.reshape(batch_size * query_len, num_heads, width)
     state = fast.mla_decode(
         rows[..., :head_dim_v], rows[..., head_dim_v:], storage.kv_cache, decode, softmax_scale, plan.schedule,
-        storage.out_dtype, storage.cache_format, kv_scale, storage.fp8_mode, q_scale, backend=bound,
+        storage.out_dtype, cache_format, kv_scale, storage.fp8_mode, q_scale, backend=bound,
     )  # fmt: skip
     meta._call, meta._plan = call, plan
     lse = state.lse.unflatten(1, (batch_size, query_len)).transpose(0, 1)
@@ -246,45 +253,55 @@ def flash_mla_with_kvcache(
 
 
 class _Storage(NamedTuple):
-    """The cache with its format and scales, and how its products are computed. A scale may be `ONE`."""
+    """The cache [blocks, block size, columns] in the dtype of its format, and how its products are computed.
+
+    Attributes:
+        kv_cache: the cache.
+        cache_format: format of the cache.
+        fp8_mode: fp8 mode of the decode (`fast.mla_decode`).
+        out_dtype: dtype of the output.
+    """
 
     kv_cache: Tensor
     cache_format: CacheFormat
-    kv_scale: Tensor | str | None
     fp8_mode: str
-    q_scale: Tensor | str | None
-    out_dtype: torch.dtype | None
+    out_dtype: torch.dtype
 
 
-def _storage(q, kv_cache, head_dim_v, is_fp8_kvcache, descale_q, descale_k) -> _Storage:
-    """Return how the cache is stored, after a check of its dtype and of the scales."""
-    rope, columns, in_e4m3 = q.shape[3] - head_dim_v, kv_cache.shape[2], q.dtype == E4M3
-    if not is_fp8_kvcache:
-        check(not in_e4m3, "q", "another dtype than e4m3 without is_fp8_kvcache", q.dtype)
-        for name, scale in (("descale_q", descale_q), ("descale_k", descale_k)):
-            check(scale is None, name, "None without is_fp8_kvcache", "a tensor")
-        return _Storage(kv_cache, COMPUTE_FORMAT, None, CONVERTED, None, None)
-    check(kv_cache.dtype in (E4M3, torch.uint8), "k_cache", f"dtype {E4M3} or torch.uint8 with is_fp8_kvcache",
-          kv_cache.dtype)  # fmt: skip
-    dims = head_dim_v, rope
-    cache_format = FP8_DS_MLA if dims == FP8_DS_MLA.dims and columns == FP8_DS_MLA.columns(*dims) else FP8_E4M3
-    kv_scale = None
-    if cache_format.layer_scale:
-        kv_scale = _scale("descale_k", descale_k, q.device)
-    else:
-        check(descale_k is None, "descale_k", f"None for the format {cache_format.name}", "a tensor")
-    q_scale = _scale("descale_q", descale_q, q.device) if in_e4m3 else None
-    check(in_e4m3 or descale_q is None, "descale_q", f"None for queries in {q.dtype}", "a tensor")
-    mode, out_dtype = (BOTH_PRODUCTS, torch.bfloat16) if in_e4m3 else (CONVERTED, None)
-    return _Storage(kv_cache.view(cache_format.storage_dtype), cache_format, kv_scale, mode, q_scale, out_dtype)
+def _check_cache(k_cache: Tensor, q: Tensor, head_dim_v: int, is_fp8_kvcache: bool) -> _Storage:
+    """Check shape, dtype and device of a cache with one key head, and return how it is stored."""
+    dims, dtypes, cache_format = (head_dim_v, q.shape[3] - head_dim_v), (q.dtype,), COMPUTE_FORMAT
+    fp8_mode, out_dtype = CONVERTED, q.dtype
+    if is_fp8_kvcache:
+        dtypes, cache_format = (E4M3, torch.uint8), FP8_E4M3
+        if dims == FP8_DS_MLA.dims and k_cache.shape[-1] == FP8_DS_MLA.columns(*dims):
+            cache_format = FP8_DS_MLA
+    if q.dtype == E4M3:
+        check(is_fp8_kvcache, "q", "another dtype than e4m3 without is_fp8_kvcache", q.dtype)
+        fp8_mode, out_dtype = "fp8_product", torch.bfloat16
+    shape = ("num_blocks", "block_size", 1, cache_format.columns(*dims))
+    check_tensor("k_cache", k_cache, shape, dtypes, q.device)
+    return _Storage(k_cache.squeeze(2).view(cache_format.dtype_for(out_dtype)), cache_format, fp8_mode, out_dtype)
 
 
-def _scale(argument: str, scale: Tensor | None, device: torch.device) -> Tensor | str:
-    """Return a scale as a tensor [], or `ONE` if it is None."""
+def _scale(argument: str, scale: Tensor | None, one: Tensor, used: bool, owner: str) -> Tensor | None:
+    """Return a scale as a tensor [], or None if `owner` has no such scale; a scale that is not given is 1.
+
+    Args:
+        argument: name of the argument.
+        scale: the argument, [] or [1].
+        one: the scale 1.
+        used: whether `owner` has this scale.
+        owner: what the scale belongs to, for the error message.
+    """
+    if not used:
+        check(scale is None, argument, f"None for {owner}", "a scale")
+        return None
     if scale is None:
-        return ONE
+        return one
     check_type(argument, scale, Tensor, "a tensor or None")
-    check_tensor(argument, scale, (1,) if scale.dim() else (), (torch.float32,), device)
+    check_tensor(argument, scale, (1,) if scale.dim() else (), (torch.float32,), one.device)
+    check_scale_values(argument, scale)
     return scale.view(())
 
 
@@ -306,47 +323,28 @@ def _changes_of(x: Tensor) -> int | None:
 
 def _graph_of(q: Tensor) -> GraphSupport:
     """Return the kind of the CUDA graph that captures the call; all requests have one query length."""
-    capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
-    return GraphSupport.ONE_QUERY_LEN if capturing else GraphSupport.NONE
+    return GraphSupport.ONE_QUERY_LEN if is_capturing(q.device) else GraphSupport.NONE
 
 
-def _make_plan(
-    q: Tensor, head_dim_v: int, seq_lens: Tensor, graph: GraphSupport, call: _Call, storage: _Storage,
-    bound: BoundOps | None,
-) -> _Plan:  # fmt: skip
+def _make_plan(seq_lens: Tensor, graph: GraphSupport, call: _Call, storage: _Storage, bound) -> _Plan:
     """Compute query offsets, mask and schedule on the device; the host does not wait."""
-    size, query_len, device = call.batch_size, call.query_len, q.device
+    size, query_len, device = call.batch_size, call.query_len, seq_lens.device
     starts = torch.arange(size + 1, dtype=torch.int32, device=device) * query_len
     visible = seq_lens[:, None].expand(size, query_len)
     if call.causal:
         later = torch.arange(query_len - 1, -1, -1, dtype=torch.int32, device=device)  # query tokens after each one
         visible = (visible - later).clamp(min=0)
+    config = MLAConfig(  # a decode depends on three of these numbers: heads, and both widths of a cache entry
+        hidden_size=1, num_heads=call.num_heads, q_lora_rank=None, kv_lora_rank=call.head_dim_v, qk_nope_head_dim=1,
+        qk_rope_head_dim=call.width - call.head_dim_v, v_head_dim=1,
+    )  # fmt: skip
+    layer = DecodeLayer(
+        config, device, storage.out_dtype, call.block_size, storage.cache_format, storage.fp8_mode
+    )  # fmt: skip
+    programs, costs = layer.programs_and_costs(query_len, None, None, bound, batch_invariant=False)
     schedule = None
-    if size > 0:
-        choice = _programs_and_costs(
-            device, storage.out_dtype or q.dtype, call.num_heads, head_dim_v, q.shape[3] - head_dim_v, call.block_size,
-            query_len, storage.cache_format, storage.fp8_mode, None if bound is None else bound.pairs,
-        )  # fmt: skip
-        schedule = fast.plan_decode(seq_lens, *choice, graph=graph, backend=bound)
+    if size > 0 and programs > 0:
+        schedule = fast.plan_decode(seq_lens, programs, costs, graph=graph, backend=bound)
     one = torch.ones((), dtype=torch.float32, device=device)
     visible = visible.reshape(-1).contiguous()
     return _Plan(seq_lens, _changes_of(seq_lens), graph, starts, visible, schedule, one)
-
-
-@functools.lru_cache(maxsize=1024)
-def _programs_and_costs(
-    device, dtype, num_heads, latent, rope, block_size, query_len, cache_format, fp8_mode, bound
-) -> tuple[int, ScheduleCosts]:
-    """Return the number of programs of the decode kernel on a device, and the measured costs of the kernel."""
-    config = MLAConfig(
-        hidden_size=1, num_heads=num_heads, q_lora_rank=None, kv_lora_rank=latent, qk_nope_head_dim=1,
-        qk_rope_head_dim=rope, v_head_dim=1,
-    )  # fmt: skip
-    given = dict(
-        device=device, dtype=dtype, block_size=block_size, cache_format=cache_format, fp8_mode=fp8_mode,
-        backend=None if bound is None else dict(bound),
-    )  # fmt: skip
-    return fast.decode_programs(config, query_len=query_len, **given), fast.schedule_costs(config, **given)
-
-
-on_change(_programs_and_costs.cache_clear)
