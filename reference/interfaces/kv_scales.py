@@ -77,7 +77,7 @@ class KVScale(KeepsDtypes):
         self._number = 1.0  # the chosen scale as a float, because a buffer on the device meta has no values
         self.source: ScaleSource | None = None
         self.written = False
-        self._changes = self._count_changes()
+        self._changes = self.value._version  # how often PyTorch has seen a change of the buffer in place
         if value is not None:
             self.choose(value, source)
 
@@ -98,7 +98,7 @@ class KVScale(KeepsDtypes):
         check(not self.written, "kv_scale", "no change after the first write to the cache", number)
         self._number = number
         self.value.fill_(number)
-        self._changes = self._count_changes()
+        self._changes = self.value._version
         self.source = source
 
     def before_write(self, has_prefill: bool, largest: Callable[[], Tensor]) -> Tensor:
@@ -124,7 +124,7 @@ class KVScale(KeepsDtypes):
                 if not bool(found > 0):  # zeros are stored as zeros with any scale
                     return self.value
                 self.value.copy_(e4m3_scale(found).clamp(min=torch.finfo(torch.float32).tiny))
-                self._changes = self._count_changes()
+                self._changes = self.value._version
                 self.source = ScaleSource.FIRST_PREFILL
             else:
                 warnings.warn(
@@ -144,25 +144,21 @@ class KVScale(KeepsDtypes):
             ValueError: the buffer was changed.
         """
         if not torch.compiler.is_compiling():
-            unchanged = self._changes == self._count_changes()
+            unchanged = self._changes == self.value._version
             check(
                 unchanged, "kv_scale", "a scale that only KVScale.choose changes", "a buffer that was changed in place"
             )
-
-    def _count_changes(self) -> int | None:
-        """Return how often the buffer was changed in place; None for an inference tensor, which has no such count."""
-        return None if self.value.is_inference() else self.value._version
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KVScale:
         if self.written:
             self.check_unchanged()
         super()._apply(fn, recurse)
-        self._changes = self._count_changes()  # of the moved buffer
+        self._changes = self.value._version  # of the moved buffer
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._changes = self._count_changes()  # of the buffer of a copy
+        self._changes = self.value._version  # of the buffer of a copy
 
     def _moved(self, name: str, device: torch.device) -> Tensor:
         """Return the scale on another device; on the device meta, the buffer has no value to move."""

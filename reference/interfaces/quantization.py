@@ -48,8 +48,7 @@ class KeepsDtypes(nn.Module):
         for name, buffer in self._buffers.items():
             device = fn(buffer.new_empty(0)).device
             with torch.inference_mode(False):  # an inference tensor could not be overwritten later
-                moved = self._moved(name, device)
-                self._buffers[name] = moved.clone() if moved.is_inference() else moved
+                self._buffers[name] = self._moved(name, device)
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
