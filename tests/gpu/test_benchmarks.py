@@ -519,7 +519,7 @@ def test_errors(name, argv, message, no_gpu, capsys):
         ("decode", "1,2,3", "expected B,S,Sq,N,lens, such as 1,8192,1,128,equal, got 1,2,3"),
         ("decode", "1,2,3,4,equal", "Sq is at most S"),
         ("decode", "1,2,x,4,equal", "invalid literal"),
-        ("decode", "1,8,1,4,sorted", "one of equal, mixed, ragged"),
+        ("decode", "1,8,1,4,sorted", "lens is equal, mixed, ragged"),
         ("prefill", "1,4,4,1,maybe", "causal or full"),
         ("bytes", "gather,100", "a multiple of 1024 tokens"),
         ("bytes", "swap,1024", "one of gather, cache_write"),
