@@ -18,6 +18,7 @@ from rich.console import Console
 import fast
 import reference
 from fast import backends
+from fast.demo import backend_table
 from fast.demo.interrupts import repeated_interrupts
 from fast.demo.job import ASSETS, DTYPES, check_outputs, one_line, prepare
 from fast.demo.measure import measure
@@ -36,7 +37,8 @@ def make_parser() -> argparse.ArgumentParser:
         "both with plain transformers: parity of each op (its error is within a computed budget), greedy tokens, bytes "
         "of the cache, speed. " + DURATION,
         epilog="Exit status: 0 if everything agrees, 1 if parity fails or (in float32) tokens differ, 2 for bad "
-        "input, 130 after Ctrl-C.",
+        "input, 130 after Ctrl-C. Another command, `python -m fast backends`, prints which kernels can serve on this "
+        "machine.",
     )
     backend_names = ", ".join(candidate.name for candidate in backends.registered())
     options = {
@@ -119,7 +121,7 @@ def make_parser() -> argparse.ArgumentParser:
             type=Path,
             default=Path("mla-twins.png"),
             metavar="PATH",
-            help="file of the picture (default: %(default)s)",
+            help="file of the picture: SVG if its name ends in .svg, otherwise PNG (default: %(default)s)",
         ),
         "--no-picture": dict(action="store_true", help="draw no picture; matplotlib is then not needed"),
         "--verbose": dict(
@@ -141,8 +143,12 @@ def main(argv: Sequence[str] | None = None, *, ops: ModuleType = fast, oracle: M
         oracle: module to use in place of `reference`.
 
     Returns:
-        The exit status. After Ctrl-C the status is 130, and stderr gets the line "interrupted".
+        The exit status. After Ctrl-C the status is 130, and stderr gets the line "interrupted". If the first option is
+        "backends", the status of `fast.demo.backend_table`.
     """
+    argv = sys.argv[1:] if argv is None else argv
+    if list(argv[:1]) == ["backends"]:
+        return backend_table.main(argv[1:])
     args = make_parser().parse_args(argv)
     try:
         with repeated_interrupts():

@@ -142,7 +142,8 @@ def warmup(
     check(progress is None or isinstance(progress, bool), "progress", "a bool or None", progress)
 
     formats = cache_format, fp8_weights, fp8_mode, fp8_output
-    given = (config, device, dtype, block_size, decode_threshold, batch_invariant, *formats, backends.bind(backend))
+    bound = backends.bind_with_environment(backend)
+    given = (config, device, dtype, block_size, decode_threshold, batch_invariant, *formats, bound)
     with _compiling_ahead() as compiled, _progress_bar(progress) as bar:
         if context_parallel is None:
             _run(_launches(None, *given), threads if device.type == "cuda" else 1, bar)

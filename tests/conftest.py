@@ -13,6 +13,10 @@ import os
 import sys
 import zlib
 
+if (WORKERS := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
+    # this must precede the first import of torch; the processes that tests start inherit the variable
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // WORKERS)))
+
 if importlib.util.find_spec("beartype") is not None:
     from jaxtyping import install_import_hook
 
@@ -30,7 +34,6 @@ except ModuleNotFoundError:  # property tests are skipped (tests/support/propert
     hypothesis = None
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(max(1, min(2, CORES // WORKERS)))
 # torch.empty returns NaN, or the largest integer of the dtype; so a test fails if an element of a result is not written
 torch.use_deterministic_algorithms(True, warn_only=True)
@@ -70,7 +73,7 @@ def _shard(text: str) -> tuple[int, int]:
 
 MOST_WORKERS = 8  # limits memory: each worker holds torch, transformers and one or two models
 # Words in the names of the slowest files. These files start first, so that no slow file runs alone at the end.
-LONG = ("triton", "site", "notebooks", "context_parallel", "process_groups", "docs", "transformers", "hopper")
+LONG = ("triton", "compilation", "site", "notebooks", "context_parallel", "process_groups", "docs", "transformers")
 
 
 @pytest.hookimpl(tryfirst=True)

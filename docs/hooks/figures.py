@@ -1,8 +1,11 @@
 """Put figures of matplotlib on the site as inline SVG whose colours follow the colour scheme of the page.
 
-A page refers to `assets/gain.svg` as an image. When the site is built, `on_page_markdown` replaces the image by the
-contents of `gain.svg` and of `gain-narrow.svg`, two drawings of the same figure. The style sheet shows the drawing that
-fits the screen. `learn.py` uses `inlined` for the figures of the notebooks.
+A page refers to a figure of DRAWINGS as an image. When the site is built, `on_page_markdown` replaces the image by the
+contents of the SVG file. A figure may have a second drawing for narrow screens; the style sheet then shows the drawing
+that fits the screen. `learn.py` uses `inlined` for the figures of the notebooks.
+
+An SVG file that is shown outside the site, such as the chart of the README, has the colours of both schemes in a style
+element: `themed` writes it.
 """
 
 from __future__ import annotations
@@ -15,7 +18,19 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import Files
 from mkdocs.structure.pages import Page
 
-IMAGE = re.compile(r"!\[(?P<alt>[^\]]*)\]\((?P<path>[^)\s]*assets/gain)\.svg\)")
+# name of the file that a page refers to: names of the drawings that replace it, and the CSS class of each
+DRAWINGS = {"gain": {"gain": "wide", "gain-narrow": "narrow"}, "mla-twins": {"mla-twins": "scrolled"}}
+IMAGE = re.compile(rf"!\[(?P<alt>[^\]]*)\]\([^)\s]*assets/(?P<stem>{'|'.join(DRAWINGS)})\.svg\)")
+THEME = {  # colours of the site's theme in each colour scheme, without transparency
+    "default": {
+        "md-default-bg-color": "#ffffff", "md-default-fg-color": "#212121",
+        "md-default-fg-color--lightest": "#ededed",
+    },
+    "slate": {
+        "md-default-bg-color": "#1e2129", "md-default-fg-color": "#bfc1c6",
+        "md-default-fg-color--lightest": "#2c2f36",
+    },
+}  # fmt: skip
 COLOURS = {  # colour that matplotlib writes: replacement from the style sheet
     "#000000": "currentColor", "#ffffff": "var(--md-default-bg-color)",
     "#eeeeee": "var(--md-default-fg-color--lightest)",
@@ -77,6 +92,36 @@ def replaced(svg: str, colours: dict[str, str]) -> str:
     return svg
 
 
+def schemes(css: str) -> dict[str, dict[str, str]]:
+    """Return for each colour scheme a mapping from the name of a CSS property to its colour.
+
+    Args:
+        css: text of the style sheet.
+    """
+    blocks = {"default": "\n:root {", "slate": '\n[data-md-color-scheme="slate"] {'}
+    return {
+        scheme: dict(re.findall(r"--([\w-]+): (#\w+);", css.split(block)[1].split("}")[0])) | THEME[scheme]
+        for scheme, block in blocks.items()
+    }
+
+
+def themed(svg: str, css: str) -> str:
+    """Return an SVG file of matplotlib with colours that follow the colour scheme of the reader's system.
+
+    Args:
+        svg: contents of the SVG file.
+        css: text of the style sheet.
+    """
+    svg = replaced(svg, COLOURS | contenders(css))
+    names = sorted({*re.findall(r"var\(--([\w-]+)\)", svg), "md-default-fg-color"})
+    light, dark = ("; ".join(f"--{name}: {colours[name]}" for name in names) for colours in schemes(css).values())
+    style = (
+        f"<style>\nsvg {{ {light}; color: var(--md-default-fg-color); fill: currentColor }}\n"
+        f"@media (prefers-color-scheme: dark) {{ svg {{ {dark} }} }}\n</style>"
+    )
+    return re.sub(r"<svg[^>]*>", lambda head: f"{head.group()}\n{style}", svg, count=1)
+
+
 def contenders(css: str) -> dict[str, str]:
     """Return a mapping from each contender's colour in the SVG files to the CSS property that replaces this colour.
 
@@ -85,19 +130,19 @@ def contenders(css: str) -> dict[str, str]:
     Args:
         css: text of the style sheet.
     """
-    light = css.split("\n:root {")[1].split("}")[0]
-    return {re.search(rf"--{who}: (#\w+);", light)[1]: f"var(--{who})" for who in CONTENDERS}
+    light = schemes(css)["default"]
+    return {light[who]: f"var(--{who})" for who in CONTENDERS}
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Replace each image of `assets/gain.svg` by the wide and the narrow drawing."""
-    assets = Path(config.docs_dir) / "assets"
+    """Replace each image of a figure of DRAWINGS by its drawings."""
+    assets = Path(config["docs_dir"]) / "assets"
 
     def draw(image: re.Match[str]) -> str:
-        colours = contenders((assets / "site.css").read_text(encoding="utf-8"))
+        colours = PLOT | contenders((assets / "site.css").read_text(encoding="utf-8"))
         drawings = [
             inlined((assets / f"{stem}.svg").read_text(encoding="utf-8"), stem, image["alt"], f"figure {kind}", colours)
-            for stem, kind in (("gain", "wide"), ("gain-narrow", "narrow"))
+            for stem, kind in DRAWINGS[image["stem"]].items()
         ]
         return "\n".join(['<div class="diagram">', *drawings, "</div>"])
 

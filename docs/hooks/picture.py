@@ -1,12 +1,13 @@
 """Draw the chart of the README and of the home page: `python docs/hooks/picture.py`.
 
-The chart shows results of docs/results. Each image file stores a digest of these results, and a test compares the
+The chart shows results of docs/results. Each SVG file stores a digest of these results, and a test compares the
 digest with docs/results. The test fails if the results changed after the chart was drawn.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 from pathlib import Path
 
@@ -14,14 +15,17 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from figures import themed
 from matplotlib.axes import Axes
 
 from fast.demo.report import COLOURS
 
 DOCS = Path(__file__).resolve().parents[1]
-PICTURE = DOCS / "assets" / "gain.png"
-DRAWINGS = (DOCS / "assets" / "gain.svg", DOCS / "assets" / "gain-narrow.svg")
-SOURCES = tuple(DOCS / "results" / name for name in ("h200-decode.json", "cpu-2-cores.json"))
+DRAWINGS = {  # file: width and height in inches
+    DOCS / "assets" / "gain.svg": (7.6, 3.9),
+    DOCS / "assets" / "gain-narrow.svg": (4.4, 4.6),
+}
+SOURCE = DOCS / "results" / "h200-decode.json"
 NAMES = {"FA3": "FlashAttention-3"}
 SHAPES = {  # label: (requests, keys of the longest request, new tokens of each request, heads, distribution of lengths)
     "128 x 4096, 128 heads": (128, 4096, 1, 128, "equal"),
@@ -35,8 +39,8 @@ SHAPES = {  # label: (requests, keys of the longest request, new tokens of each 
 
 
 def results_digest() -> str:
-    """Return the sha256 of the results files that the chart shows."""
-    return hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()
+    """Return the sha256 of the results file that the chart shows."""
+    return hashlib.sha256(SOURCE.read_bytes()).hexdigest()
 
 
 def times_of(report: dict) -> dict[str, dict[str, float]]:
@@ -71,36 +75,17 @@ def draw_decode(axes: Axes, report: dict) -> None:
     axes.legend(frameon=False, fontsize=8, ncols=3, handlelength=1, loc="upper right", bbox_to_anchor=(1, -0.11))
 
 
-def draw_contexts(axes: Axes, report: dict) -> None:
-    """Draw the time of one decoded token on a CPU against the length of the context."""
-    for who in ("transformers", "reference", "fast"):
-        points = sorted((row["context"], row["ms_median"]) for row in report["rows"] if row["who"] == who)
-        axes.plot(*zip(*points, strict=True), "o-", color=COLOURS[who], label=who)
-        axes.annotate(f"{points[-1][1]:.0f} ms", points[-1], textcoords="offset points", xytext=(6, 0), va="center")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    contexts = sorted({row["context"] for row in report["rows"]})
-    axes.set_xticks(contexts, [str(context) for context in contexts])
-    axes.margins(x=0.16)
-    axes.set_xlabel("tokens of context")
-    axes.set_ylabel("ms for one decoded token")
-    axes.set_title(f"One layer of DeepSeek-V2-Lite, {report['threads']} CPU threads", fontsize=10, loc="right")
-    axes.legend(frameon=False, loc="upper left", fontsize=8)
-
-
 def draw() -> None:
-    """Write the PNG image of the README, and the SVG drawings of the site for a wide and for a narrow screen."""
-    gpu, cpu = (json.loads(path.read_text(encoding="utf-8")) for path in SOURCES)
+    """Write the drawing of the README and of a wide screen, and the drawing of a narrow screen."""
+    report, css = (path.read_text(encoding="utf-8") for path in (SOURCE, DOCS / "assets" / "site.css"))
     plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
     plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "gain"})
-    wide, axes = plt.subplots(1, 2, figsize=(10.4, 3.9), width_ratios=(1.35, 1), layout="constrained")
-    narrow, stacked = plt.subplots(2, 1, figsize=(4.4, 7.6), height_ratios=(1.35, 1), layout="constrained")
-    for left, right in (axes, stacked):
-        draw_decode(left, gpu)
-        draw_contexts(right, cpu)
-    wide.savefig(PICTURE, dpi=110, facecolor="white", metadata={"Software": None, "Source": results_digest()})
-    for figure, path in zip((wide, narrow), DRAWINGS, strict=True):
-        figure.savefig(path, metadata={"Date": None, "Creator": None, "Source": results_digest()})
+    for path, size in DRAWINGS.items():
+        figure, axes = plt.subplots(figsize=size, layout="constrained")
+        draw_decode(axes, json.loads(report))
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Source": results_digest()})
+        path.write_text(themed(file.getvalue(), css), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -202,10 +202,17 @@ def _launch_attention(
         check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0])
         # If the call is not bounded, `attend` checks that the last offset is S.
         check_offsets("cu_seqlens_k", cu_seqlens_k, most=k.shape[0])
-    return backends.kernel(backend, "flash_attn_varlen")(
+    if k_pe is not None and backends.support_of(backend, "flash_attn_varlen").whole_keys:
+        k, k_pe = torch.cat((k, k_pe[:, None].expand(-1, k.shape[1], -1)), dim=-1), None
+    state = backends.kernel(backend, "flash_attn_varlen")(
         q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype,
         *written,
     )  # fmt: skip
+    backends.check_state(
+        backend, "flash_attn_varlen", state, (*q.shape[:2], v.shape[2]), out_dtype, q.device,
+        lse=not written or written[1] is not None,
+    )  # fmt: skip
+    return state
 
 
 def _launch_attention_into(*arguments):

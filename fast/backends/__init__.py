@@ -26,6 +26,7 @@ If a mapping binds one op of a group to a backend, the mapping also binds every 
 declares. A mapping with two different names in one group raises ValueError.
 """
 
+from .adapters import register_adapters
 from .checked_calls import (
     CallsInside,
     CheckedCalls,
@@ -38,11 +39,23 @@ from .checked_calls import (
     with_wanted_checks,
     without_gradients,
 )
+from .environment import VARIABLES, bind_with_environment
 from .explanation import explain, layer_requests
 from .nested_calls import CallsOfOthers
-from .own import DECODES, MESSAGES, register_own
-from .registry import Backend, KernelRequest, OpSupport, kernel, on_change, register, registered, unregister
+from .own import DECODES, MESSAGES, OWN_BACKENDS, register_own
+from .registry import (
+    Backend,
+    KernelRequest,
+    OpSupport,
+    kernel,
+    on_change,
+    register,
+    registered,
+    support_of,
+    unregister,
+)
 from .repeated_launches import launch
+from .results import check_state
 from .selection import (
     BackendChoice,
     BoundOps,
@@ -59,6 +72,8 @@ from .selection import (
 __all__ = [
     "DECODES",
     "MESSAGES",
+    "OWN_BACKENDS",
+    "VARIABLES",
     "Backend",
     "BackendChoice",
     "BoundOps",
@@ -70,9 +85,11 @@ __all__ = [
     "NoSignature",
     "OpSupport",
     "bind",
+    "bind_with_environment",
     "cache_in_words",
     "cache_request",
     "check_every_call",
+    "check_state",
     "confirm",
     "copy_request",
     "decode_request",
@@ -88,9 +105,11 @@ __all__ = [
     "select",
     "signature_of",
     "state_request",
+    "support_of",
     "unregister",
     "with_wanted_checks",
     "without_gradients",
 ]
 
 register_own()
+register_adapters()

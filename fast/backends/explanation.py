@@ -19,9 +19,10 @@ from reference.interfaces import (
     check_type,
 )
 
+from .environment import bind_with_environment
 from .own import DECODES
 from .registry import KernelRequest, registered
-from .selection import BackendChoice, all_ops, bind, decode_request, name_for, select
+from .selection import BackendChoice, all_ops, decode_request, name_for, reasons_against, select
 
 CACHE_OPS = (  # ops that read or write cache entries in a cache
     "concat_and_cache_mla",
@@ -118,9 +119,10 @@ def explain(
 ) -> str:
     """Return one line for each op of a layer: the backend that serves the op, and the reasons against other backends.
 
-    If `backend` is given, each line also has the word "bound" or "chosen". "bound" means that the argument `backend`
-    names the backend of the op. "chosen" means that the argument names no backend for the op, so that the backend with
-    the highest priority serves the op.
+    If `backend` is given or the environment names a backend (`fast.backends.environment`), each line also has the word
+    "bound" or "chosen". "bound" means that the argument `backend` names the backend of the op, and "bound by" is
+    followed by the variable of the environment that names it. "chosen" means that neither names a backend for the op,
+    so that the backend with the highest priority serves the op.
 
     Args:
         config: configuration of the layer.
@@ -132,24 +134,25 @@ def explain(
         backend: the layer's `backend=`: a name, a mapping from op to name, or None (`fast.backends`).
 
     Raises:
-        ValueError: `backend` has an unknown backend name or an unknown op.
+        ValueError: `backend` or a variable of the environment has an unknown name, or `backend` has an unknown op.
     """
     check_config(config)
     device = check_device("device", device)
     check_type("dtype", dtype, torch.dtype)
     check_int("block_size", block_size)
     check_mode_of_format(fp8_mode, cache_format)
-    bound, lines = bind(backend), []
+    bound, lines = bind_with_environment(backend), []
     for request in layer_requests(config, device, dtype, block_size, cache_format, fp8_mode):
         name = name_for(request.op, bound)
-        how = "" if bound is None else ", chosen" if name is None else ", bound"
+        by = "" if bound is None or request.op not in bound.variables else f" by {bound.variables[request.op]}"
+        how = "" if bound is None else ", chosen" if name is None else f", bound{by}"
         try:
             served, refused = select(request, bound).name, []
         except UnsupportedConfiguration as error:
             served, refused = "none", list(error.reasons)
-            how = how if name is None else f", bound to {name}"
+            how = how if name is None else f", bound to {name}{by}"
         if name is None and not refused:
-            refused = [reason for candidate in registered() for reason in candidate.validate_configuration(request)]
+            refused = [reason for candidate in registered() for reason in reasons_against(candidate, request)]
         because = f" ({'; '.join(refused)})" if refused else ""
         lines.append(f"{request.op}: {served}{how}{because}")
     return "\n".join(lines)

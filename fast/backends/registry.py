@@ -8,7 +8,7 @@ import importlib.metadata
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -110,10 +110,16 @@ class OpSupport:
         masks: supported masks, from `MASKS`.
         graph: the most general supported kind of CUDA graph.
         lse: whether the kernel returns the LSE; not used for an op without an LSE.
+        same_out_dtype: whether the output always has the dtype of the queries; `out_dtypes` is then not used.
+        whole_keys: whether the kernel needs each key in one tensor. Otherwise it also takes keys in two parts: one part
+            of each head, and a rope part that all heads share. Only for `flash_attn_varlen`.
+        narrow_values: whether values may not be wider than keys. Only for `flash_attn_varlen`.
         needs_words: whether the cache must consist of 16-byte words (`KernelRequest.cache_in_words`).
         reads: for an op that writes a message for other ranks: name of the op that reads the message. The backend must
             declare this reading op too. None for all other ops.
         priority: priority for this op; None for the priority of the backend.
+        family_priorities: mapping from a family of devices to the priority for this op on such a device, in place of
+            `priority`. A family is "9.x" for all GPUs of compute capability 9, and so on.
         fp8_modes: supported modes of a decode over a cache in e4m3, from `FP8_MODES`.
     """
 
@@ -128,9 +134,13 @@ class OpSupport:
     masks: tuple[str, ...] = MASKS
     graph: GraphSupport = GraphSupport.ANY
     lse: bool = True
+    same_out_dtype: bool = False
+    whole_keys: bool = False
+    narrow_values: bool = False
     needs_words: bool = False
     reads: str | None = None
     priority: int | None = None
+    family_priorities: Mapping[str, int] = field(default_factory=dict)
     fp8_modes: tuple[str, ...] = (CONVERTED,)
 
     def __post_init__(self):
@@ -149,13 +159,18 @@ class OpSupport:
             check_fp8_mode(mode)
         check(set(self.masks) <= set(MASKS), "masks", f"some of {', '.join(MASKS)}", self.masks)
         check_flag("batch_invariant", self.batch_invariant)
-        check_flag("lse", self.lse)
-        check_flag("needs_words", self.needs_words)
+        for name in ("lse", "needs_words", "same_out_dtype", "whole_keys", "narrow_values"):
+            check_flag(name, getattr(self, name))
         check_type("query_lens", self.query_lens, QueryLenSupport)
         check_type("graph", self.graph, GraphSupport)
         check_type("reads", self.reads, (str, type(None)), "the name of an op or None")
         if self.priority is not None:
             check_int("priority", self.priority, -(2**31), "an int or None")
+        check_type("family_priorities", self.family_priorities, Mapping, "a mapping from family to priority")
+        for family, priority in self.family_priorities.items():
+            check(isinstance(family, str) and re.fullmatch(r"\d+\.x", family) is not None, "family_priorities",
+                  'families such as "9.x"', family)  # fmt: skip
+            check_int(f"family_priorities[{family!r}]", priority, -(2**31), "an int")
 
     def reasons(self, request: KernelRequest) -> list[str]:
         """Return every reason why the kernel cannot serve `request`; the texts do not name the backend."""
@@ -163,6 +178,8 @@ class OpSupport:
         if request.dtype is not None and request.dtype not in self.dtypes:
             found.append(f"serves {', '.join(map(str, self.dtypes))}, got {request.dtype}")
         out_dtypes = self.dtypes if self.out_dtypes is None else self.out_dtypes
+        if self.same_out_dtype:
+            out_dtypes = (request.dtype,)
         if request.out_dtype is not None and request.out_dtype not in out_dtypes:
             found.append(f"writes {', '.join(map(str, out_dtypes))}, got {request.out_dtype}")
         if request.cache_format is not None and request.cache_format.name not in self.cache_formats:
@@ -171,6 +188,9 @@ class OpSupport:
             allowed = None if self.head_dims is None else self.head_dims.get(dim)
             if allowed is not None and size not in allowed:
                 found.append(f"serves {dim} in {allowed}, got {size}")
+        widths = dict(request.head_dims)
+        if self.narrow_values and widths.get("v_head_dim", 0) > widths.get("qk_head_dim", 0):
+            found.append(f"serves values that are not wider than keys, got {widths['v_head_dim']} columns")
         if self.block_sizes is not None and request.block_size not in (None, *self.block_sizes):
             found.append(f"serves block sizes {self.block_sizes}, got {request.block_size}")
         if self.needs_words and not request.cache_in_words:
@@ -203,6 +223,13 @@ class Backend:
         capability_end: upper limit of the compute capability; the limit itself is not supported. None for no limit.
         missing_package: package that the backend needs and that is not installed; None if no package is missing.
         rocm: whether the kernels are tested on AMD GPUs. (The device type of an AMD GPU in torch is "cuda" too.)
+        library: the library that has the kernels, such as "PyTorch"; None for kernels of this package.
+        install: how to get a missing package, such as "pip install flash-attn"; None if there is nothing to say.
+        missing_artifacts: a function without arguments, or its dotted path "package.module:function", that returns what
+            else is missing on this machine, such as a shared library. It is called once, when a call needs the backend.
+        only_named: if True, the backend serves only calls that name it; `backend=None` never chooses it.
+        hooks: class of the backend's hooks, a subclass of `fast.mla.backend_hooks.BackendHooks`, or its dotted path
+            "package.module:Class"; None for a backend without hooks of its own.
     """
 
     name: str
@@ -213,6 +240,11 @@ class Backend:
     capability_end: tuple[int, int] | None = None
     missing_package: str | None = None
     rocm: bool = False
+    library: str | None = None
+    install: str | None = None
+    missing_artifacts: str | Callable[[], list[str]] | None = None
+    only_named: bool = False
+    hooks: str | type | None = None
 
     def __post_init__(self):
         check(isinstance(self.name, str) and self.name.isidentifier(), "name", "a name without spaces", self.name)
@@ -224,18 +256,44 @@ class Backend:
         for name in ("capability", "capability_end"):
             check_type(name, getattr(self, name), (tuple, type(None)), "(major, minor) or None")
         check_flag("rocm", self.rocm)
+        check_flag("only_named", self.only_named)
+        for name in ("library", "install"):
+            check_type(name, getattr(self, name), (str, type(None)), "a str or None")
 
-    def priority_of(self, op: str) -> int:
-        """Return `OpSupport.priority` of the op, or the priority of the backend if the op has no own priority."""
+    def priority_of(self, op: str, family: str | None = None) -> int:
+        """Return the priority for an op: of the family of devices, else of the op, else of the backend.
+
+        Args:
+            op: name of the op.
+            family: family of the device, such as "9.x"; None for a CPU.
+        """
         support = self.ops.get(op)
-        return self.priority if support is None or support.priority is None else support.priority
+        if support is None:
+            return self.priority
+        found = support.family_priorities.get(family, support.priority)
+        return self.priority if found is None else found
+
+    def is_available(self) -> bool:
+        """Return whether all packages and artifacts that the backend needs are on this machine."""
+        return not self.missing()
+
+    def missing(self) -> tuple[str, ...]:
+        """Return what the backend needs and this machine lacks: a package, or the artifacts of an installed package."""
+        if self.missing_package is not None:
+            how = "" if self.install is None else f" ({self.install})"
+            return (f"needs the package {self.missing_package}, which is not installed{how}",)
+        return () if self.missing_artifacts is None else _artifacts_missing(self.missing_artifacts)
+
+    def supports_compute_capability(self, capability: tuple[int, int]) -> bool:
+        """Return whether the kernels run on NVIDIA GPUs of a compute capability, given as (major, minor)."""
+        low = self.capability is None or capability >= self.capability
+        return self.device_type == "cuda" and low and (self.capability_end is None or capability < self.capability_end)
 
     def validate_configuration(self, request: KernelRequest) -> list[str]:
         """Return every reason why this backend cannot serve `request`; an empty list if it can serve `request`."""
         reasons = []
         support = self.ops.get(request.op)
-        if self.missing_package is not None:
-            reasons.append(f"needs the package {self.missing_package}, which is not installed")
+        reasons += self.missing()
         needed = [request.op] if support is None or support.reads is None else [request.op, support.reads]
         reasons += [f"has no kernel for {op}" for op in needed if op not in self.ops]
         if request.device.type != self.device_type:
@@ -245,7 +303,7 @@ class Backend:
                 reasons.append(f"is not tested on ROCm and serves only NVIDIA GPUs, got ROCm {torch.version.hip}")
         elif self.capability is not None:
             found = torch.cuda.get_device_capability(request.device)
-            if found < self.capability or (self.capability_end is not None and found >= self.capability_end):
+            if not self.supports_compute_capability(found):
                 below = "" if self.capability_end is None else f" and below {self.capability_end}"
                 reasons.append(f"needs a compute capability of at least {self.capability}{below}, got {found}")
         if support is not None:
@@ -334,9 +392,31 @@ def registered() -> tuple[Backend, ...]:
     return tuple(_REGISTERED.values())
 
 
-def by_priority(op: str) -> tuple[Backend, ...]:
-    """Return all backends, sorted by their priority for an op, the largest first."""
-    return tuple(sorted(registered(), key=lambda candidate: -candidate.priority_of(op)))
+def family_of(device: torch.device) -> str | None:
+    """Return the family of a device: "9.x" for a GPU of compute capability 9 and so on; None for other devices."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    return f"{torch.cuda.get_device_capability(device)[0]}.x"
+
+
+def by_priority(op: str, device: torch.device) -> tuple[Backend, ...]:
+    """Return the backends that may be chosen automatically, the largest priority for the op and the device first."""
+    candidates = [candidate for candidate in registered() if not candidate.only_named]
+    family = None
+    if any(op in each.ops and each.ops[op].family_priorities for each in candidates):
+        family = family_of(device)
+    return tuple(sorted(candidates, key=lambda candidate: -candidate.priority_of(op, family)))
+
+
+@functools.cache
+def _artifacts_missing(function: str | Callable[[], list[str]]) -> tuple[str, ...]:
+    """Return the result of `Backend.missing_artifacts`; call the function once in a process."""
+    return tuple((_imported(function) if isinstance(function, str) else function)())
+
+
+def support_of(name: str, op: str) -> OpSupport:
+    """Return the declaration of the op `op` of the backend `name`."""
+    return _REGISTERED[name].ops[op]
 
 
 def kernel(name: str, op: str) -> Callable:

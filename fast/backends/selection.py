@@ -5,6 +5,7 @@ In this module a request is a `KernelRequest`: the properties of one call that a
 
 from __future__ import annotations
 
+import difflib
 import functools
 from collections.abc import Iterable, Mapping
 
@@ -37,24 +38,36 @@ def query_lens_of(num_tokens: int, num_requests: int, max_query_len: int) -> Que
     return QueryLenSupport.SINGLE_ONLY if max_query_len <= 1 else QueryLenSupport.UNIFORM
 
 
-def candidates(op: str, backend: str | None) -> tuple[Backend, ...]:
-    """Return the backends that may serve an op: the named backend, or all backends in the order of priority.
+def candidates(op: str, device: torch.device, backend: str | None) -> tuple[Backend, ...]:
+    """Return the backends that may serve an op: the named backend, or those that may be chosen automatically.
 
     Raises:
         ValueError: no backend has that name.
     """
-    return by_priority(op) if backend is None else (_named(backend),)
+    return by_priority(op, device) if backend is None else (named(backend),)
 
 
-def _named(name: object) -> Backend:
-    """Return the backend with this name, or raise ValueError."""
+def named(name: object, argument: str = "backend") -> Backend:
+    """Return the backend with this name.
+
+    Args:
+        name: the name.
+        argument: argument or environment variable that has this name, for the error.
+
+    Raises:
+        ValueError: no backend has that name; the message also has the most similar name, if one is similar.
+    """
     found = next((candidate for candidate in registered() if candidate.name == name), None)
-    check(found is not None, "backend", f"one of {_names()}", name)
+    if found is None:
+        check(False, argument, _names_for(name), name)
     return found
 
 
-def _names() -> str:
-    return ", ".join(candidate.name for candidate in registered())
+def _names_for(name: object) -> str:
+    """Return what an error expects in place of an unknown name: all names, and the most similar name."""
+    names = [candidate.name for candidate in registered()]
+    similar = difflib.get_close_matches(str(name), names, 1)
+    return f"one of {', '.join(names)}" + "".join(f" (the most similar name: {each})" for each in similar)
 
 
 def select(request: KernelRequest, backend: BackendChoice = None) -> Backend:
@@ -70,17 +83,39 @@ def select(request: KernelRequest, backend: BackendChoice = None) -> Backend:
         UnsupportedConfiguration: no backend that `backend` allows can serve the request; the error lists all reasons.
     """
     check_request(request)
-    tried = candidates(request.op, name_for(request.op, backend))
+    name = name_for(request.op, backend)
+    tried = candidates(request.op, request.device, name)
     for candidate in tried:
         if request.op in candidate.ops and not candidate.validate_configuration(request):
             return candidate
     raise UnsupportedConfiguration(
-        [reason for candidate in tried for reason in candidate.validate_configuration(request)]
+        [reason for candidate in tried for reason in reasons_against(candidate, request, name is not None)]
     )
 
 
+def reasons_against(candidate: Backend, request: KernelRequest, is_named: bool = False) -> list[str]:
+    """Return why a backend cannot serve a request, without backends of other libraries that lack the op.
+
+    Args:
+        candidate: the backend.
+        request: properties of the call.
+        is_named: whether the caller names the backend; the reasons are then never left out.
+    """
+    if candidate.library is not None and request.op not in candidate.ops and not is_named:
+        return []
+    return candidate.validate_configuration(request)
+
+
 class BoundOps(dict):
-    """A mapping from op to name that `bind` has checked, so that an op need not check the mapping again."""
+    """A mapping from op to name that `bind` has checked, so that an op need not check the mapping again.
+
+    Attributes:
+        variables: for each op that the environment has bound: the name of the variable (`bind_with_environment`).
+    """
+
+    def __init__(self, *pairs: object):
+        super().__init__(*pairs)
+        self.variables: dict[str, str] = {}
 
     @functools.cached_property
     def pairs(self) -> tuple[tuple[str, str], ...]:
@@ -106,11 +141,11 @@ def bind(backend: BackendChoice, ops: Iterable[str] | None = None) -> BoundOps |
     if backend is None or isinstance(backend, BoundOps):
         return backend
     if isinstance(backend, str):
-        named = _named(backend)
+        declared = named(backend).ops
         used = all_ops() if ops is None else tuple(ops)
-        if not any(op in named.ops for op in used):
+        if not any(op in declared for op in used):
             raise UnsupportedConfiguration([f"{backend}: has no kernel for {op}" for op in used])
-        return BoundOps((op, backend) for op in named.ops)
+        return BoundOps((op, backend) for op in declared)
     _check_mapping(backend)
     bound = BoundOps(backend)
     for together in (DECODES, MESSAGES):
@@ -136,7 +171,7 @@ def _check_mapping(backend: object) -> None:
     unserved = [(op, name) for op, name in backend.items() if not _has(name, op)]
     for op, name in unserved:
         check(op in all_ops(), "backend", f"a mapping whose keys are among {', '.join(all_ops())}", op)
-        check(_has(name), f"backend[{op!r}]", f"one of {_names()}", name)
+        check(_has(name), f"backend[{op!r}]", _names_for(name), name)
     if unserved:
         raise UnsupportedConfiguration([f"{name}: has no kernel for {op}" for op, name in unserved])
     for together in (DECODES, MESSAGES):

@@ -300,7 +300,7 @@ def choose_device(
         if "fast" not in packages:
             return []
         found: list[str] = []
-        bound = backends.bind(args.backend)
+        bound = backends.bind_with_environment(args.backend)
         for request in backends.layer_requests(config, device, dtype_on(device), args.block_size, cache_format):
             try:
                 backends.select(request, bound)

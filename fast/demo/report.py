@@ -20,13 +20,13 @@ COLOURS = {
     "fast": "#0072b2",
     "reference": "#009e73",
     "transformers": "#d55e00",
-    "FlashMLA": "#e69f00",
-    "FA3": "#999999",
+    "FlashMLA": "#c08500",
+    "FA3": "#8a8a8a",
     "vLLM Triton": "#cc79a7",
     "cuDNN": "#8a6d3b",
     "FA2 (V padded)": "#4f4f9e",
 }
-NO_CONTENDER = ("#4d4d4d", "#c9c9c9")  # colours of the two bars of cache sizes, which belong to no project
+NO_CONTENDER = "#7f7f7f"  # colour of the bars of cache sizes, which belong to no project
 TAIL_LINES = 3  # how many of the last lines of each prompt are shown
 
 
@@ -149,6 +149,8 @@ def show_costs(console: Console, figures: dict[str, Any]) -> None:
 def draw(figures: dict[str, Any], path: Path) -> None:
     """Write the picture: tokens per second, cache bytes, and the ratio of error to budget for each op.
 
+    The file is an SVG drawing if its name ends in .svg, otherwise a PNG image.
+
     Raises:
         ImportError: matplotlib is missing.
         OSError: the file cannot be written.
@@ -159,7 +161,8 @@ def draw(figures: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     settings, parity = figures["settings"], figures["parity"]
-    style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 10}
+    style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 10,
+             "svg.fonttype": "none", "svg.hashsalt": "mla-twins"}  # fmt: skip
     with pyplot.rc_context(style):
         figure = pyplot.figure(figsize=(11, 6.4) if parity else (6, 6.4), layout="constrained")
         grid = figure.add_gridspec(2, 2, width_ratios=(1, 1.25)) if parity else figure.add_gridspec(2, 1)
@@ -175,7 +178,10 @@ def draw(figures: dict[str, Any], path: Path) -> None:
             f"{len(figures['prompts'])} prompts, cache format {settings['cache_format']}",
             fontsize=11,
         )
-        figure.savefig(path, dpi=150, format="png")
+        if path.suffix.lower() == ".svg":
+            figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+        else:
+            figure.savefig(path, dpi=150, format="png")
         pyplot.close(figure)
 
 
@@ -209,14 +215,15 @@ def draw_parity(axes: Any, parity: list[dict[str, Any]]) -> None:
     }
     limit = max(1.0, *(min(value, 2.0) for values in ratios.values() for value in values))
     axes.barh([p - 0.19 for p in positions], ratios["max"], 0.36, color=COLOURS["fast"], label="largest error")
-    axes.barh([p + 0.19 for p in positions], ratios["mean"], 0.36, color=COLOURS["fast"], alpha=0.4, label="mean error")
+    outline = dict(facecolor="white", edgecolor=COLOURS["fast"], linewidth=0.8)
+    axes.barh([p + 0.19 for p in positions], ratios["mean"], 0.36, label="mean error", **outline)
     for position, row in zip(positions, parity, strict=True):
         if not row["passed"]:
             axes.text(0.02, position, "FAIL", color="#b00020", va="center", fontweight="bold", fontsize=8)
         elif row["max_budget"] == 0:
-            axes.text(0.01, position, "exact", color="#4a4a4a", va="center", fontsize=7.5)
+            axes.text(0.01, position, "exact", va="center", fontsize=7.5)
         elif max(ratios["max"][position], ratios["mean"][position]) < 0.01:
-            axes.text(0.01, position, "below 0.01", color="#4a4a4a", va="center", fontsize=7.5)
+            axes.text(0.01, position, "below 0.01", va="center", fontsize=7.5)
     axes.axvline(1, color="black", linewidth=1, linestyle="--")
     axes.set_yticks(list(positions), [row["op"] for row in parity], fontsize=7.5)
     axes.invert_yaxis()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from jaxtyping import Int32
@@ -27,6 +28,7 @@ from reference.interfaces import (
     MLAConfig,
     MLAMetadata,
     PathCosts,
+    PrefillMetadata,
     QueryLenSupport,
     ScheduleCosts,
     batch_of_capture,
@@ -45,17 +47,20 @@ from reference.interfaces import (
     check_interleave,
     check_mode_of_format,
     check_schedule_costs,
+    check_type,
     chunked_prefill_workspace_size,
     context_unit,
     graph_kind,
     has_host_lens,
     reorder_batch_threshold,
+    wide_dtype,
     write_captured,
 )
 
-from ..backends import BackendChoice, bind
+from ..backends import BackendChoice, KernelRequest, bind_with_environment, select
 from ..planning.batch import reorder_batch_to_split_decodes_and_prefills
 from ..planning.shared_prefix import split_shared_prefix
+from .backend_hooks import hooks_of
 from .captured import plan_captured_decodes
 from .cascade import use_cascade_attention
 from .choose_path import choose_paths
@@ -103,9 +108,12 @@ class MLAMetadataBuilder:
             graph have one query token, the plan of the graph has the kind ONE_QUERY_LEN, which more backends support.
         fp8_mode: fp8 mode of the decodes (`mla_decode`). It influences the schedule and the backend of the schedule.
             Layers with another fp8 mode refuse the plans.
-        backend: backend of the ops `compute_visible_lens`, `decode_programs`, `schedule_costs` and `plan_decode`: a
-            name, a mapping from op to backend name, or None. A name applies to the ops that the backend declares. For
-            every other op, the backend is chosen automatically (`fast.backends`).
+        layer_names: names of the layers, which the hooks of a backend get (`fast.mla.backend_hooks`).
+        backend: backend of the ops `compute_visible_lens`, `decode_programs`, `schedule_costs` and `plan_decode`, and
+            of the attention of prefills (`flash_attn_varlen`), which each plan with prefills names: a
+            name, a mapping from op to backend name, or None. A name applies to the ops that the backend declares. The
+            environment may bind further ops (`fast.backends.environment`). For every other op, the backend is chosen
+            automatically (`fast.backends`).
 
     Attributes:
         workspace: `ContextWorkspace` of all plans with context; the layers that get these plans share it.
@@ -139,8 +147,10 @@ class MLAMetadataBuilder:
         graph_support: GraphSupport | None = None,
         fp8_mode: str = CONVERTED,
         *,
+        layer_names: tuple[str, ...] = (),
         backend: BackendChoice = None,
     ):
+        check_type("layer_names", layer_names, tuple, "a tuple of names")
         check_invariant_merge(context_parallel, batch_invariant)
         check_config(config)
         check_costs(costs)
@@ -164,7 +174,7 @@ class MLAMetadataBuilder:
         check_dtype("dtype", dtype)
         check_mode_of_format(fp8_mode, cache_format)
         self.dtype, self.cache_format, self.fp8_mode = dtype, cache_format, fp8_mode
-        self.backend = bind(backend, PLANNING_OPS)
+        self.backend = bind_with_environment(backend, (*PLANNING_OPS, "flash_attn_varlen"))
         self._path_config = None if batch_invariant else config  # passed to `choose_path`; None disables the choice
         if workspace_tokens is None:  # a multiple of `unit`, and at most the default of a layer
             workspace_tokens = min(smallest, max(1, MOST_WORKSPACE_TOKENS // unit) * unit)
@@ -173,6 +183,8 @@ class MLAMetadataBuilder:
         self.reorder_batch_threshold = reorder_batch_threshold(query_len_support, num_speculative_tokens)
         self._decode_config = dataclasses.replace(config, num_heads=self._decode_heads)
         self._staging, self.workspace = StagingBuffer(), ContextWorkspace()
+        self.layer_names = layer_names
+        self._backend_states: dict[tuple[str, torch.device], Any] = {}  # results of `create_builder_state`
 
     def build(self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool = False) -> MLAMetadata:
         """Return the plan of one step.
@@ -205,9 +217,43 @@ class MLAMetadataBuilder:
         )  # fmt: skip
         if metadata.prefill.context_chunks:
             metadata = dataclasses.replace(metadata, workspace=self.workspace)
-        if metadata.num_decode_tokens == 0 or (fast_build and not self.batch_invariant):
+        if metadata.num_prefills:
+            metadata = self._with_prefill_backend(metadata)
+        if metadata.num_decode_tokens > 0 and (self.batch_invariant or not fast_build):
+            metadata = self._with_hints(metadata, common_prefix_len, common)
+        if not metadata.num_prefills:
             return metadata
-        return self._with_hints(metadata, common_prefix_len, common)
+        name, device = metadata.prefill.backend, common.block_table.device
+        return hooks_of(name).finalize_metadata(metadata, self._backend_state(name, device))
+
+    def _with_prefill_backend(self, metadata: MLAMetadata) -> MLAMetadata:
+        """Return the plan with the backend that serves the attention of its prefills, chosen from the step's shapes."""
+        prefill, c = metadata.prefill, self.config
+        device = prefill.block_table.device
+        needs_lse = bool(prefill.context_chunks)
+        request = KernelRequest(
+            "flash_attn_varlen", device, self.dtype, (("qk_head_dim", c.qk_head_dim), ("v_head_dim", c.v_head_dim)),
+            query_lens=QueryLenSupport.VARLEN, out_dtype=wide_dtype(self.dtype) if needs_lse else self.dtype,
+            mask="causal", lse=needs_lse,
+        )  # fmt: skip
+        name = select(request, self.backend).name
+        parts = tuple(
+            dataclasses.replace(part, plan=dataclasses.replace(part.plan, backend=name)) for part in prefill.parts
+        )
+        prefill = dataclasses.replace(prefill, backend=name, parts=parts)
+        state = self._backend_state(name, device)
+        prefill = hooks_of(name).post_process_prefill_metadata(prefill, state, prefill.query_start_loc)
+        check_type(f"the prefill of the backend {name}", prefill, PrefillMetadata)
+        return dataclasses.replace(metadata, prefill=prefill)
+
+    def _backend_state(self, name: str, device: torch.device) -> Any:
+        """Return what the hooks of a backend keep for this builder; the first call for a device creates it."""
+        key = name, device
+        if key not in self._backend_states:
+            self._backend_states[key] = hooks_of(name).create_builder_state(
+                self.config, self.cache_format, self.layer_names, device
+            )
+        return self._backend_states[key]
 
     def _with_hints(
         self, metadata: MLAMetadata, common_prefix_len: int, common: CommonAttentionMetadata

@@ -1,5 +1,8 @@
 """One op that rotates queries and keys, norms the latents and writes the new cache entries.
 
+`MLAAttention.forward` calls this op. `forward_attention`, which gets rotated keys and normed latents, calls
+`concat_and_cache_mla` of `fast/cache/latent.py` instead.
+
 docs/glossary.md explains the terms and the letters of shapes.
 """
 

@@ -244,11 +244,13 @@ def _launch_decode(
         check_scale_values("kv_scale", kv_scale)
         check_scale_values("q_scale", q_scale)
     modes = {} if fp8_mode == CONVERTED else {"fp8_mode": fp8_mode, "q_scale": q_scale}
-    return backends.kernel(backend, "mla_decode")(
+    state = backends.kernel(backend, "mla_decode")(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
         softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, invariant_split_rule(*split_rule),
         format_named(cache_format), kv_scale, *out, **modes,
     )  # fmt: skip
+    backends.check_state(backend, "mla_decode", state, tuple(ql_nope.shape), out_dtype, ql_nope.device)
+    return state
 
 
 def _launch_decode_into(*arguments):

@@ -58,7 +58,7 @@ from .absorbed_path import absorbed_queries, decode
 from .context_parallel import DCP_DECODE_OPS, dcp_gather_context
 from .memory_profile import reserve_for_step, touch_largest
 from .new_tokens import NewTokens, frequencies_for, measure_step, write_tokens
-from .prefill import PREFILL_OPS, forward_prefill, gather_context, rows_of
+from .prefill import PREFILL_OPS, check_prefill_backend, forward_prefill, gather_context, rows_of
 from .weight_views import AttentionWeights, WeightViews, dense_weight_of, refresh
 from .weights import split_kv_b_proj
 
@@ -129,7 +129,8 @@ class MLAAttention(nn.Module):
         check_every_call: if True, every op checks all its arguments in every call. If False, an op may skip a check
             that an earlier call with the same shapes, strides and dtypes has passed (`fast.backends.checked_calls`).
         backend: name of a backend, mapping from op to backend name, or None. A name applies to the ops that the backend
-            declares. For every other op, the backend is chosen automatically in each call (`fast.backends`).
+            declares. The environment may bind further ops (`fast.backends.environment`). For every other op, the
+            backend is chosen automatically in each call (`fast.backends`).
 
     Attributes:
         kv_scale: the scale as a `KVScale`, a buffer of the layer; None if the format has no such scale.
@@ -196,7 +197,7 @@ class MLAAttention(nn.Module):
         self.q_scale = make_query_scale(fp8_mode, cache_format, q_scale, config.num_heads, kv_a_layernorm.weight.device)
         self.observed: list[Tensor] | None = None
         self.observed_queries: list[Tensor] | None = None
-        self.backend = backends.bind(backend, LAYER_OPS)
+        self.backend = backends.bind_with_environment(backend, LAYER_OPS)
         self.register_buffer("recovered_kv_b_weight", None, persistent=False)
         self.fp8_weights = AbsorbedWeights() if fp8_weights else None
         self._frequencies = rotary_frequencies(config.rope, config.qk_rope_head_dim)
@@ -427,6 +428,7 @@ class MLAAttention(nn.Module):
         """Raise if the plan of a step does not fit the layer, the queries or the cache."""
         _check_step(metadata, q.shape[0], kv_cache, self.workspace_tokens, self.cache_format, self.fp8_mode)
         check_step_values(metadata, kv_cache)
+        check_prefill_backend(metadata.prefill, self.backend, "metadata.prefill", "the backend of the layer")
         check_step_ownership(metadata, self.context_parallel)
 
     def _prefill(self, q, kv_c_normed, k_pe, kv_cache, metadata, output, weights, workspace, output_scale=None) -> None:

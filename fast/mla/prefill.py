@@ -23,6 +23,7 @@ from reference.interfaces import (
     ContextChunk,
     ContextWorkspace,
     PrefillMetadata,
+    check,
     check_context,
     check_context_workspace,
     check_expanded,
@@ -41,9 +42,11 @@ from reference.interfaces import (
 
 from .. import backends
 from ..attention.merge import merge_states
-from ..attention.varlen import AttentionInputs, attend
+from ..attention.varlen import AttentionInputs
 from ..backends import BackendChoice
+from ..backends.selection import name_for
 from ..cache.latent import gather_and_maybe_dequant_cache
+from .backend_hooks import BackendHooks, hooks_of
 from .weights import expand_into
 
 _check_context = backends.CheckedOnce(check_context)
@@ -94,18 +97,38 @@ def run_prefill_new_tokens(
     _check_expanded(q, k_nope, k_pe, v, metadata)
     check_flag("return_lse", return_lse)
     dtype = wide_dtype(q.dtype) if return_lse else q.dtype
-    return _attend_new_tokens(q, k_nope, k_pe, v, metadata, softmax_scale, dtype, return_lse, out, backend)
+    hooks = _hooks(metadata, backend)
+    return _attend_new_tokens(q, k_nope, k_pe, v, metadata, softmax_scale, dtype, return_lse, out, hooks)
+
+
+def check_prefill_backend(metadata: PrefillMetadata, backend: BackendChoice, argument: str, whose: str) -> None:
+    """Raise ValueError if `backend` binds the attention of a prefill to another backend than the plan names.
+
+    Args:
+        metadata: prefill part of the plan.
+        backend: a name, a mapping from op to name, or None.
+        argument: name of `metadata`, for the error.
+        whose: whose backend `backend` is, for the error.
+    """
+    if metadata.backend is not None:
+        bound = name_for("flash_attn_varlen", backend)
+        if bound not in (None, metadata.backend):
+            check(False, f"{argument}.backend", f"{bound}, {whose}", metadata.backend)
+
+
+def _hooks(metadata: PrefillMetadata, backend: BackendChoice) -> BackendHooks:
+    """Return the hooks of the backend that the plan names; if the plan names none, default hooks for `backend`."""
+    check_prefill_backend(metadata, backend, "metadata", "the backend of the call")
+    return BackendHooks(backend) if metadata.backend is None else hooks_of(metadata.backend)
 
 
 def _attend_new_tokens(
-    q, k_nope, k_pe, v, metadata, softmax_scale, dtype, return_lse, out, backend, out_is_checked=False
+    q, k_nope, k_pe, v, metadata, softmax_scale, dtype, return_lse, out, hooks, out_is_checked=False
 ):
     """Compute `run_prefill_new_tokens` with an output in `dtype`, and without checks of the plan."""
-    offsets, longest = metadata.query_start_loc, metadata.max_query_len
-    return attend(
-        AttentionInputs(q, k_nope, k_pe, v, offsets, offsets), longest, longest, softmax_scale, True, dtype, backend,
-        return_lse=return_lse, out=out, out_is_checked=out_is_checked,
-    )  # fmt: skip
+    offsets = metadata.query_start_loc
+    inputs = AttentionInputs(q, k_nope, k_pe, v, offsets, offsets)
+    return hooks.run_prefill_new_tokens(inputs, metadata, softmax_scale, dtype, return_lse, out, out_is_checked)
 
 
 def run_prefill_context_chunk(
@@ -137,16 +160,13 @@ def run_prefill_context_chunk(
         out [T, N, V] and lse [N, T], both in float32 (float64 if `q` is float64).
     """
     _check_expanded(q, k_nope, k_pe, v, metadata, chunk)
-    return _attend_context(q, k_nope, k_pe, v, metadata, chunk, softmax_scale, backend)
+    return _attend_context(q, k_nope, k_pe, v, metadata, chunk, softmax_scale, _hooks(metadata, backend))
 
 
-def _attend_context(q, k_nope, k_pe, v, metadata, chunk, softmax_scale, backend):
+def _attend_context(q, k_nope, k_pe, v, metadata, chunk, softmax_scale, hooks):
     """Compute `run_prefill_context_chunk` without checks of the plan."""
     inputs = AttentionInputs(q, k_nope, k_pe, v, metadata.query_start_loc, chunk.cu_seq_lens)
-    return attend(
-        inputs, metadata.max_query_len, chunk.max_seq_len, softmax_scale, False, wide_dtype(q.dtype), backend,
-        bounded=chunk.bounded,
-    )  # fmt: skip
+    return hooks.run_prefill_context_chunk(inputs, metadata, chunk, softmax_scale)
 
 
 def gather_context(
@@ -294,6 +314,7 @@ def _forward_prefill(
     else:
         check_out("out", out, shape, out_dtype, q.device, q, kv_c_normed, k_pe, kv_cache, w_uk, w_uv)
     backend = backends.bind(backend, PREFILL_OPS)
+    hooks = _hooks(metadata, backend)
     latent, chunks = kv_c_normed.shape[1], metadata.context_chunks
     if gather is None:
         gather = functools.partial(gather_context, backend=backend)
@@ -315,7 +336,7 @@ def _forward_prefill(
             dtype, final = q.dtype, rows_of(out, *tokens)
         new_tokens = [rows_of(x, *tokens) for x in (q, k_nope, k_pe, v)]
         states.append(_attend_new_tokens(
-            *new_tokens, part.plan, softmax_scale, dtype, return_lse or final is None, final, backend,
+            *new_tokens, part.plan, softmax_scale, dtype, return_lse or final is None, final, hooks,
             out_is_checked=True,
         ))  # fmt: skip
         if not part.rows and output_scale is not None:
@@ -331,7 +352,7 @@ def _forward_prefill(
                     tokens = part.first_token, part.end_token
                     keys = [rows_of(x, own.first, own.end) for x in (k_nope, context[:, latent:], v)]
                     chunk_state = _attend_context(
-                        rows_of(q, *tokens), *keys, part.plan, part_chunk, softmax_scale, backend
+                        rows_of(q, *tokens), *keys, part.plan, part_chunk, softmax_scale, hooks
                     )
                     target, scale = (
                         (rows_of(out, *tokens), output_scale) if place == last else (states[index].out, None)

@@ -269,6 +269,8 @@ class PrefillMetadata:
             no request has context. A part with context needs several attention states and merges them; a part without
             context needs one attention state. `parts` is empty if there would be only one part or more than
             `MOST_PARTS` parts, or if the plan was made without lengths on the CPU.
+        backend: name of the backend that a builder of `fast` chose for the attention of this step; a layer that binds
+            this attention to another backend refuses the plan. None for a plan without such a choice.
     """
 
     block_table: Int32[Tensor, "B W"]
@@ -277,6 +279,7 @@ class PrefillMetadata:
     context_chunks: tuple[ContextChunk, ...]
     block_size: int
     parts: tuple[PrefillPart, ...] = ()
+    backend: str | None = None
 
     def all_parts(self, num_tokens: int) -> tuple[PrefillPart, ...]:
         """Return `parts`; if there are none, one part with all requests and their `num_tokens` query tokens."""

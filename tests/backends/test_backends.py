@@ -182,7 +182,7 @@ def test_query_lens_of(lens, wanted):
 
 
 def test_layer_refuses_an_unknown_backend():
-    with pytest.raises(ValueError, match="^backend: expected one of cpu, triton, hopper, got nosuch$"):
+    with pytest.raises(ValueError, match="^backend: expected one of cpu, triton, hopper, torch_flash, got nosuch$"):
         make_layer(fast, DIRECT, make_weights(DIRECT, torch.float32), torch.float32, backend="nosuch")
 
 
@@ -260,11 +260,11 @@ def test_a_graph_binds_what_a_backend_declares(backend, planner, launched):
 
 
 WRONG = [
-    ("nosuch", "^backend: expected one of cpu, triton, hopper, got nosuch$"),
+    ("nosuch", "^backend: expected one of cpu, triton, hopper, torch_flash, got nosuch$"),
     (7, "^backend: expected None, a name or a mapping from op to name, got int$"),
     ({"mla_decod": "cpu"}, "^backend: expected a mapping whose keys are among advance_step, .*_tokens, got mla_decod$"),
-    ({"mla_decode": "nosuch"}, r"^backend\['mla_decode'\]: expected one of cpu, triton, hopper, got nosuch$"),
-    ({"mla_decode": None}, r"^backend\['mla_decode'\]: expected one of cpu, triton, hopper, got None$"),
+    ({"mla_decode": "nosuch"}, r"^backend\['mla_decode'\]: expected one of cpu, .*torch_flash, got nosuch$"),
+    ({"mla_decode": None}, r"^backend\['mla_decode'\]: expected one of cpu, triton, hopper, torch_flash, got None$"),
     ({"plan_decode": "cpu", "apply_rope": "hopper"}, "^hopper: has no kernel for apply_rope$"),
     ({"mla_decode": "hopper", "decode_programs": "triton"},
      "^backend: expected one name for mla_decode, decode_programs, schedule_costs, got hopper and triton$"),

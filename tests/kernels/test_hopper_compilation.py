@@ -28,7 +28,7 @@ from reference.interfaces import DecodeMetadata, InvariantSplitRule, invariant_s
 
 from .. import memory_checks
 from ..support.backends import cpu_backend, with_backends
-from ..support.compiled import Recorded, RecordedGluon, Source, compiled
+from ..support.compiled import Recorded, RecordedGluon, Source, compiled, without_products
 from ..support.decode_inputs import cut_of, schedule_of
 from ..support.factories import LOW_RANK, integers, offsets
 from ..test_compilation import LAUNCHERS, serve, serve_captured
@@ -529,6 +529,7 @@ def record_all(monkeypatch) -> dict:
         for kernel in [key for key in vars(module) if key.endswith("_kernel")]:
             monkeypatch.setattr(module, kernel, Recorded(getattr(module, kernel), found))
     record(monkeypatch, found)
+    without_products(monkeypatch)
     with_backends(monkeypatch, cpu_backend({**portable.KERNELS, **hopper.KERNELS}))
     return found
 

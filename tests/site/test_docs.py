@@ -21,7 +21,6 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
-from PIL import Image
 
 import fast
 import reference
@@ -561,17 +560,6 @@ def test_costs_in_words():
         f"on a hot GPU it is {hot:.2f}",
     ):
         assert said in text, said
-
-
-def test_picture():
-    """Read the digest in the README's picture -> the digest of the results that docs/hooks/picture.py draws."""
-    sys.path.insert(0, str(ROOT / "docs" / "hooks"))
-    try:
-        from picture import PICTURE, results_digest
-    finally:
-        sys.path.pop(0)
-    with Image.open(PICTURE) as picture:
-        assert picture.info["Source"] == results_digest()
 
 
 def test_other_table():

@@ -1,10 +1,11 @@
-"""Tests of the colours of the notebooks' figures: docs/hooks/learn.py inserts the stored SVG outputs into the pages.
+"""Tests of the colours of figures: docs/hooks/learn.py and docs/hooks/figures.py insert SVG drawings into the pages.
 
 The tests read the inserted drawings and the style sheet; they need neither a build of the site nor a browser.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
@@ -17,13 +18,11 @@ for needed in ("mkdocs", "nbformat"):
     pytest.importorskip(needed)
 
 ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+PAGES = [*NOTEBOOKS, DOCS / "index.md", DOCS / "performance.md"]
 TEXT, SHAPE = 4.5, 3.0  # smallest contrast of text, and of lines and areas
 PAGE = "md-default-bg-color"
-THEME = {  # colours of the theme in each colour scheme, without transparency
-    "default": {PAGE: "#ffffff", "currentColor": "#212121", "md-default-fg-color--lightest": "#ededed"},
-    "slate": {PAGE: "#1e2129", "currentColor": "#bfc1c6", "md-default-fg-color--lightest": "#2c2f36"},
-}
 QUIET = {PAGE, "md-default-fg-color--lightest", "part-idle"}  # backgrounds, frames, and cells in which nothing happens
 ON_CELLS = "#111111"  # the fixed colour of texts on coloured cells
 
@@ -41,14 +40,18 @@ class Drawn:
     below: str = PAGE
 
 
+@pytest.fixture(autouse=True)
+def hooks(monkeypatch):
+    """Let the tests import the modules of docs/hooks."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "hooks"))
+
+
 def schemes() -> dict[str, dict[str, str]]:
     """Return the colours of each colour scheme by the names of the variables."""
-    css = (ROOT / "docs" / "assets" / "site.css").read_text(encoding="utf-8")
-    blocks = {"default": "\n:root {", "slate": '\n[data-md-color-scheme="slate"] {'}
-    return {
-        scheme: dict(re.findall(r"--([\w-]+): (#\w+);", css.split(block)[1].split("}")[0])) | THEME[scheme]
-        for scheme, block in blocks.items()
-    }
+    import figures
+
+    found = figures.schemes((ROOT / "docs" / "assets" / "site.css").read_text(encoding="utf-8"))
+    return {name: colours | {"currentColor": colours["md-default-fg-color"]} for name, colours in found.items()}
 
 
 def channels(colour: str) -> list[int]:
@@ -123,25 +126,25 @@ def read(svg: str) -> list[Drawn]:
     return found
 
 
-def drawings(learn, path: Path) -> Iterator[tuple[str, list[Drawn]]]:
-    """Yield (identifier, contents) of each figure on the page of a notebook."""
-    page, _ = learn.page_of(path)
-    for figure in re.findall(r"<figure>\n(.*?)\n</figure>", page, re.DOTALL):
-        yield re.search(r'id="([\w-]+?-\d+)-', figure)[1], read(figure)
-
-
-@pytest.fixture
-def learn(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "docs" / "hooks"))
+def drawings(path: Path) -> Iterator[tuple[str, list[Drawn]]]:
+    """Yield (identifier, contents) of each figure on the page of a notebook, or on a page of `docs`."""
+    import figures
     import learn
 
-    return learn
+    if path.suffix == ".md":
+        page = figures.on_page_markdown(path.read_text(encoding="utf-8"), None, {"docs_dir": DOCS}, None)
+        found = re.findall(r'<svg class="figure.*?</svg>', page, re.DOTALL)
+        assert found
+    else:
+        found = re.findall(r"<figure>\n(.*?)\n</figure>", learn.page_of(path)[0], re.DOTALL)
+    for figure in found:
+        yield re.search(r'id="([\w-]+?)-figure_', figure)[1], read(figure)
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_texts_are_legible(learn, path):
-    """Read every text of a notebook's figures -> a contrast of 4.5 in both schemes, also on a coloured cell."""
-    for figure, contents in drawings(learn, path):
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_texts_are_legible(path):
+    """Read every text of the figures of a page -> a contrast of 4.5 in both schemes, also on a coloured cell."""
+    for figure, contents in drawings(path):
         texts = {drawn for drawn in contents if drawn.kind == "text"}
         assert texts, figure
         for scheme, colours in schemes().items():
@@ -151,10 +154,10 @@ def test_texts_are_legible(learn, path):
                 assert contrast(colour, below, text.opacity) >= TEXT, (figure, scheme, text)
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_lines_and_areas_are_visible(learn, path):
-    """Read every line and area of a notebook's figures -> a contrast of 3 with the page in both schemes."""
-    for figure, contents in drawings(learn, path):
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_lines_and_areas_are_visible(path):
+    """Read every line and area of the figures of a page -> a contrast of 3 with the page in both schemes."""
+    for figure, contents in drawings(path):
         shapes = {drawn for drawn in contents if drawn.kind != "text" and drawn.colour not in QUIET}
         for scheme, colours in schemes().items():
             for shape in shapes:
@@ -170,11 +173,53 @@ def test_contrast():
     assert contrast("#000000", "#ffffff", 0.0) == 1
 
 
-def test_unreplaced_colours_are_noticed(learn, monkeypatch):
+def test_chart_of_the_home_page():
+    """Read the chart of README and home page -> drawn from docs/results; the text beside it has the same numbers."""
+    import picture
+
+    for path in picture.DRAWINGS:
+        assert picture.results_digest() in path.read_text(encoding="utf-8"), f"python docs/hooks/picture.py: {path}"
+    times = picture.times_of(json.loads(picture.SOURCE.read_text(encoding="utf-8"))).values()
+    peers = {who: [row[who] for row in times] for who in ("FlashMLA", "FA3")}
+    both = f"{min(map(min, peers.values())):.2f} to {max(map(max, peers.values())):.2f} times"
+    alone = [f"{min(found):.2f} to {max(found):.2f}" for found in peers.values()]
+    rows = json.loads((ROOT / "docs" / "results" / "cpu-2-cores.json").read_text(encoding="utf-8"))["rows"]
+    longest = {row["who"]: f"{row['ms_median']:.0f} ms" for row in rows if row["context"] == 16384}
+    on_cpu = f"{longest['transformers']} for a decoded token in plain transformers, {longest['reference']} with"
+    for path in ("README.md", "docs/index.md"):
+        text = (ROOT / path).read_text(encoding="utf-8").replace("\n", " ")
+        assert all(words in text for words in (both, *alone, on_cpu, f"{longest['fast']} with `fast`")), path
+
+
+def test_picture_outside_the_site():
+    """Read the chart of the README as a file -> its colours are variables, which the file sets in both schemes."""
+    for name in ("gain", "gain-narrow"):
+        svg = (DOCS / "assets" / f"{name}.svg").read_text(encoding="utf-8")
+        style = re.search(r"<style>\nsvg (.*?)</style>\n", svg, re.DOTALL)
+        light, dark = style[1].split("@media (prefers-color-scheme: dark)")
+        used = set(re.findall(r"var\(--([\w-]+)\)", svg))
+        assert not re.search(r"(?:fill|stroke): ?#", svg.replace(style[0], "")), name
+        for scheme, rule in (("default", light), ("slate", dark)):
+            found = dict(re.findall(r"--([\w-]+): (#\w+)", rule))
+            assert found.keys() == used | {"md-default-fg-color"}, (name, scheme)
+            assert found.items() <= schemes()[scheme].items(), (name, scheme)
+
+
+def test_no_picture_has_fixed_colours():
+    """Find every picture of README, pages and notebooks' texts -> an SVG file, because PNG has fixed colours."""
+    texts = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *NOTEBOOKS]
+    found = [image for path in texts for image in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", path.read_text("utf-8"))]
+    assert len(found) >= 5 and all(image.endswith(".svg") for image in found), found
+    assert not [path for path in (DOCS / "assets").iterdir() if path.suffix in (".png", ".jpg")]
+
+
+def test_unreplaced_colours_are_noticed(monkeypatch):
     """Insert the figures without the replacements -> the tests of text and of lines both fail."""
+    import learn
+
     monkeypatch.setattr(learn, "INK", {})
     with pytest.raises(AssertionError):
-        test_texts_are_legible(learn, ROOT / "notebooks" / "10-cache-formats.ipynb")
+        test_texts_are_legible(ROOT / "notebooks" / "10-cache-formats.ipynb")
     monkeypatch.setattr(learn, "PLOT", {})
     with pytest.raises(AssertionError):
-        test_lines_and_areas_are_visible(learn, ROOT / "notebooks" / "10-cache-formats.ipynb")
+        test_lines_and_areas_are_visible(ROOT / "notebooks" / "10-cache-formats.ipynb")

@@ -75,6 +75,8 @@ def same(ours, theirs, name="metadata"):
     elif dataclasses.is_dataclass(ours):
         assert type(ours) is type(theirs), name
         for field in dataclasses.fields(ours):
+            if isinstance(ours, PrefillMetadata) and field.name == "backend":
+                continue  # only the builders of `fast` name a backend
             same(getattr(ours, field.name), getattr(theirs, field.name), f"{name}.{field.name}")
     elif isinstance(ours, tuple):
         assert len(ours) == len(theirs), name

@@ -1,0 +1,39 @@
+"""Check what a backend of another project returns, so that a wrong declaration is found in the call that shows it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from reference.interfaces import check, check_tensor, wide_dtype
+
+from .own import OWN_BACKENDS
+
+
+def check_state(
+    backend: str, op: str, state: Any, shape: tuple[int, ...], out_dtype: torch.dtype,
+    device: torch.device, lse: bool = True,
+) -> None:  # fmt: skip
+    """Check the attention state that a backend returned; do nothing for the backends of this package.
+
+    Args:
+        backend: name of the backend.
+        op: name of the op, for the error.
+        state: what the backend returned; it should be a pair (output, LSE).
+        shape: (T, N, Dv), the shape of the output.
+        out_dtype: dtype of the output.
+        device: device of the output.
+        lse: whether the call needs the LSE.
+
+    Raises:
+        ValueError: the output or the LSE has a wrong shape, dtype or device; the message names the backend.
+    """
+    if backend in OWN_BACKENDS:
+        return
+    name = f"the result of the backend {backend} for {op}"
+    pair = isinstance(state, tuple) and len(state) == 2
+    check(pair, name, "a pair (out, lse)", type(state).__name__)
+    check_tensor(f"{name}: out", state[0], shape, (out_dtype,), device)
+    if lse:
+        check_tensor(f"{name}: lse", state[1], (shape[1], shape[0]), (wide_dtype(out_dtype),), device)

@@ -1,0 +1,144 @@
+"""What a backend may do besides launching its ops: prepare the plans of a builder, and run the two steps of a prefill.
+
+A library may need more than the arguments of one call. For example, it makes a schedule once in a step, or keeps a
+workspace for all layers. The `Backend` then names a subclass of `BackendHooks` in its field `hooks`. All other
+backends, the backends of this package too, have the methods of `BackendHooks` itself.
+
+A builder calls the hooks of a step in this order:
+
+1. `create_builder_state`, once for each backend and device.
+2. `post_process_prefill_metadata`, with the prefill part of the plan. It may return a subclass of `PrefillMetadata`,
+   which holds what the other methods need.
+3. `finalize_metadata`, with the whole plan.
+
+Each layer of the step then calls `run_prefill_new_tokens`, and `run_prefill_context_chunk` for each chunk of context.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from reference.interfaces import (
+    AttentionState,
+    CacheFormat,
+    ContextChunk,
+    MLAConfig,
+    MLAMetadata,
+    PrefillMetadata,
+    check_type,
+    wide_dtype,
+)
+
+from .. import backends
+from ..attention.varlen import AttentionInputs, attend
+from ..backends import BackendChoice
+
+
+class BackendHooks:
+    """The methods of a backend without hooks of its own.
+
+    Args:
+        backend: name of the backend. A direct call of a prefill, whose plan names no backend, may also have a mapping
+            from op to name, or None.
+    """
+
+    def __init__(self, backend: BackendChoice):
+        self.backend = backend
+
+    def create_builder_state(
+        self, config: MLAConfig, cache_format: CacheFormat, layer_names: tuple[str, ...], device: torch.device
+    ) -> Any:
+        """Return what the backend keeps for the plans of one builder, such as a workspace; None if nothing.
+
+        Args:
+            config: config of the builder's layers.
+            cache_format: format of their caches.
+            layer_names: names of the layers; empty if the builder was not given any.
+            device: device of the plans.
+        """
+        return None
+
+    def post_process_prefill_metadata(
+        self, prefill: PrefillMetadata, state: Any, query_start_loc: Tensor
+    ) -> PrefillMetadata:
+        """Return the prefill part of a plan, which the backend may change or replace by an object of a subclass.
+
+        Args:
+            prefill: prefill part of the plan. `prefill.parts` contains plans of some of its requests, for which the
+                backend is called too.
+            state: result of `create_builder_state`.
+            query_start_loc: [B + 1], prefix sum of the query lengths of the prefills, on the device.
+        """
+        return prefill
+
+    def finalize_metadata(self, metadata: MLAMetadata, state: Any) -> MLAMetadata:
+        """Return the plan of a step, which the backend may change, for example to add a schedule of its library.
+
+        Args:
+            metadata: the plan, with the result of `post_process_prefill_metadata`.
+            state: result of `create_builder_state`.
+        """
+        return metadata
+
+    def run_prefill_new_tokens(
+        self, inputs: AttentionInputs, metadata: PrefillMetadata, softmax_scale: float, out_dtype: torch.dtype,
+        return_lse: bool, out: Tensor | None, out_is_checked: bool,
+    ) -> AttentionState | Tensor:  # fmt: skip
+        """Compute causal attention of the new tokens of each request over the new tokens of the same request.
+
+        Args:
+            inputs: queries, keys and values of the new tokens, with the offsets of the requests.
+            metadata: prefill part of the plan.
+            softmax_scale: factor of the scores.
+            out_dtype: dtype of the output.
+            return_lse: whether the result is an `AttentionState`, or the output alone.
+            out: tensor [T, N, V] that receives the output; None allocates a tensor.
+            out_is_checked: whether the caller has checked `out`.
+        """
+        longest = metadata.max_query_len
+        return attend(
+            inputs, longest, longest, softmax_scale, True, out_dtype, self.backend, return_lse=return_lse, out=out,
+            out_is_checked=out_is_checked,
+        )  # fmt: skip
+
+    def run_prefill_context_chunk(
+        self, inputs: AttentionInputs, metadata: PrefillMetadata, chunk: ContextChunk, softmax_scale: float
+    ) -> AttentionState:
+        """Compute unmasked attention of the new tokens over one chunk of the cached context.
+
+        Args:
+            inputs: queries of the new tokens, keys and values of the chunk, with the offsets of the requests.
+            metadata: prefill part of the plan.
+            chunk: the chunk.
+            softmax_scale: factor of the scores.
+
+        Returns:
+            out [T, N, V] and lse [N, T], both in float32 (float64 if the queries are float64).
+        """
+        return attend(
+            inputs, metadata.max_query_len, chunk.max_seq_len, softmax_scale, False, wide_dtype(inputs.q.dtype),
+            self.backend, bounded=chunk.bounded,
+        )  # fmt: skip
+
+
+@functools.cache
+def _hooks_of(name: str) -> BackendHooks:
+    """Return the hooks of a registered backend; `forget_hooks` empties the cache."""
+    given = next(each.hooks for each in backends.registered() if each.name == name)
+    if given is None:
+        return BackendHooks(name)
+    if isinstance(given, str):
+        module, _, attribute = given.partition(":")
+        given = getattr(importlib.import_module(module), attribute)
+    hooks = given(name)
+    check_type(f"hooks of the backend {name}", hooks, BackendHooks)
+    return hooks
+
+
+hooks_of = torch.compiler.assume_constant_result(_hooks_of)
+backends.on_change(_hooks_of.cache_clear)

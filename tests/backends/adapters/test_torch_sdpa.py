@@ -1,0 +1,157 @@
+"""Tests of the adapter to PyTorch's SDPA, with PyTorch's own kernel on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fast
+import reference
+from fast import backends
+from fast.attention.varlen import flash_attn_varlen_shared_rope
+from fast.parity import compare
+from reference.interfaces import AttentionState, UnsupportedConfiguration
+
+from ...support.factories import DIRECT, make_batch, make_layer, make_weights, new_cache, offsets, positions_of
+
+NAME = "torch_flash"
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+LENGTHS = {
+    "one": ([1], [1]),
+    "equal": ([5, 5], [5, 5]),
+    "mixed": ([1, 17, 0, 5, 7], [1, 17, 4, 0, 31]),
+    "more queries than keys": ([9, 4], [4, 0]),
+    "long": ([300, 3], [809, 700]),
+    "none": ([0], [0]),
+}
+
+
+def inputs(query_lens, key_lens, dtype, nope=12, rope=8, value=16, heads=3):
+    tokens, keys = sum(query_lens), sum(key_lens)
+    shapes = (tokens, heads, nope + rope), (keys, heads, nope), (keys, rope), (keys, heads, value)
+    tensors = [torch.randn(*shape, dtype=torch.float64).to(dtype) for shape in shapes]
+    longest = max(query_lens), max(key_lens)
+    return tensors, (offsets(query_lens), offsets(key_lens), *longest, (nope + rope) ** -0.5)
+
+
+def joined(tensors):
+    """Return queries, whole keys and values."""
+    q, k_nope, k_pe, v = tensors
+    return q, torch.cat((k_nope, k_pe[:, None].expand(-1, k_nope.shape[1], -1)), dim=-1), v
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_within_the_budget(lengths, dtype, causal):
+    """Attend packed requests without an LSE -> the output is within the budget; rows without keys are exactly 0."""
+    tensors, rest = inputs(*LENGTHS[lengths], dtype)
+    value = flash_attn_varlen_shared_rope(*tensors, *rest, causal, return_lse=False, backend=NAME)
+    whole = joined(tensors)
+    low = reference.flash_attn_varlen(*whole, *rest, causal)
+    gold = reference.flash_attn_varlen(*[x.double() for x in whole], *rest, causal)
+    assert value.dtype == dtype
+    if dtype == torch.float64:
+        torch.testing.assert_close(value, gold.out, rtol=1e-12, atol=1e-13)
+    elif value.numel():
+        parity = compare("flash_attn_varlen", value, low.out, gold.out)
+        assert parity.passed, parity
+    empty = (gold.lse == -torch.inf).T
+    assert value[empty].eq(0).all()
+
+
+def test_values_are_padded_without_reading_neighbours():
+    """Attend with values narrower than keys, in a tensor with NaN behind each value -> no NaN in the output."""
+    (q, k, k_pe, v), rest = inputs([7, 3], [7, 3], torch.float32)
+    wide = torch.full((*v.shape[:2], 20), torch.nan)
+    wide[..., : v.shape[2]] = v
+    given = flash_attn_varlen_shared_rope(
+        q, k, k_pe, wide[..., : v.shape[2]], *rest, True, return_lse=False, backend=NAME
+    )
+    plain = flash_attn_varlen_shared_rope(q, k, k_pe, v, *rest, True, return_lse=False, backend=NAME)
+    assert torch.equal(given, plain) and plain.isfinite().all()
+
+
+def test_nan_stays_in_its_request():
+    (q, k, k_pe, v), rest = inputs([7, 3], [7, 3], torch.float32)
+    k[2], v[1] = torch.nan, torch.nan
+    out = flash_attn_varlen_shared_rope(q, k, k_pe, v, *rest, True, return_lse=False, backend=NAME)
+    assert out[:7].isnan().any() and out[7:].isfinite().all()
+
+
+def test_out_with_any_strides():
+    tensors, rest = inputs([7, 3], [7, 3], torch.float32)
+    made = torch.full((3, 10, 16), torch.nan).transpose(0, 1)
+    out = flash_attn_varlen_shared_rope(*tensors, *rest, True, return_lse=False, out=made, backend=NAME)
+    assert out is made
+    torch.testing.assert_close(
+        made, flash_attn_varlen_shared_rope(*tensors, *rest, True, return_lse=False, backend=NAME)
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (dict(return_lse=True), "returns no LSE"),
+        (dict(out_dtype=torch.float32), "writes torch.bfloat16, got torch.float32"),
+        (dict(value=24), "serves values that are not wider than keys, got 24 columns"),
+    ],
+)
+def test_refusals(change, reason):
+    """Ask for what SDPA cannot do -> the error names the reason, and nothing is replaced."""
+    tensors, rest = inputs([4], [4], torch.bfloat16, value=change.get("value", 16))
+    options = {key: value for key, value in change.items() if key != "value"}
+    with pytest.raises(UnsupportedConfiguration, match=f"^{NAME}: {reason}$"):
+        flash_attn_varlen_shared_rope(*tensors, *rest, True, backend=NAME, **{"return_lse": False, **options})
+
+
+def test_only_by_name():
+    """Choose a backend without a name -> never the adapter, although it could serve the call."""
+    request = backends.KernelRequest("flash_attn_varlen", torch.device("cpu"), torch.float32, out_dtype=torch.float32)
+    assert backends.select(request).name == "cpu" and backends.select(request, NAME).name == NAME
+
+
+def test_a_layer_with_the_adapter():
+    """Run a step without context and a step with context -> equal output, and one error that names the LSE."""
+    weights = make_weights(DIRECT, torch.float32)
+    ours = make_layer(fast, DIRECT, weights, torch.float32)
+    theirs = make_layer(fast, DIRECT, weights, torch.float32, backend=NAME)
+    options = dict(batch_invariant=True, dtype=torch.float32)  # queries of several tokens are prefills
+    builder = fast.MLAMetadataBuilder(DIRECT, 16, 128, 4, **options, backend=NAME)
+    plain = fast.MLAMetadataBuilder(DIRECT, 16, 128, 4, **options)
+    batch = make_batch([9, 5], [9, 5])
+    cache = new_cache(batch, DIRECT.head_size, torch.float32)
+    hidden = torch.randn(14, DIRECT.hidden_size)
+    step = hidden, positions_of([9, 5], [9, 5])
+    plan = builder.build(0, batch.common)
+    assert plan.prefill.backend == NAME and plan.num_prefills == 2
+    found = theirs(*step, cache.clone(), plan)
+    torch.testing.assert_close(found, ours(*step, cache.clone(), plain.build(0, batch.common)))
+    with pytest.raises(
+        ValueError, match=f"^metadata.prefill.backend: expected {NAME}, the backend of the layer, got cpu$"
+    ):
+        theirs(*step, cache.clone(), plain.build(0, batch.common))
+    later = make_batch([9, 5], [30, 25])
+    with pytest.raises(UnsupportedConfiguration, match=f"^{NAME}: .*returns no LSE$"):
+        builder.build(0, later.common)
+
+
+def test_a_wrong_state_of_a_backend(plain_errors):
+    """Return an output of another shape or dtype, or no LSE, from a backend -> an error that names the backend."""
+    state = AttentionState(torch.zeros(3, 2, 4), torch.zeros(2, 3))
+    given = "mine", "flash_attn_varlen"
+    rest = (3, 2, 4), torch.float32, torch.device("cpu")
+    backends.check_state(*given, tuple(state), *rest)
+    backends.check_state(*given, (state.out, None), *rest, lse=False)
+    backends.check_state("cpu", "flash_attn_varlen", None, *rest)
+    name = "the result of the backend mine for flash_attn_varlen"
+    for wrong, message in (
+        ((state.out[:2], state.lse), f"{name}: out: expected shape"),
+        ((state.out.double(), state.lse), f"{name}: out: expected dtype"),
+        ((state.out, state.lse.T), f"{name}: lse: expected shape"),
+        ((state.out, None), f"{name}: lse: expected a tensor"),
+        (state.out, f"{name}: expected a pair"),
+    ):
+        with pytest.raises((TypeError, ValueError)) as error:
+            backends.check_state(*given, wrong, *rest)
+        assert str(error.value).startswith(message), str(error.value)

@@ -1,0 +1,96 @@
+"""Tests of the command `python -m fast backends`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from fast import backends
+from fast.__main__ import main
+from fast.backends import Backend, OpSupport
+
+from ..support.backends import registered
+
+
+def run(capsys, *options) -> tuple[int, str, str]:
+    status = main(["backends", *options])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_json(capsys):
+    """Print the table as JSON -> every backend with its reasons, and the choice that `select` makes."""
+    status, out, err = run(capsys, "--device", "cpu", "--preset", "minicpm3", "--dtype", "bfloat16", "--json")
+    found = json.loads(out)
+    assert status == 0 and not err
+    assert (found["preset"], found["device"], found["dtype"]) == ("minicpm3", "cpu", "bfloat16")
+    assert set(found["chosen"].values()) == {"cpu"} and found["environment"] == {}
+    rows = {row["name"]: row for row in found["backends"]}
+    assert set(rows) == {each.name for each in backends.registered()}
+    assert not any(rows["cpu"]["ops"].values()) and set(rows["cpu"]["ops"]) == set(found["chosen"])
+    assert rows["hopper"]["ops"]["mla_decode"] == ["serves device cuda, got cpu"]
+    assert rows["torch_flash"]["library"] == "PyTorch" and rows["torch_flash"]["only_named"]
+    assert rows["torch_flash"]["ops"]["flash_attn_varlen"] == ["returns no LSE"]
+
+
+def test_tables(capsys, monkeypatch):
+    """Print tables with a backend whose package is missing -> its install hint, and what the environment binds."""
+    monkeypatch.setenv("MLA_DECODE_BACKEND", "cpu")
+    absent = Backend(
+        "absent", 99, "cpu", {"mla_decode": OpSupport(print)}, missing_package="nosuch", library="No Such",
+        install="pip install nosuch",
+    )  # fmt: skip
+    with registered(absent):
+        status, out, err = run(capsys, "--device", "cpu")
+    text = " ".join(out.replace("│", " ").split())
+    assert status == 0 and not err
+    assert "deepseek-v3 on cpu, float32" in text
+    assert "No Such 0 of 1 ops" in text and "needs the package nosuch" in text and "pip install nosuch" in text
+    assert "cpu, bound by MLA_DECODE_BACKEND" in text and text.count("bound by") == 3
+
+
+def test_missing_artifacts(capsys):
+    """Register a backend whose library lacks a file -> the reason of its function, which is called once."""
+    asked = []
+    lacking = Backend(
+        "lacking", 99, "cpu", {"mla_decode": OpSupport(print)}, library="L",
+        missing_artifacts=lambda: asked.append(1) or ["needs the file kernels.so"],
+    )  # fmt: skip
+    with registered(lacking):
+        assert not lacking.is_available()
+        request = backends.KernelRequest("mla_decode", torch.device("cpu"), torch.float32)
+        assert backends.select(request).name == "cpu"
+        assert lacking.validate_configuration(request) == ["lacking: needs the file kernels.so"]
+        status, out, _ = run(capsys, "--device", "cpu", "--json")
+    row = next(row for row in json.loads(out)["backends"] if row["name"] == "lacking")
+    assert status == 0 and row["missing"] == ["needs the file kernels.so"] and asked == [1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--backend", "tritn"], "backend: expected one of"),
+        (["--block-size", "0"], "--block-size: expected at least 1, got 0"),
+        (["--device", "cuda"], "--device: expected a device that torch sees, got cuda"),
+        (["--device", "nosuch"], "--device: expected cpu, cuda or cuda:N, got 'nosuch'"),
+    ],
+)
+def test_errors(options, message, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    status, out, err = run(capsys, *options)
+    assert status == 2 and not out and err.startswith("error: ") and message in err and err.count("\n") == 1
+
+
+def test_families(monkeypatch):
+    """Declare a priority for one family of GPUs -> it counts on this family alone."""
+    monkeypatch.setattr(backends.Backend, "validate_configuration", lambda self, request: [])
+    usual = {"mla_decode": OpSupport(print, family_priorities={"10.x": 99})}
+    with registered(Backend("newer", 1, "cuda", usual)):
+        request = backends.KernelRequest("mla_decode", torch.device("cuda"), torch.bfloat16)
+        for capability, wanted in (((9, 0), "hopper"), ((10, 0), "newer"), ((10, 3), "newer"), ((12, 0), "hopper")):
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, found=capability: found)
+            assert backends.select(request).name == wanted
+    with pytest.raises(ValueError, match=r'^family_priorities: expected families such as "9.x", got 10$'):
+        OpSupport(print, family_priorities={"10": 1})

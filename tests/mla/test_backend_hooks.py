@@ -1,0 +1,172 @@
+"""Tests of the hooks that a builder and the layers call on the backend of a step's prefills."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+import fast
+from fast.backends import Backend
+from fast.backends.own import CPU
+from fast.mla.backend_hooks import BackendHooks
+from reference.interfaces import PrefillMetadata, UnsupportedConfiguration
+
+from ..support.backends import registered
+from ..support.factories import (
+    DIRECT,
+    assert_same_bits,
+    make_batch,
+    make_layer,
+    make_weights,
+    new_cache,
+    positions_of,
+)
+
+CALLS: list[tuple] = []
+OP = "flash_attn_varlen"
+
+
+@dataclass(frozen=True, eq=False)
+class ScheduledPrefill(PrefillMetadata):
+    """The prefill part of a plan, with what a library would plan once for all layers."""
+
+    made_for: str = ""
+
+
+class Recorder(BackendHooks):
+    """Hooks that note each call, and that otherwise do what the hooks of the own backends do."""
+
+    def create_builder_state(self, config, cache_format, layer_names, device):
+        CALLS.append(("state", config, cache_format.name, layer_names, device.type))
+        return {"steps": 0}
+
+    def post_process_prefill_metadata(self, prefill, state, query_start_loc):
+        state["steps"] += 1
+        CALLS.append(("prefill", query_start_loc.tolist(), len(prefill.context_chunks), state["steps"]))
+        fields = {name: getattr(prefill, name) for name in PrefillMetadata.__dataclass_fields__}
+        return ScheduledPrefill(**fields, made_for="step")
+
+    def finalize_metadata(self, metadata, state):
+        CALLS.append(("plan", metadata.prefill.made_for, metadata.num_decodes, metadata.schedule is not None))
+        return metadata
+
+    def run_prefill_new_tokens(self, inputs, metadata, *rest):
+        CALLS.append(("new tokens", inputs.q.shape[0], metadata.backend))
+        return super().run_prefill_new_tokens(inputs, metadata, *rest)
+
+    def run_prefill_context_chunk(self, inputs, metadata, chunk, softmax_scale):
+        CALLS.append(("chunk", inputs.k.shape[0], metadata.backend))
+        return super().run_prefill_context_chunk(inputs, metadata, chunk, softmax_scale)
+
+
+def hooked(name: str = "hooked", **changes) -> Backend:
+    return Backend(name, 50, "cpu", {OP: replace(CPU.ops[OP], **changes)}, hooks=f"{__name__}:Recorder")
+
+
+@pytest.fixture(autouse=True)
+def no_calls():
+    CALLS.clear()
+
+
+def step(query_lens, seq_lens, builder, layer):
+    """Run one step of a layer; return its plan, its output and its cache."""
+    batch = make_batch(query_lens, seq_lens)
+    cache = new_cache(batch, DIRECT.head_size, torch.float32)
+    torch.manual_seed(len(query_lens))
+    hidden = torch.randn(sum(query_lens), DIRECT.hidden_size)
+    plan = builder.build(0, batch.common)
+    return plan, layer(hidden, positions_of(query_lens, seq_lens), cache, plan), cache
+
+
+def make(backend=None):
+    layer = make_layer(fast, DIRECT, make_weights(DIRECT, torch.float32), torch.float32, backend=backend)
+    names = ("layers.0", "layers.1")
+    options = dict(workspace_tokens=16, batch_invariant=True, dtype=torch.float32, layer_names=names, backend=backend)
+    return fast.MLAMetadataBuilder(DIRECT, 16, 128, 8, **options), layer
+
+
+def test_order_of_the_hooks(monkeypatch):
+    """Plan and run steps -> the state once, then for each step the prefill, the plan, the new tokens and the chunks."""
+    monkeypatch.setattr("fast.mla.builder.MLAMetadataBuilder._with_hints", lambda self, metadata, *_: metadata)
+    torch.manual_seed(0)
+    weights = make_weights(DIRECT, torch.float32)
+    plain = make_layer(fast, DIRECT, weights, torch.float32)
+    own = fast.MLAMetadataBuilder(DIRECT, 16, 128, 8, workspace_tokens=16, batch_invariant=True, dtype=torch.float32)
+    with registered(hooked()):
+        torch.manual_seed(0)
+        layer = make_layer(fast, DIRECT, weights, torch.float32, backend={OP: "hooked"})
+        builder, _ = make({OP: "hooked"})
+        lens = [1, 6, 4], [20, 6, 24]
+        state = torch.get_rng_state()
+        plan, found, cache = step(*lens, builder, layer)
+        assert type(plan.prefill) is ScheduledPrefill and plan.prefill.backend == "hooked"
+        assert [part.plan.backend for part in plan.prefill.parts] == ["hooked", "hooked"]
+        chunks = plan.prefill.context_chunks
+        assert CALLS[0] == ("state", DIRECT, "compute_dtype", ("layers.0", "layers.1"), "cpu")
+        assert CALLS[1:3] == [("prefill", [0, 6, 10], len(chunks), 1), ("plan", "step", 1, False)]
+        assert CALLS[3:5] == [("new tokens", 6, "hooked"), ("new tokens", 4, "hooked")]
+        assert CALLS[5:] == [("chunk", chunk.num_tokens, "hooked") for chunk in chunks] and len(chunks) == 2
+        CALLS.clear()
+        builder.build(0, make_batch([3], [3]).common)
+        assert [call[0] for call in CALLS] == ["prefill", "plan"] and CALLS[0][-1] == 2
+        CALLS.clear()
+        assert builder.build(0, make_batch([1, 1], [9, 4]).common).prefill.backend is None and not CALLS
+    torch.set_rng_state(state)
+    _, wanted, other = step(*lens, own, plain)
+    assert_same_bits(found, wanted)
+    assert_same_bits(cache, other)
+
+
+def test_own_backends_are_named_too():
+    builder, layer = make()
+    plan, _, _ = step([5], [30], builder, layer)
+    assert plan.prefill.backend == "cpu" and type(plan.prefill) is PrefillMetadata
+
+
+def test_the_backend_of_a_step_depends_on_the_step():
+    """Register a backend without an LSE -> it serves steps without context, and `cpu` serves steps with context."""
+    with registered(hooked("no_lse", lse=False)):
+        builder, layer = make()
+        assert step([5, 3], [5, 3], builder, layer)[0].prefill.backend == "no_lse"
+        assert step([5, 3], [5, 30], builder, layer)[0].prefill.backend == "cpu"
+
+
+def test_a_layer_bound_to_another_backend_refuses_the_plan():
+    with registered(hooked()):
+        builder, _ = make({OP: "hooked"})
+        _, layer = make({OP: "cpu"})
+        batch = make_batch([4], [4])
+        cache = new_cache(batch, DIRECT.head_size, torch.float32)
+        before = cache.clone()
+        plan = builder.build(0, batch.common)
+        with pytest.raises(ValueError, match="^metadata.prefill.backend: expected cpu, .* of the layer, got hooked$"):
+            layer(torch.randn(4, DIRECT.hidden_size), positions_of([4], [4]), cache, plan)
+        assert_same_bits(cache, before)
+
+
+def test_wrong_hooks():
+    """Name hooks of another type, or return another type from a hook -> an error with the name of the backend."""
+    with registered(replace(hooked(), hooks=f"{__name__}:ScheduledPrefill")):
+        builder, _ = make({OP: "hooked"})
+        with pytest.raises(TypeError):
+            builder.build(0, make_batch([4], [4]).common)
+    with registered(replace(hooked(), hooks=f"{__name__}:NothingBack")):
+        builder, _ = make({OP: "hooked"})
+        with pytest.raises(TypeError, match="^the prefill of the backend hooked: expected a PrefillMetadata, got None"):
+            builder.build(0, make_batch([4], [4]).common)
+
+
+class NothingBack(BackendHooks):
+    """Hooks that lose the plan."""
+
+    def post_process_prefill_metadata(self, prefill, state, query_start_loc):
+        return None
+
+
+def test_no_backend_for_a_step():
+    with registered(hooked(lse=False)):
+        builder, _ = make({OP: "hooked"})
+        with pytest.raises(UnsupportedConfiguration, match="^hooked: .*returns no LSE$"):
+            builder.build(0, make_batch([4], [30]).common)
