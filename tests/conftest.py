@@ -15,7 +15,8 @@ import zlib
 
 if (WORKERS := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
     # this must precede the first import of torch; the processes that tests start inherit the variable
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // WORKERS)))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // WORKERS)))
 
 if importlib.util.find_spec("beartype") is not None:
     from jaxtyping import install_import_hook

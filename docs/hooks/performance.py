@@ -24,6 +24,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import Files
 from mkdocs.structure.pages import Page
+from prefill_backends import prefill_backends_table
 from ranks import ranks_table
 from steps import NOT_MEASURED, host_table, not_measured, step_bars, step_table
 from weights import expansions_table, products_table, scales_table
@@ -251,6 +252,10 @@ class Results:
         """
         drawings = {"products": products_table, "expansions": expansions_table, "scales": scales_table}
         return self._whole(name, drawings[part])
+
+    def prefill_backends(self, name: str) -> str:
+        """Return the facts, table and command of a results file of tests.benchmarks.backends."""
+        return self._whole(name, prefill_backends_table)
 
     def measured(self, name: str, *ways: str) -> str:
         """Return the facts and the command of a results file, and a table of times for each of `ways` (see `times`)."""

@@ -210,7 +210,7 @@ def _launch_attention(
     )  # fmt: skip
     backends.check_state(
         backend, "flash_attn_varlen", state, (*q.shape[:2], v.shape[2]), out_dtype, q.device,
-        lse=not written or written[1] is not None,
+        not written or written[1] is not None, written or (None, None),
     )  # fmt: skip
     return state
 

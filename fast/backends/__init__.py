@@ -66,6 +66,7 @@ from .selection import (
     decode_request,
     query_lens_of,
     select,
+    select_for_all,
     state_request,
 )
 
@@ -103,6 +104,7 @@ __all__ = [
     "register",
     "registered",
     "select",
+    "select_for_all",
     "signature_of",
     "state_request",
     "support_of",

@@ -1,6 +1,7 @@
 """Backends that the environment names: the variables MLA_PREFILL_BACKEND and MLA_DECODE_BACKEND.
 
-The constructors of `MLAAttention` and `MLAMetadataBuilder` read the variables once. A variable binds its ops to the
+The constructors of `MLAAttention` and `MLAMetadataBuilder` read the variables once; `warmup`, `explain` and the
+commands `python -m fast` and `python -m fast backends` read them in each call. A variable binds its ops to the
 backend that it names, except ops that the argument `backend=` of the constructor binds. An empty variable counts as
 not set. Functions that are called directly, such as `mla_decode`, do not read the environment.
 """
@@ -48,5 +49,5 @@ def bind_with_environment(backend: BackendChoice, ops: Iterable[str] | None = No
     if not found:
         return bound
     merged = BoundOps({**(bound or {}), **{op: os.environ[variable] for op, variable in found.items()}})
-    merged.variables = found
+    merged.variables = {**({} if bound is None else bound.variables), **found}
     return merged

@@ -122,7 +122,8 @@ def explain(
     If `backend` is given or the environment names a backend (`fast.backends.environment`), each line also has the word
     "bound" or "chosen". "bound" means that the argument `backend` names the backend of the op, and "bound by" is
     followed by the variable of the environment that names it. "chosen" means that neither names a backend for the op,
-    so that the backend with the highest priority serves the op.
+    so that the backend with the highest priority serves the op. The line of `flash_attn_varlen` is about a call with
+    the LSE; a prefill without context needs no LSE.
 
     Args:
         config: configuration of the layer.

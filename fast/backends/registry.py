@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -226,10 +227,11 @@ class Backend:
         library: the library that has the kernels, such as "PyTorch"; None for kernels of this package.
         install: how to get a missing package, such as "pip install flash-attn"; None if there is nothing to say.
         missing_artifacts: a function without arguments, or its dotted path "package.module:function", that returns what
-            else is missing on this machine, such as a shared library. It is called once, when a call needs the backend.
+            else is missing on this machine, such as a shared library, as a list of texts. It is called once, when the
+            backend could otherwise serve a call.
         only_named: if True, the backend serves only calls that name it; `backend=None` never chooses it.
-        hooks: class of the backend's hooks, a subclass of `fast.mla.backend_hooks.BackendHooks`, or its dotted path
-            "package.module:Class"; None for a backend without hooks of its own.
+        hooks: class of the hooks for steps with prefills, a subclass of `fast.mla.backend_hooks.BackendHooks`, or its
+            dotted path "package.module:Class"; None for a backend without hooks of its own.
     """
 
     name: str
@@ -259,6 +261,11 @@ class Backend:
         check_flag("only_named", self.only_named)
         for name in ("library", "install"):
             check_type(name, getattr(self, name), (str, type(None)), "a str or None")
+        for name, what in (("missing_artifacts", "function"), ("hooks", "Class")):
+            given = getattr(self, name)
+            path = isinstance(given, str) and re.fullmatch(r"[\w.]+:\w+", given)
+            check(given is None or bool(path) or callable(given), name, f'None, a {what.lower()} or "package.module:'
+                  f'{what}"', given)  # fmt: skip
 
     def priority_of(self, op: str, family: str | None = None) -> int:
         """Return the priority for an op: of the family of devices, else of the op, else of the backend.
@@ -293,7 +300,6 @@ class Backend:
         """Return every reason why this backend cannot serve `request`; an empty list if it can serve `request`."""
         reasons = []
         support = self.ops.get(request.op)
-        reasons += self.missing()
         needed = [request.op] if support is None or support.reads is None else [request.op, support.reads]
         reasons += [f"has no kernel for {op}" for op in needed if op not in self.ops]
         if request.device.type != self.device_type:
@@ -308,10 +314,13 @@ class Backend:
                 reasons.append(f"needs a compute capability of at least {self.capability}{below}, got {found}")
         if support is not None:
             reasons += support.reasons(request)
+        if self.missing_package is not None or not reasons:  # look for artifacts only if the call needs them
+            reasons = [*self.missing(), *reasons]
         return [f"{self.name}: {reason}" for reason in reasons]
 
 
 _REGISTERED: dict[str, Backend] = {}
+_ARTIFACTS: dict[Any, tuple[str, ...]] = {}  # results of `Backend.missing_artifacts` by function or path
 _ENTRY_POINTS_READ: list[bool] = []  # empty until the entry points are read
 _ON_CHANGE: list[Callable[[], object]] = []  # functions to call when a backend is registered or removed
 
@@ -408,10 +417,14 @@ def by_priority(op: str, device: torch.device) -> tuple[Backend, ...]:
     return tuple(sorted(candidates, key=lambda candidate: -candidate.priority_of(op, family)))
 
 
-@functools.cache
+@torch.compiler.assume_constant_result  # `torch.compile` calls this function and does not trace it
 def _artifacts_missing(function: str | Callable[[], list[str]]) -> tuple[str, ...]:
     """Return the result of `Backend.missing_artifacts`; call the function once in a process."""
-    return tuple((_imported(function) if isinstance(function, str) else function)())
+    if function not in _ARTIFACTS:
+        found = (_imported(function) if isinstance(function, str) else function)()
+        check_type("the result of missing_artifacts", found, (list, tuple), "a list of reasons")
+        _ARTIFACTS[function] = tuple(found)
+    return _ARTIFACTS[function]
 
 
 def support_of(name: str, op: str) -> OpSupport:

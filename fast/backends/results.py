@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from reference.interfaces import check, check_tensor, wide_dtype
 
@@ -13,7 +14,7 @@ from .own import OWN_BACKENDS
 
 def check_state(
     backend: str, op: str, state: Any, shape: tuple[int, ...], out_dtype: torch.dtype,
-    device: torch.device, lse: bool = True,
+    device: torch.device, lse: bool = True, written: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> None:  # fmt: skip
     """Check the attention state that a backend returned; do nothing for the backends of this package.
 
@@ -25,9 +26,12 @@ def check_state(
         out_dtype: dtype of the output.
         device: device of the output.
         lse: whether the call needs the LSE.
+        written: tensors of the output and the LSE into which the backend had to write; None for a new tensor.
 
     Raises:
-        ValueError: the output or the LSE has a wrong shape, dtype or device; the message names the backend.
+        TypeError: the output or the LSE is not a tensor.
+        ValueError: the result is not a pair; the output or the LSE has a wrong shape, dtype or device, or is not the
+            tensor into which the backend had to write. The message names the backend.
     """
     if backend in OWN_BACKENDS:
         return
@@ -37,3 +41,6 @@ def check_state(
     check_tensor(f"{name}: out", state[0], shape, (out_dtype,), device)
     if lse:
         check_tensor(f"{name}: lse", state[1], (shape[1], shape[0]), (wide_dtype(out_dtype),), device)
+    for part, made, given in zip(("out", "lse"), state, written, strict=True):
+        if given is not None and made is not given:
+            check(False, f"{name}: {part}", "the tensor into which the backend had to write", "another tensor")

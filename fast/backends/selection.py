@@ -83,14 +83,33 @@ def select(request: KernelRequest, backend: BackendChoice = None) -> Backend:
         UnsupportedConfiguration: no backend that `backend` allows can serve the request; the error lists all reasons.
     """
     check_request(request)
-    name = name_for(request.op, backend)
-    tried = candidates(request.op, request.device, name)
+    return select_for_all((request,), backend)
+
+
+def select_for_all(requests: tuple[KernelRequest, ...], backend: BackendChoice = None) -> Backend:
+    """Return the backend that serves several requests for one op, with the highest priority.
+
+    Args:
+        requests: properties of the calls; at least one request, all for the same op and device.
+        backend: as in `select`.
+
+    Raises:
+        ValueError: as in `select`.
+        UnsupportedConfiguration: no backend that `backend` allows can serve all requests.
+    """
+    op, device = requests[0].op, requests[0].device
+    name = name_for(op, backend)
+    tried = candidates(op, device, name)
     for candidate in tried:
-        if request.op in candidate.ops and not candidate.validate_configuration(request):
+        if op in candidate.ops and not any(candidate.validate_configuration(request) for request in requests):
             return candidate
-    raise UnsupportedConfiguration(
-        [reason for candidate in tried for reason in reasons_against(candidate, request, name is not None)]
-    )
+    found = [
+        reason
+        for candidate in tried
+        for request in requests
+        for reason in reasons_against(candidate, request, name is not None)
+    ]
+    raise UnsupportedConfiguration(list(dict.fromkeys(found)))
 
 
 def reasons_against(candidate: Backend, request: KernelRequest, is_named: bool = False) -> list[str]:

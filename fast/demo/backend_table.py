@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,9 @@ from reference.interfaces import CACHE_FORMATS, COMPUTE_FORMAT, PRESETS, MLAConf
 from .. import backends
 from ..backends.selection import reasons_against
 from .job import DTYPES, one_line
+
+WITHOUT = ", without context"
+NO_CONTEXT = "flash_attn_varlen" + WITHOUT  # label of the attention of prompts without context, which needs no LSE
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -70,9 +74,10 @@ def examine(args: argparse.Namespace) -> dict[str, Any]:
     """Return which backends can serve the ops of a model, and which are chosen.
 
     Returns:
-        A dict with the keys `preset`, `device`, `dtype`, `cache_format` and `block_size`; `environment`, the variables
-        that were read; `backends`, a list with name, library, availability and the ops of each backend, with the
-        reasons against it; and `chosen`, a mapping from op to the name of a backend, or None.
+        A dict with the keys `preset`, `device`, `dtype`, `cache_format` and `block_size`; `environment`, a mapping from
+        op to the variable that binds the op; `backends`, a list with name, library, what is missing on the machine, and
+        for each op of the backend the reasons against it; and `chosen`, a mapping from op to the name of a backend, or
+        None. The attention of prefills has two entries: with the LSE, for prompts with context, and NO_CONTEXT.
 
     Raises:
         ValueError: the device, the block size, the backend or a variable of the environment is invalid.
@@ -82,25 +87,30 @@ def examine(args: argparse.Namespace) -> dict[str, Any]:
         device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:
         raise ValueError(f"--device: expected cpu, cuda or cuda:N, got {args.device!r}") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device: expected a device that torch sees, got {args.device}")
+    present = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and (device.index or 0) >= present):
+        raise ValueError(f"--device: expected cpu or one of the {present} CUDA devices that torch sees, got {device}")
     if args.block_size < 1:
         raise ValueError(f"--block-size: expected at least 1, got {args.block_size}")
     dtype = args.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     config, cache_format = MLAConfig(**PRESETS[args.preset]), CACHE_FORMATS[args.cache_format]
     bound = backends.bind_with_environment(args.backend)
-    requests = backends.layer_requests(config, device, DTYPES[dtype], args.block_size, cache_format)
+    requests = {
+        request.op: request
+        for request in backends.layer_requests(config, device, DTYPES[dtype], args.block_size, cache_format)
+    }
+    requests[NO_CONTEXT] = dataclasses.replace(requests["flash_attn_varlen"], lse=False, out_dtype=DTYPES[dtype])
     chosen: dict[str, str | None] = {}
-    for request in requests:
+    for label, request in requests.items():
         try:
-            chosen[request.op] = backends.select(request, bound).name
+            chosen[label] = backends.select(request, bound).name
         except UnsupportedConfiguration:
-            chosen[request.op] = None
+            chosen[label] = None
     rows = []
     for candidate in backends.registered():
         ops = {
-            request.op: reasons_against(candidate, request, is_named=True)
-            for request in requests
+            label: reasons_against(candidate, request, is_named=True)
+            for label, request in requests.items()
             if request.op in candidate.ops
         }
         rows.append({
@@ -128,7 +138,7 @@ def show(found: dict[str, Any]) -> None:
         markup=False,
     )
     table = Table(title="backends")
-    for column in ("name", "kernels of", "can serve", "reasons against the other ops"):
+    for column in ("name", "kernels of", "can serve", "reasons against the others"):
         table.add_column(column)
     for row in found["backends"]:
         serves = [op for op, reasons in row["ops"].items() if not reasons]
@@ -140,6 +150,6 @@ def show(found: dict[str, Any]) -> None:
     table.add_column("op")
     table.add_column("backend")
     for op, name in found["chosen"].items():
-        variable = found["environment"].get(op)
+        variable = found["environment"].get(op.removesuffix(WITHOUT))
         table.add_row(op, (name or "none can serve it") + ("" if variable is None else f", bound by {variable}"))
     console.print(table)

@@ -4,7 +4,8 @@ A library may need more than the arguments of one call. For example, it makes a 
 workspace for all layers. The `Backend` then names a subclass of `BackendHooks` in its field `hooks`. All other
 backends, the backends of this package too, have the methods of `BackendHooks` itself.
 
-A builder calls the hooks of a step in this order:
+`MLAMetadataBuilder.build` calls the hooks of a step with prefills in this order. Steps of decodes alone, plans for CUDA
+graphs and plans of `build_mla_metadata` call no hooks.
 
 1. `create_builder_state`, once for each backend and device.
 2. `post_process_prefill_metadata`, with the prefill part of the plan. It may return a subclass of `PrefillMetadata`,
@@ -37,6 +38,7 @@ from reference.interfaces import (
 from .. import backends
 from ..attention.varlen import AttentionInputs, attend
 from ..backends import BackendChoice
+from ..backends.selection import named
 
 
 class BackendHooks:
@@ -68,6 +70,8 @@ class BackendHooks:
     ) -> PrefillMetadata:
         """Return the prefill part of a plan, which the backend may change or replace by an object of a subclass.
 
+        A subclass must be a `dataclass(frozen=True, eq=False)` like `PrefillMetadata`, and keep the field `backend`.
+
         Args:
             prefill: prefill part of the plan. `prefill.parts` contains plans of some of its requests, for which the
                 backend is called too.
@@ -80,7 +84,7 @@ class BackendHooks:
         """Return the plan of a step, which the backend may change, for example to add a schedule of its library.
 
         Args:
-            metadata: the plan, with the result of `post_process_prefill_metadata`.
+            metadata: the plan, with the result of `post_process_prefill_metadata`, and with its schedule or cascade.
             state: result of `create_builder_state`.
         """
         return metadata
@@ -97,7 +101,7 @@ class BackendHooks:
             softmax_scale: factor of the scores.
             out_dtype: dtype of the output.
             return_lse: whether the result is an `AttentionState`, or the output alone.
-            out: tensor [T, N, V] that receives the output; None allocates a tensor.
+            out: tensor [T, N, V] that receives the output and is returned; None allocates a tensor.
             out_is_checked: whether the caller has checked `out`.
         """
         longest = metadata.max_query_len
@@ -129,7 +133,7 @@ class BackendHooks:
 @functools.cache
 def _hooks_of(name: str) -> BackendHooks:
     """Return the hooks of a registered backend; `forget_hooks` empties the cache."""
-    given = next(each.hooks for each in backends.registered() if each.name == name)
+    given = named(name, "metadata.prefill.backend").hooks
     if given is None:
         return BackendHooks(name)
     if isinstance(given, str):

@@ -34,6 +34,7 @@ from reference.interfaces import (
     batch_of_capture,
     batch_of_update,
     captured_tensors,
+    check,
     check_batch_size,
     check_captured,
     check_chunking,
@@ -53,19 +54,19 @@ from reference.interfaces import (
     graph_kind,
     has_host_lens,
     reorder_batch_threshold,
-    wide_dtype,
     write_captured,
 )
 
-from ..backends import BackendChoice, KernelRequest, bind_with_environment, select
+from ..backends import BackendChoice, bind_with_environment
 from ..planning.batch import reorder_batch_to_split_decodes_and_prefills
 from ..planning.shared_prefix import split_shared_prefix
-from .backend_hooks import hooks_of
+from .backend_hooks import BackendHooks, hooks_of
 from .captured import plan_captured_decodes
 from .cascade import use_cascade_attention
 from .choose_path import choose_paths
 from .device_choices import DecodeLayer, ProgramsAndCosts
 from .metadata import PLANNING_OPS, _rank_local_decode_lens, _with_schedule, build_mla_metadata
+from .prefill_choice import choose_prefill_backend
 from .staging import StagingBuffer
 
 
@@ -101,8 +102,8 @@ class MLAMetadataBuilder:
         schedule_costs: costs from which schedules are computed; None takes the costs of the device (`schedule_costs`).
         cache_format: format of the cache. It influences `choose_path`, the choice of a cascade, and the schedule.
             Layers with another format refuse the plans.
-        dtype: dtype of queries and keys. It influences the same choices as `cache_format`. A plan is valid for any
-            dtype.
+        dtype: dtype of queries and keys. It influences the same choices as `cache_format`, and the backend of the
+            prefills, which a plan names. A layer of another dtype refuses the plan if this backend does not support it.
         graph_support: batches for which a captured CUDA graph can be replayed (`GraphSupport`). None takes
             ONE_QUERY_LEN if `query_len_support` is UNIFORM, and ANY otherwise. If all requests of a
             graph have one query token, the plan of the graph has the kind ONE_QUERY_LEN, which more backends support.
@@ -184,7 +185,7 @@ class MLAMetadataBuilder:
         self._decode_config = dataclasses.replace(config, num_heads=self._decode_heads)
         self._staging, self.workspace = StagingBuffer(), ContextWorkspace()
         self.layer_names = layer_names
-        self._backend_states: dict[tuple[str, torch.device], Any] = {}  # results of `create_builder_state`
+        self._backend_states: dict[tuple[BackendHooks, torch.device], Any] = {}  # results of `create_builder_state`
 
     def build(self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool = False) -> MLAMetadata:
         """Return the plan of one step.
@@ -204,6 +205,8 @@ class MLAMetadataBuilder:
                 - `common_prefix_len` is longer than a context;
                 - a request on the absorbed path comes after a request on the expanded path;
                 - the batch has more than `max_num_seqs` requests, or a request has more than `max_model_len` tokens.
+
+            UnsupportedConfiguration: no backend that `backend` allows can serve the prefills of the step.
         """
         check_int("common_prefix_len", common_prefix_len, 0)
         check_flag("fast_build", fast_build)
@@ -223,34 +226,33 @@ class MLAMetadataBuilder:
             metadata = self._with_hints(metadata, common_prefix_len, common)
         if not metadata.num_prefills:
             return metadata
-        name, device = metadata.prefill.backend, common.block_table.device
-        return hooks_of(name).finalize_metadata(metadata, self._backend_state(name, device))
+        name, hooks = metadata.prefill.backend, hooks_of(metadata.prefill.backend)
+        metadata = hooks.finalize_metadata(metadata, self._backend_state(hooks, common.block_table.device))
+        check_type(f"the plan of the backend {name}", metadata, MLAMetadata)
+        check(metadata.prefill.backend == name, f"the plan of the backend {name}: prefill.backend", name,
+              metadata.prefill.backend)  # fmt: skip
+        return metadata
 
     def _with_prefill_backend(self, metadata: MLAMetadata) -> MLAMetadata:
         """Return the plan with the backend that serves the attention of its prefills, chosen from the step's shapes."""
-        prefill, c = metadata.prefill, self.config
-        device = prefill.block_table.device
-        needs_lse = bool(prefill.context_chunks)
-        request = KernelRequest(
-            "flash_attn_varlen", device, self.dtype, (("qk_head_dim", c.qk_head_dim), ("v_head_dim", c.v_head_dim)),
-            query_lens=QueryLenSupport.VARLEN, out_dtype=wide_dtype(self.dtype) if needs_lse else self.dtype,
-            mask="causal", lse=needs_lse,
-        )  # fmt: skip
-        name = select(request, self.backend).name
+        prefill = metadata.prefill
+        name = choose_prefill_backend(prefill, self.config, self.dtype, self.backend)
+        hooks = hooks_of(name)
         parts = tuple(
             dataclasses.replace(part, plan=dataclasses.replace(part.plan, backend=name)) for part in prefill.parts
         )
         prefill = dataclasses.replace(prefill, backend=name, parts=parts)
-        state = self._backend_state(name, device)
-        prefill = hooks_of(name).post_process_prefill_metadata(prefill, state, prefill.query_start_loc)
+        state = self._backend_state(hooks, prefill.block_table.device)
+        prefill = hooks.post_process_prefill_metadata(prefill, state, prefill.query_start_loc)
         check_type(f"the prefill of the backend {name}", prefill, PrefillMetadata)
+        check(prefill.backend == name, f"the prefill of the backend {name}: backend", name, prefill.backend)
         return dataclasses.replace(metadata, prefill=prefill)
 
-    def _backend_state(self, name: str, device: torch.device) -> Any:
+    def _backend_state(self, hooks: BackendHooks, device: torch.device) -> Any:
         """Return what the hooks of a backend keep for this builder; the first call for a device creates it."""
-        key = name, device
+        key = hooks, device
         if key not in self._backend_states:
-            self._backend_states[key] = hooks_of(name).create_builder_state(
+            self._backend_states[key] = hooks.create_builder_state(
                 self.config, self.cache_format, self.layer_names, device
             )
         return self._backend_states[key]

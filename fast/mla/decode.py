@@ -249,7 +249,8 @@ def _launch_decode(
         softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, invariant_split_rule(*split_rule),
         format_named(cache_format), kv_scale, *out, **modes,
     )  # fmt: skip
-    backends.check_state(backend, "mla_decode", state, tuple(ql_nope.shape), out_dtype, ql_nope.device)
+    shape, written = tuple(ql_nope.shape), (*out, None) if out else (None, None)
+    backends.check_state(backend, "mla_decode", state, shape, out_dtype, ql_nope.device, written=written)
     return state
 
 

@@ -58,12 +58,14 @@ from .absorbed_path import absorbed_queries, decode
 from .context_parallel import DCP_DECODE_OPS, dcp_gather_context
 from .memory_profile import reserve_for_step, touch_largest
 from .new_tokens import NewTokens, frequencies_for, measure_step, write_tokens
-from .prefill import PREFILL_OPS, check_prefill_backend, forward_prefill, gather_context, rows_of
+from .prefill import PREFILL_OPS, forward_prefill, gather_context, rows_of
+from .prefill_choice import check_prefill_backend
 from .weight_views import AttentionWeights, WeightViews, dense_weight_of, refresh
 from .weights import split_kv_b_proj
 
 _check_forward_attention = backends.CheckedOnce(check_forward_attention)
 _check_inputs = backends.CheckedOnce(check_layer_inputs)
+_check_prefill_backend = backends.CheckedOnce(check_prefill_backend)
 _check_rms_norm = backends.CheckedOnce(check_rms_norm)
 _check_step = backends.CheckedOnce(check_step)
 LAYER_OPS = (
@@ -403,7 +405,7 @@ class MLAAttention(nn.Module):
             touch_largest(q, kv_c_normed, w_uk, w_uv, c, *largest, self.context_parallel, weights.expand)
             output.zero_()
             return
-        self._check_step(metadata, q, kv_cache)
+        self._check_step(metadata, q, kv_cache, output_scale is not None)
         workspace, _ = reserve_for_step(self, metadata, q)
         split, end = metadata.num_decode_tokens, metadata.num_actual_tokens
         q_nope, q_pe = q.split_with_sizes([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
@@ -424,11 +426,11 @@ class MLAAttention(nn.Module):
         if end < output.shape[0]:
             output[end:] = 0
 
-    def _check_step(self, metadata: MLAMetadata, q: Tensor, kv_cache: Tensor) -> None:
-        """Raise if the plan of a step does not fit the layer, the queries or the cache."""
+    def _check_step(self, metadata: MLAMetadata, q: Tensor, kv_cache: Tensor, in_e4m3: bool = False) -> None:
+        """Raise if the plan of a step does not fit the layer, the queries, the cache or an output in e4m3."""
         _check_step(metadata, q.shape[0], kv_cache, self.workspace_tokens, self.cache_format, self.fp8_mode)
         check_step_values(metadata, kv_cache)
-        check_prefill_backend(metadata.prefill, self.backend, "metadata.prefill", "the backend of the layer")
+        _check_prefill_backend(metadata.prefill, self.config, q.dtype, self.backend, in_e4m3)
         check_step_ownership(metadata, self.context_parallel)
 
     def _prefill(self, q, kv_c_normed, k_pe, kv_cache, metadata, output, weights, workspace, output_scale=None) -> None:

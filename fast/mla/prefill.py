@@ -23,7 +23,6 @@ from reference.interfaces import (
     ContextChunk,
     ContextWorkspace,
     PrefillMetadata,
-    check,
     check_context,
     check_context_workspace,
     check_expanded,
@@ -44,9 +43,9 @@ from .. import backends
 from ..attention.merge import merge_states
 from ..attention.varlen import AttentionInputs
 from ..backends import BackendChoice
-from ..backends.selection import name_for
 from ..cache.latent import gather_and_maybe_dequant_cache
 from .backend_hooks import BackendHooks, hooks_of
+from .prefill_choice import check_same_backend
 from .weights import expand_into
 
 _check_context = backends.CheckedOnce(check_context)
@@ -101,24 +100,9 @@ def run_prefill_new_tokens(
     return _attend_new_tokens(q, k_nope, k_pe, v, metadata, softmax_scale, dtype, return_lse, out, hooks)
 
 
-def check_prefill_backend(metadata: PrefillMetadata, backend: BackendChoice, argument: str, whose: str) -> None:
-    """Raise ValueError if `backend` binds the attention of a prefill to another backend than the plan names.
-
-    Args:
-        metadata: prefill part of the plan.
-        backend: a name, a mapping from op to name, or None.
-        argument: name of `metadata`, for the error.
-        whose: whose backend `backend` is, for the error.
-    """
-    if metadata.backend is not None:
-        bound = name_for("flash_attn_varlen", backend)
-        if bound not in (None, metadata.backend):
-            check(False, f"{argument}.backend", f"{bound}, {whose}", metadata.backend)
-
-
 def _hooks(metadata: PrefillMetadata, backend: BackendChoice) -> BackendHooks:
     """Return the hooks of the backend that the plan names; if the plan names none, default hooks for `backend`."""
-    check_prefill_backend(metadata, backend, "metadata", "the backend of the call")
+    check_same_backend(metadata, backend, "metadata", "the backend of the call")
     return BackendHooks(backend) if metadata.backend is None else hooks_of(metadata.backend)
 
 
@@ -128,7 +112,12 @@ def _attend_new_tokens(
     """Compute `run_prefill_new_tokens` with an output in `dtype`, and without checks of the plan."""
     offsets = metadata.query_start_loc
     inputs = AttentionInputs(q, k_nope, k_pe, v, offsets, offsets)
-    return hooks.run_prefill_new_tokens(inputs, metadata, softmax_scale, dtype, return_lse, out, out_is_checked)
+    arguments = inputs, metadata, softmax_scale, dtype, return_lse, out, out_is_checked
+    if type(hooks) is BackendHooks:
+        return hooks.run_prefill_new_tokens(*arguments)
+    with backends.CallsOfOthers():
+        result = hooks.run_prefill_new_tokens(*arguments)
+    return _checked(hooks, "run_prefill_new_tokens", result, inputs, dtype, return_lse, out)
 
 
 def run_prefill_context_chunk(
@@ -166,7 +155,20 @@ def run_prefill_context_chunk(
 def _attend_context(q, k_nope, k_pe, v, metadata, chunk, softmax_scale, hooks):
     """Compute `run_prefill_context_chunk` without checks of the plan."""
     inputs = AttentionInputs(q, k_nope, k_pe, v, metadata.query_start_loc, chunk.cu_seq_lens)
-    return hooks.run_prefill_context_chunk(inputs, metadata, chunk, softmax_scale)
+    if type(hooks) is BackendHooks:
+        return hooks.run_prefill_context_chunk(inputs, metadata, chunk, softmax_scale)
+    with backends.CallsOfOthers():
+        result = hooks.run_prefill_context_chunk(inputs, metadata, chunk, softmax_scale)
+    return _checked(hooks, "run_prefill_context_chunk", result, inputs, wide_dtype(q.dtype), True, None)
+
+
+def _checked(hooks, method, result, inputs, dtype, return_lse, out):
+    """Return the result of a hook after a check of its type, shape, dtype and device."""
+    state = (result.out, result.lse) if isinstance(result, AttentionState) else result if return_lse else (result, None)
+    shape = (*inputs.q.shape[:2], inputs.v.shape[2])
+    backends.check_state(hooks.backend, method, state, shape, dtype, inputs.q.device, return_lse, (out, None))
+    backends.confirm(*(each for each in state if each is not None))
+    return result
 
 
 def gather_context(
@@ -336,11 +338,12 @@ def _forward_prefill(
             dtype, final = q.dtype, rows_of(out, *tokens)
         new_tokens = [rows_of(x, *tokens) for x in (q, k_nope, k_pe, v)]
         states.append(_attend_new_tokens(
-            *new_tokens, part.plan, softmax_scale, dtype, return_lse or final is None, final, hooks,
+            *new_tokens, part.plan, softmax_scale, dtype, return_lse or bool(part.rows), final, hooks,
             out_is_checked=True,
         ))  # fmt: skip
         if not part.rows and output_scale is not None:
-            rows_of(out, *tokens).copy_(to_e4m3(states[-1].out, output_scale))
+            attended = states[-1].out if return_lse else states[-1]
+            rows_of(out, *tokens).copy_(to_e4m3(attended, output_scale))
     del k_nope, v, new_tokens
     for number, chunk in enumerate(chunks):
         context = gather(kv_cache, metadata, chunk, cache_format=cache_format, out_dtype=q.dtype)

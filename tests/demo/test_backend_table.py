@@ -30,9 +30,13 @@ def test_json(capsys):
     rows = {row["name"]: row for row in found["backends"]}
     assert set(rows) == {each.name for each in backends.registered()}
     assert not any(rows["cpu"]["ops"].values()) and set(rows["cpu"]["ops"]) == set(found["chosen"])
+    named = json.loads(run(capsys, "--device", "cpu", "--backend", "torch_flash", "--json")[1])["chosen"]
+    assert named["flash_attn_varlen"] is None and named["flash_attn_varlen, without context"] == "torch_flash"
     assert rows["hopper"]["ops"]["mla_decode"] == ["serves device cuda, got cpu"]
     assert rows["torch_flash"]["library"] == "PyTorch" and rows["torch_flash"]["only_named"]
-    assert rows["torch_flash"]["ops"]["flash_attn_varlen"] == ["returns no LSE"]
+    assert rows["torch_flash"]["ops"] == {
+        "flash_attn_varlen": ["returns no LSE"], "flash_attn_varlen, without context": [],
+    }  # fmt: skip
 
 
 def test_tables(capsys, monkeypatch):
@@ -73,7 +77,8 @@ def test_missing_artifacts(capsys):
     [
         (["--backend", "tritn"], "backend: expected one of"),
         (["--block-size", "0"], "--block-size: expected at least 1, got 0"),
-        (["--device", "cuda"], "--device: expected a device that torch sees, got cuda"),
+        (["--device", "cuda:9"], "--device: expected cpu or one of the 0 CUDA devices that torch sees, got cuda:9"),
+        (["--device", "meta"], "torch sees, got meta"),
         (["--device", "nosuch"], "--device: expected cpu, cuda or cuda:N, got 'nosuch'"),
     ],
 )
@@ -81,6 +86,31 @@ def test_errors(options, message, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     status, out, err = run(capsys, *options)
     assert status == 2 and not out and err.startswith("error: ") and message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(hooks="nocolon"), 'hooks: expected None, a class or "package.module:Class", got nocolon'),
+        (dict(hooks=7), 'hooks: expected None, a class or "package.module:Class", got 7'),
+        (
+            dict(missing_artifacts="lib"),
+            'missing_artifacts: expected None, a function or "package.module:function", got',
+        ),
+        (dict(only_named=1), "only_named: expected True or False, got int"),
+        (dict(install=3), "install: expected a str or None, got int"),
+    ],
+)
+def test_malformed_backends(changes, message, plain_errors):
+    with pytest.raises((TypeError, ValueError)) as error:
+        Backend("odd", 1, "cpu", {}, **changes)
+    assert str(error.value).startswith(message)
+
+
+def test_artifacts_must_be_a_list(plain_errors):
+    odd = Backend("odd", 1, "cpu", {}, missing_artifacts=lambda: "kernels.so")
+    with pytest.raises(TypeError, match="^the result of missing_artifacts: expected a list of reasons, got str$"):
+        odd.is_available()
 
 
 def test_families(monkeypatch):

@@ -34,9 +34,7 @@ def test_a_wrong_backend_is_not_timed():
 
     def attend(*arguments):
         out, _ = fast.backends.kernel("cpu", "flash_attn_varlen")(*arguments)
-        if len(arguments) > 11:
-            arguments[11].mul_(1.02)
-        return out * 1.02, None
+        return out.mul_(1.02), None
 
     with (
         registered(Backend("wrong", -5, "cpu", {"flash_attn_varlen": OpSupport(attend, lse=False)})),

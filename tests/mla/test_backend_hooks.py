@@ -87,9 +87,11 @@ def make(backend=None):
     return fast.MLAMetadataBuilder(DIRECT, 16, 128, 8, **options), layer
 
 
-def test_order_of_the_hooks(monkeypatch):
-    """Plan and run steps -> the state once, then for each step the prefill, the plan, the new tokens and the chunks."""
-    monkeypatch.setattr("fast.mla.builder.MLAMetadataBuilder._with_hints", lambda self, metadata, *_: metadata)
+def test_order_of_the_hooks():
+    """Plan and run steps -> the state once, then for each step the prefill, the plan, the new tokens and the chunks.
+
+    The whole plan already has the schedule of its decodes.
+    """
     torch.manual_seed(0)
     weights = make_weights(DIRECT, torch.float32)
     plain = make_layer(fast, DIRECT, weights, torch.float32)
@@ -105,7 +107,7 @@ def test_order_of_the_hooks(monkeypatch):
         assert [part.plan.backend for part in plan.prefill.parts] == ["hooked", "hooked"]
         chunks = plan.prefill.context_chunks
         assert CALLS[0] == ("state", DIRECT, "compute_dtype", ("layers.0", "layers.1"), "cpu")
-        assert CALLS[1:3] == [("prefill", [0, 6, 10], len(chunks), 1), ("plan", "step", 1, False)]
+        assert CALLS[1:3] == [("prefill", [0, 6, 10], len(chunks), 1), ("plan", "step", 1, True)]
         assert CALLS[3:5] == [("new tokens", 6, "hooked"), ("new tokens", 4, "hooked")]
         assert CALLS[5:] == [("chunk", chunk.num_tokens, "hooked") for chunk in chunks] and len(chunks) == 2
         CALLS.clear()
@@ -159,10 +161,142 @@ def test_wrong_hooks():
 
 
 class NothingBack(BackendHooks):
-    """Hooks that lose the plan."""
+    """Hooks that lose the prefill part of a plan."""
 
     def post_process_prefill_metadata(self, prefill, state, query_start_loc):
         return None
+
+
+class NoPlanBack(BackendHooks):
+    """Hooks that lose the plan."""
+
+    def finalize_metadata(self, metadata, state):
+        return None
+
+
+class NoNameBack(BackendHooks):
+    """Hooks that lose the name of the backend."""
+
+    def post_process_prefill_metadata(self, prefill, state, query_start_loc):
+        return replace(prefill, backend=None)
+
+
+class WrongState(BackendHooks):
+    """Hooks whose results have another dtype, from the third call on."""
+
+    calls = 0
+
+    def run_prefill_context_chunk(self, inputs, metadata, chunk, softmax_scale):
+        state = super().run_prefill_context_chunk(inputs, metadata, chunk, softmax_scale)
+        WrongState.calls += 1
+        return state if WrongState.calls < 3 else replace(state, out=state.out.double())
+
+
+class IgnoresOut(BackendHooks):
+    """Hooks that do not write into `out`."""
+
+    def run_prefill_new_tokens(self, inputs, metadata, softmax_scale, out_dtype, return_lse, out, out_is_checked):
+        return super().run_prefill_new_tokens(
+            inputs, metadata, softmax_scale, out_dtype, return_lse, None, out_is_checked
+        )
+
+
+@pytest.mark.parametrize(
+    ("hooks", "error", "message"),
+    [
+        (NoPlanBack, TypeError, "^the plan of the backend hooked: expected an MLAMetadata, got None"),
+        (NoNameBack, ValueError, "^the prefill of the backend hooked: backend: expected hooked, got None$"),
+    ],
+)
+def test_lost_plans(hooks, error, message, plain_errors):
+    with registered(replace(hooked(), hooks=hooks)):
+        builder, _ = make({OP: "hooked"})
+        with pytest.raises(error, match=message):
+            builder.build(0, make_batch([4], [4]).common)
+
+
+def test_wrong_states_of_hooks(plain_errors):
+    """Return a wrong dtype in a later step, or ignore `out` -> an error that names the backend and the method."""
+    WrongState.calls = 0
+    name = "the result of the backend hooked for"
+    with registered(replace(hooked(), hooks=WrongState)):
+        builder, layer = make({OP: "hooked"})
+        for _ in range(2):
+            step([5], [21], builder, layer)
+        with pytest.raises(ValueError, match=f"^{name} run_prefill_context_chunk: out: expected dtype torch.float32"):
+            step([5], [21], builder, layer)
+    with registered(replace(hooked(), hooks=IgnoresOut)):
+        builder, layer = make({OP: "hooked"})
+        with pytest.raises(ValueError, match=f"^{name} run_prefill_new_tokens: out: expected the tensor into which"):
+            step([5], [5], builder, layer)
+
+
+def test_wrong_states_of_launchers(plain_errors):
+    """Ignore `out` in a launcher, or return a wrong shape -> an error that names the backend and the op."""
+    right = fast.backends.kernel("cpu", OP)
+
+    def elsewhere(*arguments):
+        return right(*arguments[:11])[0], None
+
+    def cut(*arguments):
+        out, lse = right(*arguments)
+        return out[:-1], lse
+
+    for launcher, message in (
+        (elsewhere, "out: expected the tensor into which the backend had to write, got another tensor"),
+        (cut, r"out: expected shape \[5, 3, 10\], got \[4, 3, 10\]"),
+    ):
+        with registered(replace(hooked(launcher=launcher), hooks=None)):
+            builder, layer = make({OP: "hooked"})
+            with pytest.raises(ValueError, match=f"^the result of the backend hooked for {OP}: {message}$"):
+                step([5], [5], builder, layer)
+
+
+def test_one_backend_serves_all_parts():
+    """Register a backend that writes float32 only, for a bfloat16 layer -> not chosen for a step with both kinds."""
+    config, dtype = DIRECT, torch.bfloat16
+    wide = hooked("wide", out_dtypes=(torch.float32,))
+    with registered(wide):
+        builder = fast.MLAMetadataBuilder(config, 16, 128, 8, workspace_tokens=16, batch_invariant=True, dtype=dtype)
+        assert builder.build(0, make_batch([5, 3], [40, 30]).common).prefill.backend == "wide"
+        both = builder.build(0, make_batch([5, 3], [5, 30]).common)
+        assert len(both.prefill.parts) == 2 and both.prefill.backend == "cpu"
+        assert builder.build(0, make_batch([5, 3], [5, 3]).common).prefill.backend == "cpu"
+
+
+def test_a_layer_of_another_dtype_refuses_before_it_writes():
+    with registered(hooked("narrow", dtypes=(torch.bfloat16,))):
+        builder = fast.MLAMetadataBuilder(DIRECT, 16, 128, 8, batch_invariant=True)  # plans for bfloat16
+        batch = make_batch([4], [4])
+        plan = builder.build(0, batch.common)
+        assert plan.prefill.backend == "narrow"
+        _, layer = make()
+        cache = new_cache(batch, DIRECT.head_size, torch.float32)
+        before = cache.clone()
+        message = "metadata.prefill.backend: narrow: serves torch.bfloat16, got torch.float32"
+        with pytest.raises(UnsupportedConfiguration, match=f"^{message}"):
+            layer(torch.randn(4, DIRECT.hidden_size), positions_of([4], [4]), cache, plan)
+        assert_same_bits(cache, before)
+    with pytest.raises(ValueError, match="^metadata.prefill.backend: expected one of cpu, .*, got narrow$"):
+        layer(torch.randn(4, DIRECT.hidden_size), positions_of([4], [4]), cache, plan)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_an_output_in_e4m3_needs_no_lse(scaled):
+    """Prefill without context through a backend without an LSE, with and without `output_scale` -> the usual output."""
+    scale = torch.tensor(0.02) if scaled else None
+    found = {}
+    for lse in (False, True):
+        with registered(hooked(lse=lse)):
+            torch.manual_seed(3)
+            builder, layer = make({OP: "hooked"})
+            batch = make_batch([5, 4], [5, 4])
+            q, kv_c, k_pe = (torch.randn(9, *shape) for shape in ((3, 20), (24,), (8,)))
+            out = torch.empty(9, 3, 10, dtype=torch.float8_e4m3fn if scaled else torch.float32)
+            cache = new_cache(batch, DIRECT.head_size, torch.float32)
+            layer.forward_attention(q, kv_c, k_pe, cache, builder.build(0, batch.common), out, scale)
+            found[lse] = out.float()
+    assert_same_bits(found[False], found[True])
 
 
 def test_no_backend_for_a_step():

@@ -3,13 +3,15 @@
 The public function returns no LSE, so the adapter serves prefills without context only. It calls the function once for
 each request, because the function takes requests of equal lengths. Its kernel needs values as wide as the keys: the
 adapter pads the values with zeros and cuts the output.
+
+PyTorch itself takes the flash kernel for these inputs, unless the process has switched this kernel off. To ask for the
+kernel would change a setting of the whole process while the call runs.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from ..registry import Backend, OpSupport
@@ -68,10 +70,10 @@ def flash_attn_varlen(
         if causal and queries - hidden < seen:  # SDPA's own causal mask begins at the first key
             mask = torch.ones(queries, seen, dtype=torch.bool, device=q.device).tril_(seen - queries)
         inputs = [x.transpose(0, 1)[None] for x in (q[rows], k[keys], pad(v[keys], (0, width)))]  # [1, N, tokens, D]
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            made = scaled_dot_product_attention(
-                *inputs, attn_mask=mask, is_causal=causal and mask is None, scale=softmax_scale
-            )
+        made = scaled_dot_product_attention(
+            *[x if x.stride(-1) == 1 else x.contiguous() for x in inputs], attn_mask=mask,
+            is_causal=causal and mask is None, scale=softmax_scale,
+        )  # fmt: skip
         out[rows] = made[0, :, :, : v.shape[2]].transpose(0, 1)
     return out, None
 

@@ -89,6 +89,19 @@ def test_out_with_any_strides():
     )
 
 
+def test_any_strides_and_no_setting_of_the_process():
+    """Attend tensors whose last stride is not 1 -> the same bits; PyTorch's choice of SDPA kernels is unchanged."""
+    tensors, rest = inputs([7, 3], [7, 3], torch.float32)
+    strided = [x.mT.contiguous().mT for x in tensors]
+    assert all(x.stride(-1) != 1 for x in strided)
+    before = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()
+    plain, given = (
+        flash_attn_varlen_shared_rope(*each, *rest, True, return_lse=False, backend=NAME) for each in (tensors, strided)
+    )
+    assert torch.equal(plain, given)
+    assert before == (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled())
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
