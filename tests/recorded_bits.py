@@ -229,9 +229,9 @@ def in_processes(device: str, jobs: int) -> dict[str, str]:
 def main(arguments: list[str] | None = None) -> int:
     """Record the digests, or compare them with a recorded file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("verb", choices=("record", "compare"))
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("verb", choices=("record", "compare"), help="write the file, or compare with it")
+    parser.add_argument("file", type=Path, help="file of the digests")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="device (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="number of processes (default: %(default)s)")
     parser.add_argument("--shard", help=argparse.SUPPRESS)  # "1/4": print the first of four shards as JSON
     given = parser.parse_args(arguments)

@@ -227,12 +227,12 @@ def hashes(found: dict[str, tuple], workers: int) -> dict[str, str]:
 def main(argv: list[str]) -> int:
     """Record or compare hashes; return 1 if a variant differs, or if one is missing and not named by `--gone`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("record", "compare"))
-    parser.add_argument("file", type=Path)
+    parser.add_argument("what", choices=("record", "compare"), help="write the file, or compare with it")
+    parser.add_argument("file", type=Path, help="file of the hashes")
     parser.add_argument("--renamed", nargs="*", default=[], metavar="OLD=NEW", help="names without the ending _kernel")
     parser.add_argument("--gone", nargs="*", default=[], help="texts that occur in the keys of removed variants")
     parser.add_argument("--only", default="", help="regular expression that selects scenarios")
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="number of processes (default: 2)")
     given = parser.parse_args(argv)
     found = variants(dict(pair.split("=") for pair in given.renamed), given.only)
     if given.what == "record":

@@ -1,5 +1,5 @@
-// Typesets what the Markdown extension marked as maths, with the copy of KaTeX that lies beside this file, and tells
-// those who use a keyboard or a screen reader what the theme leaves out.
+// Draw the formulas that the Markdown extension has marked, with the copy of KaTeX beside this file. Add names and
+// keyboard access that the theme does not provide, for readers with a keyboard or a screen reader.
 document.addEventListener("DOMContentLoaded", () => {
   for (const element of document.querySelectorAll(".arithmatex")) {
     const source = element.textContent.trim();
@@ -13,7 +13,7 @@ document.addEventListener("DOMContentLoaded", () => {
 
   document.querySelector(".md-search[role=dialog]")?.setAttribute("aria-label", "Search");
 
-  // what scrolls sideways can be reached from the keyboard
+  // make every element that scrolls sideways reachable from the keyboard
   const scrolls = "div.arithmatex, .katex-display, .md-typeset__scrollwrap, .highlight pre > code, .highlight pre, .output";
   const reachable = () => {
     for (const element of document.querySelectorAll(scrolls)) {

@@ -1,7 +1,6 @@
 """Turn the notebooks into pages of the site: Markdown from the cells and the stored outputs, without running code.
 
-The notebook `notebooks/01-latent.ipynb` becomes the page `learn/01-latent.md`. The PNG figures and the notebook file
-are put into the same folder `learn`. If another page links to the notebook file, the link is changed into a link to the
+The notebook `notebooks/01-latent.ipynb` becomes the page `learn/01-latent.md`. The notebook file is put into the same folder `learn`. If another page links to the notebook file, the link is changed into a link to the
 page of the notebook.
 """
 
@@ -191,7 +190,7 @@ def folded(kind: str, title: str, blocks: list[str]) -> str:
 
 
 def page_of(path: Path) -> tuple[str, dict[str, bytes]]:
-    """Return the Markdown of a notebook's page, and the PNG figures by file name."""
+    """Return the Markdown of a notebook's page, and by file name the figures that the notebook stores as PNG."""
     notebook = nbformat.read(path, as_version=4)
     parts: list[str] = []
     figures: dict[str, bytes] = {}

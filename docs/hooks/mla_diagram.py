@@ -117,10 +117,10 @@ def path(x: float, y: float, name: str, cost: str) -> list[str]:
 def expanded(x: float, y: float) -> list[str]:
     """Return the picture of the expanded path: compute keys and values of every head, then attend them."""
     parts = path(x, y, "Expanded path, for prefill", f"computes {N * (P + V)} numbers for every cached token")
-    parts += arrow(x + 265, y + 82, y + 134, "W_{UK}, W_{UV}", side="end")
+    parts += arrow(x + 265, y + 82, y + 134, f"S x ({L} + {R})", "W_{UK}, W_{UV}", side="end")
     parts += box(x + 150, y + 134, 200, 54, f"keys S x {N} x ({P} + {R})", f"values S x {N} x {V}", first="")
     parts += arrow(x + 75, y + 82, y + 230, f"{N} x ", f"({P} + {R})", side="end")
-    parts += arrow(x + 265, y + 188, y + 230)
+    parts += arrow(x + 265, y + 188, y + 230, f"S x {N} x ({P + R} + {V})", side="end")
     parts += box(
         x + 20, y + 230, 320, 50, "each head attends its keys and values", f"{P + R} multiplications per score"
     )
@@ -130,9 +130,9 @@ def expanded(x: float, y: float) -> list[str]:
 def absorbed(x: float, y: float) -> list[str]:
     """Return the picture of the absorbed path: multiply the query by W_UK, attend the cache, multiply by W_UV."""
     parts = path(x, y, "Absorbed path, for decode", "computes nothing for a cached token")
-    parts += arrow(x + 75, y + 82, y + 134, "W_{UK}")
+    parts += arrow(x + 75, y + 82, y + 134, f"{N} x ({P} + {R})", "W_{UK}")
     parts += box(x + 10, y + 134, 170, 54, "absorbed query", f"{N} x ({L} + {R})")
-    parts += arrow(x + 75, y + 188, y + 230)
+    parts += arrow(x + 75, y + 188, y + 230, f"{N} x ({L} + {R})")
     parts += arrow(x + 265, y + 82, y + 230, f"S x {L + R}")
     parts += box(x + 20, y + 230, 320, 50, "all heads attend the cache itself", f"{L + R} multiplications per score")
     parts += arrow(x + 180, y + 280, y + 326, f"{N} x {L}") + box(x + 140, y + 326, 80, 28, "W_{UV}")

@@ -59,7 +59,7 @@ def times_of(report: dict) -> dict[str, dict[str, float]]:
 
 
 def draw_decode(axes: Axes, report: dict) -> None:
-    """Draw the times of one decode step on a GPU, for `fast`, FlashMLA and FlashAttention-3."""
+    """Draw the times of the attention of one layer on a GPU, for `fast`, FlashMLA and FlashAttention-3."""
     rows = times_of(report)
     for place, times in enumerate(rows.values()):
         for order, (who, time) in enumerate(times.items()):
@@ -71,7 +71,7 @@ def draw_decode(axes: Axes, report: dict) -> None:
     axes.invert_yaxis()
     axes.set_ylabel("requests x tokens of context, heads")
     axes.set_xlabel("time, fast = 1 (shorter is faster)")
-    axes.set_title(f"One decode step on an {report['gpu']}, bfloat16", fontsize=10, loc="right")
+    axes.set_title(f"Attention of one layer in a decode step, {report['gpu']}, bfloat16", fontsize=9, loc="right")
     axes.legend(frameon=False, fontsize=8, ncols=3, handlelength=1, loc="upper right", bbox_to_anchor=(1, -0.11))
 
 

@@ -99,8 +99,9 @@ def host_table(report: dict[str, Any]) -> str:
         lines.append([f"`{row['op']}`", times["fast"], "" if target is None else f"{target:.0f}", peers])
     dims = report["dims"]
     processor = report.get("processor", report["hardware"])
+    head = ["op", "`fast`", "limit that was set", "peers"]
     return (
-        f"{table(['op', '`fast`', 'at most', 'peers'], lines, 1)}\n\nTimes are medians of {report['calls']} calls in "
+        f"{table(head, lines, 1)}\n\nTimes are medians of {report['calls']} calls in "
         f"us on an {processor}; the GPU is idle when a call starts. An op of a decode has {dims['decodes']} decodes "
         f"over {dims['keys']} tokens. An op of a prefill has {dims['prompts']} prompts of {dims['new_tokens']} new "
         "tokens. In the ops whose names contain *one chunk*, in `gather_context` and in `MLAMetadataBuilder.build, "

@@ -391,10 +391,11 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate (default 3e-3)")
     parser.add_argument("--warmup", type=int, default=300, help="warm-up steps (default 300)")
     parser.add_argument("--weight-decay", type=float, default=0.1, help="weight decay of matrices (default 0.1)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--log-every", type=int, default=100)
-    parser.add_argument("--probe-every", type=int, default=1000)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the initial weights and the data (default 0)")
+    parser.add_argument("--log-every", type=int, default=100, help="steps between two lines of the log (default 100)")
+    parser.add_argument("--probe-every", type=int, default=1000, help="steps between two probes (default 1000)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
+                        help="device (default: a GPU if torch sees one)")  # fmt: skip
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available(),
                         help="torch.compile the layers (default: on a GPU)")  # fmt: skip
     args = parser.parse_args()

@@ -27,8 +27,8 @@ def bind_with_environment(backend: BackendChoice, ops: Iterable[str] | None = No
         ops: the ops that are called; None for all ops. A variable without an op among them is not read.
 
     Returns:
-        A mapping that can be passed as `backend=` of each op. Its `variables` tell which op was bound by which
-        variable. None if neither the argument nor the environment binds an op.
+        A mapping that can be passed as `backend=` of each op. Its attribute `variables` maps each op that a variable
+        has bound to the name of the variable. None if neither the argument nor the environment binds an op.
 
     Raises:
         ValueError: as `bind`, or a variable has an unknown name; the message names the variable.

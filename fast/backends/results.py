@@ -1,4 +1,4 @@
-"""Check what a backend of another project returns, so that a wrong declaration is found in the call that shows it."""
+"""Check what a backend of another project returns, and name the backend in the error."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
         default=COMPUTE_FORMAT.name,
         help="format of the cache (default: %(default)s)",
     )
-    parser.add_argument("--backend", metavar="NAME", help="backend that a layer would get as `backend=`")
+    parser.add_argument("--backend", metavar="NAME", help="backend that the user passes to a layer as `backend=`")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     return parser
 

@@ -70,7 +70,7 @@ def printable(text: str) -> str:
 def show_identity(console: Console, figures: dict[str, Any]) -> None:
     """Print for each prompt whether the compared packages, and transformers, generated the same tokens."""
     compared, settings = figures["compared"], figures["settings"]
-    apart = "transformers" not in compared  # the cache has other values than those of transformers
+    apart = "transformers" not in compared  # over this cache format, other tokens than those of transformers are no fault
     title = f"greedy tokens, prompt by prompt ({settings['dtype']}, cache format {settings['cache_format']})"
     table = Table(title=title)
     table.add_column("prompt", justify="right")
@@ -112,10 +112,10 @@ def show_parity(console: Console, figures: dict[str, Any]) -> None:
 def show_speed(console: Console, figures: dict[str, Any]) -> None:
     """Print a table with the tokens per second of each package and of transformers."""
     table = Table(title="speed")
-    table.add_column("who")
+    table.add_column("package")
     for column in ("generated tokens", "seconds", "tokens/s"):
         table.add_column(column, justify="right")
-    table.add_column("how")
+    table.add_column("prompts")
     for name, row in figures["speed"].items():
         table.add_row(name, str(row["tokens"]), f"{row['seconds']:.2f}", f"{row['tokens_per_second']:.1f}", row["how"])
     console.print(table)

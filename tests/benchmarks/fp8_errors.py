@@ -126,7 +126,7 @@ def main(arguments: list[str] | None = None) -> dict:
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 16384, 131072], help="tokens of the request")
     parser.add_argument("--heads", type=int, default=4, help="number of heads, at least 2")
     parser.add_argument("--deviation", type=float, default=1.7, help="standard deviation of the scores")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random inputs (default: 0)")
     parser.add_argument("--json", type=Path, help="file that receives the results")
     given = parser.parse_args(arguments)
     torch.manual_seed(given.seed)
