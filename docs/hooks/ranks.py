@@ -32,5 +32,5 @@ def ranks_table(part: dict[str, Any]) -> str:
             one = f"{row['times'][ONE]['median_us']:.1f}"
             lines.append([gpus, *(str(row[key]) for key in "BSN"), gain, one, *shown, f"{wire:.1f}"])
     names = [f"`{who}`" if "," not in who else who for who in merges]
-    head = ["", *(DIMS[key] for key in "BSN"), f"x the speed of {ONE}", ONE, *names, "MB received by each rank"]
+    head = ["GPUs", *(DIMS[key] for key in "BSN"), f"x the speed of {ONE}", ONE, *names, "MB received by each rank"]
     return table(head, lines, 4)
