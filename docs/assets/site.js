@@ -14,7 +14,7 @@ document.addEventListener("DOMContentLoaded", () => {
   document.querySelector(".md-search[role=dialog]")?.setAttribute("aria-label", "Search");
 
   // make every element that scrolls sideways reachable from the keyboard
-  const scrolls = "div.arithmatex, .katex-display, .md-typeset__scrollwrap, .highlight pre > code, .highlight pre, .output";
+  const scrolls = "div.arithmatex, .katex-display, .md-typeset__scrollwrap, .highlight pre > code, .highlight pre, .output, .diagram";
   const reachable = () => {
     for (const element of document.querySelectorAll(scrolls)) {
       if (element.scrollWidth > element.clientWidth) element.tabIndex = 0;

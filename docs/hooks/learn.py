@@ -1,7 +1,7 @@
 """Turn the notebooks into pages of the site: Markdown from the cells and the stored outputs, without running code.
 
-The notebook `notebooks/01-latent.ipynb` becomes the page `learn/01-latent.md`. The notebook file is put into the same folder `learn`. If another page links to the notebook file, the link is changed into a link to the
-page of the notebook.
+The notebook `notebooks/01-latent.ipynb` becomes the page `learn/01-latent.md`. The notebook file is put into the same
+folder `learn`. If another page links to the notebook file, the link is changed into a link to the page of the notebook.
 """
 
 from __future__ import annotations

@@ -252,6 +252,8 @@ def kernels(job: Job) -> dict[str, list[str]]:
     for candidate in backends.registered():
         ops = [op for op, name in chosen.items() if name == candidate.name]
         reasons = [why.removeprefix(f"{candidate.name}: ") for why in candidate.validate_configuration(decode)]
+        if not ops and candidate.library is not None:
+            continue  # `python -m fast backends` lists the kernels of other libraries
         if ops:
             shown = "" if len(ops) in (1, len(chosen)) or "mla_decode" not in ops else ", mla_decode among them"
             line = f"serves {len(ops)} of {len(chosen)} ops{shown if len(ops) > 1 else ': ' + ops[0]}"

@@ -70,7 +70,7 @@ def printable(text: str) -> str:
 def show_identity(console: Console, figures: dict[str, Any]) -> None:
     """Print for each prompt whether the compared packages, and transformers, generated the same tokens."""
     compared, settings = figures["compared"], figures["settings"]
-    apart = "transformers" not in compared  # over this cache format, other tokens than those of transformers are no fault
+    apart = "transformers" not in compared  # over this cache format, other tokens are no fault
     title = f"greedy tokens, prompt by prompt ({settings['dtype']}, cache format {settings['cache_format']})"
     table = Table(title=title)
     table.add_column("prompt", justify="right")

@@ -228,6 +228,7 @@ def check_prefill_requests(metadata: PrefillMetadata, device: torch.device, argu
     check_tensor(f"{argument}.query_start_loc", metadata.query_start_loc, (requests + 1,), int32, device)
     check_int(f"{argument}.max_query_len", metadata.max_query_len, 0)
     check_int(f"{argument}.block_size", metadata.block_size)
+    check_type(f"{argument}.backend", metadata.backend, (str, type(None)), "a str or None")
     return requests
 
 

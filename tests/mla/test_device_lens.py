@@ -252,7 +252,7 @@ def meta_backend(monkeypatch):
     def never(*_):
         raise AssertionError("a kernel of the device meta was launched")
 
-    ops = {name: OpSupport(never) for name in ("compute_visible_lens", "plan_decode")}
+    ops = {name: OpSupport(never) for name in ("compute_visible_lens", "flash_attn_varlen", "plan_decode")}
     monkeypatch.setattr(
         "fast.mla.metadata.to_device",
         lambda tensors, device, _: {name: tensor.to(device) for name, tensor in tensors.items()},
