@@ -421,7 +421,7 @@ def by_priority(op: str, device: torch.device) -> tuple[Backend, ...]:
 def _artifacts_missing(function: str | Callable[[], list[str]]) -> tuple[str, ...]:
     """Return the result of `Backend.missing_artifacts`; call the function once in a process."""
     if function not in _ARTIFACTS:
-        found = (_imported(function) if isinstance(function, str) else function)()
+        found = (imported(function) if isinstance(function, str) else function)()
         check_type("the result of missing_artifacts", found, (list, tuple), "a list of reasons")
         _ARTIFACTS[function] = tuple(found)
     return _ARTIFACTS[function]
@@ -435,11 +435,11 @@ def support_of(name: str, op: str) -> OpSupport:
 def kernel(name: str, op: str) -> Callable:
     """Return the function that launches the op `op` of the backend `name`."""
     launcher = _REGISTERED[name].ops[op].launcher
-    return _imported(launcher) if isinstance(launcher, str) else launcher
+    return imported(launcher) if isinstance(launcher, str) else launcher
 
 
 @functools.cache
-def _imported(path: str) -> Callable:
-    """Return the function at "package.module:function"."""
+def imported(path: str) -> Callable:
+    """Return the function or class at "package.module:name"."""
     module, _, function = path.partition(":")
     return getattr(importlib.import_module(module), function)

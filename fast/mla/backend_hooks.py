@@ -18,7 +18,6 @@ Each layer of the step then calls `run_prefill_new_tokens`, and `run_prefill_con
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import Any
 
 import torch
@@ -132,14 +131,11 @@ class BackendHooks:
 
 @functools.cache
 def _hooks_of(name: str) -> BackendHooks:
-    """Return the hooks of a registered backend; `forget_hooks` empties the cache."""
+    """Return the hooks of a registered backend; a change of the registry empties the cache."""
     given = named(name, "metadata.prefill.backend").hooks
     if given is None:
         return BackendHooks(name)
-    if isinstance(given, str):
-        module, _, attribute = given.partition(":")
-        given = getattr(importlib.import_module(module), attribute)
-    hooks = given(name)
+    hooks = (backends.imported(given) if isinstance(given, str) else given)(name)
     check_type(f"hooks of the backend {name}", hooks, BackendHooks)
     return hooks
 

@@ -90,7 +90,6 @@ TORCH_FLASH = Backend(
             narrow_values=True,
             masks=("causal",),
             lse=False,
-            batch_invariant=False,
         )
     },
     library="PyTorch",

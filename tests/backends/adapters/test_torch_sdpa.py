@@ -79,6 +79,20 @@ def test_nan_stays_in_its_request():
     assert out[:7].isnan().any() and out[7:].isfinite().all()
 
 
+def test_batch_invariance():
+    """Attend each request alone and in a batch -> the same bits, because each request is a call of its own."""
+    lens = [130, 1, 7]
+    (q, k, k_pe, v), rest = inputs(lens, lens, torch.float32)
+    whole = flash_attn_varlen_shared_rope(q, k, k_pe, v, *rest, True, return_lse=False, backend=NAME)
+    for first, length in zip((0, 130, 131), lens, strict=True):
+        own, starts = slice(first, first + length), offsets([length])
+        alone = flash_attn_varlen_shared_rope(
+            q[own], k[own], k_pe[own], v[own], starts, starts, length, length, rest[4], True, return_lse=False,
+            backend=NAME,
+        )  # fmt: skip
+        assert torch.equal(alone, whole[own])
+
+
 def test_out_with_any_strides():
     tensors, rest = inputs([7, 3], [7, 3], torch.float32)
     made = torch.full((3, 10, 16), torch.nan).transpose(0, 1)
