@@ -304,3 +304,21 @@ def test_no_backend_for_a_step():
         builder, _ = make({OP: "hooked"})
         with pytest.raises(UnsupportedConfiguration, match="^hooked: .*returns no LSE$"):
             builder.build(0, make_batch([4], [30]).common)
+
+
+def test_an_output_in_e4m3_that_the_backend_cannot_serve_is_refused_before_the_write():
+    """Quantise the output of a backend that writes the dtype of the queries only -> an error, the cache unchanged."""
+    with registered(hooked(same_out_dtype=True, lse=False)):
+        builder = fast.MLAMetadataBuilder(DIRECT, 16, 128, 8, batch_invariant=True, backend={OP: "hooked"})
+        weights, dtype = make_weights(DIRECT, torch.bfloat16), torch.bfloat16
+        layer = make_layer(fast, DIRECT, weights, dtype, backend={OP: "hooked"})
+        batch = make_batch([5], [5])
+        q, kv_c, k_pe = (torch.randn(5, *shape, dtype=dtype) for shape in ((3, 20), (24,), (8,)))
+        cache = new_cache(batch, DIRECT.head_size, dtype)
+        before, plan = cache.clone(), builder.build(0, batch.common)
+        layer.forward_attention(q, kv_c, k_pe, cache.clone(), plan, torch.empty(5, 3, 10, dtype=dtype))
+        out = torch.empty(5, 3, 10, dtype=torch.float8_e4m3fn)
+        message = "^metadata.prefill.backend: hooked: writes torch.bfloat16, got torch.float32$"
+        with pytest.raises(UnsupportedConfiguration, match=message):
+            layer.forward_attention(q, kv_c, k_pe, cache, plan, out, torch.tensor(0.02))
+        assert_same_bits(cache, before)
