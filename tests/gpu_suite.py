@@ -10,7 +10,8 @@ results of these stages. Otherwise the run replaces the whole file.
 Stages:
 
 - tests: the test suite with compiled kernels. Each file runs in one process; a slow file is divided among several
-  processes. The files of `ANY_DEVICE` run twice: with tensors on the CPU and with tensors on the GPU.
+  processes. The files of `ANY_DEVICE` run twice: with tensors on the CPU and with tensors on the GPU. The option
+  `--gpu-files-only` leaves out the files whose tests do the same on every machine.
 - opcheck: `torch.library.opcheck` of every registered op on the GPU.
 - memcheck, racecheck: every registered op under the compute-sanitizer tool that has the name of the stage, with valid
   indices and with indices out of range. Without compute-sanitizer on PATH both stages are skipped.
@@ -61,8 +62,11 @@ ANY_DEVICE = (
     "twins/test_ops.py",
 )  # fmt: skip
 # Maps a slow test file to the number of processes that run its tests.
-SHARDS = {"test_hopper_decode.py": 16, "test_hopper_shapes.py": 8, "test_hopper_two_phases.py": 3,
-          "test_triton_decode.py": 3}  # fmt: skip
+SHARDS = {"test_hopper_decode.py": 16, "test_hopper_shapes.py": 8, "test_triton_scheduled_decode.py": 4,
+          "test_triton_fp8_decode.py": 4, "test_hopper_two_phases.py": 3, "test_triton_decode.py": 3,
+          "test_triton_fp8_modes.py": 3}  # fmt: skip
+# A test file with one of these texts runs compiled kernels, or asks whether there is a GPU.
+GPU_TEXTS = ("triton_mode", '"cuda"', "cuda.is_available", "Gluon")
 
 
 def file_name(gpu: str, count: int = 1) -> str:
@@ -87,6 +91,12 @@ def read_junit(path: Path) -> dict[str, Any]:
     return {"passed": passed, "failed": failed, "skipped": dict(skipped)}
 
 
+def uses_gpu(file: Path) -> bool:
+    """Return whether the tests of a file can do something else on a machine with a GPU."""
+    text = file.read_text()
+    return any(each in text for each in GPU_TEXTS)
+
+
 def run_tests(args: argparse.Namespace) -> dict[str, Any]:
     """Run every test file in a process of its own, and divide each slow file among several processes.
 
@@ -94,7 +104,11 @@ def run_tests(args: argparse.Namespace) -> dict[str, Any]:
     compare the pages with a results file, which this run will replace.
     """
     files = [file for file in (ROOT / "tests").rglob("test_*.py") if file.parent.name not in ("site", "data")]
-    files = sorted(files, key=lambda file: ("triton" not in file.name and "hopper" not in file.name, file.name))
+    left_out_files = [file for file in files if args.gpu_files_only and not uses_gpu(file)]
+    files = sorted(
+        set(files) - set(left_out_files),
+        key=lambda file: ("triton" not in file.name and "hopper" not in file.name, file.name),
+    )
     runs = [(file, "cpu", f"{number}/{count}") for file in files if (count := SHARDS.get(file.name))
             for number in range(1, count + 1)]  # fmt: skip
     runs += [(ROOT / "tests" / name, "cuda", "1/1") for name in ANY_DEVICE]
@@ -138,6 +152,9 @@ def run_tests(args: argparse.Namespace) -> dict[str, Any]:
     print(f"tests: {counts['passed']} passed, {len(failed)} failed, {sum(skipped.values())} skipped")
     for reason, count in skipped.most_common():
         print(f"  skipped {count}: {reason}")
+    if left_out_files:
+        counts["files_left_out"] = sorted(file.name for file in left_out_files)
+        print(f"  {len(left_out_files)} files left out, whose tests do not use a GPU")
     return {"ok": not failed, **counts}
 
 
@@ -253,6 +270,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--peers", type=Path, metavar="DIR", help="folder with peers.py, for the benchmarks")
     parser.add_argument("--jobs", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)), metavar="N",
                         help="number of test files that run at a time (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--gpu-files-only", action="store_true",
+                        help="leave out the test files whose tests do the same without a GPU")  # fmt: skip
     parser.add_argument("--limit", type=float, default=1800.0, metavar="S",
                         help="time limit of one command in seconds (default: %(default)s)")  # fmt: skip
     return parser

@@ -241,20 +241,26 @@ def test_no_share(said):
         conftest._shard(said)
 
 
-def test_suite_runs_every_file(monkeypatch):
+@pytest.mark.parametrize("gpu_files_only", [False, True])
+def test_suite_runs_every_file(gpu_files_only, monkeypatch):
     """Record the commands of the suite -> every test file runs with `--device=cpu`, slow files in several shards.
 
-    The files of ANY_DEVICE also run with `--device=cuda`.
+    The files of ANY_DEVICE also run with `--device=cuda`. With `gpu_files_only`, the other runs are those of the files
+    that run kernels, or that ask for a GPU.
     """
     called = []
     monkeypatch.setattr(gpu_suite, "run", lambda command, *_, **__: (called.append(command), (0, ""))[1])
-    gpu_suite.run_tests(SimpleNamespace(jobs=1, limit=1.0))
+    counts = gpu_suite.run_tests(SimpleNamespace(jobs=1, limit=1.0, gpu_files_only=gpu_files_only))
     found = Counter(tuple(word for word in command if ".py" in word or word.startswith(("--device", "--shard")))
                     for command in called)  # fmt: skip
     folder = Path(__file__).parents[1]
     wanted = Counter((str(folder / name), "--device=cuda", "--shard=1/1") for name in gpu_suite.ANY_DEVICE)
     files = [file for file in folder.rglob("test_*.py") if file.parent.name != "site"]
-    for file in files:
+    kernels = [file for file in files if "test_triton_decode" in file.name or file.name == "test_replays.py"]
+    assert all(map(gpu_suite.uses_gpu, kernels)) and not gpu_suite.uses_gpu(folder / "interfaces" / "test_limits.py")
+    left_out = [file for file in files if gpu_files_only and not gpu_suite.uses_gpu(file)]
+    assert counts.get("files_left_out", []) == sorted(file.name for file in left_out)
+    for file in set(files) - set(left_out):
         count = gpu_suite.SHARDS.get(file.name, 1)
         wanted.update((str(file), "--device=cpu", f"--shard={number}/{count}") for number in range(1, count + 1))
     assert found == wanted and {*gpu_suite.SHARDS} <= {file.name for file in files}
