@@ -48,6 +48,7 @@ from . import backends
 from .backends import BackendChoice
 from .cache.blocks import copy_blocks, swap_blocks
 from .cache.formats import dequantize_entries, quantize_entries
+from .kernels.device import device_facts
 from .mla.device_choices import DecodeLayer
 from .mla.layer import MLAAttention
 from .mla.metadata import build_mla_metadata
@@ -355,6 +356,9 @@ def _launches(
             step([query_len], [max(length, query_len)], scheduled=False)
         for requests in (MANY_REQUESTS, MANY_REQUESTS + 1):
             step([query_len] * requests, [query_len] * requests)
+        if cache_format.layer_scale:  # from this number of requests on, the decode may use larger tiles
+            requests = device_facts(device).processors // 2 + 1
+            step([query_len] * requests, [LONG_CONTEXT] * requests)
         if ranks is None and not batch_invariant:  # a builder plans cascades only in this case
             launches.extend(
                 functools.partial(cascade, max(2, -(-tokens // query_len)), prefix, query_len)

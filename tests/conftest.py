@@ -63,6 +63,18 @@ def pytest_addoption(parser):
     parser.addoption(
         "--shard", type=_shard, default=(1, 1), metavar="K/N", help="run only the K-th of N equal parts of the tests"
     )
+    parser.addoption("--backend", default=None, metavar="NAME", help="run the tests of adapters for this backend only")
+    parser.addoption(
+        "--adapter-report", default=None, metavar="FILE", help="write the results of the adapters, by backend (JSON)"
+    )
+
+
+def pytest_configure(config):
+    """Write a report of the adapters' tests if `--adapter-report` is given."""
+    if config.getoption("--adapter-report") and "PYTEST_XDIST_WORKER" not in os.environ:
+        from tests.support.adapters import Report
+
+        config.pluginmanager.register(Report(config))
 
 
 def _shard(text: str) -> tuple[int, int]:

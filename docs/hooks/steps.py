@@ -17,8 +17,6 @@ PARTS = {  # part of the time of a step: name in the legend
 }  # fmt: skip
 NOT_MEASURED = {  # results file that is allowed to be missing: command that writes the file
     "h200-step.json": "python -m tests.benchmarks.step --json docs/results/h200-step.json",
-    "h200-decode-fp8.json": "python -m tests.benchmarks.decode --peers .peers --cache-format fp8_e4m3 --time 60 "
-    "--json docs/results/h200-decode-fp8.json",
     "h200-decode-fp8-ds-mla.json": "python -m tests.benchmarks.decode --cache-format fp8_ds_mla --time 60 "
     "--json docs/results/h200-decode-fp8-ds-mla.json",
     "h200-movement.json": "python -m tests.benchmarks.bytes --rows "

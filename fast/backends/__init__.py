@@ -41,11 +41,11 @@ from .checked_calls import (
 )
 from .environment import VARIABLES, bind_with_environment
 from .explanation import explain, layer_requests
+from .kernel_request import AttentionSizes, KernelRequest
 from .nested_calls import CallsOfOthers
 from .own import DECODES, MESSAGES, OWN_BACKENDS, register_own
 from .registry import (
     Backend,
-    KernelRequest,
     OpSupport,
     imported,
     kernel,
@@ -76,6 +76,7 @@ __all__ = [
     "MESSAGES",
     "OWN_BACKENDS",
     "VARIABLES",
+    "AttentionSizes",
     "Backend",
     "BackendChoice",
     "BoundOps",

@@ -356,6 +356,12 @@ def _part_of_named_tuple(values: tuple) -> tuple:
     return type(values), signature_of(values)
 
 
+def _part_of_tuple(values: tuple) -> tuple:
+    if any(isinstance(value, Tensor) for value in values):
+        return tuple, signature_of(values)
+    return tuple, values
+
+
 def _no_part(argument: Any) -> tuple:
     raise NoSignature
 
@@ -364,6 +370,7 @@ _PART_OF: dict[type, Callable[[Any], tuple]] = {
     Tensor: _part_of_tensor,
     torch.nn.Parameter: _part_of_tensor,
     BoundOps: _part_of_bound_ops,
+    tuple: _part_of_tuple,
 }
 
 
@@ -424,7 +431,7 @@ def _needs_dispatcher(arguments: tuple, grad: bool) -> bool:
         if isinstance(argument, Tensor):
             if argument.is_neg() or argument.is_meta or (grad and argument.requires_grad):
                 return True
-        elif isinstance(argument, tuple) and hasattr(argument, "_fields") and _needs_dispatcher(argument, grad):
+        elif isinstance(argument, tuple) and _needs_dispatcher(argument, grad):
             return True
         elif dataclasses.is_dataclass(argument) and type(argument).__eq__ is object.__eq__:
             fields = tuple([getattr(argument, field.name) for field in dataclasses.fields(argument)])

@@ -20,8 +20,9 @@ from reference.interfaces import (
 )
 
 from .environment import bind_with_environment
+from .kernel_request import KernelRequest
 from .own import DECODES
-from .registry import KernelRequest, registered
+from .registry import registered
 from .selection import BackendChoice, all_ops, decode_request, name_for, reasons_against, select
 
 CACHE_OPS = (  # ops that read or write cache entries in a cache

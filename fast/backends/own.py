@@ -92,7 +92,6 @@ HOPPER = Backend(
         out_dtypes=(torch.float32, torch.bfloat16, torch.float16),
         head_dims={"kv_lora_rank": (256, 512), "qk_rope_head_dim": (0, 32, 64)},
         block_sizes=(16, 32, 64, 128),
-        masks=("visible_lens",),
         needs_words=True,
     ),
     missing_package=missing("triton", "3.6"),

@@ -17,7 +17,6 @@ from reference.interfaces import (
     COMPUTE_FORMAT,
     CONVERTED,
     FLOAT_DTYPES,
-    CacheFormat,
     GraphSupport,
     QueryLenSupport,
     check,
@@ -27,70 +26,9 @@ from reference.interfaces import (
     check_type,
 )
 
+from .kernel_request import HEAD_DIMS, MASKS, KernelRequest
+
 ENTRY_POINTS = "mla_twins.backends"  # entry point group in which other packages declare backends
-MASKS = ("causal", "visible_lens")
-HEAD_DIMS = (  # names of widths in a `KernelRequest`
-    "kv_lora_rank", "qk_rope_head_dim", "qk_head_dim", "v_head_dim",
-    "head_dim",  # for ops with one width: the columns of a cache, or the width of an attention state's output
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class KernelRequest:
-    """Properties of one call of an op, which a backend must support to serve the call.
-
-    Attributes:
-        op: name of the op, such as "mla_decode".
-        device: device of the tensors.
-        dtype: dtype of queries and keys; None for a decode of queries in e4m3, and for an op that computes with
-            integers only or copies bytes.
-        head_dims: widths of the op's tensors as (name, size) pairs, with names from `HEAD_DIMS`.
-        block_size: tokens of a cache block; None for an op without a cache.
-        query_lens: kind of the query lengths in the batch: one token each, equal lengths, or any lengths.
-        cache_in_words: True if the cache has at least one block, and every entry consists of aligned 16-byte words.
-        out_dtype: dtype of the output; None for an op whose callers cannot choose the dtype.
-        cache_format: format of the cache; None for an op without a cache, and for an op that copies any format.
-        batch_invariant: True if the other requests of a batch must not change the result of a request.
-        mask: one of `MASKS`; None for an op without a mask.
-        graph: kind of the CUDA graph that captures the call.
-        lse: True if the caller needs the LSE in addition to the output.
-        fp8_mode: one of `FP8_MODES`, for a decode over a cache in e4m3.
-    """
-
-    op: str
-    device: torch.device
-    dtype: torch.dtype | None = None
-    head_dims: tuple[tuple[str, int], ...] = ()
-    block_size: int | None = None
-    query_lens: QueryLenSupport = QueryLenSupport.SINGLE_ONLY
-    cache_in_words: bool = True
-    out_dtype: torch.dtype | None = None
-    cache_format: CacheFormat | None = None
-    batch_invariant: bool = False
-    mask: str | None = None
-    graph: GraphSupport = GraphSupport.NONE
-    lse: bool = False
-    fp8_mode: str = CONVERTED
-
-
-def check_request(request: KernelRequest) -> None:
-    """Check the types of a request's fields; do not check whether a backend can serve the request."""
-    check_type("request", request, KernelRequest)
-    check_type("request.op", request.op, str)
-    check_type("request.device", request.device, torch.device)
-    check_type("request.dtype", request.dtype, (torch.dtype, type(None)), "a dtype or None")
-    check_type("request.out_dtype", request.out_dtype, (torch.dtype, type(None)), "a dtype or None")
-    check_type("request.head_dims", request.head_dims, tuple, "a tuple of names and sizes")
-    check_type("request.query_lens", request.query_lens, QueryLenSupport)
-    check_type("request.cache_format", request.cache_format, (CacheFormat, type(None)), "a CacheFormat or None")
-    check_type("request.graph", request.graph, GraphSupport)
-    check(request.mask in (None, *MASKS), "request.mask", f"None or one of {', '.join(MASKS)}", request.mask)
-    check_flag("request.batch_invariant", request.batch_invariant)
-    check_flag("request.cache_in_words", request.cache_in_words)
-    check_flag("request.lse", request.lse)
-    check_fp8_mode(request.fp8_mode, "request.fp8_mode")
-    if request.block_size is not None:
-        check_int("request.block_size", request.block_size, 0)
 
 
 @dataclass(frozen=True)
@@ -115,6 +53,8 @@ class OpSupport:
         whole_keys: whether the kernel needs each key in one tensor. Otherwise it also takes keys in two parts: one part
             of each head, and a rope part that all heads share. Only for `flash_attn_varlen`.
         narrow_values: whether values may not be wider than keys. Only for `flash_attn_varlen`.
+        mixes_nan: whether a NaN or an infinity in a value of one request may reach the output of another request of the
+            batch. The kernels of this package never do this. Only for `flash_attn_varlen`.
         needs_words: whether the cache must consist of 16-byte words (`KernelRequest.cache_in_words`).
         reads: for an op that writes a message for other ranks: name of the op that reads the message. The backend must
             declare this reading op too. None for all other ops.
@@ -138,6 +78,7 @@ class OpSupport:
     same_out_dtype: bool = False
     whole_keys: bool = False
     narrow_values: bool = False
+    mixes_nan: bool = False
     needs_words: bool = False
     reads: str | None = None
     priority: int | None = None
@@ -160,7 +101,7 @@ class OpSupport:
             check_fp8_mode(mode)
         check(set(self.masks) <= set(MASKS), "masks", f"some of {', '.join(MASKS)}", self.masks)
         check_flag("batch_invariant", self.batch_invariant)
-        for name in ("lse", "needs_words", "same_out_dtype", "whole_keys", "narrow_values"):
+        for name in ("lse", "needs_words", "same_out_dtype", "whole_keys", "narrow_values", "mixes_nan"):
             check_flag(name, getattr(self, name))
         check_type("query_lens", self.query_lens, QueryLenSupport)
         check_type("graph", self.graph, GraphSupport)

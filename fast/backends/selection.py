@@ -14,6 +14,7 @@ import torch
 from reference.interfaces import (
     COMPUTE_FORMAT,
     CONVERTED,
+    VISIBLE_LENS,
     CacheFormat,
     GraphSupport,
     QueryLenSupport,
@@ -22,8 +23,10 @@ from reference.interfaces import (
     check_type,
 )
 
+from .kernel_request import KernelRequest, check_request
+from .measured import fastest
 from .own import DECODES, MESSAGES
-from .registry import Backend, KernelRequest, by_priority, check_request, registered
+from .registry import Backend, by_priority, registered
 
 BackendChoice = str | Mapping[str, str] | None  # a name, a mapping from op to name, or None
 
@@ -87,7 +90,10 @@ def select(request: KernelRequest, backend: BackendChoice = None) -> Backend:
 
 
 def select_for_all(requests: tuple[KernelRequest, ...], backend: BackendChoice = None) -> Backend:
-    """Return the backend that serves several requests for one op, with the highest priority.
+    """Return the backend that serves several requests for one op.
+
+    For requests with sizes, an automatic choice takes the backend that was measured to be the fastest for such sizes
+    (`fast.backends.measured`). Otherwise it takes the backend with the highest priority.
 
     Args:
         requests: properties of the calls; at least one request, all for the same op and device.
@@ -100,9 +106,15 @@ def select_for_all(requests: tuple[KernelRequest, ...], backend: BackendChoice =
     op, device = requests[0].op, requests[0].device
     name = name_for(op, backend)
     tried = candidates(op, device, name)
+    able = []
     for candidate in tried:
         if op in candidate.ops and not any(candidate.validate_configuration(request) for request in requests):
-            return candidate
+            able.append(candidate)
+            if any(request.sizes is None for request in requests):  # then the highest priority decides
+                break
+    if able:
+        chosen = fastest([candidate.name for candidate in able], requests)
+        return next(candidate for candidate in able if candidate.name == chosen)
     found = [
         reason
         for candidate in tried
@@ -220,8 +232,9 @@ def decode_request(
     batch_invariant: bool = False,
     graph: GraphSupport = GraphSupport.NONE,
     fp8_mode: str = CONVERTED,
+    mask: str = VISIBLE_LENS,
 ) -> KernelRequest:
-    """Return the request for a call of `mla_decode`, or of another op of `DECODES`."""
+    """Return the request for a call of `mla_decode`, or of another op of `DECODES`, which has no mask."""
     return KernelRequest(
         op=op,
         device=device,
@@ -234,7 +247,7 @@ def decode_request(
         cache_format=cache_format,
         batch_invariant=batch_invariant,
         graph=graph,
-        mask="visible_lens" if op == "mla_decode" else None,
+        mask=mask if op == "mla_decode" else None,
         lse=op == "mla_decode",
         fp8_mode=fp8_mode,
     )

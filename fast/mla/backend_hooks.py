@@ -4,13 +4,15 @@ A library may need more than the arguments of one call. For example, it makes a 
 workspace for all layers. The `Backend` then names a subclass of `BackendHooks` in its field `hooks`. All other
 backends, the backends of this package too, have the methods of `BackendHooks` itself.
 
-`MLAMetadataBuilder.build` calls the hooks of a step with prefills in this order. Steps of decodes alone, plans for CUDA
-graphs and plans of `build_mla_metadata` call no hooks.
+`MLAMetadataBuilder` calls the hooks of the backends that a plan names, in this order. Plans of `build_mla_metadata`
+name no backend and call no hooks.
 
 1. `create_builder_state`, once for each backend and device.
-2. `post_process_prefill_metadata`, with the prefill part of the plan. It may return a subclass of `PrefillMetadata`,
-   which holds what the other methods need.
-3. `finalize_metadata`, with the whole plan.
+2. `post_process_prefill_metadata`, in steps with prefills, with the prefill part of the plan. It may return a subclass
+   of `PrefillMetadata`, which holds what the other methods need.
+3. `finalize_metadata`, with the whole plan. The method of a decode backend can add tensors that the backend's decode
+   needs (`DecodeMetadata.prepared`). Plans for CUDA graphs call this method too: the tensors then must have the same
+   shapes for every batch of the graph, because `update_captured` copies new values into them.
 
 Each layer of the step then calls `run_prefill_new_tokens`, and `run_prefill_context_chunk` for each chunk of context.
 """
@@ -57,7 +59,8 @@ class BackendHooks:
         """Return what the backend keeps for the plans of one builder, such as a workspace; None if nothing.
 
         Args:
-            config: config of the builder's layers.
+            config: config of the builder's layers. Under context parallelism, `num_heads` is the number of gathered
+                heads for a decode backend, and the number of heads of one rank for a prefill backend.
             cache_format: format of their caches.
             layer_names: names of the layers; empty if the builder was not given any.
             device: device of the plans.
@@ -129,16 +132,20 @@ class BackendHooks:
         )  # fmt: skip
 
 
-@functools.cache
-def _hooks_of(name: str) -> BackendHooks:
-    """Return the hooks of a registered backend; a change of the registry empties the cache."""
+@torch.compiler.assume_constant_result  # `torch.compile` calls this function and does not trace it
+def own_hooks(name: str) -> type[BackendHooks] | None:
+    """Return the class of the hooks that a registered backend declares; None if it declares no hooks."""
     given = named(name, "metadata.prefill.backend").hooks
-    if given is None:
-        return BackendHooks(name)
-    hooks = (backends.imported(given) if isinstance(given, str) else given)(name)
+    return backends.imported(given) if isinstance(given, str) else given
+
+
+@functools.cache  # `torch.compile` traces this function without its cache
+def hooks_of(name: str) -> BackendHooks:
+    """Return the hooks of a registered backend; a change of the registry empties the cache."""
+    declared = own_hooks(name)
+    hooks = BackendHooks(name) if declared is None else declared(name)
     check_type(f"hooks of the backend {name}", hooks, BackendHooks)
     return hooks
 
 
-hooks_of = torch.compiler.assume_constant_result(_hooks_of)
-backends.on_change(_hooks_of.cache_clear)
+backends.on_change(hooks_of.cache_clear)

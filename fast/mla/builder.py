@@ -21,6 +21,7 @@ from reference.interfaces import (
     CONVERTED,
     MOST_WORKSPACE_TOKENS,
     ONE_RANK,
+    VISIBLE_LENS,
     CacheFormat,
     CommonAttentionMetadata,
     ContextWorkspace,
@@ -43,7 +44,6 @@ from reference.interfaces import (
     check_costs,
     check_dtype,
     check_flag,
-    check_graph_support,
     check_int,
     check_interleave,
     check_mode_of_format,
@@ -64,6 +64,7 @@ from .backend_hooks import BackendHooks, hooks_of
 from .captured import plan_captured_decodes
 from .cascade import use_cascade_attention
 from .choose_path import choose_paths
+from .decode_choice import check_decode_backend, decode_limits, on_one_device_type
 from .device_choices import DecodeLayer, ProgramsAndCosts
 from .metadata import PLANNING_OPS, _rank_local_decode_lens, _with_schedule, build_mla_metadata
 from .prefill_choice import choose_prefill_backend
@@ -81,7 +82,8 @@ class MLAMetadataBuilder:
         block_size: tokens per block.
         max_model_len: largest number of tokens of a request.
         max_num_seqs: largest number of requests in a batch.
-        query_len_support: query lengths that the decode kernel supports.
+        query_len_support: query lengths that the decode kernel supports; None takes those of the decode backend
+            (`fast.mla.decode_choice`), and VARLEN for the backends of this package.
         num_speculative_tokens: number of drafted tokens of a request in one step.
         costs: costs with which `choose_path` compares the two paths; None means the defaults of `PathCosts`.
         num_programs: number of programs of a schedule. `build` makes a schedule only if `choose_schedule` expects that
@@ -105,16 +107,20 @@ class MLAMetadataBuilder:
         dtype: dtype of queries and keys. It influences the same choices as `cache_format`, and the backend of the
             prefills, which a plan names. A layer of another dtype refuses the plan if this backend does not support it.
         graph_support: batches for which a captured CUDA graph can be replayed (`GraphSupport`). None takes
-            ONE_QUERY_LEN if `query_len_support` is UNIFORM, and ANY otherwise. If all requests of a
-            graph have one query token, the plan of the graph has the kind ONE_QUERY_LEN, which more backends support.
+            ONE_QUERY_LEN if `query_len_support` is UNIFORM, and ANY otherwise, as far as the decode backend allows. If
+            all requests of a graph have one query token, the plan of the graph has the kind ONE_QUERY_LEN, which more
+            backends support.
         fp8_mode: fp8 mode of the decodes (`mla_decode`). It influences the schedule and the backend of the schedule.
             Layers with another fp8 mode refuse the plans.
         layer_names: names of the layers, which the hooks of a backend get (`fast.mla.backend_hooks`).
-        backend: backend of the ops `compute_visible_lens`, `decode_programs`, `schedule_costs` and `plan_decode`, and
-            of the attention of prefills (`flash_attn_varlen`), which each plan with prefills names: a
-            name, a mapping from op to backend name, or None. A name applies to the ops that the backend declares. The
-            environment may bind further ops (`fast.backends.environment`). For every other op, the backend is chosen
-            automatically (`fast.backends`).
+        device: device of the layers, on which a named decode backend is checked; None checks only what does not depend
+            on the device. The first plan with decodes checks the rest.
+        backend: backend of the ops of planning (`compute_visible_lens`, `decode_programs`, `schedule_costs` and
+            `plan_decode`), of `mla_decode`, and of the attention of prefills (`flash_attn_varlen`): a name, a mapping
+            from op to backend name, or None. A name applies to the ops that the backend declares. The environment may
+            bind further ops (`fast.backends.environment`). For every other op, the backend is chosen automatically
+            (`fast.backends`). Each plan with prefills names their backend. A builder keeps its decode backend; each
+            plan with decodes names this backend, unless the backend is one of this package.
 
     Attributes:
         workspace: `ContextWorkspace` of all plans with context; the layers that get these plans share it.
@@ -127,6 +133,9 @@ class MLAMetadataBuilder:
             - `batch_invariant` is True and the ranks merge with "ag_rs";
             - `graph_support` is ANY and `query_len_support` is UNIFORM;
             - `fp8_mode` is unknown or does not suit `cache_format`.
+
+        UnsupportedConfiguration: the named decode backend cannot serve the layers, or `query_len_support` or
+            `graph_support` promises more than this backend.
     """
 
     def __init__(
@@ -135,7 +144,7 @@ class MLAMetadataBuilder:
         block_size: int,
         max_model_len: int,
         max_num_seqs: int,
-        query_len_support: QueryLenSupport = QueryLenSupport.VARLEN,
+        query_len_support: QueryLenSupport | None = None,
         num_speculative_tokens: int = 0,
         costs: PathCosts | None = None,
         num_programs: int | Callable[[int], int] | None = None,
@@ -149,6 +158,7 @@ class MLAMetadataBuilder:
         fp8_mode: str = CONVERTED,
         *,
         layer_names: tuple[str, ...] = (),
+        device: torch.device | str | None = None,
         backend: BackendChoice = None,
     ):
         check_type("layer_names", layer_names, tuple, "a tuple of names")
@@ -156,7 +166,6 @@ class MLAMetadataBuilder:
         check_config(config)
         check_costs(costs)
         check_schedule_costs(schedule_costs, "schedule_costs")
-        self._graph_support = check_graph_support(graph_support, query_len_support)
         self.ownership = None if context_parallel is None else context_parallel.ownership
         owned = ONE_RANK if self.ownership is None else self.ownership
         check_interleave(owned.interleave, block_size)
@@ -169,20 +178,24 @@ class MLAMetadataBuilder:
             check_int("num_programs", num_programs, 0, "an int >= 0, a function or None")
         self.config, self.block_size, self.costs = config, block_size, costs
         self.max_model_len, self.max_num_seqs = max_model_len, max_num_seqs
-        self.query_len_support = query_len_support
         self.num_programs, self.batch_invariant = num_programs, batch_invariant
         self.schedule_costs = schedule_costs
         check_dtype("dtype", dtype)
         check_mode_of_format(fp8_mode, cache_format)
         self.dtype, self.cache_format, self.fp8_mode = dtype, cache_format, fp8_mode
-        self.backend = bind_with_environment(backend, (*PLANNING_OPS, "flash_attn_varlen"))
+        self.backend = bind_with_environment(backend, (*PLANNING_OPS, "mla_decode", "flash_attn_varlen"))
         self._path_config = None if batch_invariant else config  # passed to `choose_path`; None disables the choice
         if workspace_tokens is None:  # a multiple of `unit`, and at most the default of a layer
             workspace_tokens = min(smallest, max(1, MOST_WORKSPACE_TOKENS // unit) * unit)
         self.workspace_tokens = workspace_tokens
         check_chunking(self.workspace_tokens, unit)
-        self.reorder_batch_threshold = reorder_batch_threshold(query_len_support, num_speculative_tokens)
         self._decode_config = dataclasses.replace(config, num_heads=self._decode_heads)
+        self._limits = decode_limits(
+            self._decode_layer(on_one_device_type(device, self.backend)), self.backend, query_len_support,
+            graph_support, num_speculative_tokens, self.ownership, batch_invariant,
+        )  # fmt: skip
+        self.query_len_support = self._limits.query_len_support
+        self.reorder_batch_threshold = reorder_batch_threshold(self.query_len_support, num_speculative_tokens)
         self._staging, self.workspace = StagingBuffer(), ContextWorkspace()
         self.layer_names = layer_names
         self._backend_states: dict[tuple[BackendHooks, torch.device], Any] = {}  # results of `create_builder_state`
@@ -224,38 +237,64 @@ class MLAMetadataBuilder:
             metadata = self._with_prefill_backend(metadata)
         if metadata.num_decode_tokens > 0 and (self.batch_invariant or not fast_build):
             metadata = self._with_hints(metadata, common_prefix_len, common)
-        if not metadata.num_prefills:
+        return self._finalized(self._with_decode_backend(metadata), common.block_table.device)
+
+    def _with_decode_backend(self, metadata: MLAMetadata) -> MLAMetadata:
+        """Return the plan with the name of the backend of its decodes, unless a backend of this package serves them."""
+        if self._limits.backend is None or metadata.num_decode_tokens == 0:
             return metadata
-        name, hooks = metadata.prefill.backend, hooks_of(metadata.prefill.backend)
-        metadata = hooks.finalize_metadata(metadata, self._backend_state(hooks, common.block_table.device))
-        check_type(f"the plan of the backend {name}", metadata, MLAMetadata)
-        check(metadata.prefill.backend == name, f"the plan of the backend {name}: prefill.backend", name,
-              metadata.prefill.backend)  # fmt: skip
+        decode = dataclasses.replace(metadata.decode, backend=self._limits.backend)
+        metadata = dataclasses.replace(metadata, decode=decode)
+        check_decode_backend(metadata, self._decode_config, self.dtype, self.block_size, self.cache_format,
+                             self.fp8_mode, self.backend)  # fmt: skip
+        return metadata
+
+    def _finalized(self, metadata: MLAMetadata, device: torch.device) -> MLAMetadata:
+        """Return the plan after the method `finalize_metadata` of the backends that the plan names, decodes first."""
+        decode_backend = metadata.decode.backend if metadata.num_decode_tokens else None
+        done = set()
+        for part, name, config in (
+            ("decode", decode_backend, self._decode_config),
+            ("prefill", metadata.prefill.backend, self.config),
+        ):
+            if name is None or (name, config) in done:
+                continue
+            done.add((name, config))
+            hooks = hooks_of(name)
+            metadata = hooks.finalize_metadata(metadata, self._backend_state(hooks, device, config))
+            check_type(f"the plan of the backend {name}", metadata, MLAMetadata)
+            found = getattr(metadata, part).backend
+            check(found == name, f"the plan of the backend {name}: {part}.backend", name, found)
         return metadata
 
     def _with_prefill_backend(self, metadata: MLAMetadata) -> MLAMetadata:
         """Return the plan with the backend that serves the attention of its prefills, chosen from the step's shapes."""
         prefill = metadata.prefill
-        name = choose_prefill_backend(prefill, self.config, self.dtype, self.backend)
+        name = choose_prefill_backend(prefill, self.config, self.dtype, self.backend, self.batch_invariant)
         hooks = hooks_of(name)
         parts = tuple(
             dataclasses.replace(part, plan=dataclasses.replace(part.plan, backend=name)) for part in prefill.parts
         )
         prefill = dataclasses.replace(prefill, backend=name, parts=parts)
-        state = self._backend_state(hooks, prefill.block_table.device)
+        state = self._backend_state(hooks, prefill.block_table.device, self.config)
         prefill = hooks.post_process_prefill_metadata(prefill, state, prefill.query_start_loc)
         check_type(f"the prefill of the backend {name}", prefill, PrefillMetadata)
         check(prefill.backend == name, f"the prefill of the backend {name}: backend", name, prefill.backend)
         return dataclasses.replace(metadata, prefill=prefill)
 
-    def _backend_state(self, hooks: BackendHooks, device: torch.device) -> Any:
-        """Return what the hooks of a backend keep for this builder; the first call for a device creates it."""
-        key = hooks, device
+    def _backend_state(self, hooks: BackendHooks, device: torch.device, config: MLAConfig) -> Any:
+        """Return what the hooks of a backend keep for this builder; the first call for a device creates it.
+
+        Under context parallelism, `config` has the gathered heads for decodes, and a rank's own heads for prefills.
+        """
+        key = hooks, device, config
         if key not in self._backend_states:
-            self._backend_states[key] = hooks.create_builder_state(
-                self.config, self.cache_format, self.layer_names, device
-            )
+            self._backend_states[key] = hooks.create_builder_state(config, self.cache_format, self.layer_names, device)
         return self._backend_states[key]
+
+    def _decode_layer(self, device: torch.device) -> DecodeLayer:
+        """Return the properties of the layers that determine the kernel of a decode."""
+        return DecodeLayer(self._decode_config, device, self.dtype, self.block_size, self.cache_format, self.fp8_mode)
 
     def _with_hints(
         self, metadata: MLAMetadata, common_prefix_len: int, common: CommonAttentionMetadata
@@ -281,8 +320,7 @@ class MLAMetadataBuilder:
             check_int("num_programs", programs, 0, "a function that gives at least 0")
         elif programs is not None and query_len > self.reorder_batch_threshold:
             programs = 0
-        layer = DecodeLayer(self._decode_config, device, self.dtype, self.block_size, self.cache_format, self.fp8_mode)
-        return layer.programs_and_costs(
+        return self._decode_layer(device).programs_and_costs(
             query_len, programs, self.schedule_costs, self.backend, batch_invariant=self.batch_invariant
         )
 
@@ -310,10 +348,11 @@ class MLAMetadataBuilder:
     def _plan_captured(self, common: CommonAttentionMetadata, graph: GraphSupport) -> MLAMetadata:
         """Return the plan of a captured batch; no request of a replay is longer than `common.max_seq_len`."""
         programs, costs = self._programs_and_costs(common.max_query_len, common.block_table.device)
-        return plan_captured_decodes(
+        metadata = plan_captured_decodes(
             common, self.block_size, programs, costs, self.batch_invariant, self.ownership, graph, self.cache_format,
             self.fp8_mode, backend=self.backend,
         )  # fmt: skip
+        return self._finalized(self._with_decode_backend(metadata), common.block_table.device)
 
     def update_captured(self, captured: MLAMetadata, common: CommonAttentionMetadata) -> None:
         """Write the plan of the next replay's batch into the tensors of the captured plan, which the graph reads.
@@ -342,19 +381,20 @@ class MLAMetadataBuilder:
 
     def _graph_kind(self, common: CommonAttentionMetadata) -> GraphSupport:
         """Return the kind of CUDA graph for a batch; NONE if the batch cannot be captured."""
-        return graph_kind(common, self.reorder_batch_threshold, self._graph_support)
+        return graph_kind(common, self.reorder_batch_threshold, self._limits.graph_support)
 
     @property
     def graph_support(self) -> GraphSupport:
-        """Return the batches for which a captured graph can be replayed: the constructor's `graph_support`."""
-        return self._graph_support
+        """Return the batches for which a captured graph can be replayed."""
+        return self._limits.graph_support
 
     def use_cascade_attention(
         self, common_prefix_len: int, query_lens: Int32[Tensor, " B"], seq_lens: Int32[Tensor, " B"]
     ) -> bool:
         """Return whether `build` plans a cascade for decodes that share a prefix.
 
-        A batch-invariant builder and a builder with context parallelism never plan a cascade.
+        A batch-invariant builder, a builder with context parallelism, and a builder whose decode backend has only a
+        causal mask never plan a cascade.
         `reference.mla.builder.MLAMetadataBuilder.use_cascade_attention` explains the reason and the other cases.
 
         Args:
@@ -365,7 +405,7 @@ class MLAMetadataBuilder:
         Raises:
             ValueError: for the same reasons as `fast.use_cascade_attention`.
         """
-        if self.batch_invariant or self.ownership is not None:
+        if self.batch_invariant or self.ownership is not None or VISIBLE_LENS not in self._limits.masks:
             return False
         return use_cascade_attention(
             common_prefix_len, query_lens, seq_lens, self.config, self.cache_format, self.dtype

@@ -27,6 +27,7 @@ from reference.interfaces import (
     check_mode_of_format,
     check_ownership,
     check_schedule_costs,
+    decode_mask,
     get_dcp_local_seq_lens,
 )
 
@@ -119,6 +120,7 @@ def plan_captured_decodes(
             max_seq_len=longest,
             block_size=block_size,
             graph=graph,
+            mask=decode_mask(query_len, ownership),
         ),
         prefill=PrefillMetadata(
             block_table=common.block_table[:0],

@@ -22,6 +22,7 @@ from reference.interfaces import (
     MLAConfig,
     QueryLenSupport,
     ScheduleCosts,
+    check,
     check_config,
     check_decode,
     check_decode_values,
@@ -41,6 +42,7 @@ from reference.interfaces import (
 
 from .. import backends
 from ..backends import BackendChoice
+from ..backends.selection import name_for, named
 
 
 def decode_programs(
@@ -120,8 +122,11 @@ def _launch_and_shape(op, config, device, dtype, block_size, cache_format, fp8_m
     check_int("block_size", block_size)
     check_mode_of_format(fp8_mode, cache_format)
     widths = config.kv_lora_rank, config.qk_rope_head_dim
+    # An automatic choice must also serve decodes of any query lengths. A named backend has its own limits, which its
+    # decodes check.
+    lens = QueryLenSupport.VARLEN if name_for(op, backend) is None else QueryLenSupport.SINGLE_ONLY
     request = backends.decode_request(
-        device, dtype, *widths, block_size, QueryLenSupport.VARLEN, op=op, cache_format=cache_format, fp8_mode=fp8_mode
+        device, dtype, *widths, block_size, lens, op=op, cache_format=cache_format, fp8_mode=fp8_mode
     )
     launch = backends.kernel(backends.select(request, backend).name, op)
     mode = {} if fp8_mode == CONVERTED else {"fp8_mode": fp8_mode}
@@ -152,7 +157,8 @@ def mla_decode(
         ql_nope: [T, N, Lkv], queries with W_UK absorbed (`query_to_latent`).
         q_pe: [T, N, R], rotated rope parts of the queries.
         kv_cache: cache, which already contains the new tokens.
-        metadata: decode part of the plan; query token t attends the first `visible_lens[t]` keys of its request.
+        metadata: decode part of the plan; query token t attends the first `visible_lens[t]` keys of its request. If the
+            plan names a backend (`DecodeMetadata.backend`), this backend serves the call.
         softmax_scale: (P + R)^-1/2, times YaRN's factor; not (Lkv + R)^-1/2.
         schedule: schedule (`plan_decode`), which assigns keys to the programs of the kernel. With None, the kernel
             divides the keys itself. A schedule changes results by rounding alone. The backend "cpu" ignores `schedule`.
@@ -182,7 +188,8 @@ def mla_decode(
             - shapes, dtypes or devices do not match, or the plan was made for another block size;
             - the tensors are on the CPU, and an offset, a length, a visible length or a block of the plan is invalid;
             - the queries do not have the dtype that `fp8_mode` needs, or the cache has no e4m3 numbers for this mode;
-            - the tensors are on the CPU, and a scale is not finite and positive.
+            - the tensors are on the CPU, and a scale is not finite and positive;
+            - `backend` names another backend than the plan.
 
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
@@ -204,9 +211,9 @@ def mla_decode(
             else backends.query_lens_of(ql_nope.shape[0], metadata.seq_lens.shape[0], metadata.max_query_len),
             backends.cache_in_words(kv_cache), out_dtype=ql_nope.dtype if out_dtype is None else out_dtype,
             cache_format=cache_format, batch_invariant=schedule is not None and schedule.batch_invariant,
-            graph=metadata.graph, fp8_mode=fp8_mode,
+            graph=metadata.graph, fp8_mode=fp8_mode, mask=metadata.mask,
         )  # fmt: skip
-        chosen = backends.select(request, backend).name
+        chosen = backends.select(request, _backend_of_decode(metadata, backend)).name
     out_dtype = ql_nope.dtype if out_dtype is None else out_dtype
     tile_ranges, split_offsets, batch_invariant, split_rule = None, None, False, NEUTRAL_SPLIT_RULE
     if schedule is not None:
@@ -221,7 +228,7 @@ def mla_decode(
     arguments = (
         *inputs, metadata.max_query_len, metadata.max_seq_len, softmax_scale, out_dtype, tile_ranges, split_offsets,
         batch_invariant, list(split_rule.numbers), cache_format.name, kv_scale, fp8_mode,
-        q_scale,
+        q_scale, metadata.mask, list(metadata.prepared),
     )  # fmt: skip
     if out is None:
         return AttentionState(*_DECODES.run(signature, chosen, *arguments))
@@ -230,20 +237,42 @@ def mla_decode(
     return AttentionState(out, _DECODES_INTO.run(signature, chosen, *arguments, out))
 
 
+def _backend_of_decode(metadata: DecodeMetadata, backend: BackendChoice) -> BackendChoice:
+    """Return the backend of a decode: the backend that the plan names, or else `backend`.
+
+    Args:
+        metadata: decode part of a plan.
+        backend: a name, a mapping from op to name, or None.
+
+    Raises:
+        ValueError: `backend` names another backend than the plan.
+    """
+    if metadata.backend is None:
+        return backend
+    bound = name_for("mla_decode", backend)
+    if bound not in (None, metadata.backend):
+        named(bound)
+        check(False, "metadata.backend", f"{bound}, the backend of the call", metadata.backend)
+    return metadata.backend
+
+
 def _launch_decode(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
     softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, cache_format, kv_scale, fp8_mode,
-    q_scale, backend, *out,
+    q_scale, mask, prepared, backend, *out,
 ):  # fmt: skip
     if ql_nope.device.type == "cpu":
         metadata = DecodeMetadata(
             block_table, seq_lens, query_start_loc, max_query_len, visible_lens, max_seq_len, kv_cache.shape[1],
             GraphSupport.ANY,  # allows padding tokens; `mla_decode` has rejected them where they are not allowed
+            mask,
         )  # fmt: skip
         check_decode_values(metadata, ql_nope.shape[0], kv_cache.shape[1], kv_cache.shape[0])
         check_scale_values("kv_scale", kv_scale)
         check_scale_values("q_scale", q_scale)
     modes = {} if fp8_mode == CONVERTED else {"fp8_mode": fp8_mode, "q_scale": q_scale}
+    if prepared:
+        modes["prepared"] = tuple(prepared)
     state = backends.kernel(backend, "mla_decode")(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
         softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, invariant_split_rule(*split_rule),
@@ -267,7 +296,8 @@ _mla_decode = torch.library.custom_op(
     " Tensor query_start_loc, Tensor visible_lens, SymInt max_query_len, SymInt max_seq_len,"
     " float softmax_scale, ScalarType out_dtype,"
     " Tensor? tile_ranges, Tensor? split_offsets, bool batch_invariant, SymInt[] split_rule,"
-    " str cache_format, Tensor? kv_scale, str fp8_mode, Tensor? q_scale, str backend) -> (Tensor, Tensor)",
+    " str cache_format, Tensor? kv_scale, str fp8_mode, Tensor? q_scale, str mask, Tensor[] prepared, str backend)"
+    " -> (Tensor, Tensor)",
 )
 _DECODES = backends.CheckedCalls(torch.ops.mla_twins.mla_decode, _launch_decode)
 
@@ -276,7 +306,7 @@ _DECODES = backends.CheckedCalls(torch.ops.mla_twins.mla_decode, _launch_decode)
 def _(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
     softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, cache_format, kv_scale, fp8_mode,
-    q_scale, backend,
+    q_scale, mask, prepared, backend,
 ):  # fmt: skip
     tokens, heads, _ = ql_nope.shape
     out = ql_nope.new_empty(ql_nope.shape, dtype=out_dtype)
@@ -291,16 +321,17 @@ _mla_decode_out = torch.library.custom_op(
     " Tensor query_start_loc, Tensor visible_lens, SymInt max_query_len, SymInt max_seq_len,"
     " float softmax_scale, ScalarType out_dtype,"
     " Tensor? tile_ranges, Tensor? split_offsets, bool batch_invariant, SymInt[] split_rule,"
-    " str cache_format, Tensor? kv_scale, str fp8_mode, Tensor? q_scale, Tensor(a!) out, str backend) -> Tensor",
+    " str cache_format, Tensor? kv_scale, str fp8_mode, Tensor? q_scale, str mask, Tensor[] prepared, Tensor(a!) out,"
+    " str backend) -> Tensor",
 )
-_DECODES_INTO = backends.CheckedCalls(torch.ops.mla_twins.mla_decode_out, _launch_decode_into, mutates=(19,))
+_DECODES_INTO = backends.CheckedCalls(torch.ops.mla_twins.mla_decode_out, _launch_decode_into, mutates=(21,))
 
 
 @_mla_decode_out.register_fake
 def _(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
     softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, cache_format, kv_scale, fp8_mode,
-    q_scale, out, backend,
+    q_scale, mask, prepared, out, backend,
 ):  # fmt: skip
     tokens, heads, _ = ql_nope.shape
     return ql_nope.new_empty(heads, tokens, dtype=wide_dtype(out_dtype))

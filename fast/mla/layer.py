@@ -56,6 +56,7 @@ from ..backends import BackendChoice
 from ..cache.latent import concat_and_cache_mla
 from .absorbed_path import absorbed_queries, decode
 from .context_parallel import DCP_DECODE_OPS, dcp_gather_context
+from .decode_choice import check_decode_backend
 from .memory_profile import reserve_for_step, touch_largest
 from .new_tokens import NewTokens, frequencies_for, measure_step, write_tokens
 from .prefill import PREFILL_OPS, forward_prefill, gather_context, rows_of
@@ -65,6 +66,7 @@ from .weights import split_kv_b_proj
 
 _check_forward_attention = backends.CheckedOnce(check_forward_attention)
 _check_inputs = backends.CheckedOnce(check_layer_inputs)
+_check_decode_backend = backends.CheckedOnce(check_decode_backend)
 _check_prefill_backend = backends.CheckedOnce(check_prefill_backend)
 _check_rms_norm = backends.CheckedOnce(check_rms_norm)
 _check_step = backends.CheckedOnce(check_step)
@@ -431,6 +433,9 @@ class MLAAttention(nn.Module):
         _check_step(metadata, q.shape[0], kv_cache, self.workspace_tokens, self.cache_format, self.fp8_mode)
         check_step_values(metadata, kv_cache)
         _check_prefill_backend(metadata.prefill, self.config, q.dtype, self.backend, in_e4m3)
+        if metadata.decode.backend is not None:
+            _check_decode_backend(metadata, self.config, q.dtype, kv_cache.shape[1], self.cache_format, self.fp8_mode,
+                                  self.backend)  # fmt: skip
         check_step_ownership(metadata, self.context_parallel)
 
     def _prefill(self, q, kv_c_normed, k_pe, kv_cache, metadata, output, weights, workspace, output_scale=None) -> None:

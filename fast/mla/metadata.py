@@ -58,6 +58,7 @@ from reference.interfaces import (
     check_type,
     choose_schedule,
     context_unit,
+    decode_mask,
     get_dcp_local_seq_lens,
     has_host_lens,
     longest_decode_lens,
@@ -232,6 +233,7 @@ def build_mla_metadata(
         longest = int(common.seq_lens_cpu[:decodes].max()) if decodes else 0
     if ownership is not None:
         longest = ownership.most(longest)
+    longest_query = min(1, decode_tokens) if one_each else _longest(query_lens[:decodes])
     kind, which = (MLAMetadata, {}) if ownership is None else (ContextParallelMetadata, {"ownership": ownership})
     metadata = kind(
         **which,
@@ -243,10 +245,11 @@ def build_mla_metadata(
             block_table=block_table,
             seq_lens=seq_lens,
             query_start_loc=query_start_loc,
-            max_query_len=min(1, decode_tokens) if one_each else _longest(query_lens[:decodes]),
+            max_query_len=longest_query,
             visible_lens=visible_lens,
             max_seq_len=longest,
             block_size=block_size,
+            mask=decode_mask(longest_query, ownership),
         ),
         prefill=PrefillMetadata(
             block_table=common.block_table[decodes:],

@@ -20,42 +20,57 @@ from reference.interfaces import (
     wide_dtype,
 )
 
-from ..backends import BackendChoice, KernelRequest, on_change, select_for_all
+from ..backends import AttentionSizes, BackendChoice, KernelRequest, on_change, select_for_all
 from ..backends.selection import name_for, named
 
 OP = "flash_attn_varlen"
 
 
 def prefill_requests(
-    prefill: PrefillMetadata, config: MLAConfig, dtype: torch.dtype, in_e4m3: bool = False
+    prefill: PrefillMetadata,
+    config: MLAConfig,
+    dtype: torch.dtype,
+    in_e4m3: bool = False,
+    batch_invariant: bool = False,
 ) -> tuple[KernelRequest, ...]:
-    """Return a request for each kind of call that `forward_prefill` makes for a plan.
+    """Return a request for each kind of call that `forward_prefill` makes for a plan, and for each chunk of context.
 
     Args:
         prefill: prefill part of the plan.
         config: config of the layer.
         dtype: dtype of queries and keys.
         in_e4m3: whether the output of the layer is quantised to e4m3, after attention has computed it in float32.
+        batch_invariant: whether the other requests of the step must not change the result of a request.
     """
     has_context = {bool(part.rows) for part in prefill.parts} or {bool(prefill.context_chunks)}
     widths = (("qk_head_dim", config.qk_head_dim), ("v_head_dim", config.v_head_dim))
-    return tuple(
-        KernelRequest(
+
+    def request(needs_lse: bool, causal: bool, longest_key: int) -> KernelRequest:
+        return KernelRequest(
             OP,
             prefill.query_start_loc.device,
             dtype,
             widths,
             query_lens=QueryLenSupport.VARLEN,
             out_dtype=wide_dtype(dtype) if needs_lse or in_e4m3 else dtype,
-            mask="causal",
+            mask="causal" if causal else None,
             lse=needs_lse,
+            batch_invariant=batch_invariant,
+            sizes=AttentionSizes.rounded(
+                prefill.block_table.shape[0], config.num_heads, prefill.max_query_len, longest_key
+            ),
         )
-        for needs_lse in sorted(has_context)
-    )
+
+    new_tokens = [request(needs_lse, True, prefill.max_query_len) for needs_lse in sorted(has_context)]
+    return (*new_tokens, *(request(True, False, chunk.max_seq_len) for chunk in prefill.context_chunks))
 
 
 def choose_prefill_backend(
-    prefill: PrefillMetadata, config: MLAConfig, dtype: torch.dtype, backend: BackendChoice
+    prefill: PrefillMetadata,
+    config: MLAConfig,
+    dtype: torch.dtype,
+    backend: BackendChoice,
+    batch_invariant: bool = False,
 ) -> str:
     """Return the name of the backend that serves all calls of a step's prefills.
 
@@ -64,11 +79,12 @@ def choose_prefill_backend(
         config: config of the layers.
         dtype: dtype of queries and keys.
         backend: a name, a mapping from op to name, or None.
+        batch_invariant: whether the other requests of the step must not change the result of a request.
 
     Raises:
         UnsupportedConfiguration: no backend that `backend` allows can serve all of these calls.
     """
-    return _choose(prefill_requests(prefill, config, dtype), name_for(OP, backend))
+    return _choose(prefill_requests(prefill, config, dtype, False, batch_invariant), name_for(OP, backend))
 
 
 @functools.lru_cache(maxsize=1024)

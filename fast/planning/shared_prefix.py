@@ -77,5 +77,6 @@ def split_shared_prefix(
         visible_lens=(metadata.visible_lens - common_prefix_len).clamp(min=0),
         max_seq_len=max(0, metadata.max_seq_len - common_prefix_len),
         block_size=metadata.block_size,
+        mask=metadata.mask,
     )
     return CascadeMetadata(prefix, suffix)

@@ -182,6 +182,7 @@ from .ownership import (
     check_rank,
     dcp_gather_bytes,
     dcp_wire_bytes,
+    decode_mask,
     get_dcp_local_seq_lens,
     visible_lens_of_tokens,
 )
@@ -214,7 +215,7 @@ from .sizes import (
     stride_order,
 )
 from .slots import slots_of_tokens
-from .support import GraphSupport, QueryLenSupport, is_capturing
+from .support import CAUSAL, DECODE_MASKS, VISIBLE_LENS, GraphSupport, QueryLenSupport, is_capturing
 from .workspace import (
     ContextWorkspace,
     check_context_workspace,
@@ -230,8 +231,10 @@ from .workspace import (
 
 __all__ = [
     "CACHE_FORMATS",
+    "CAUSAL",
     "COMPUTE_FORMAT",
     "CONVERTED",
+    "DECODE_MASKS",
     "DECODE_TILE",
     "E4M3",
     "E4M3_MAX",
@@ -248,6 +251,7 @@ __all__ = [
     "NEUTRAL_SPLIT_RULE",
     "ONE_RANK",
     "PRESETS",
+    "VISIBLE_LENS",
     "AbsorbedWeights",
     "AttentionMetadataBuilder",
     "AttentionState",
@@ -398,6 +402,7 @@ __all__ = [
     "context_workspace_size",
     "dcp_gather_bytes",
     "dcp_wire_bytes",
+    "decode_mask",
     "e4m3_scale",
     "element_bytes",
     "expanded_elements",

@@ -27,7 +27,7 @@ from .context_chunk import ChunkRows, ContextChunk
 from .decode_schedule import DecodeSchedule, InvariantSplitRule
 from .metadata import AttentionState, DecodeMetadata, PrefillMetadata, PrefillPart
 from .quantization import CONVERTED, check_mode_of_format, check_scale
-from .support import GraphSupport
+from .support import CAUSAL, DECODE_MASKS, GraphSupport
 
 CPU = torch.device("cpu")
 
@@ -142,6 +142,11 @@ def check_decode_plan(metadata: DecodeMetadata, num_tokens: int, device: torch.d
     int32 = (torch.int32,)
     check_type("metadata", metadata, DecodeMetadata)
     check_type("metadata.graph", metadata.graph, GraphSupport)
+    check(metadata.mask in DECODE_MASKS, "metadata.mask", f"one of {', '.join(DECODE_MASKS)}", metadata.mask)
+    check_type("metadata.backend", metadata.backend, (str, type(None)), "the name of a backend or None")
+    check_type("metadata.prepared", metadata.prepared, tuple, "a tuple of tensors")
+    for tensor in metadata.prepared:
+        check_type("metadata.prepared", tensor, Tensor, "a tuple of tensors")
     check_tensor("metadata.seq_lens", metadata.seq_lens, ("B",), int32, device)
     requests = metadata.seq_lens.shape[0]
     check_tensor("metadata.block_table", metadata.block_table, (requests, "W"), int32, device)
@@ -195,6 +200,21 @@ def check_decode_values(metadata: DecodeMetadata, num_tokens: int, block_size: i
     if wrong.numel():
         row = int(wrong[0])
         check(False, "metadata.visible_lens", f"a value in [0, {int(bounds[row])}] at row {row}",
+              int(metadata.visible_lens[row]))  # fmt: skip
+    if metadata.mask == CAUSAL:
+        _check_causal(metadata, used)
+
+
+def _check_causal(metadata: DecodeMetadata, num_tokens: int) -> None:
+    """Check that the first `num_tokens` elements of `visible_lens` are the causal mask that the plan promises."""
+    query_lens = metadata.query_start_loc.diff()
+    first_seen = metadata.seq_lens - query_lens + 1  # number of keys that the first query token of a request sees
+    places = torch.arange(num_tokens) - torch.repeat_interleave(metadata.query_start_loc[:-1], query_lens)
+    causal = (torch.repeat_interleave(first_seen, query_lens) + places).clamp(min=0)
+    wrong = (metadata.visible_lens[:num_tokens] != causal).nonzero()
+    if wrong.numel():
+        row = int(wrong[0])
+        check(False, "metadata.visible_lens", f"{int(causal[row])}, the causal mask, at row {row}",
               int(metadata.visible_lens[row]))  # fmt: skip
 
 

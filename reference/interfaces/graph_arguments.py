@@ -256,6 +256,14 @@ def check_captured(captured: MLAMetadata, plan: MLAMetadata) -> None:
               f"{plan.schedule.split_rule} as in the plan of the batch", captured.schedule.split_rule)  # fmt: skip
         if captured.schedule.tile_ranges is not None:
             pairs += [("schedule.tile_ranges", captured.schedule.tile_ranges, plan.schedule.tile_ranges)]
+    check(captured.decode.backend == plan.decode.backend, "captured.decode.backend",
+          f"{plan.decode.backend}, the builder's decode backend", captured.decode.backend)  # fmt: skip
+    check(captured.decode.mask == plan.decode.mask, "captured.decode.mask", f"{plan.decode.mask}, the batch's mask",
+          captured.decode.mask)  # fmt: skip
+    held, made = captured.decode.prepared, plan.decode.prepared
+    check_type("captured.decode.prepared", held, tuple, "a tuple of tensors")
+    check(len(held) == len(made), "captured.decode.prepared", f"{len(made)} tensors", len(held))
+    pairs += [(f"decode.prepared[{number}]", *both) for number, both in enumerate(zip(held, made, strict=True))]
     for name, held, made in pairs:
         check_tensor(f"captured.{name}", held, tuple(made.shape), (made.dtype,), made.device)
     check_type("captured.captured", captured.captured, (tuple, type(None)), "a tuple or None")

@@ -85,14 +85,15 @@ def captured_tensors(plan: MLAMetadata) -> tuple[tuple[str, Tensor | None], ...]
         ("captured.decode.visible_lens", decode.visible_lens),
         ("captured.schedule.tile_ranges", None if schedule is None else schedule.tile_ranges),
         ("captured.schedule.split_offsets", None if schedule is None else schedule.split_offsets),
+        *((f"captured.decode.prepared[{number}]", tensor) for number, tensor in enumerate(decode.prepared)),
     )
 
 
 def write_captured(captured: MLAMetadata, plan: MLAMetadata) -> None:
     """Copy the values of a plan into the tensors of a captured plan, which a graph reads.
 
-    The function copies `visible_lens`, the schedule and, under context parallelism, `seq_lens`. The caller writes the
-    other tensors itself.
+    The function copies `visible_lens`, the schedule, the tensors that the backend of the decode prepared and, under
+    context parallelism, `seq_lens`. The caller writes the other tensors itself.
 
     Args:
         captured: the captured plan; the function writes its tensors.
@@ -104,6 +105,8 @@ def write_captured(captured: MLAMetadata, plan: MLAMetadata) -> None:
     if captured.schedule is not None and captured.schedule.tile_ranges is not None:
         captured.schedule.tile_ranges.copy_(plan.schedule.tile_ranges)
         captured.schedule.split_offsets.copy_(plan.schedule.split_offsets)
+    for held, new in zip(captured.decode.prepared, plan.decode.prepared, strict=True):
+        held.copy_(new)
 
 
 def check_not_replaced(

@@ -23,7 +23,7 @@ from .decode_schedule import NEVER_PLANNED, DecodeSchedule, ScheduleChoice
 from .ownership import ONE_RANK, TokenOwnership, check_interleave
 from .quantization import CONVERTED
 from .slots import slots_of_tokens
-from .support import GraphSupport
+from .support import VISIBLE_LENS, GraphSupport
 from .workspace import ContextWorkspace
 
 
@@ -346,6 +346,9 @@ class DecodeMetadata:
         block_size: tokens per block for which the plan was computed. A call with a cache of another block size raises.
         graph: which batches a CUDA graph with this decode must serve. In `fast`, kernels that do not support such a
             graph are not used.
+        mask: CAUSAL promises that `visible_lens` is a causal mask (`decode_mask`); VISIBLE_LENS promises nothing.
+        backend: name of the backend of `fast` that must attend this decode; None if any backend may.
+        prepared: tensors that this backend computed ahead for its kernel, such as the schedule of a library.
     """
 
     block_table: Int32[Tensor, "B W"]
@@ -356,6 +359,9 @@ class DecodeMetadata:
     max_seq_len: int
     block_size: int
     graph: GraphSupport = GraphSupport.NONE
+    mask: str = VISIBLE_LENS
+    backend: str | None = None
+    prepared: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

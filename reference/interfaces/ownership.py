@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .cache_format import COMPUTE_FORMAT, CacheFormat, check_format
 from .checks import check, check_dtype, check_int, check_tensor
+from .support import CAUSAL, VISIBLE_LENS
 
 MERGES = ("ag_rs", "a2a")  # names of the merges `cp_lse_ag_out_rs` and `cp_lse_a2a`
 
@@ -239,3 +240,17 @@ def dcp_gather_bytes(
     check_format(cache_format)
     check_dtype("dtype", dtype)
     return (context_parallel_size - 1) * padded_tokens * cache_format.entry_bytes(kv_lora_rank, qk_rope_head_dim, dtype)
+
+
+def decode_mask(max_query_len: int, ownership: TokenOwnership | None) -> str:
+    """Return the mask that a plan can promise for its `visible_lens` (`DecodeMetadata.mask`).
+
+    A kernel that has only a causal mask can serve a decode whose plan promises this mask. Under context parallelism, a
+    rank has a part of a request's keys. With several query tokens in a request, `visible_lens` is then no causal mask
+    of these keys: with 10 keys, 3 query tokens and 2 ranks, the tokens see 4, 5 and 5 of the 5 keys of rank 0.
+
+    Args:
+        max_query_len: upper bound of the query tokens of a request.
+        ownership: the tokens that this rank owns; None if one rank owns all tokens.
+    """
+    return CAUSAL if ownership is None or ownership.size == 1 or max_query_len <= 1 else VISIBLE_LENS

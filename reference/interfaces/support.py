@@ -6,6 +6,9 @@ import enum
 
 import torch
 
+CAUSAL, VISIBLE_LENS = "causal", "visible_lens"
+DECODE_MASKS = (CAUSAL, VISIBLE_LENS)  # values of `DecodeMetadata.mask`
+
 
 class QueryLenSupport(enum.Enum):
     """Query lengths that a decode kernel supports.

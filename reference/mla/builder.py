@@ -74,7 +74,7 @@ class MLAMetadataBuilder:
         block_size: tokens per block of the cache.
         max_model_len: largest number of tokens of a sequence.
         max_num_seqs: largest number of requests in a batch.
-        query_len_support: query lengths that the decode kernel supports.
+        query_len_support: query lengths that the decode kernel supports; None means VARLEN.
         num_speculative_tokens: number of tokens that a draft model proposes for a request in one step.
         costs: costs from which `choose_path` estimates whether the absorbed or the expanded path is faster.
         num_programs: number of programs of a schedule. `choose_schedule` decides in each step whether the decodes get a
@@ -119,7 +119,7 @@ class MLAMetadataBuilder:
         block_size: int,
         max_model_len: int,
         max_num_seqs: int,
-        query_len_support: QueryLenSupport = QueryLenSupport.VARLEN,
+        query_len_support: QueryLenSupport | None = None,
         num_speculative_tokens: int = 0,
         costs: PathCosts | None = None,
         num_programs: int | Callable[[int], int] | None = None,
@@ -138,6 +138,7 @@ class MLAMetadataBuilder:
         check_schedule_costs(schedule_costs, "schedule_costs")
         check_mode_of_format(fp8_mode, cache_format)
         check_dtype("dtype", dtype)
+        query_len_support = QueryLenSupport.VARLEN if query_len_support is None else query_len_support
         self._graph_support = check_graph_support(graph_support, query_len_support)
         self.ownership = None if context_parallel is None else context_parallel.ownership
         owned = ONE_RANK if self.ownership is None else self.ownership

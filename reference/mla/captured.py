@@ -28,6 +28,7 @@ from ..interfaces import (
     check_mode_of_format,
     check_ownership,
     check_schedule_costs,
+    decode_mask,
 )
 from ..planning.decode_schedule import plan_decode
 from ..planning.visible_lens import compute_visible_lens
@@ -126,6 +127,7 @@ def plan_captured_decodes(
             max_seq_len=longest,
             block_size=block_size,
             graph=graph,
+            mask=decode_mask(query_len, ownership),
         ),
         prefill=PrefillMetadata(
             block_table=common.block_table[:0],

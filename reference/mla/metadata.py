@@ -50,6 +50,7 @@ from ..interfaces import (
     check_table_width,
     check_threshold,
     choose_schedule,
+    decode_mask,
     has_host_lens,
     longest_decode_lens,
 )
@@ -195,6 +196,7 @@ def build_mla_metadata(
     longest = common.max_seq_len if decodes == len(lengths) else max(lengths[:decodes], default=0)
     visible = _visible_lens(starts[: decodes + 1], lengths[:decodes], ownership)
     seq_lens, kind, which = common.seq_lens[:decodes], MLAMetadata, {}
+    longest_query = max(query_lens[:decodes], default=0)
     if ownership is not None:
         seq_lens, longest = decode_lens.to(device), ownership.most(longest)
         chunks = tuple(rank_local_chunk(chunk, ownership) for chunk in chunks)
@@ -212,10 +214,11 @@ def build_mla_metadata(
             block_table=common.block_table[:decodes],
             seq_lens=seq_lens,
             query_start_loc=common.query_start_loc[: decodes + 1],
-            max_query_len=max(query_lens[:decodes], default=0),
+            max_query_len=longest_query,
             visible_lens=torch.tensor(visible, dtype=torch.int32, device=device),
             max_seq_len=longest,
             block_size=block_size,
+            mask=decode_mask(longest_query, ownership),
         ),
         prefill=PrefillMetadata(
             block_table=common.block_table[decodes:],

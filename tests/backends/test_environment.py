@@ -65,8 +65,8 @@ def test_direct_calls_do_not_read_the_environment(monkeypatch):
 @pytest.mark.parametrize(
     ("variable", "value", "error", "message"),
     [
-        (PREFILL, "nosuch", ValueError, f"{PREFILL}: expected one of cpu, triton, hopper, torch_flash, got nosuch"),
-        (DECODE, "hoper", ValueError, "torch_flash (the most similar name: hopper), got hoper"),
+        (PREFILL, "nosuch", ValueError, "trtllm_ragged, got nosuch"),
+        (DECODE, "hoper", ValueError, "trtllm_ragged (the most similar name: hopper), got hoper"),
         (PREFILL, "\x00", ValueError, f"{PREFILL}: expected one of"),
         (DECODE, "torch_flash", UnsupportedConfiguration, f"{DECODE}: torch_flash has no kernel for mla_decode"),
         (PREFILL, "hopper", UnsupportedConfiguration, f"{PREFILL}: hopper has no kernel for flash_attn_varlen"),
@@ -93,5 +93,5 @@ def test_explain_names_the_variable(monkeypatch):
 def test_most_similar_name():
     with pytest.raises(ValueError, match=r"\(the most similar name: triton\), got tritn$"):
         backends.bind("tritn")
-    with pytest.raises(ValueError, match=r"torch_flash \(the most similar name: torch_flash\), got torch_flsh$"):
+    with pytest.raises(ValueError, match=r"trtllm_ragged \(the most similar name: torch_flash\), got torch_flsh$"):
         backends.bind({"flash_attn_varlen": "torch_flsh"})

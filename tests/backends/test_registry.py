@@ -61,7 +61,7 @@ def test_a_backend_for_one_op(plain_errors):
         with pytest.raises(ValueError, match="^backend.name: expected a name that no backend has, got foreign$"):
             backends.register(FOREIGN)
     assert merge().gt(0).all()
-    with pytest.raises(ValueError, match="^name: expected one of cpu, triton, hopper, torch_flash, got foreign$"):
+    with pytest.raises(ValueError, match="^name: expected one of cpu, triton, hopper, .*trtllm_ragged, got foreign$"):
         backends.unregister("foreign")
     with pytest.raises(TypeError, match="^backend: expected a Backend, got str$"):
         backends.register("foreign")
@@ -98,7 +98,8 @@ def test_entry_points(found, monkeypatch):
         "backend halfway of third",
     ]
     assert str(warned[0].message).endswith("is left out: libforeign.so is missing")
-    assert [backend.name for backend in backends.registered()] == ["cpu", "triton", "hopper", "torch_flash", "foreign"]
+    own = [backend.name for backend in backends.registered() if backend.library is None]
+    assert own == ["cpu", "triton", "hopper", "foreign"]
     assert merge().eq(-1).all() and asked == ["mla_twins.backends"]
 
 

@@ -1,11 +1,14 @@
-"""Time the attention of a prefill without context with every backend that can serve it.
+"""Time the attention of a prefill with every backend that can serve it: of new tokens, and of a chunk of context.
 
     python -m tests.benchmarks.backends --device cpu
-    python -m tests.benchmarks.backends --device cuda --dtype bfloat16 --rows 1,2048,128 4,512,16 --json backends.json
+    python -m tests.benchmarks.backends --device cuda --dtype bfloat16 --rows 4,2048,128 1,4096,128,16384 --json x.json
 
-A row is B,T,N: B prompts of T tokens each, and N heads with DeepSeek-V3's dims. The backends take turns, so that a
-drift of the machine's speed affects all of them. Before the timing, the output of each backend is compared with
-`reference`; the error must be within the budget.
+A row is B,T,N or B,T,N,C: B requests with T new tokens and C tokens of context each, and N heads with DeepSeek-V3's
+dims. Without context, the new tokens attend each other with a causal mask, and no LSE is computed. With context, they
+attend the context in one chunk, with the LSE. Each backend plans a step as in a builder, and the plan is not timed.
+
+The backends take turns, so that a drift of the machine's speed affects all of them. Before the timing, some rows of the
+output of each backend are compared with `reference`; the error must be within the budget.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.table import Table
@@ -25,81 +28,143 @@ import reference
 from fast import backends
 from fast.demo.job import DTYPES
 from fast.parity import compare
-from reference.interfaces import MLAConfig, PrefillMetadata
+from reference.interfaces import CommonAttentionMetadata, MLAConfig, PrefillMetadata, QueryLenSupport
 
 from .command_line import CannotRun, check_device, run, wide_console, write_report
 from .report import provenance
 from .timing import Spread, wall_times
 
-ROWS = ((1, 128, 16), (1, 512, 16), (1, 2048, 16), (8, 128, 16), (32, 32, 16))
-V3 = MLAConfig.from_preset("deepseek-v3")
+BLOCK_SIZE = 64
+CHECKED_TOKENS, CHECKED_HEADS = 256, 4  # the last tokens of the last request, and the first heads
 
 
-def parse_row(text: str) -> tuple[int, int, int]:
-    """Return (B, T, N) of a row such as "1,512,16".
+class Row(NamedTuple):
+    """A row: requests, new tokens of each request, heads, and context tokens of each request."""
+
+    B: int
+    T: int
+    N: int
+    C: int = 0
+
+
+ROWS = (Row(1, 128, 16), Row(1, 512, 16), Row(1, 2048, 16), Row(8, 128, 16), Row(32, 32, 16))
+
+
+def parse_row(text: str) -> Row:
+    """Return the row of a text such as "1,512,16" or "1,512,16,4096".
 
     Raises:
         CannotRun: the text is no row.
     """
     parts = text.split(",")
-    if len(parts) != 3 or not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise CannotRun(f"--rows: expected B,T,N, three numbers of at least 1, such as 1,512,16, got {text}")
-    return int(parts[0]), int(parts[1]), int(parts[2])
+    row = Row(*map(int, parts)) if len(parts) in (3, 4) and all(part.isdecimal() for part in parts) else Row(0, 0, 0)
+    if min(row[:3]) < 1 or row.T < 2:
+        raise CannotRun(f"--rows: expected B,T,N or B,T,N,C with at least 2 tokens, such as 1,512,16, got {text}")
+    return row
 
 
-def make_inputs(row: tuple[int, int, int], dtype: torch.dtype, device: str) -> tuple[list[Tensor], PrefillMetadata]:
-    """Return queries, keys in two parts and values of a row, and the plan of the prompts."""
-    requests, length, heads = row
-    tokens = requests * length
+class Inputs(NamedTuple):
+    """Queries, keys in two parts and values of a row, and the batch."""
+
+    q: Tensor
+    k_nope: Tensor
+    k_pe: Tensor
+    v: Tensor
+    config: MLAConfig
+    common: CommonAttentionMetadata
+
+
+def make_inputs(row: Row, dtype: torch.dtype, device: str) -> Inputs:
+    """Return random inputs of a row; the keys are those of the context, if there is one."""
+    config = MLAConfig.from_preset("deepseek-v3", num_heads=row.N)
+    tokens, keys = row.B * row.T, row.B * (row.C or row.T)
     shapes = (
-        (tokens, heads, V3.qk_head_dim), (tokens, heads, V3.qk_nope_head_dim), (tokens, V3.qk_rope_head_dim),
-        (tokens, heads, V3.v_head_dim),
+        (tokens, row.N, config.qk_head_dim), (keys, row.N, config.qk_nope_head_dim), (keys, config.qk_rope_head_dim),
+        (keys, row.N, config.v_head_dim),
     )  # fmt: skip
     torch.manual_seed(0)
-    tensors = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
-    starts = torch.arange(0, tokens + 1, length, dtype=torch.int32, device=device)
-    table = torch.zeros(requests, 1, dtype=torch.int32, device=device)
-    return tensors, PrefillMetadata(table, starts, length, (), 64)
+    tensors = [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
+    width = -(-(row.T + row.C) // BLOCK_SIZE)
+    table = torch.arange(row.B * width, dtype=torch.int32, device=device).view(row.B, width)
+    common = CommonAttentionMetadata.from_lens([row.T] * row.B, [row.T + row.C] * row.B, table, BLOCK_SIZE)
+    return Inputs(*tensors, config, common)
 
 
-def candidates(dtype: torch.dtype, device: str) -> list[str]:
-    """Return the names of all backends that can serve the calls of this benchmark, the default first."""
+def candidates(row: Row, dtype: torch.dtype, device: str) -> list[str]:
+    """Return the names of all backends that can serve the calls of a row, the default first."""
+    config = MLAConfig.from_preset("deepseek-v3", num_heads=row.N)
     request = backends.KernelRequest(
         "flash_attn_varlen", torch.device(device), dtype,
-        (("qk_head_dim", V3.qk_head_dim), ("v_head_dim", V3.v_head_dim)), out_dtype=dtype, mask="causal",
+        (("qk_head_dim", config.qk_head_dim), ("v_head_dim", config.v_head_dim)),
+        query_lens=QueryLenSupport.VARLEN, out_dtype=reference.interfaces.wide_dtype(dtype) if row.C else dtype,
+        mask=None if row.C else "causal", lse=bool(row.C),
     )  # fmt: skip
     default = backends.select(request).name
     able = [each.name for each in backends.registered() if not each.validate_configuration(request)]
     return [default, *(name for name in able if name != default)]
 
 
-def measure(row: tuple[int, int, int], dtype: torch.dtype, device: str, rounds: int) -> dict[str, Any]:
+def plan_of(row: Row, inputs: Inputs, dtype: torch.dtype, name: str) -> PrefillMetadata:
+    """Return the plan of a step whose prefills a backend serves; each context is in one chunk."""
+    length = row.T + row.C
+    builder = fast.MLAMetadataBuilder(
+        inputs.config, BLOCK_SIZE, length, row.B, query_len_support=QueryLenSupport.SINGLE_ONLY, dtype=dtype,
+        workspace_tokens=row.B * (length + BLOCK_SIZE) // BLOCK_SIZE * BLOCK_SIZE,
+        backend={"flash_attn_varlen": name},
+    )  # fmt: skip
+    plan = builder.build(0, inputs.common).prefill
+    if len(plan.context_chunks) != bool(row.C):
+        raise RuntimeError(f"{name}: expected one chunk of context for {row}, got {len(plan.context_chunks)}")
+    return plan
+
+
+def check(name: str, row: Row, inputs: Inputs, out: Tensor) -> float:
+    """Return error / budget of the checked rows of an output.
+
+    Raises:
+        RuntimeError: the error exceeds the budget.
+    """
+    tokens, heads = min(row.T, CHECKED_TOKENS), min(row.N, CHECKED_HEADS)
+    keys = row.C or row.T
+    k = torch.cat((inputs.k_nope[-keys:], inputs.k_pe[-keys:, None].expand(-1, row.N, -1)), dim=-1)
+    tensors = [x[:, :heads] for x in (inputs.q[-tokens:], k, inputs.v[-keys:])]
+    device = inputs.q.device
+    starts = [torch.tensor([0, count], dtype=torch.int32, device=device) for count in (tokens, keys)]
+    rest = (*starts, tokens, keys, inputs.config.softmax_scale, not row.C)
+    low = reference.flash_attn_varlen(*tensors, *rest).out
+    gold = reference.flash_attn_varlen(*[x.double() for x in tensors], *rest).out
+    # a library may write the dtype of the queries, which the adapter converts
+    parity = compare(name, out[-tokens:, :heads].to(low.dtype).contiguous(), low, gold)
+    if not parity.passed:
+        raise RuntimeError(f"{parity}: the error exceeds the budget for {row}, so nothing was timed")
+    return parity.max_error / parity.max_budget
+
+
+def measure(row: Row, dtype: torch.dtype, device: str, rounds: int) -> dict[str, Any]:
     """Return the times of one row, by the names of the backends.
 
     Raises:
         RuntimeError: the error of an output exceeds its budget; nothing is timed.
     """
-    tensors, plan = make_inputs(row, dtype, device)
-    scale = V3.softmax_scale
-    gold = reference.run_prefill_new_tokens(*(x.double().cpu() for x in tensors), _on_cpu(plan), scale, False)
-    low = reference.run_prefill_new_tokens(*(x.cpu() for x in tensors), _on_cpu(plan), scale, False)
+    inputs = make_inputs(row, dtype, device)
+    scale = inputs.config.softmax_scale
 
     def call(name: str) -> Callable[[], Tensor]:
+        plan = plan_of(row, inputs, dtype, name)
+
         def attend() -> Tensor:
-            out = fast.run_prefill_new_tokens(*tensors, plan, scale, False, backend=name)
+            if row.C:
+                out = fast.run_prefill_context_chunk(*inputs[:4], plan, plan.context_chunks[0], scale).out
+            else:
+                out = fast.run_prefill_new_tokens(*inputs[:4], plan, scale, False)
             if device == "cuda":
                 torch.cuda.synchronize()
             return out
 
         return attend
 
-    calls = {name: call(name) for name in candidates(dtype, device)}
-    errors = {}
-    for name, attend in calls.items():
-        parity = compare(name, attend().cpu(), low, gold)
-        if not parity.passed:
-            raise RuntimeError(f"{parity}: the error exceeds the budget for {row}, so nothing was timed")
-        errors[name] = parity.max_error / parity.max_budget
+    calls = {name: call(name) for name in candidates(row, dtype, device)}
+    errors = {name: check(name, row, inputs, attend()) for name, attend in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, attend in calls.items():
@@ -107,17 +172,13 @@ def measure(row: tuple[int, int, int], dtype: torch.dtype, device: str, rounds: 
     spreads = {name: Spread.of(found) for name, found in times.items()}
     default = spreads[next(iter(calls))].median_us
     return {
-        "dims": dict(zip(("B", "T", "N"), row, strict=True)),
+        "dims": row._asdict(),
         "backends": {
             name: {"median_us": found.median_us, "quartiles_us": list(found.quartiles_us),
                    "times_faster_than_default": default / found.median_us, "error_of_budget": errors[name]}
             for name, found in spreads.items()
         },
     }  # fmt: skip
-
-
-def _on_cpu(plan: PrefillMetadata) -> PrefillMetadata:
-    return PrefillMetadata(plan.block_table.cpu(), plan.query_start_loc.cpu(), plan.max_query_len, (), plan.block_size)
 
 
 def run_main(argv: Sequence[str], arguments: argparse.Namespace) -> int:
@@ -128,9 +189,9 @@ def run_main(argv: Sequence[str], arguments: argparse.Namespace) -> int:
     if arguments.rounds < 1:
         raise CannotRun(f"--rounds: expected at least 1, got {arguments.rounds}")
     results = [measure(row, dtype, arguments.device, arguments.rounds) for row in rows]
-    table = Table(title=f"Attention of prompts without context, {arguments.dtype}, on {arguments.device}")
-    for title in ("B,T,N", "backend", "median us", "quartiles", "x default", "error / budget"):
-        table.add_column(title, justify="left" if title in ("B,T,N", "backend") else "right")
+    table = Table(title=f"Attention of prefills, {arguments.dtype}, on {arguments.device}")
+    for title in ("B,T,N,C", "backend", "median us", "quartiles", "x default", "error / budget"):
+        table.add_column(title, justify="left" if title in ("B,T,N,C", "backend") else "right")
     for row in results:
         for name, found in row["backends"].items():
             low, high = found["quartiles_us"]
@@ -153,7 +214,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="device (default: cuda)")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32", help="dtype (default: float32)")
-    parser.add_argument("--rows", nargs="+", metavar="B,T,N", help="prompts, tokens of each, heads")
+    parser.add_argument(
+        "--rows", nargs="+", metavar="B,T,N[,C]", help="requests, new tokens of each, heads, context tokens of each"
+    )
     parser.add_argument("--rounds", type=int, default=15, metavar="N", help="calls of each backend (default: 15)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="file for hardware, versions and times")
     return run(run_main, argv, parser)

@@ -45,9 +45,12 @@ LAUNCHES = [(chip, heads) for chip in CHIPS for heads in (16, 128)
 @cache
 def built(
     chip: str, cache_format: str, heads: int, scheduled: bool = False, dtype: torch.dtype = torch.bfloat16,
-    mode: str = CONVERTED, per_head: bool = False,
+    mode: str = CONVERTED, per_head: bool = False, processors: int = 132,
 ):  # fmt: skip
-    """Compile the kernel that a decode of one request launches on a chip; return compiled kernel and constants."""
+    """Compile the kernel that a decode of one request launches on a chip; return compiled kernel and constants.
+
+    With one processor, one request counts as many requests, for which the tiles of some kernels are larger.
+    """
     capability, shared = CHIPS[chip]
     stored, launches = FORMATS.get(cache_format, COMPUTE_FORMAT), {}
     q_scale = torch.ones(heads) if per_head else torch.ones(())
@@ -56,7 +59,7 @@ def built(
     with pytest.MonkeyPatch.context() as patch:
         for module, name in zip((decode, scheduled_decode), KERNELS, strict=True):
             patch.setattr(module, name, Recorded(getattr(module, name), launches))
-        patch.setattr(decode, "device_facts", lambda _: DeviceFacts(132, capability, shared))
+        patch.setattr(decode, "device_facts", lambda _: DeviceFacts(processors, capability, shared))
         patch.setattr(decode, "combine_partial_outputs", lambda *_, **__: None)
         lens = integers(600)
         plan = DecodeMetadata(integers(*range(40))[None], lens, offsets([1]), 1, lens, 2560, 64)
@@ -89,8 +92,7 @@ def test_float32_and_float16_queries(chip, heads, cache_format):
         assert found.metadata.shared <= CHIPS[chip][1]
 
 
-@formats
-@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("cache_format, heads", [("fp8_e4m3", 128), ("fp8_ds_mla", 16), ("fp8_ds_mla", 128)])
 def test_tiles_are_prefetched_and_converted_once(heads, cache_format):
     """On Hopper, tiles are copied to shared memory in words of 16 bytes, and every e4m3 number is converted once.
 
@@ -104,7 +106,41 @@ def test_tiles_are_prefetched_and_converted_once(heads, cache_format):
     conversions = re.findall(r"cvt\.rn\.f16x2\.e4m3x2", ptx)
     assert len(conversions) == 2 * numbers // threads // 2
     copies = re.findall(r"cp\.async\.cg\.shared\.global.*?, 0x10,", ptx)
-    assert len(copies) >= stages * (sizes.TILE * sizes.LATENT // 16 // threads)
+    assert not sizes.PREFETCH and len(copies) >= stages * (sizes.TILE * sizes.LATENT // 16 // threads)
+
+
+@pytest.mark.parametrize("processors, tile", [(132, 32), (1, 64)])
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_tiles_are_prefetched_in_registers(scheduled, processors, tile):
+    """With 16 heads over `fp8_e4m3`, a tile of 32 or 64 keys is loaded in words of 16 bytes, and converted once.
+
+    A thread loads 16 numbers with one instruction. The code has these loads twice: for the first tile, and in the loop
+    for the next tile. The kernel has no pipeline through shared memory, and two programs fit into an SM.
+    """
+    found, constants = built("Hopper", "fp8_e4m3", 16, scheduled, processors=processors)
+    ptx, sizes = found.asm["ptx"], constants["c"]
+    numbers = sizes.TILE * (sizes.LATENT + sizes.ROPE) // (32 * constants["num_warps"])  # of each thread
+    assert sizes.PREFETCH and (constants["ROWS"], sizes.TILE, constants["num_stages"]) == (16, tile, 1)
+    assert len(re.findall(r"cvt\.rn\.f16x2\.e4m3x2", ptx)) == numbers // 2
+    assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) >= 2 * (numbers // 16)
+    assert not re.findall(r"cp\.async|ld\.global\.[bu]8|ld\.shared\.[bu]8", ptx)
+    assert decode_shapes.RESIDENT * found.metadata.shared <= CHIPS["Hopper"][1]
+
+
+@pytest.mark.parametrize("mode", FP8_MODES[1:])
+def test_modes_with_prefetched_tiles(mode):
+    """The kernels of `fp8_query` and `fp8_product` prefetch the same tiles, and need no more memory than estimated."""
+    found, constants = built("Hopper", "fp8_e4m3", 16, mode=mode, processors=1)
+    assert constants["c"].PREFETCH and constants["c"].TILE == 64
+    estimate = decode_shapes._shared_bytes(16, 64, 1, 512 + 64, torch.float16, 1, 1)
+    assert found.metadata.shared <= estimate <= CHIPS["Hopper"][1] // decode_shapes.RESIDENT
+
+
+@pytest.mark.parametrize("change", [{"heads": 17}, {"dtype": torch.float32}, {"chip": "Ada"}, {"chip": "Ampere"}])
+def test_launches_without_prefetched_tiles(change):
+    """Larger row blocks, float32 queries and chips with less shared memory keep the pipeline of the compiler."""
+    constants = built(**{"chip": "Hopper", "cache_format": "fp8_e4m3", "heads": 16, **change})[1]
+    assert not constants["c"].PREFETCH
 
 
 @formats
@@ -120,16 +156,16 @@ def test_hopper_products_are_not_serialised(cache_format):
 def test_shapes_of_the_caches_in_the_dtype_of_the_queries_are_unchanged():
     """Caches in the dtype of the queries keep their launch shapes: rows of a row block, warps and pipeline stages.
 
-    With 16 heads, fp8 caches have the same launch shapes. With 128 heads, fp8 caches have a third stage, and the tiles
-    of `fp8_ds_mla` have 32 keys.
+    With 16 heads, `fp8_ds_mla` has the same launch shape, and `fp8_e4m3` has no pipeline. With 128 heads, fp8 caches
+    have a third stage, and the tiles of `fp8_ds_mla` have 32 keys.
     """
     shapes = {
         (name, heads): tuple(built("Hopper", name, heads)[1][each] for each in ("ROWS", "num_warps", "num_stages"))
         for name in ("compute_dtype", *FORMATS) for heads in (16, 128)
     }  # fmt: skip
     assert shapes["compute_dtype", 16] == (16, 4, 3) and shapes["compute_dtype", 128] == (64, 8, 2)
-    for name in FORMATS:
-        assert shapes[name, 16] == (16, 4, 3) and shapes[name, 128] == (64, 8, 3)
+    assert shapes["fp8_ds_mla", 16] == (16, 4, 3) and shapes["fp8_e4m3", 16] == (16, 4, 1)
+    assert all(shapes[name, 128] == (64, 8, 3) for name in FORMATS)
     tiles = {name: built("Hopper", name, 128)[1]["c"].TILE for name in ("compute_dtype", *FORMATS)}
     assert tiles == {"compute_dtype": 64, "fp8_e4m3": 64, "fp8_ds_mla": 32}
 

@@ -34,7 +34,8 @@ if ON_GPU or INTERPRETED:
     import triton
     import triton.language as tl
 
-    from fast.kernels.triton import decode, fp8
+    from fast.kernels.device import device_facts
+    from fast.kernels.triton import decode, decode_shapes, fp8
 
 SMALL = (512, 64) if ON_GPU else (64, 16)  # latent width, rope width
 FORMATS = {"fp8_e4m3": (FP8_E4M3, SMALL), "fp8_ds_mla": (FP8_DS_MLA, (512, 64))}
@@ -103,6 +104,35 @@ def test_forms(form, heads, cache_format, widths, monkeypatch):
 def test_block_sizes(block_size, cache_format, widths):
     for heads in (4, 40):
         check_parity(cache_format, [1, 2], [129, 64], heads, widths=widths, block_size=block_size)
+
+
+@runs
+@pytest.mark.parametrize("block_size", [16, 64, 128])
+@pytest.mark.parametrize("processors, tile", [(1000, 32), (1, 64)])
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_prefetched_tiles(dtype, processors, tile, block_size, monkeypatch):
+    """A decode that prefetches tiles is within the budget, for both sizes of tiles.
+
+    The size depends on the number of requests and of processors, except in a batch-invariant decode.
+    """
+    facts, choose, chosen = device_facts(DEVICE), decode_shapes.prefetch_shape, []
+    monkeypatch.setattr(decode, "device_facts", lambda _: facts._replace(processors=processors))
+    monkeypatch.setattr(decode, "prefetch_shape", lambda *given: chosen.append(choose(*given)) or chosen[-1])
+    for form in ("whole", "batch-invariant"):
+        check_parity(FP8_E4M3, [1, 2, 1], [129, 200, 0], 8, dtype, block_size=block_size, form=form)
+    assert [each["TILE"] for each in chosen] == [tile, 32]
+
+
+@runs
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_cache_that_cannot_be_read_in_words(dtype, monkeypatch):
+    """A cache at an odd address has the same results within the budget; its tiles are not prefetched."""
+    (ql, q_pe, cache, plan), kv_scale = make_stored_inputs(FP8_E4M3, [1, 2], [129, 64], 4, dtype, SMALL)
+    odd = torch.zeros(cache.numel() + 1, dtype=torch.uint8, device=DEVICE)[1:].view(cache.shape)
+    odd.copy_(cache.view(torch.uint8))
+    monkeypatch.setattr(decode, "prefetch_shape", None)  # a call would be an error
+    state = launch((ql, q_pe, odd.view(cache.dtype), plan), FP8_E4M3, kv_scale)
+    verdict(state, ql, q_pe, cache, plan, FP8_E4M3, kv_scale)
 
 
 @runs

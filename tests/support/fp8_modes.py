@@ -29,7 +29,7 @@ def rounded_decode(
     """Decode in float64, but round where the kernels round; the result is `low` in docs/correctness.md.
 
     Scores are rounded to float32. Probabilities are rounded to float16 (`mode` "fp8_query") or to e4m3 ("fp8_product").
-    With `in_e4m3`, sums of products of e4m3 numbers are cut as Tensor Cores cut them (`_products`).
+    With `in_e4m3`, sums of products of e4m3 numbers are cut as Tensor Cores cut them (`products`).
     """
     q = torch.cat([x.double() for x in queries], -1) * q_scale.double().view(-1, 1)
     tokens, heads, latent = queries[0].shape
@@ -47,8 +47,8 @@ def rounded_decode(
                 continue
             parts = [q[token, :, :latent], q[token, :, latent:]], [entries[:seen, :latent], entries[:seen, latent:]]
             e4m3_rope = cache_format.rope_dtype is None
-            scores = _products(parts[0][0], parts[1][0], in_e4m3)
-            scores = (scores + _products(parts[0][1], parts[1][1], in_e4m3 and e4m3_rope)).float() * scale
+            scores = products(parts[0][0], parts[1][0], in_e4m3)
+            scores = (scores + products(parts[0][1], parts[1][1], in_e4m3 and e4m3_rope)).float() * scale
             largest = scores.amax(-1, keepdim=True)
             weights = torch.exp(scores - largest)
             total = weights.sum(-1)
@@ -57,7 +57,7 @@ def rounded_decode(
                 rounded = _rounded(weights.double(), scales[:seen, block], cache_format.scale_tile > 0, mode)
                 product = in_e4m3 and mode == "fp8_product"
                 sums = sum(
-                    _products(w, v.T, product) for w, v in zip(rounded.split(TILE, -1), values.split(TILE), strict=True)
+                    products(w, v.T, product) for w, v in zip(rounded.split(TILE, -1), values.split(TILE), strict=True)
                 )
                 out[token, :, block * columns : (block + 1) * columns] = sums / total[:, None]
             lse[:, token] = largest[:, 0] + total.log()
@@ -97,8 +97,8 @@ def _rounded(weights: Tensor, scales: Tensor, in_entries: bool, mode: str) -> Te
     return torch.cat(parts, -1)
 
 
-def _products(q: Tensor, k: Tensor, in_e4m3: bool) -> Tensor:
-    """Return q k^T in float64. With `in_e4m3`, sums over BLOCK_COLUMNS columns are cut as Tensor Cores cut them.
+def products(q: Tensor, k: Tensor, in_e4m3: bool, columns: int = BLOCK_COLUMNS) -> Tensor:
+    """Return q k^T in float64. With `in_e4m3`, sums over `columns` columns are cut as Tensor Cores cut them.
 
     A Tensor Core adds 32 products to a sum in one step. It gives these 33 numbers the exponent of the largest of them,
     and cuts each number to `KEPT_DIGITS` digits behind the point.
@@ -106,7 +106,7 @@ def _products(q: Tensor, k: Tensor, in_e4m3: bool) -> Tensor:
     if not in_e4m3 or q.shape[-1] == 0:
         return q @ k.T
     total = q.new_zeros(q.shape[0], k.shape[0])
-    for q_block, k_block in zip(q.split(BLOCK_COLUMNS, -1), k.split(BLOCK_COLUMNS, -1), strict=True):
+    for q_block, k_block in zip(q.split(columns, -1), k.split(columns, -1), strict=True):
         sums = torch.zeros_like(total)
         for one, other in zip(q_block.split(PRODUCT_COLUMNS, -1), k_block.split(PRODUCT_COLUMNS, -1), strict=True):
             products = one[:, None] * other

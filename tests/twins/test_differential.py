@@ -230,7 +230,7 @@ def test_decode_pages_side_by_side():
 def check_visible_lens(ops, dtype=torch.float64):
     """Decode with any `visible_lens`, also 0 -> a row attends exactly the first `visible_lens` keys of its request."""
     batch, _entries, cache, plan, ql, q_pe = decode_inputs(DIRECT, [3, 2, 1], [33, 18, 20], dtype)
-    plan = replace(plan, visible_lens=torch.tensor([0, 33, 7, 16, 1, 0], dtype=torch.int32))
+    plan = replace(plan, visible_lens=torch.tensor([0, 33, 7, 16, 1, 0], dtype=torch.int32), mask="visible_lens")
     state = ops.mla_decode(ql, q_pe, cache, plan, 0.3)
     verdict("mla_decode", state, *(reference.mla_decode(ql, q_pe, cache, plan, 0.3) for _ in range(2)))
     assert state.lse[:, [0, 5]].eq(-torch.inf).all() and state.out[[0, 5]].eq(0).all()

@@ -73,6 +73,7 @@ COUNTS_BYTES = {
     "reference/interfaces/cache_arguments.py": "alignment of a cache to the words of its format",
     "reference/interfaces/checks.py": "addresses of tensors that must not overlap",
     "reference/interfaces/graphs.py": "memory of captured CUDA graphs",
+    "fast/backends/adapters/conversion.py": "alignment of tensors to the words that libraries load",
     "fast/backends/selection.py": "alignment of pointers and strides to the words of the copy engine",
     "reference/distributed/merge.py": "messages between ranks, which hold states of two dtypes",
     "fast/distributed/merge.py": "messages between ranks",

@@ -7,9 +7,19 @@ import its library.
 """
 
 from ..registry import register
-from .torch_sdpa import TORCH_FLASH
+from .flash_attn import FLASH_ATTN_2, FLASH_ATTN_3, FLASH_ATTN_4
+from .flashinfer import FLASHINFER
+from .flashinfer_cudnn import FLASHINFER_CUDNN
+from .flashmla import FLASHMLA
+from .flex import FLEX
+from .torch_sdpa import TORCH_CUDNN, TORCH_FLASH
+from .torch_varlen import TORCH_VARLEN
+from .trtllm_ragged import TRTLLM_RAGGED
 
-ADAPTERS = (TORCH_FLASH,)
+ADAPTERS = (
+    TORCH_FLASH, TORCH_CUDNN, TORCH_VARLEN, FLEX, FLASH_ATTN_2, FLASH_ATTN_3, FLASH_ATTN_4, FLASHMLA, FLASHINFER,
+    FLASHINFER_CUDNN, TRTLLM_RAGGED,
+)  # fmt: skip
 
 
 def register_adapters() -> None:

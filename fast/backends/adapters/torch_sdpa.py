@@ -1,20 +1,48 @@
-"""Adapter to `torch.nn.functional.scaled_dot_product_attention` (SDPA): the flash attention kernel of PyTorch.
+"""Adapters to `torch.nn.functional.scaled_dot_product_attention` (SDPA): "torch_flash" and "torch_cudnn".
 
-The public function returns no LSE, so the adapter serves prefills without context only. It calls the function once for
-each request, because the function takes requests of equal lengths. Its kernel needs values as wide as the keys: the
-adapter pads the values with zeros and cuts the output.
+SDPA is one function over several kernels. "torch_flash" is its flash attention kernel, on a CPU or a GPU. "torch_cudnn"
+is its cuDNN kernel, on a GPU. The public function returns no LSE, so both adapters serve prefills without context only.
 
-PyTorch itself takes the flash kernel for these inputs, unless the process has switched this kernel off. To ask for the
-kernel would change a setting of the whole process while the call runs.
+SDPA takes requests of equal lengths:
+
+- On a CPU, the adapter calls SDPA once for each request.
+- On a GPU, the adapter calls SDPA once for the batch if all requests have the same length and the queries have the same
+  offsets as the keys. Otherwise it copies the offsets to the CPU, which waits for the GPU, and calls SDPA once for each
+  request. A CUDA graph can therefore not capture these calls.
+
+The kernels differ in what they take:
+
+- The flash attention kernel needs values as wide as the keys. The adapter pads the values with zeros and cuts the
+  output.
+- The cuDNN kernel takes narrower values, but no request with a single key. The adapter adds a key that no query sees.
+- SDPA's causal mask begins at the first key. If a request has more keys than queries, the adapter passes a mask on a
+  CPU. The kernels on a GPU take no mask; the adapter adds queries before the first query and drops their output.
+
+On a CPU, PyTorch itself takes the flash attention kernel for these inputs, unless the process has switched this kernel
+off. On a GPU, PyTorch chooses among several kernels, so the adapter asks for its kernel with
+`torch.nn.attention.sdpa_kernel`. This is a setting of the whole process: while the adapter calls SDPA, the SDPA calls
+of other threads get this kernel too, or an error if the kernel cannot serve them. Calls of the adapters in several
+threads wait for each other. If the kernel cannot serve a call, PyTorch raises an error and never takes another kernel.
 """
 
 from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from reference.interfaces import GraphSupport
+
+from ..kernel_request import KernelRequest
 from ..registry import Backend, OpSupport
+from .conversion import in_words, pad_columns
+
+FLASH, CUDNN = "FLASH_ATTENTION", "CUDNN_ATTENTION"  # names in `torch.nn.attention.SDPBackend`
+LEAST_CUDNN = 91501  # 9.15.1: PyTorch itself avoids older versions, which fail for lengths such as 261
+_CHOICE_OF_KERNEL = threading.Lock()  # held while the process-wide setting of the kernel is changed
 
 
 def flash_attn_varlen(
@@ -32,16 +60,16 @@ def flash_attn_varlen(
     out: Tensor | None = None,
     lse: None = None,
 ) -> tuple[Tensor, None]:
-    """Compute attention of packed requests of different lengths, without an LSE.
+    """Compute attention of packed requests with the flash attention kernel, without an LSE.
 
     Args:
-        q: [T, N, D].
+        q: [T, N, D]; on a GPU bfloat16 or float16, D a multiple of 8 and at most 256.
         k: [S, N, D], whole keys.
         k_pe: None, because the declaration asks for whole keys.
         v: [S, N, V], V at most D.
         cu_seqlens_q: [B + 1], first query token of each request.
         cu_seqlens_k: [B + 1], first key of each request.
-        max_seqlen_q: not used.
+        max_seqlen_q: upper bound of the query lengths.
         max_seqlen_k: not used.
         softmax_scale: factor of the scores.
         causal: if True, the last query of a request sees all keys, and each earlier query sees one key less than the
@@ -55,6 +83,8 @@ def flash_attn_varlen(
     """
     if out is None:
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+    if q.device.type == "cuda":
+        return _on_gpu(FLASH, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal, out), None
     q_offsets, k_offsets = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     width = q.shape[2] - v.shape[2]
     for request in range(len(q_offsets) - 1):
@@ -78,20 +108,221 @@ def flash_attn_varlen(
     return out, None
 
 
-TORCH_FLASH = Backend(
-    name="torch_flash",
-    priority=-10,
-    device_type="cpu",
-    ops={
+def cudnn_attn_varlen(
+    q: Tensor,
+    k: Tensor,
+    k_pe: None,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool,
+    out_dtype: torch.dtype,
+    out: Tensor | None = None,
+    lse: None = None,
+) -> tuple[Tensor, None]:
+    """Compute attention of packed requests with the cuDNN kernel, without an LSE.
+
+    cuDNN compiles a kernel for each new shape, so the first call with a shape takes much longer than later calls.
+
+    Args:
+        q: [T, N, D], bfloat16 or float16; D is a multiple of 8 and at most 128, or 192.
+        k: [S, N, D], whole keys.
+        k_pe: None, because the declaration asks for whole keys.
+        v: [S, N, V]; V is a multiple of 8 and at most 128.
+        cu_seqlens_q: [B + 1], first query token of each request.
+        cu_seqlens_k: [B + 1], first key of each request.
+        max_seqlen_q: upper bound of the query lengths.
+        max_seqlen_k: not used.
+        softmax_scale: factor of the scores.
+        causal: if True, the last query of a request sees all keys, and each earlier query sees one key less than the
+            query after it.
+        out_dtype: dtype of `q`.
+        out: [T, N, V], any strides, written in place; None allocates `out`.
+        lse: None, because the declaration says that the kernel returns no LSE.
+
+    Returns:
+        out [T, N, V], and None.
+    """
+    if out is None:
+        out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+    return _on_gpu(CUDNN, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal, out), None
+
+
+def _on_gpu(kernel, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal, out):
+    """Compute attention of packed requests with one kernel of SDPA, write `out` [T, N, V], and return `out`.
+
+    If all requests have the same length, this function does not wait for the GPU.
+    """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with _CHOICE_OF_KERNEL, sdpa_kernel(getattr(SDPBackend, kernel)):
+        requests = equal_requests(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q)
+        if requests:
+            batch = [x[: q.shape[0]].unflatten(0, (requests, max_seqlen_q)) for x in (q, k, v)]
+            out.copy_(attend_equal(*batch, softmax_scale, causal, kernel).flatten(0, 1))
+            return out
+        q_offsets, k_offsets = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()  # waits for the GPU
+        for number in range(len(q_offsets) - 1):
+            rows = slice(q_offsets[number], q_offsets[number + 1])
+            keys = slice(k_offsets[number], k_offsets[number + 1])
+            attend_request(out[rows], q[rows], k[keys], v[keys], softmax_scale, causal, kernel)
+    return out
+
+
+def equal_requests(q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int) -> int:
+    """Return the number of requests if all queries have `max_seqlen_q` tokens, and the keys have the same offsets.
+
+    The function reads no value on the device. It returns 0 if it cannot be certain, or if there is no query.
+
+    Args:
+        q: [T, N, D].
+        cu_seqlens_q: [B + 1].
+        cu_seqlens_k: [B + 1].
+        max_seqlen_q: upper bound of the query lengths.
+    """
+    requests = cu_seqlens_q.shape[0] - 1
+    same = cu_seqlens_q.data_ptr() == cu_seqlens_k.data_ptr() and cu_seqlens_q.shape == cu_seqlens_k.shape
+    equal = q.shape[0] == requests * max_seqlen_q > 0
+    return requests if same and equal and cu_seqlens_q.is_contiguous() else 0
+
+
+def attend_request(
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool, kernel: str
+) -> None:
+    """Compute attention of one request and write `out`.
+
+    Args:
+        out: [Sq, N, V].
+        q: [Sq, N, D].
+        k: [S, N, D].
+        v: [S, N, V].
+        softmax_scale: factor of the scores.
+        causal: whether the mask is causal, aligned bottom-right.
+        kernel: `FLASH` or `CUDNN`.
+    """
+    queries, keys = q.shape[0], k.shape[0]
+    hidden = max(queries - keys, 0) if causal and keys else (0 if keys else queries)  # rows that see no key
+    out[:hidden] = 0
+    seeing = queries - hidden
+    if seeing == 0:
+        return
+    q = q[hidden:]
+    if causal and seeing < keys:  # further queries before the first query make both lengths equal
+        q = pad(q, (0, 0, 0, 0, keys - seeing, 0))
+    made = attend_equal(q[None], k[None], v[None], softmax_scale, causal, kernel)
+    out[hidden:] = made[0, -seeing:]
+
+
+def attend_equal(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool, kernel: str) -> Tensor:
+    """Compute attention of requests of equal lengths with one call of SDPA.
+
+    Args:
+        q: [B, Sq, N, D].
+        k: [B, S, N, D]; with `causal`, S must be equal to Sq.
+        v: [B, S, N, V].
+        softmax_scale: factor of the scores.
+        causal: whether the mask is causal.
+        kernel: `FLASH` or `CUDNN`.
+
+    Returns:
+        [B, Sq, N, V].
+    """
+    (requests, queries), columns = q.shape[:2], v.shape[3]
+    single = kernel == CUDNN and k.shape[1] == 1
+    if single:  # each query becomes a request with a second query and a second key; the causal mask hides this key
+        rows = q.flatten(0, 1)[:, None], *[x.repeat_interleave(queries, 0) for x in (k, v)]
+        q, k, v = (pad(x, (0, 0, 0, 0, 0, 1)) for x in rows)
+    if kernel == FLASH:
+        q, k, v = in_words(q), in_words(k), in_words(pad_columns(v, q.shape[3]))
+    else:  # with keys of 192 columns, cuDNN takes only values of 128 columns
+        q, k = q.contiguous(), k.contiguous()
+        v = pad_columns(v, 128 if q.shape[3] == 192 else columns).contiguous()
+    made = scaled_dot_product_attention(
+        *[x.transpose(1, 2) for x in (q, k, v)], is_causal=causal or single, scale=softmax_scale
+    ).transpose(1, 2)[..., :columns]
+    return made[:, :1].unflatten(0, (requests, queries)).flatten(1, 2) if single else made
+
+
+def missing_flash() -> list[str]:
+    """Return what this PyTorch lacks for the flash attention kernel on a GPU; an empty list if it lacks nothing."""
+    built = torch.backends.cuda.is_flash_attention_available()
+    return [] if built else [f"needs a PyTorch that is built with flash attention for GPUs, found {torch.__version__}"]
+
+
+def missing_cudnn() -> list[str]:
+    """Return what this PyTorch lacks for the cuDNN kernel; an empty list if it lacks nothing."""
+    found = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    if found is None:
+        return [f"needs a PyTorch with cuDNN, found {torch.__version__} without cuDNN"]
+    return [] if found >= LEAST_CUDNN else [f"needs cuDNN 9.15.1 or later ({LEAST_CUDNN}), found {found}"]
+
+
+@dataclass(frozen=True)
+class OnTwoDevices(Backend):
+    """A backend that serves a second type of device, with other limits than on the first.
+
+    Attributes:
+        second: the declaration for the other type of device. It has the same name, and is not registered itself. Both
+            declarations have the same launchers.
+    """
+
+    second: Backend | None = None
+
+    def validate_configuration(self, request: KernelRequest) -> list[str]:
+        """Return every reason why this backend cannot serve `request`; an empty list if it can serve `request`."""
+        if self.second is not None and request.device.type == self.second.device_type:
+            return self.second.validate_configuration(request)
+        return super().validate_configuration(request)
+
+    def supports_compute_capability(self, capability: tuple[int, int]) -> bool:
+        """Return whether the kernels run on NVIDIA GPUs of a compute capability, given as (major, minor)."""
+        backends = [super(), *([] if self.second is None else [self.second])]
+        return any(each.supports_compute_capability(capability) for each in backends)
+
+
+def _support(launcher: str, **declared) -> dict[str, OpSupport]:
+    return {
         "flash_attn_varlen": OpSupport(
-            f"{__name__}:flash_attn_varlen",
-            same_out_dtype=True,
-            whole_keys=True,
-            narrow_values=True,
-            masks=("causal",),
-            lse=False,
+            f"{__name__}:{launcher}", same_out_dtype=True, whole_keys=True, masks=("causal",), lse=False, **declared
         )
-    },
-    library="PyTorch",
-    only_named=True,
+    }
+
+
+_OF_SDPA = dict(priority=-10, library="PyTorch", only_named=True)
+_ON_GPU = dict(
+    dtypes=(torch.bfloat16, torch.float16),
+    graph=GraphSupport.NONE,
+    batch_invariant=False,  # the kernels choose their tiles and splits for the whole batch
+)
+TORCH_FLASH = OnTwoDevices(
+    name="torch_flash",
+    device_type="cpu",
+    ops=_support("flash_attn_varlen", narrow_values=True),
+    second=Backend(
+        name="torch_flash",
+        device_type="cuda",
+        capability=(8, 0),
+        ops=_support(
+            "flash_attn_varlen", narrow_values=True, head_dims={"qk_head_dim": tuple(range(8, 257, 8))}, **_ON_GPU
+        ),
+        missing_artifacts=f"{__name__}:missing_flash",
+        **_OF_SDPA,
+    ),
+    **_OF_SDPA,
+)
+TORCH_CUDNN = Backend(
+    name="torch_cudnn",
+    device_type="cuda",
+    capability=(9, 0),
+    capability_end=(11, 0),
+    ops=_support(
+        "cudnn_attn_varlen",
+        head_dims={"qk_head_dim": (*range(8, 129, 8), 192), "v_head_dim": tuple(range(8, 129, 8))},
+        **_ON_GPU,
+    ),
+    missing_artifacts=f"{__name__}:missing_cudnn",
+    **_OF_SDPA,
 )

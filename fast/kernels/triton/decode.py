@@ -39,7 +39,7 @@ from ..integers import cdiv, next_power_of_2
 from ..schedule_costs import measured_schedule_costs
 from .arguments import DecodeInputs, DecodeSources, DecodeStrides, SourceStrides
 from .decode_fp8_tiles import attend
-from .decode_shapes import E4M3_COLUMNS, column_blocks, launch_shape, stored_constants
+from .decode_shapes import E4M3_COLUMNS, RESIDENT, column_blocks, launch_shape, prefetch_shape, stored_constants
 from .decode_tiles import LN_2, Cache, Constants, Queries, RowKeys, load_queries
 from .scheduled_decode import launch_scheduled
 
@@ -233,11 +233,19 @@ def decode_splits(
     latent_pad, rope_pad = _padded(latent, fp8_mode), _padded(rope, fp8_mode)
     facts = device_facts(ql_nope.device)
     # `request_rows` depends on the longest query of the batch, which must not change a batch-invariant result
-    shape_rows = heads if batch_invariant else request_rows
-    shape = launch_shape(
-        shape_rows, block_size, latent_pad + rope_pad, dtype, kv_cache.element_size(), facts.capability,
-        facts.shared, column_blocks(cache_format, latent), fp8_mode,
-    )  # fmt: skip
+    shape_rows, shape = heads if batch_invariant else request_rows, None
+    if cache_format.scaled and _in_words(kv_cache):
+        # the size of a tile depends on the number of requests, which must not change a batch-invariant result either
+        many = not batch_invariant and 2 * requests > facts.processors
+        shape = prefetch_shape(
+            shape_rows, latent_pad, rope_pad, cache_format, latent, rope, dtype, facts, fp8_mode, many
+        )
+    prefetch = shape is not None
+    if shape is None:
+        shape = launch_shape(
+            shape_rows, block_size, latent_pad + rope_pad, dtype, kv_cache.element_size(), facts.capability,
+            facts.shared, column_blocks(cache_format, latent), fp8_mode,
+        )  # fmt: skip
     row_blocks = cdiv(request_rows, shape["ROWS"])
     if cache_format.scaled:
         kv_cache = kv_cache.view(torch.uint8)
@@ -257,11 +265,12 @@ def decode_splits(
         "c": Constants(
             LATENT=latent, ROPE=rope, BLOCK_SIZE=block_size, TILE=shape["TILE"], LATENT_PAD=latent_pad,
             ROPE_PAD=rope_pad, SUM_COLUMNS=FLOAT32_SUM_COLUMNS if dtype == torch.float32 else 0,
-            PAGED_COPY=latent_pages is not None, **stored,
+            PAGED_COPY=latent_pages is not None, PREFETCH=prefetch, **stored,
         ),
         **{name: value for name, value in shape.items() if name != "TILE"},
     }  # fmt: skip
     request_programs, rows = requests * row_blocks, requests * request_rows
+    resident = facts.processors * (RESIDENT if prefetch else 1)
     if tile_ranges is not None or batch_invariant:
         plan, programs_per_request = (None, None), 1
         if tile_ranges is not None:
@@ -269,14 +278,14 @@ def decode_splits(
         else:
             most_splits = most_invariant_splits(cdiv(max_keys, DECODE_TILE), split_rule)
             programs_per_request = min(
-                most_splits, _num_splits(request_programs, rows, whole_tiles(max_keys), facts.processors)
+                most_splits, _num_splits(request_programs, rows, whole_tiles(max_keys), resident)
             )
         partials = launch_scheduled(
             inputs, strides, constants, *plan, batch_invariant, split_rule, out, lse, request_rows, row_blocks,
             programs_per_request, max_keys, softmax_scale,
         )  # fmt: skip
         return SplitDecode(out, lse, *partials)
-    num_splits = _num_splits(request_programs, rows, whole_tiles(max_keys), facts.processors)
+    num_splits = _num_splits(request_programs, rows, whole_tiles(max_keys), resident)
     split_out, split_lse = out, lse
     if num_splits > 1:
         split_out = torch.empty(num_splits, tokens, heads, latent, dtype=torch.float32, device=ql_nope.device)
@@ -353,7 +362,7 @@ def _num_splits(programs: int, rows: int, keys: int, processors: int) -> int:
         programs: number of programs that one split for each request would need.
         rows: rows of all requests.
         keys: upper bound of the keys of a request.
-        processors: number of multiprocessors (SMs) of the device.
+        processors: number of programs that run on the device at the same time.
     """
 
     def cost(splits: int) -> int:
@@ -362,6 +371,12 @@ def _num_splits(programs: int, rows: int, keys: int, processors: int) -> int:
         return waves * (-(-keys // splits) + PROGRAM_COST) + combine
 
     return min(range(1, max(1, min(keys // 64, 2 * processors)) + 1), key=cost)
+
+
+def _in_words(kv_cache: Tensor) -> bool:
+    """Return whether a kernel can read the entries of a cache with 1-byte elements in words of 16 bytes."""
+    block, entry, element = kv_cache.stride()
+    return element == 1 and block % 16 == 0 and entry % 16 == 0 and kv_cache.data_ptr() % 16 == 0
 
 
 def _padded(width: int, fp8_mode: str) -> int:

@@ -42,6 +42,10 @@ of keys doubles. Every e4m3 product therefore begins with the sum 0, and adds at
 tile. The result is then added to the earlier sums in float32. `max_num_imprecise_acc`, the number of terms that may be
 added with few digits, is set to the length of the product. Its default on GPUs other than Hopper is 0; the compiler
 would then make the addition in float32 a part of the product.
+
+With PREFETCH (`decode_shapes.prefetch_shape` has the condition), a program loads the e4m3 numbers of the next tile into
+registers, in words of four numbers, before it attends the present tile. Without PREFETCH, the compiler's pipeline
+copies tiles through shared memory, and a program has small tiles and one more copy of each tile.
 """
 
 from __future__ import annotations
@@ -53,7 +57,7 @@ import triton.language as tl
 
 from ..combine.kernels import RowState
 from .decode_tiles import SoftmaxStep, _products, _softmax_step, attend_tiles, keys_of_tile
-from .fp8 import e4m3_to, float32_to_e4m3, pinned
+from .fp8 import e4m3_to, float16_of_words, float32_to_e4m3, pinned
 
 # In float16, the product of a probability and a scale could overflow or be rounded to 0. The product is therefore
 # divided by a unit, a power of two, so that the largest scale becomes a number from 2^14 to 2^15. float16 ends at 2^16.
@@ -78,6 +82,20 @@ class BlockState(NamedTuple):
     total: Any
     exponent: Any
     weighted: Any
+
+
+class Words(NamedTuple):
+    """Keys of a tile as the cache stores them, in words (int32) of four e4m3 codes; other keys are 0.
+
+    Attributes:
+        held: [TILE], whether the cache holds a key.
+        latents: tuple with the words of each column block, [TILE, columns of the block / 4].
+        rope: [TILE, ROPE_PAD / 4]; not used if R is 0.
+    """
+
+    held: Any
+    latents: Any
+    rope: Any
 
 
 class StoredTile(NamedTuple):
@@ -123,10 +141,23 @@ def _attend_e4m3_tiles(queries, row_keys, first_tile, last_tile, cache, scale_lo
         weighted = weighted + (tl.zeros([ROWS, COLUMNS], tl.float32),)  # noqa: RUF005 (Triton compiles no unpacking)
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     state = BlockState(largest, tl.zeros([ROWS], tl.float32), tl.full([], 1, tl.int32), weighted)
-    for tile in tl.range(first_tile, tl.minimum(row_keys.full_tiles, last_tile)):
-        state = _attend_tile(state, queries, row_keys, tile, cache, scale_log2, layer_scale, c, False)
-    for tile in tl.range(tl.maximum(row_keys.full_tiles, first_tile), last_tile, num_stages=1):
-        state = _attend_tile(state, queries, row_keys, tile, cache, scale_log2, layer_scale, c, True)
+    if c.PREFETCH:
+        # The address of a tile depends on the tile's block. The block is therefore loaded one tile before the words.
+        words = _load_words(
+            row_keys, first_tile, last_tile, _block_of_tile(row_keys, first_tile, last_tile, c), cache, c
+        )
+        block = _block_of_tile(row_keys, first_tile + 1, last_tile, c)
+        for tile in tl.range(first_tile, last_tile, num_stages=1):
+            stored, held = _converted(words, c), words.held
+            words = _load_words(row_keys, tile + 1, last_tile, block, cache, c)
+            block = _block_of_tile(row_keys, tile + 2, last_tile, c)
+            keys = tile * c.TILE + tl.arange(0, c.TILE)
+            state = _attend_stored(state, queries, row_keys, tile, keys, stored, held, scale_log2, layer_scale, c, True)
+    else:
+        for tile in tl.range(first_tile, tl.minimum(row_keys.full_tiles, last_tile)):
+            state = _attend_tile(state, queries, row_keys, tile, cache, scale_log2, layer_scale, c, False)
+        for tile in tl.range(tl.maximum(row_keys.full_tiles, first_tile), last_tile, num_stages=1):
+            state = _attend_tile(state, queries, row_keys, tile, cache, scale_log2, layer_scale, c, True)
     weighted = state.weighted[0]
     if BLOCKS == 4:
         left = _side_by_side(state.weighted[0], state.weighted[1])
@@ -148,11 +179,21 @@ def _attend_e4m3_tiles(queries, row_keys, first_tile, last_tile, cache, scale_lo
 @no_type_check
 def _attend_tile(state, queries, row_keys, tile, cache, scale_log2, layer_scale, c, PARTIAL: tl.constexpr):
     """Return the `BlockState` after one more tile; PARTIAL is False if every row sees every key of the tile."""
-    BLOCKS: tl.constexpr = c.BLOCKS
     KEY_DTYPE: tl.constexpr = queries.latent[0].dtype
     DTYPE: tl.constexpr = tl.float16 if c.Q_E4M3 and not (c.P_E4M3 and c.E4M3_DOTS) else KEY_DTYPE
     keys, block, held = keys_of_tile(row_keys, tile, cache, c)
     stored = _load_tile(keys, block, held, cache, KEY_DTYPE, DTYPE, queries.rope.dtype, c)
+    return _attend_stored(state, queries, row_keys, tile, keys, stored, held, scale_log2, layer_scale, c, PARTIAL)
+
+
+@triton.jit
+@no_type_check
+def _attend_stored(
+    state, queries, row_keys, tile, keys, stored, held, scale_log2, layer_scale, c, PARTIAL: tl.constexpr
+):
+    """Return the `BlockState` after the tile `stored` (`StoredTile`) of `keys` [TILE]; see `_attend_tile`."""
+    BLOCKS: tl.constexpr = c.BLOCKS
+    DTYPE: tl.constexpr = stored.latents[0].dtype
     IN_HALVES: tl.constexpr = stored.latents[0].dtype == tl.float16
     IN_UNITS: tl.constexpr = c.SCALE_TILE > 0 and IN_HALVES and not c.P_E4M3
     # 1. scores
@@ -294,6 +335,55 @@ def _load_tile(keys, block, held, cache, key_dtype: tl.constexpr, dtype: tl.cons
             pointers = (entries + c.ROPE_COLUMN).to(tl.pointer_type(tl.bfloat16))
             rope = tl.load(pointers[:, None] + columns[None, :], mask=mask, other=0.0).to(rope_dtype)
     return StoredTile(key_parts, latents, scales, rope)
+
+
+@triton.jit
+@no_type_check
+def _block_of_tile(row_keys, tile, last_tile, c):
+    """Return the block of a tile (or the block of each key, [TILE]) as `keys_of_tile` does; -1 from `last_tile` on."""
+    if c.BLOCK_SIZE % c.TILE == 0:
+        pointer = row_keys.table_row + (tile * c.TILE // c.BLOCK_SIZE) * row_keys.table_stride
+        block = tl.load(pointer, mask=tile < last_tile, other=-1)
+    else:
+        keys = tile * c.TILE + tl.arange(0, c.TILE)
+        pointers = row_keys.table_row + (keys // c.BLOCK_SIZE) * row_keys.table_stride
+        block = tl.load(pointers, mask=(tile < last_tile) & (keys < row_keys.end), other=-1)
+    return block
+
+
+@triton.jit
+@no_type_check
+def _load_words(row_keys, tile, last_tile, block, cache, c):
+    """Load the `Words` of a tile, whose block (or the block of each key) is `block`; no word from `last_tile` on."""
+    BLOCKS: tl.constexpr = c.BLOCKS
+    WORDS: tl.constexpr = c.LATENT_PAD // BLOCKS // 4
+    keys = tile * c.TILE + tl.arange(0, c.TILE)
+    held = (tile < last_tile) & (keys < row_keys.end) & (block >= 0) & (block < cache.num_blocks)
+    offsets = block.to(tl.int64) * cache.block_stride + (keys % c.BLOCK_SIZE).to(tl.int64) * cache.entry_stride
+    entries = (cache.entries + offsets).to(tl.pointer_type(tl.int32))[:, None]
+    latents = ()
+    for number in tl.static_range(BLOCKS):
+        columns = number * WORDS + tl.arange(0, WORDS)
+        latents = latents + (tl.load(entries + columns[None, :], mask=held[:, None], other=0),)  # noqa: RUF005
+    rope = latents[0]
+    if c.ROPE > 0:
+        columns = c.ROPE_COLUMN // 4 + tl.arange(0, c.ROPE_PAD // 4)
+        rope = tl.load(entries + columns[None, :], mask=held[:, None], other=0)
+    return Words(held, latents, rope)
+
+
+@triton.jit
+@no_type_check
+def _converted(words, c):
+    """Return the `StoredTile` of `words`, in float16."""
+    BLOCKS: tl.constexpr = c.BLOCKS
+    latents = ()
+    for number in tl.static_range(BLOCKS):
+        latents = latents + (float16_of_words(words.latents[number], c.NATIVE, c.PINNED),)  # noqa: RUF005
+    rope = latents[0]
+    if c.ROPE > 0:
+        rope = float16_of_words(words.rope, c.NATIVE, c.PINNED)
+    return StoredTile(latents, latents, (), rope)
 
 
 @triton.jit

@@ -18,6 +18,50 @@ E4M3_COLUMNS = 32  # smallest number of columns (or keys) in a product of e4m3 n
 # GPUs of these generations (Hopper, and Blackwell of data centers) compute products in e4m3 only for 64 rows or more.
 # For fewer rows, the assembler converts every operand to float16, each time that the operand is used.
 CONVERTING_GENERATIONS = (9, 10)
+RESIDENT = 2  # programs that run on an SM at the same time, if the kernel prefetches tiles (`prefetch_shape`)
+
+
+@functools.lru_cache(maxsize=1024)
+def prefetch_shape(
+    request_rows: int,
+    latent_pad: int,
+    rope_pad: int,
+    cache_format: CacheFormat,
+    latent: int,
+    rope: int,
+    dtype: torch.dtype,
+    facts: DeviceFacts,
+    fp8_mode: str,
+    many: bool,
+) -> dict[str, int] | None:
+    """Return the launch shape of a kernel that prefetches tiles into registers (PREFETCH); None if it cannot serve.
+
+    The kernel needs a row block of 16 rows, one scale for the layer, latents and rope parts without padding, products
+    in float16, instructions for e4m3 (or Triton's interpreter), and shared memory for two programs on an SM.
+
+    Args:
+        request_rows: upper bound of the rows of a request.
+        latent_pad: Lkv, padded to a power of two.
+        rope_pad: R, padded to a power of two.
+        cache_format: format of the cache.
+        latent: Lkv.
+        rope: R.
+        dtype: dtype of the queries; float16 for queries in e4m3.
+        facts: properties of the device.
+        fp8_mode: mode of the decode.
+        many: whether there are many requests (`decode_splits` has the condition). A tile then has 64 keys, and
+            otherwise 32 keys, because a program that attends few keys waits longer for a large first tile.
+    """
+    halves = dtype in (torch.bfloat16, torch.float16) and request_rows <= 16
+    stored = cache_format.scaled and cache_format.scale_tile == 0 and cache_format.rope_dtype is None
+    whole = latent == latent_pad >= LEAST_IN_FOUR_BLOCKS and rope in (0, rope_pad)
+    native = facts.interpreted or facts.capability >= NATIVE_CAPABILITY
+    tile = 64 if many else 32
+    needed = _shared_bytes(16, tile, 1, latent_pad + rope_pad, torch.float16, E4M3.itemsize, 1)
+    in_e4m3 = multiplies_e4m3(facts.capability, 16, tile, fp8_mode)
+    if halves and stored and whole and native and not in_e4m3 and RESIDENT * needed <= facts.shared:
+        return {"ROWS": 16, "TILE": tile, "num_warps": 4, "num_stages": 1}
+    return None
 
 
 @functools.lru_cache(maxsize=1024)

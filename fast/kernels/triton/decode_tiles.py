@@ -48,6 +48,8 @@ class Constants(NamedTuple):
         Q_E4M3: True if the queries are e4m3 numbers, which are read as bytes.
         P_E4M3: True if the probabilities are rounded to e4m3.
         E4M3_DOTS: True if products are computed in e4m3, and False if e4m3 numbers are converted first.
+        PREFETCH: True if the next tile is loaded into registers, in words of four e4m3 numbers, before the present tile
+            is attended.
     """
 
     LATENT: Any
@@ -70,6 +72,7 @@ class Constants(NamedTuple):
     Q_E4M3: Any = False
     P_E4M3: Any = False
     E4M3_DOTS: Any = False
+    PREFETCH: Any = False
 
 
 class Queries(NamedTuple):

@@ -75,6 +75,41 @@ def e4m3_to(codes, dtype: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 @no_type_check
+def float16_of_words(words, NATIVE: tl.constexpr, PINNED: tl.constexpr):
+    """Return the values [ROWS, 4 * columns], in float16, of words [ROWS, columns] (int32) of four e4m3 codes each.
+
+    The first code of a word is in its lowest byte. Words stay packed in registers, while Triton would unpack loaded
+    bytes and pack them again for the conversion. With PINNED, the values keep the layout of the load (`pinned`).
+    """
+    if NATIVE:
+        a, b, c, d = tl.inline_asm_elementwise(
+            """
+            {
+                .reg .b16 low, high;
+                .reg .b32 first, second;
+                mov.b32 {low, high}, $4;
+                cvt.rn.f16x2.e4m3x2 first, low;
+                cvt.rn.f16x2.e4m3x2 second, high;
+                mov.b32 {$0, $1}, first;
+                mov.b32 {$2, $3}, second;
+            }
+            """,
+            "=h,=h,=h,=h,r", [words], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        a = e4m3_to(words.to(tl.uint8), tl.float16, False)
+        b = e4m3_to((words >> 8).to(tl.uint8), tl.float16, False)
+        c = e4m3_to((words >> 16).to(tl.uint8), tl.float16, False)
+        d = e4m3_to((words >> 24).to(tl.uint8), tl.float16, False)
+    values = tl.join(tl.join(a, c), tl.join(b, d))  # [ROWS, columns, 2, 2]
+    values = tl.reshape(values, [words.shape[0], 4 * words.shape[1]])
+    if PINNED:
+        values = pinned(values)
+    return values
+
+
+@triton.jit
+@no_type_check
 def pinned(x):
     """Return 16-bit numbers `x` as they are, and keep them in the layout (elements of each thread) of their load.
 

@@ -30,8 +30,8 @@ def merge_attn_states(
     """Merge two attention states over disjoint keys; return `out` [T, N, Dv] and `lse` [N, T], contiguous.
 
     If `out` and `lse` are given, the result is written there. `out` and `lse` may be the tensors of one of the states,
-    because a program loads all elements of its rows before it stores the result. If `output_scale` is given, the merged
-    output is divided by this scale and rounded to e4m3, the dtype of `out`.
+    because all threads of a program load the elements of their rows before one of them stores a result. If
+    `output_scale` is given, the merged output is divided by this scale and rounded to e4m3, the dtype of `out`.
     """
     tokens, heads, value_dim = prefix_out.shape
     if out is None:
@@ -103,5 +103,8 @@ def _merge_kernel(
         merged = float32_to_e4m3(tl.div_rn(merged, tl.load(output_scale)), NATIVE)
     merged = merged.to(out.dtype.element_ty)
     merged_lse = tl.where(keep_b, b, tl.where(keep_a, a, merged_lse))
+    # Every warp loads the LSEs of its rows, and one warp stores the merged LSEs, perhaps into the same memory. So wait
+    # until all warps have loaded.
+    tl.debug_barrier()
     tl.store(out + ((token * num_heads + head) * VALUE)[:, None] + column[None, :], merged, held)
     tl.store(lse + head * num_tokens + token, merged_lse, inside)

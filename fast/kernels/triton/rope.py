@@ -1,7 +1,9 @@
 """Rotary embedding of the rope parts of queries and keys; a fused kernel also norms the latents and writes the cache.
 
-All heads share the rope part of a key. Each token has one program that rotates the key (and, in the fused kernel,
-writes the cache entry). Every further program of the token rotates the queries of HEADS heads.
+All heads share the rope part of a key. Each token has one program that rotates the key (and, in the fused kernels,
+writes the cache entry). Every further program of the token rotates the queries of HEADS heads. In the fused kernel for
+a format with scales, the first program also rotates the queries of the first HEADS heads. A token then has one program
+fewer, and its first program has more loads in flight.
 """
 
 from __future__ import annotations
@@ -22,7 +24,12 @@ from .cache_formats import entry_constants, store_keys, store_latents
 from .cache_rows import as_integers, slot_offsets
 from .fp8 import converts_natively, float32_to_e4m3
 
-TILE_ELEMENTS = 8192  # largest number of elements of `q_pe` that a program rotates
+WARP_ELEMENTS = 2048  # largest number of elements of `q_pe` that a warp rotates
+ROPE_WARPS = 4  # warps of a program of `apply_rope`
+# Warps of a program of the fused kernels. One warp computes the sum of the RMS norm without shared memory, and more
+# programs of one warp run at the same time, so that more loads are in flight.
+WRITE_WARPS = 1  # a cache in the dtype of the latents
+QUANTIZE_WARPS = 1  # a cache in a format with scales
 
 
 class TokenValues(NamedTuple):
@@ -88,7 +95,7 @@ def apply_rope(
     tokens, heads, rope = q_pe.shape
     if tokens == 0 or rope == 0:
         return q_out, k_out
-    head_tile, head_tiles = _head_tiles(heads, rope)
+    head_tile, head_tiles = _head_tiles(heads, rope, ROPE_WARPS)
     stored, scale_head, native = _stored_queries(q_out, q_scale)
     with device_of(q_pe):
         launch(
@@ -96,6 +103,7 @@ def apply_rope(
             positions, q_pe, k_pe, frequencies, stored, k_out, heads, 1 + head_tiles, magnitude,
             positions.stride(0), *q_pe.stride(), *k_pe.stride(), frequencies.stride(0), q_scale, scale_head,
             ROPE=rope, PAIRS=next_power_of_2(rope // 2), HEADS=head_tile, INTERLEAVED=interleaved, NATIVE=native,
+            num_warps=ROPE_WARPS,
         )  # fmt: skip
     return q_out, k_out
 
@@ -147,18 +155,21 @@ def rope_norm_and_cache(
     num_blocks, block_size, _ = kv_cache.shape
     if tokens == 0:
         return q_out, normed, k_out
-    head_tile, head_tiles = _head_tiles(heads, rope)
+    warps = QUANTIZE_WARPS if cache_format.scaled else WRITE_WARPS
+    head_tile, head_tiles = _head_tiles(heads, rope, warps)
+    token_programs = 1 + head_tiles
     kernel, scales, more, stored = _rope_norm_cache_kernel, (), {}, q_out
     if cache_format.scaled:
+        token_programs = max(1, head_tiles)
         stored, scale_head, _ = _stored_queries(q_out, q_scale)
         kernel, scales, kv_cache = _rope_norm_quantize_kernel, (kv_scale, q_scale, scale_head), as_integers(kv_cache)[0]
         more = entry_constants(cache_format, kv_c.shape[1], rope) | {"NATIVE": converts_natively(kv_c.device)}
     with device_of(q_pe):
         launch(
-            kernel, (tokens * (1 + head_tiles),),
+            kernel, (tokens * token_programs,),
             positions, TokenValues(q_pe, kv_c, k_pe, kv_cache), slot_mapping,
             Tables(norm_weight, frequencies), RotatedAndNormed(stored, normed, k_out),
-            heads, 1 + head_tiles, num_blocks, slot_mapping.shape[0], magnitude, eps,
+            heads, token_programs, num_blocks, slot_mapping.shape[0], magnitude, eps,
             TokenStrides(
                 positions.stride(0), *q_pe.stride(), *kv_c.stride(), *k_pe.stride(), *kv_cache.stride(),
                 slot_mapping.stride(0), norm_weight.stride(0), frequencies.stride(0),
@@ -166,6 +177,7 @@ def rope_norm_and_cache(
             *scales,
             BLOCK_SIZE=block_size, LATENT=kv_c.shape[1], LATENT_TILE=next_power_of_2(kv_c.shape[1]),
             ROPE=rope, PAIRS=next_power_of_2(max(1, rope // 2)), HEADS=head_tile, INTERLEAVED=interleaved, **more,
+            num_warps=warps,
         )  # fmt: skip
     return q_out, normed, k_out
 
@@ -186,12 +198,12 @@ def _stored_queries(q_out: Tensor, q_scale: Tensor | None) -> tuple[Tensor, int 
     return q_out.view(torch.uint8), q_scale.stride(0) if q_scale.dim() else 0, converts_natively(q_out.device)
 
 
-def _head_tiles(heads: int, rope: int) -> tuple[int, int]:
-    """Return the number of heads that one program rotates, and the number of such programs for each token.
+def _head_tiles(heads: int, rope: int, warps: int) -> tuple[int, int]:
+    """Return the number of heads that a program of `warps` warps rotates, and the number of such tiles for each token.
 
     If there is no rope part (R = 0), the second number is 0.
     """
-    tile = max(1, min(next_power_of_2(heads), TILE_ELEMENTS // next_power_of_2(max(1, rope))))
+    tile = max(1, min(next_power_of_2(heads), warps * WARP_ELEMENTS // next_power_of_2(max(1, rope))))
     return tile, cdiv(heads, tile) if rope else 0
 
 
@@ -325,7 +337,6 @@ def _normed_latent(values, tables, token, column, held, eps, strides, LATENT: tl
 def _rotate_queries(
     positions, values, tables, outputs, token, head_tile, num_heads, magnitude, strides,
     ROPE: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    q_scale=None, q_scale_head=None, NATIVE: tl.constexpr = False,
 ):  # fmt: skip
     """Rotate the queries of one token, for the HEADS heads of tile number `head_tile`."""
     cos, sin = _cos_sin(
@@ -334,7 +345,7 @@ def _rotate_queries(
     _rotate(
         values.q_pe + token * strides.q_token, strides.q_head, strides.q_column,
         outputs.q_pe + token * num_heads * ROPE, ROPE, 1,
-        head_tile * HEADS, num_heads, cos, sin, HEADS, ROPE, PAIRS, INTERLEAVED, q_scale, q_scale_head, NATIVE,
+        head_tile * HEADS, num_heads, cos, sin, HEADS, ROPE, PAIRS, INTERLEAVED,
     )  # fmt: skip
 
 
@@ -350,8 +361,15 @@ def _rope_norm_quantize_kernel(
     ROPE: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
     SCALES: tl.constexpr, KEY: tl.constexpr, SCALE_TILE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Do the work of `_rope_norm_cache_kernel` for a format with scales: quantise the cache entries."""
+    """Do the work of `_rope_norm_cache_kernel` for a format with scales: quantise the cache entries.
+
+    Program 0 of a token also rotates the queries of the first HEADS heads.
+    """
     token, number = tl.program_id(0).to(tl.int64) // token_programs, tl.program_id(0) % token_programs
+    if ROPE > 0:
+        cos, sin = _cos_sin(
+            positions, tables.frequencies, token, magnitude, strides.position, strides.frequency, PAIRS, ROPE
+        )
     if number == 0:  # the cache entry (latent and shared key), as one row, because `cache_formats` stores rows
         row = token + tl.arange(0, 1)
         slots = tl.load(slot_mapping + row * strides.slot, row < num_slots, -1)
@@ -359,6 +377,14 @@ def _rope_norm_quantize_kernel(
         entry_rows = slot_offsets(slots, strides.block, strides.entry, BLOCK_SIZE)
         column = tl.arange(0, LATENT_TILE).to(tl.int64)
         held = column < LATENT
+        if ROPE > 0:  # load the key before the norm, which waits for the whole latent
+            pair = tl.arange(0, PAIRS)
+            half = pair < ROPE // 2
+            a_column = 2 * pair if INTERLEAVED else pair
+            b_column = a_column + (1 if INTERLEAVED else ROPE // 2)
+            key = values.k_pe + token * strides.k_token
+            a = tl.load(key + a_column.to(tl.int64) * strides.k_column, half, 0.0)[None, :]
+            b = tl.load(key + b_column.to(tl.int64) * strides.k_column, half, 0.0)[None, :]
         normed = _normed_latent(values, tables, token, column, held, eps, strides, LATENT)
         normed = normed.to(outputs.normed.dtype.element_ty)  # quantise the rounded output
         tl.store(outputs.normed + token * LATENT + column, normed, held)
@@ -367,31 +393,22 @@ def _rope_norm_quantize_kernel(
             LATENT, SCALES, SCALE_TILE, NATIVE,
         )  # fmt: skip
         if ROPE > 0:
-            cos, sin = _cos_sin(
-                positions, tables.frequencies, token, magnitude, strides.position, strides.frequency, PAIRS, ROPE
-            )
-            pair = tl.arange(0, PAIRS)
-            held = pair < ROPE // 2
-            a_column = 2 * pair if INTERLEAVED else pair
-            b_column = a_column + (1 if INTERLEAVED else ROPE // 2)
-            key = values.k_pe + token * strides.k_token
-            a = tl.load(key + a_column.to(tl.int64) * strides.k_column, held, 0.0)[None, :]
-            b = tl.load(key + b_column.to(tl.int64) * strides.k_column, held, 0.0)[None, :]
             a, b = _rotate_pairs(a, b, cos, sin)
             a, b = a.to(outputs.k_pe.dtype.element_ty), b.to(outputs.k_pe.dtype.element_ty)
             target = outputs.k_pe + token * ROPE
-            tl.store(target + a_column[None, :], a, held[None, :])
-            tl.store(target + b_column[None, :], b, held[None, :])
+            tl.store(target + a_column[None, :], a, half[None, :])
+            tl.store(target + b_column[None, :], b, half[None, :])
             store_keys(
-                a, a_column, held, kv_scale, values.kv_cache, entry_rows, written, strides.element,
+                a, a_column, half, kv_scale, values.kv_cache, entry_rows, written, strides.element,
                 KEY, SCALE_TILE, NATIVE,
             )  # fmt: skip
             store_keys(
-                b, b_column, held, kv_scale, values.kv_cache, entry_rows, written, strides.element,
+                b, b_column, half, kv_scale, values.kv_cache, entry_rows, written, strides.element,
                 KEY, SCALE_TILE, NATIVE,
             )  # fmt: skip
-    elif ROPE > 0:
-        _rotate_queries(
-            positions, values, tables, outputs, token, number - 1, num_heads, magnitude, strides,
-            ROPE, PAIRS, HEADS, INTERLEAVED, q_scale, q_scale_head, NATIVE,
+    if ROPE > 0:
+        _rotate(
+            values.q_pe + token * strides.q_token, strides.q_head, strides.q_column,
+            outputs.q_pe + token * num_heads * ROPE, ROPE, 1,
+            number * HEADS, num_heads, cos, sin, HEADS, ROPE, PAIRS, INTERLEAVED, q_scale, q_scale_head, NATIVE,
         )  # fmt: skip

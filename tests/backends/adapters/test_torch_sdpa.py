@@ -1,4 +1,8 @@
-"""Tests of the adapter to PyTorch's SDPA, with PyTorch's own kernel on the CPU."""
+"""Tests of the adapters to PyTorch's SDPA.
+
+Without a GPU, the adapter "torch_flash" runs with PyTorch's own kernel on the CPU. The functions that prepare the calls
+on a GPU are tested with the same kernel. Whole calls on a GPU: test_every_adapter.py, and the end of this file.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import fast
 import reference
 from fast import backends
 from fast.attention.varlen import flash_attn_varlen_shared_rope
+from fast.backends.adapters import torch_sdpa
 from fast.parity import compare
 from reference.interfaces import AttentionState, UnsupportedConfiguration
 
@@ -182,3 +187,125 @@ def test_a_wrong_state_of_a_backend(plain_errors):
         with pytest.raises((TypeError, ValueError)) as error:
             backends.check_state(*given, wrong, *rest)
         assert str(error.value).startswith(message), str(error.value)
+
+
+# Calls on a GPU
+
+GPU = torch.device("cuda")
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] not in (9, 10)
+    or bool(torch_sdpa.missing_cudnn()),
+    reason="needs a GPU of compute capability 9 or 10, and cuDNN",
+)  # fmt: skip
+KERNELS = (torch_sdpa.FLASH, torch_sdpa.CUDNN)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("lens", [(1, 1), (5, 1), (1, 9), (7, 7), (9, 4), (3, 17), (4, 0)])
+def test_one_request_with_calls_that_gpu_kernels_serve(lens, causal, kernel):
+    """Attend one request with the calls for a GPU -> within the budget, although no call has a mask as a tensor."""
+    (q, k, k_pe, v), rest = inputs([lens[0]], [lens[1]], torch.float32)
+    q, k, v = joined((q, k, k_pe, v))
+    out = torch.full((lens[0], 3, 20), torch.nan)[..., :16]
+    torch_sdpa.attend_request(out, q, k, v, rest[4], causal, kernel)
+    low = reference.flash_attn_varlen(q, k, v, *rest, causal)
+    gold = reference.flash_attn_varlen(q.double(), k.double(), v.double(), *rest, causal)
+    parity = compare("flash_attn_varlen", out.contiguous(), low.out, gold.out)
+    assert parity.passed, parity
+    assert out[(gold.lse == -torch.inf).T].eq(0).all()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("length", [1, 6])
+def test_requests_of_equal_lengths_in_one_call(length, kernel):
+    """Attend three requests in one call -> the result of three calls."""
+    (q, k, k_pe, v), rest = inputs([length] * 3, [length] * 3, torch.float32)
+    q, k, v = joined((q, k, k_pe, v))
+    batch = [x.unflatten(0, (3, length)) for x in (q, k, v)]
+    found = torch_sdpa.attend_equal(*batch, rest[4], True, kernel)
+    assert found.shape == (3, length, 3, 16)
+    gold = reference.flash_attn_varlen(q, k, v, *rest, True)
+    torch.testing.assert_close(found.flatten(0, 1), gold.out)
+
+
+def test_when_all_lengths_are_known_without_waiting():
+    """Find out whether all requests have the longest length -> only if shapes and the same offsets prove it."""
+    q, starts = torch.zeros(6, 1, 8), offsets([3, 3])
+    assert torch_sdpa.equal_requests(q, starts, starts, 3) == 2
+    assert torch_sdpa.equal_requests(q, starts, starts, 4) == 0  # an upper bound above the lengths
+    assert torch_sdpa.equal_requests(q, starts, starts.clone(), 3) == 0  # the keys may have other lengths
+    assert torch_sdpa.equal_requests(q, starts, starts[:2], 3) == 0
+    assert torch_sdpa.equal_requests(q[:0], offsets([0, 0]), offsets([0, 0]), 0) == 0
+
+
+def test_declarations_for_a_gpu(monkeypatch):
+    """Ask what the adapters serve on a GPU -> the limits of each kernel, with every reason."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    dims = (("qk_head_dim", 320), ("v_head_dim", 192))
+    request = backends.KernelRequest("flash_attn_varlen", GPU, torch.float32, dims, lse=True, batch_invariant=True)
+    flash = torch_sdpa.TORCH_FLASH.validate_configuration(request)
+    cudnn = torch_sdpa.TORCH_CUDNN.validate_configuration(request)
+    for name, reasons in (("torch_flash", flash), ("torch_cudnn", cudnn)):
+        assert all(reason.startswith(f"{name}: ") for reason in reasons)
+        text = "\n".join(reasons)
+        for part in ("compute capability", "got torch.float32", "qk_head_dim", "not batch-invariant", "no LSE"):
+            assert part in text, (name, part)
+    assert "serves v_head_dim" in "\n".join(cudnn)
+    other = backends.KernelRequest("flash_attn_varlen", torch.device("meta"))
+    assert torch_sdpa.TORCH_FLASH.validate_configuration(other) == ["torch_flash: serves device cpu, got meta"]
+    assert torch_sdpa.TORCH_FLASH.supports_compute_capability((9, 0))
+    assert not torch_sdpa.TORCH_FLASH.supports_compute_capability((7, 5))
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [
+        (None, "needs a PyTorch with cuDNN, found 2.x without cuDNN"),
+        (91002, "needs cuDNN 9.15.1 or later (91501), found 91002"),
+        (91501, None),
+    ],
+)
+def test_what_is_missing_for_cudnn(version, reason, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.x")
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: version is not None)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    assert torch_sdpa.missing_cudnn() == ([] if reason is None else [reason])
+
+
+@on_gpu
+@pytest.mark.parametrize("name", ["torch_flash", pytest.param("torch_cudnn", marks=hopper)])
+def test_the_kernel_that_runs(name):
+    """Attend on a GPU under a profiler -> the kernel that the name promises; PyTorch's settings are unchanged."""
+    tensors, rest = inputs([256, 256], [256, 256], torch.bfloat16, 128, 64, 128, 4)
+    q, k, v = (x.to(GPU) for x in joined(tensors))
+    starts = rest[0].to(GPU)
+    launch = backends.kernel(name, "flash_attn_varlen")
+    before = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled()
+    given = q, k, None, v, starts, starts, 256, 256, rest[4], True, torch.bfloat16
+    launch(*given)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        launch(*given)
+        torch.cuda.synchronize()
+    names = [event.key.lower() for event in profile.key_averages()]
+    word = "flash_fwd" if name == "torch_flash" else "cudnn"
+    assert any(word in each for each in names), names
+    assert before == (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled())
+
+
+@on_gpu
+@pytest.mark.parametrize("name", ["torch_flash", pytest.param("torch_cudnn", marks=hopper)])
+def test_equal_lengths_do_not_wait_for_the_gpu(name):
+    """Attend requests of equal lengths -> no wait for the GPU, which PyTorch would report as an error."""
+    tensors, rest = inputs([64, 64], [64, 64], torch.bfloat16, 128, 64, 128, 4)
+    q, k, v = (x.to(GPU) for x in joined(tensors))
+    starts = rest[0].to(GPU)
+    launch = backends.kernel(name, "flash_attn_varlen")
+    given = q, k, None, v, starts, starts, 64, 64, rest[4], True, torch.bfloat16
+    launch(*given)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        launch(*given)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,70 @@
+"""Conversions at the border of a library: padded values and heads, base-2 LSE, and rows without keys.
+
+The state law of this project: natural-log LSE, [N, T]; a row that attends no key has output 0 and LSE -inf.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+
+def in_words(tensor: Tensor) -> Tensor:
+    """Return `tensor`, or a contiguous copy of `tensor` if its rows are not whole, aligned words of 16 bytes.
+
+    Kernels of other libraries load such words, and do not check the strides of every tensor.
+
+    Args:
+        tensor: any dimensions; the elements of the last dimension fill whole words.
+    """
+    return tensor if is_in_words(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def is_in_words(tensor: Tensor) -> bool:
+    """Return whether each row of the last dimension consists of aligned words of 16 bytes."""
+    size = tensor.element_size()
+    *outer, inner = tensor.stride()
+    return inner == 1 and tensor.data_ptr() % 16 == 0 and not any(stride * size % 16 for stride in outer)
+
+
+def pad_columns(tensor: Tensor, columns: int) -> Tensor:
+    """Return a copy of `tensor` with zeros behind its last dimension, or `tensor` itself if it is wide enough.
+
+    Args:
+        tensor: [..., V].
+        columns: number of columns of the result, at least V.
+    """
+    missing = columns - tensor.shape[-1]
+    return tensor if missing == 0 else pad(tensor, (0, missing))
+
+
+def pad_heads(tensor: Tensor, heads: int) -> Tensor:
+    """Return a copy of `tensor` with zeros for further heads, or `tensor` itself if it has enough heads.
+
+    Args:
+        tensor: [..., N, columns].
+        heads: number of heads of the result, at least N.
+    """
+    missing = heads - tensor.shape[-2]
+    return tensor if missing == 0 else pad(tensor, (0, 0, 0, missing))
+
+
+def natural_lse(base_2_lse: Tensor) -> Tensor:
+    """Convert an LSE in base 2, log2(sum of exp(scores)), to the natural logarithm."""
+    return base_2_lse * math.log(2)
+
+
+def without_empty_rows(out: Tensor, lse: Tensor) -> Tensor:
+    """Return an LSE with -inf for the rows that attended no key, to which a library gives +inf.
+
+    A library whose kernel divides by the sum of the exponentials gives +inf also to a row whose sum is NaN. The output
+    of such a row is NaN, and its LSE becomes NaN.
+
+    Args:
+        out: [T, N, Dv], output of the library; the output of a row without keys must be 0.
+        lse: [N, T], LSE of the library, natural log.
+    """
+    return torch.where(lse == torch.inf, out[..., 0].T - torch.inf, lse)  # 0 - inf is -inf, and NaN stays NaN

@@ -1,0 +1,241 @@
+"""Adapter to FlashMLA: absorbed decode of queries of equal lengths, over caches in 16 bits and in e4m3 (8 bits).
+
+The kernels come from the package `flash_mla`, or from vLLM, whichever can be imported first. The kernel for e4m3 is in
+vLLM alone. FlashMLA pads no heads: it processes the rows (heads times query tokens) of a request in row blocks of 64.
+
+An eager call costs a few small ops besides the library's call: one copy that joins both parts of the queries, three ops
+that convert the LSE, and one conversion of the output if its dtype or its place differs. For e4m3, one pass over the
+output sets empty rows to 0, because the kernel does not write valid numbers there.
+
+Block tables: both kernels read no entry after the last block of a request that has keys. For a request without keys:
+
+- The kernel for 16 bits reads the first entry of the request's row. Its loads (TMA) are checked against the number of
+  blocks, so that any number is safe.
+- The kernel for e4m3 reads the entry before the request's row, and loads the block with that number without a check.
+  The adapter gives this kernel a copy of the block table with a column of zeros in front (two small ops on the table;
+  one time for all layers, if the step is prepared).
+
+FlashMLA trusts `seq_lens`: a length above `W * block_size` makes a kernel read outside the block table.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from reference.interfaces import (
+    COMPUTE_FORMAT,
+    CONVERTED,
+    FP8_E4M3,
+    CacheFormat,
+    DecodeMetadata,
+    GraphSupport,
+    InvariantSplitRule,
+    QueryLenSupport,
+    UnsupportedConfiguration,
+)
+
+from ..registry import Backend
+from .flash_attn import HALF, STATE_DTYPES, decode_ops
+from .sources import Source, loaded, missing_artifacts, missing_package
+
+FP8_PRODUCT = "fp8_product"
+LATENT, ROPE, BLOCK = 512, 64, 64
+SOURCES = (Source("flash_mla", "flash_mla.flash_mla_interface"),
+           Source("vllm", "vllm.third_party.flashmla.flash_mla_interface"))  # fmt: skip
+SOURCES_E4M3 = (Source("vllm", "vllm._flashmla_extension_C"),)
+
+
+def mla_decode(
+    ql_nope: Tensor,
+    q_pe: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    visible_lens: Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    softmax_scale: float,
+    out_dtype: torch.dtype,
+    tile_ranges: Tensor | None = None,
+    split_offsets: Tensor | None = None,
+    batch_invariant: bool = False,
+    split_rule: InvariantSplitRule | None = None,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
+    kv_scale: Tensor | None = None,
+    out: Tensor | None = None,
+    *,
+    fp8_mode: str = CONVERTED,
+    q_scale: Tensor | None = None,
+    prepared: tuple[Tensor, ...] = (),
+) -> tuple[Tensor, Tensor]:
+    """Compute absorbed attention of the query tokens of each request over its cached latents, with a causal mask.
+
+    Args:
+        ql_nope: [T, N, 512], absorbed queries; bfloat16, float16, or e4m3 in the fp8 mode "fp8_product". Every request
+            has T / B query tokens.
+        q_pe: [T, N, 64], rope part of the queries.
+        kv_cache: [num_blocks, 64, 576] in the dtype of the queries.
+        block_table: [B, W].
+        seq_lens: [B], keys of each request.
+        query_start_loc: not used, because all queries have equal lengths.
+        visible_lens: [T], number of keys that each query token sees; it must be the causal mask. The kernel for e4m3
+            gives no valid numbers for rows without keys, and the adapter finds these rows by `visible_lens`.
+        max_query_len: not used.
+        max_seq_len: not used.
+        softmax_scale: factor of the scores.
+        out_dtype: dtype of the output.
+        tile_ranges: not used, because the library makes its own schedule.
+        split_offsets: not used.
+        batch_invariant: False, because the declaration excludes True.
+        split_rule: not used.
+        cache_format: `compute_dtype`, or `fp8_e4m3` in the fp8 mode "fp8_product".
+        kv_scale: float32 scale of the layer's cache, []; None for `compute_dtype`.
+        out: [T, N, 512] in `out_dtype`, contiguous, written in place; None allocates a tensor.
+        fp8_mode: "converted" for `compute_dtype`, "fp8_product" for `fp8_e4m3`.
+        q_scale: float32 scale of queries in e4m3, [] or [1]; None for "converted".
+        prepared: the library's schedule, and for e4m3 the padded block table, from `prepare`. Empty: this call makes
+            them.
+
+    Returns:
+        out [T, N, 512] and lse [N, T], natural log, float32. Rows without keys: output 0 and LSE -inf.
+
+    Raises:
+        UnsupportedConfiguration: the cache format and the fp8 mode do not fit, or each head has its own scale.
+    """
+    in_e4m3 = fp8_mode == FP8_PRODUCT
+    _check_modes(cache_format, in_e4m3, q_scale)
+    tokens, heads, _ = ql_nope.shape
+    requests = seq_lens.shape[0]
+    if tokens == 0 or heads == 0 or requests == 0:
+        out = ql_nope.new_empty(ql_nope.shape, dtype=out_dtype) if out is None else out
+        return out.zero_(), torch.full((heads, tokens), -torch.inf, dtype=torch.float32, device=ql_nope.device)
+    lse = torch.empty(heads, tokens, dtype=torch.float32, device=ql_nope.device)
+    pages, lens = kv_cache.unsqueeze(2), seq_lens.contiguous()
+    if in_e4m3:
+        q = torch.cat((ql_nope.view(torch.uint8), q_pe.view(torch.uint8)), dim=-1).view(ql_nope.dtype)
+        q = q.view(requests, -1, heads, LATENT + ROPE)
+        *schedule, table = prepared or (*_schedule_e4m3(lens, q.shape[1] * heads), _padded_table(block_table))
+        made, made_lse = _operators().fwd_kvcache_mla_fp8(
+            q, pages, LATENT, lens, table, softmax_scale, True, *schedule, q_scale.view(1), kv_scale.view(1)
+        )
+        empty = visible_lens <= 0
+        lse.view(heads, requests, -1).copy_(made_lse.transpose(0, 1))
+        lse.masked_fill_(empty, -torch.inf)
+        made = made.view(tokens, heads, LATENT).masked_fill_(empty[:, None, None], 0)
+    else:
+        q = torch.cat((ql_nope, q_pe), dim=-1).view(requests, -1, heads, LATENT + ROPE)
+        module = loaded(SOURCES)[1]
+        plan, _ = module.get_mla_metadata()
+        if prepared:
+            plan.tile_scheduler_metadata, plan.num_splits = prepared
+        table = block_table if block_table.stride(-1) == 1 else block_table.contiguous()
+        made, made_lse = module.flash_mla_with_kvcache(
+            q, pages, table, lens, LATENT, plan, softmax_scale=softmax_scale, causal=True
+        )
+        # the library gives the LSE +inf to rows without keys and to rows whose output is NaN: make it -inf and NaN
+        into = lse.view(heads, requests, -1)
+        torch.add(made_lse.transpose(0, 1), made[..., 0].permute(2, 0, 1), alpha=0, out=into)
+        lse.masked_fill_(lse == torch.inf, -torch.inf)
+        made = made.view(tokens, heads, LATENT)
+    return (made.to(out_dtype) if out is None else out.copy_(made)), lse
+
+
+def _check_modes(cache_format: CacheFormat, in_e4m3: bool, q_scale: Tensor | None) -> None:
+    """Raise if the cache format does not fit the fp8 mode, or if each head has its own scale."""
+    reasons = []
+    if in_e4m3 != (cache_format.name == FP8_E4M3.name):
+        reasons.append(
+            f"flashmla: decodes caches in {FP8_E4M3.name} only in the fp8 mode {FP8_PRODUCT}, and no other caches in "
+            f"this mode, got a cache in {cache_format.name}"
+        )
+    if q_scale is not None and q_scale.numel() != 1:
+        reasons.append(f"flashmla: serves one scale for all queries, got {q_scale.numel()} scales")
+    if reasons:
+        raise UnsupportedConfiguration(reasons)
+
+
+def _operators() -> Any:
+    """Return the namespace of the operators for e4m3, which the import of vLLM's extension registers."""
+    loaded(SOURCES_E4M3)
+    return torch.ops._flashmla_extension_C
+
+
+def _padded_table(block_table: Tensor) -> Tensor:
+    """Return a copy of the block table with a 0 in memory before each row, because the kernel for e4m3 reads it."""
+    return pad(block_table, (1, 0))[:, 1:]
+
+
+def _schedule_e4m3(seq_lens: Tensor, rows: int) -> list[Tensor]:
+    """Return the library's schedule for a decode in e4m3: tile_scheduler_metadata and num_splits."""
+    return _operators().get_mla_decoding_metadata_dense_fp8(seq_lens, rows, 1)
+
+
+def _schedule(module: ModuleType, seq_lens: Tensor, width: int, query_len: int, heads: int) -> tuple[Tensor, Tensor]:
+    """Return the library's schedule for a decode in 16 bits: tile_scheduler_metadata and num_splits.
+
+    The library makes this schedule only inside of a decode. This function decodes queries of zeros over a cache with
+    one block of zeros, which costs the time of the products of one layer's decode, and reads almost no memory.
+    """
+    options = {"dtype": torch.bfloat16, "device": seq_lens.device}
+    q = torch.zeros(seq_lens.shape[0], query_len, heads, LATENT + ROPE, **options)
+    cache = torch.zeros(1, BLOCK, 1, LATENT + ROPE, **options)
+    table = torch.zeros(1, width, dtype=torch.int32, device=seq_lens.device).expand(seq_lens.shape[0], -1)
+    plan, _ = module.get_mla_metadata()
+    module.flash_mla_with_kvcache(q, cache, table, seq_lens, LATENT, plan, softmax_scale=1.0, causal=True)
+    return plan.tile_scheduler_metadata, plan.num_splits
+
+
+def prepare(decode: DecodeMetadata, num_heads: int, fp8_mode: str = CONVERTED) -> tuple[Tensor, ...]:
+    """Return the library's schedule for the decodes of a step, and for e4m3 the padded block table.
+
+    The sizes depend on the number of requests, on the number of rows of a request, on the width of the block table and
+    on the GPU.
+
+    Args:
+        decode: decode part of the plan, with at least one request.
+        num_heads: number of heads of the decode.
+        fp8_mode: fp8 mode of the decode.
+    """
+    lens = decode.seq_lens.contiguous()
+    query_len = decode.visible_lens.shape[0] // lens.shape[0]
+    if fp8_mode == FP8_PRODUCT:
+        return (*_schedule_e4m3(lens, query_len * num_heads), _padded_table(decode.block_table))
+    return _schedule(loaded(SOURCES)[1], lens, decode.block_table.shape[1], query_len, num_heads)
+
+
+def missing() -> list[str]:
+    """Return why FlashMLA cannot be imported."""
+    return missing_artifacts(SOURCES)
+
+
+FLASHMLA = Backend(
+    name="flashmla",
+    priority=-100,
+    device_type="cuda",
+    ops=decode_ops(
+        f"{__name__}:mla_decode",
+        dtypes=HALF,
+        out_dtypes=STATE_DTYPES,
+        cache_formats=(COMPUTE_FORMAT.name, FP8_E4M3.name),
+        fp8_modes=(CONVERTED, FP8_PRODUCT),
+        head_dims={"kv_lora_rank": (LATENT,), "qk_rope_head_dim": (ROPE,)},
+        block_sizes=(BLOCK,),
+        batch_invariant=False,  # the splits of a request depend on the lengths of all requests
+        query_lens=QueryLenSupport.UNIFORM,
+        graph=GraphSupport.ONE_QUERY_LEN,
+        needs_words=True,
+    ),
+    capability=(9, 0),
+    capability_end=(10, 0),
+    missing_package=missing_package(SOURCES),
+    library="FlashMLA",
+    install="pip install vllm, or build https://github.com/deepseek-ai/FlashMLA",
+    missing_artifacts=f"{__name__}:missing",
+    hooks="fast.mla.decode_hooks:FlashMLAHooks",
+)

@@ -1,0 +1,141 @@
+"""Adapter to `torch.nn.attention.varlen.varlen_attn`: PyTorch's flash attention kernel for packed requests, on a GPU.
+
+The function exists in PyTorch 2.10. The adapter needs PyTorch 2.11 or later, because the function of 2.10 takes no
+softmax scale. It has the same layouts as this project: packed requests, int32 offsets, and a natural-log LSE [N, T].
+Its causal mask is aligned bottom-right: the kernel is FlashAttention 2, and PyTorch passes the lengths of the queries
+and of the keys unchanged. (The top-left alignment of `scaled_dot_product_attention` does not apply to this function.)
+
+The adapter converts what differs:
+
+- The kernel needs values as wide as the keys. The adapter pads the values with zeros, and cuts the output.
+- The kernel writes the dtype of the queries. For a float32 output, the adapter converts this output.
+- The kernel gives the LSE +inf to a row without keys (`conversion.without_empty_rows`).
+
+The declarations describe the kernel that is built into PyTorch. A program can replace this kernel for the whole process
+(`torch.nn.attention.activate_flash_attention_impl`).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..registry import Backend, OpSupport
+from .conversion import in_words, pad_columns, without_empty_rows
+
+ALL_KEYS, CAUSAL = (-1, -1), (-1, 0)  # windows of `varlen_attn`: keys before and after a query; -1 for no limit
+
+
+def missing() -> list[str]:
+    """Return why this PyTorch cannot serve the adapter; an empty list if it can."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return [f"needs PyTorch 2.11 or later, found {torch.__version__}: it has no torch.nn.attention.varlen"]
+    lacking = [name for name in ("scale", "window_size") if name not in inspect.signature(varlen_attn).parameters]
+    if lacking:
+        return [
+            f"needs PyTorch 2.11 or later, found {torch.__version__}: its varlen_attn has no parameter"
+            f" {' and no parameter '.join(lacking)}"
+        ]
+    if not torch.backends.cuda.is_flash_attention_available():
+        return [f"needs a PyTorch that is built with flash attention for GPUs, found {torch.__version__}"]
+    return []
+
+
+@functools.cache
+def _library() -> Callable:
+    """Return `varlen_attn`, which always returns the LSE and never splits the keys of a request, if it has a choice.
+
+    The parameter `num_splits` is newer than 2.11. The kernel built into PyTorch does not split keys that are not paged;
+    other kernels behind `varlen_attn` may do so, and their splits depend on the other requests of the batch.
+    """
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+    splits = {"num_splits": 1} if "num_splits" in inspect.signature(varlen_attn).parameters else {}
+    return functools.partial(varlen_attn, return_aux=AuxRequest(lse=True), **splits)
+
+
+def flash_attn_varlen(
+    q: Tensor,
+    k: Tensor,
+    k_pe: None,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool,
+    out_dtype: torch.dtype,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute attention of packed requests of different lengths, with an LSE, without waiting for the GPU.
+
+    Args:
+        q: [T, N, D], bfloat16 or float16; D is a multiple of 8, at most 256.
+        k: [S, N, D], whole keys.
+        k_pe: None, because the declaration asks for whole keys.
+        v: [S, N, V], V at most D.
+        cu_seqlens_q: [B + 1], int32, first query token of each request.
+        cu_seqlens_k: [B + 1], int32, first key of each request. S may be larger than the last element.
+        max_seqlen_q: upper bound of the query lengths.
+        max_seqlen_k: upper bound of the key lengths.
+        softmax_scale: factor of the scores.
+        causal: if True, the last query of a request sees all keys, and each earlier query sees one key less than the
+            query after it.
+        out_dtype: dtype of `q`, or float32.
+        out: [T, N, V] in `out_dtype`, any strides, written in place; None allocates `out` and the LSE.
+        lse: [N, T], float32, written in place; None if `out` is given and the caller needs no LSE.
+
+    Returns:
+        out [T, N, V], and the LSE [N, T] or None.
+    """
+    tokens, heads, width = q.shape[0], q.shape[1], v.shape[2]
+    needs_lse = out is None or lse is not None
+    if tokens == 0 or k.shape[0] == 0:  # the kernel takes no empty tensors
+        out = q.new_empty(tokens, heads, width, dtype=out_dtype) if out is None else out
+        if needs_lse:
+            lse = q.new_empty(heads, tokens, dtype=torch.float32) if lse is None else lse
+            lse.fill_(-torch.inf)
+        return out.zero_(), lse
+    # With an upper bound of 1, the kernel would take another variant, with other tiles on some GPUs. A request must get
+    # the same bits in each batch.
+    made, found = _library()(
+        in_words(q), in_words(k), in_words(pad_columns(v, q.shape[2])), cu_seqlens_q, cu_seqlens_k,
+        max(max_seqlen_q, 2), max_seqlen_k, scale=softmax_scale, window_size=CAUSAL if causal else ALL_KEYS,
+    )  # fmt: skip
+    if needs_lse:
+        found = without_empty_rows(made, found)
+        lse = found if lse is None else lse.copy_(found)
+    if out is None and width == q.shape[2] and out_dtype == q.dtype:
+        return made, lse
+    out = q.new_empty(tokens, heads, width, dtype=out_dtype) if out is None else out
+    return out.copy_(made[..., :width]), lse
+
+
+TORCH_VARLEN = Backend(
+    name="torch_varlen",
+    priority=-5,
+    device_type="cuda",
+    capability=(8, 0),
+    ops={
+        "flash_attn_varlen": OpSupport(
+            f"{__name__}:flash_attn_varlen",
+            dtypes=(torch.bfloat16, torch.float16),
+            out_dtypes=(torch.bfloat16, torch.float16, torch.float32),
+            head_dims={"qk_head_dim": tuple(range(8, 257, 8))},
+            whole_keys=True,
+            narrow_values=True,
+            masks=("causal",),
+        )
+    },
+    library="PyTorch",
+    install="pip install 'torch>=2.11'",
+    missing_artifacts=f"{__name__}:missing",
+)

@@ -1,0 +1,110 @@
+"""What a backend must support to serve one call: the properties of the call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from reference.interfaces import (
+    CONVERTED,
+    DECODE_MASKS,
+    CacheFormat,
+    GraphSupport,
+    QueryLenSupport,
+    check,
+    check_flag,
+    check_fp8_mode,
+    check_int,
+    check_type,
+)
+
+MASKS = DECODE_MASKS
+HEAD_DIMS = (  # names of widths in a `KernelRequest`
+    "kv_lora_rank", "qk_rope_head_dim", "qk_head_dim", "v_head_dim",
+    "head_dim",  # for ops with one width: the columns of a cache, or the width of an attention state's output
+)  # fmt: skip
+
+
+class AttentionSizes(NamedTuple):
+    """Sizes of a call of `flash_attn_varlen`, each rounded up to a power of two, so that few calls have other sizes.
+
+    Attributes:
+        requests: number of requests.
+        heads: N.
+        query_len: upper bound of the query tokens of a request.
+        key_len: upper bound of the keys of a request.
+    """
+
+    requests: int
+    heads: int
+    query_len: int
+    key_len: int
+
+    @classmethod
+    def rounded(cls, requests: int, heads: int, query_len: int, key_len: int) -> AttentionSizes:
+        """Return the sizes of a call, rounded up."""
+        return cls(*(1 << max(0, size - 1).bit_length() for size in (requests, heads, query_len, key_len)))
+
+
+@dataclass(frozen=True)
+class KernelRequest:
+    """Properties of one call of an op, which a backend must support to serve the call.
+
+    Attributes:
+        op: name of the op, such as "mla_decode".
+        device: device of the tensors.
+        dtype: dtype of queries and keys; None for a decode of queries in e4m3, and for an op that computes with
+            integers only or copies bytes.
+        head_dims: widths of the op's tensors as (name, size) pairs, with names from `HEAD_DIMS`.
+        block_size: tokens of a cache block; None for an op without a cache.
+        query_lens: kind of the query lengths in the batch: one token each, equal lengths, or any lengths.
+        cache_in_words: True if the cache has at least one block, and every entry consists of aligned 16-byte words.
+        out_dtype: dtype of the output; None for an op whose callers cannot choose the dtype.
+        cache_format: format of the cache; None for an op without a cache, and for an op that copies any format.
+        batch_invariant: True if the other requests of a batch must not change the result of a request.
+        mask: one of `MASKS`; None for an op without a mask.
+        graph: kind of the CUDA graph that captures the call.
+        lse: True if the caller needs the LSE in addition to the output.
+        fp8_mode: one of `FP8_MODES`, for a decode over a cache in e4m3.
+        sizes: sizes of a call of `flash_attn_varlen`, from which the fastest backend is chosen
+            (`fast.backends.measured`); None if the sizes must not influence the choice.
+    """
+
+    op: str
+    device: torch.device
+    dtype: torch.dtype | None = None
+    head_dims: tuple[tuple[str, int], ...] = ()
+    block_size: int | None = None
+    query_lens: QueryLenSupport = QueryLenSupport.SINGLE_ONLY
+    cache_in_words: bool = True
+    out_dtype: torch.dtype | None = None
+    cache_format: CacheFormat | None = None
+    batch_invariant: bool = False
+    mask: str | None = None
+    graph: GraphSupport = GraphSupport.NONE
+    lse: bool = False
+    fp8_mode: str = CONVERTED
+    sizes: AttentionSizes | None = None
+
+
+def check_request(request: KernelRequest) -> None:
+    """Check the types of a request's fields; do not check whether a backend can serve the request."""
+    check_type("request", request, KernelRequest)
+    check_type("request.op", request.op, str)
+    check_type("request.device", request.device, torch.device)
+    check_type("request.dtype", request.dtype, (torch.dtype, type(None)), "a dtype or None")
+    check_type("request.out_dtype", request.out_dtype, (torch.dtype, type(None)), "a dtype or None")
+    check_type("request.head_dims", request.head_dims, tuple, "a tuple of names and sizes")
+    check_type("request.query_lens", request.query_lens, QueryLenSupport)
+    check_type("request.cache_format", request.cache_format, (CacheFormat, type(None)), "a CacheFormat or None")
+    check_type("request.graph", request.graph, GraphSupport)
+    check(request.mask in (None, *MASKS), "request.mask", f"None or one of {', '.join(MASKS)}", request.mask)
+    check_flag("request.batch_invariant", request.batch_invariant)
+    check_flag("request.cache_in_words", request.cache_in_words)
+    check_flag("request.lse", request.lse)
+    check_type("request.sizes", request.sizes, (AttentionSizes, type(None)), "an AttentionSizes or None")
+    check_fp8_mode(request.fp8_mode, "request.fp8_mode")
+    if request.block_size is not None:
+        check_int("request.block_size", request.block_size, 0)

@@ -1,0 +1,173 @@
+"""Choose the backend of a builder's decodes, and check that it can serve the step of a layer.
+
+The three backends of this package share their plans, so the kernel of a decode is chosen in each call. A library has
+plans of its own. If such a backend serves the decodes of a builder, it does so for the life of the builder: the builder
+takes its limits from the backend, and every plan with decodes names the backend.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from reference.interfaces import (
+    DECODE_MASKS,
+    CacheFormat,
+    GraphSupport,
+    MLAConfig,
+    MLAMetadata,
+    QueryLenSupport,
+    TokenOwnership,
+    UnsupportedConfiguration,
+    check,
+    check_device,
+    check_graph_support,
+    check_type,
+    decode_mask,
+    reorder_batch_threshold,
+)
+
+from .. import backends
+from ..backends import BackendChoice, KernelRequest, OpSupport
+from ..backends.own import OWN_BACKENDS
+from ..backends.selection import name_for, named
+from .device_choices import DecodeLayer
+
+OP = "mla_decode"
+
+
+class DecodeLimits(NamedTuple):
+    """What the decodes of a builder may be.
+
+    Attributes:
+        backend: name of the backend that the plans name; None for the backends of this package.
+        query_len_support: query lengths of the decodes.
+        graph_support: batches for which a captured graph can be replayed.
+        masks: masks that the backend can apply.
+    """
+
+    backend: str | None
+    query_len_support: QueryLenSupport
+    graph_support: GraphSupport
+    masks: tuple[str, ...] = DECODE_MASKS
+
+
+def decode_limits(
+    layer: DecodeLayer,
+    backend: BackendChoice,
+    query_len_support: QueryLenSupport | None,
+    graph_support: GraphSupport | None,
+    num_speculative_tokens: int,
+    ownership: TokenOwnership | None,
+    batch_invariant: bool,
+) -> DecodeLimits:
+    """Return the limits of a builder's decodes.
+
+    Args:
+        layer: properties of the layers. Its device may be the device type alone if the caller knows no device.
+        backend: a name, a mapping from op to name, or None.
+        query_len_support: query lengths that the caller asks for; None takes those of the backend. Under context
+            parallelism, a backend with a causal mask alone then decodes one token of each request only.
+        graph_support: batches of a graph that the caller asks for; None takes those of the backend.
+        num_speculative_tokens: number of drafted tokens of a request in one step.
+        ownership: the tokens that this rank owns; None if one rank owns all tokens.
+        batch_invariant: whether the decodes must be batch-invariant.
+
+    Raises:
+        ValueError: `graph_support` does not fit `query_len_support`.
+        UnsupportedConfiguration: the backend cannot serve the layers, or `query_len_support` or `graph_support`
+            promises more than the backend.
+    """
+    check_type("query_len_support", query_len_support, (QueryLenSupport, type(None)), "a QueryLenSupport or None")
+    name = name_for(OP, backend)
+    if name is None or name in OWN_BACKENDS:
+        asked = QueryLenSupport.VARLEN if query_len_support is None else query_len_support
+        return DecodeLimits(None, asked, check_graph_support(graph_support, asked))
+    chosen = named(name)
+    support = _support_of(chosen, OP)
+    lens = support.query_lens if query_len_support is None else query_len_support
+    threshold = reorder_batch_threshold(lens, num_speculative_tokens)
+    # with VARLEN, `choose_path` may also send longer queries to the decodes
+    longest = 2 if lens is QueryLenSupport.VARLEN else threshold
+    if query_len_support is None and decode_mask(longest, ownership) not in support.masks:
+        lens, longest = QueryLenSupport.SINGLE_ONLY, 1
+    graph = check_graph_support(graph_support, lens)
+    if graph_support is None and not support.graph.covers(graph):
+        graph = support.graph
+    request = decode_request_of(
+        layer, lens, graph if graph_support is not None else GraphSupport.NONE, decode_mask(longest, ownership),
+        batch_invariant,
+    )  # fmt: skip
+    reasons = [f"{name}: {reason}" for reason in support.reasons(request)]
+    if layer.device.index is not None or layer.device.type == "cpu":
+        reasons = chosen.validate_configuration(request)
+    if reasons:
+        raise UnsupportedConfiguration(reasons)
+    return DecodeLimits(name, lens, graph, support.masks)
+
+
+def decode_request_of(
+    layer: DecodeLayer, query_lens: QueryLenSupport, graph: GraphSupport, mask: str, batch_invariant: bool
+) -> KernelRequest:
+    """Return the request for the decodes of a layer, over a cache of aligned 16-byte words."""
+    config = layer.config
+    return backends.decode_request(
+        layer.device, layer.dtype, config.kv_lora_rank, config.qk_rope_head_dim, layer.block_size, query_lens,
+        cache_format=layer.cache_format, batch_invariant=batch_invariant, graph=graph, fp8_mode=layer.fp8_mode,
+        mask=mask,
+    )  # fmt: skip
+
+
+def _support_of(chosen: backends.Backend, op: str) -> OpSupport:
+    if op not in chosen.ops:
+        raise UnsupportedConfiguration([f"{chosen.name}: has no kernel for {op}"])
+    return chosen.ops[op]
+
+
+def check_decode_backend(
+    metadata: MLAMetadata, config: MLAConfig, dtype: torch.dtype, block_size: int, cache_format: CacheFormat,
+    fp8_mode: str, backend: BackendChoice,
+) -> None:  # fmt: skip
+    """Check that the backend that a plan names can serve the decodes of a layer; accept a plan without such a name.
+
+    Args:
+        metadata: plan of the step.
+        config: config of the layer.
+        dtype: dtype of the layer.
+        block_size: tokens per block of the cache.
+        cache_format: format of the cache.
+        fp8_mode: fp8 mode of the layer.
+        backend: backend of the layer: a name, a mapping from op to name, or None.
+
+    Raises:
+        ValueError: the layer is bound to another backend, or no backend has the name.
+        UnsupportedConfiguration: the backend cannot serve the layer.
+    """
+    decode = metadata.decode
+    if decode.backend is None or metadata.num_decode_tokens == 0:
+        return
+    bound = name_for(OP, backend)
+    if bound not in (None, decode.backend):
+        named(bound)
+        check(False, "metadata.decode.backend", f"{bound}, the backend of the layer", decode.backend)
+    chosen = named(decode.backend, "metadata.decode.backend")
+    layer = DecodeLayer(config, decode.seq_lens.device, dtype, block_size, cache_format, fp8_mode)
+    lens = backends.query_lens_of(metadata.num_decode_tokens, metadata.num_decodes, decode.max_query_len)
+    if decode.graph is GraphSupport.ANY:
+        lens = QueryLenSupport.VARLEN
+    schedule = metadata.schedule
+    request = decode_request_of(
+        layer, lens, decode.graph, decode.mask, schedule is not None and schedule.batch_invariant
+    )
+    reasons = chosen.validate_configuration(request)
+    if reasons:
+        raise UnsupportedConfiguration([f"metadata.decode.backend: {reason}" for reason in reasons])
+
+
+def on_one_device_type(device: torch.device | str | None, backend: BackendChoice) -> torch.device:
+    """Return the device of a builder; without one, the type of the device that the decode backend needs."""
+    if device is not None:
+        return check_device("device", device)
+    name = name_for(OP, backend)
+    return torch.device("cpu" if name is None else named(name).device_type)

@@ -1,0 +1,99 @@
+"""Tests of the choice of the fastest backend from measured times."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import fast
+from fast import backends
+from fast.backends import AttentionSizes, KernelRequest, measured
+from fast.backends.measured import fastest, read_table
+from fast.mla.prefill_choice import prefill_requests
+
+from ..support.factories import DIRECT, make_batch
+
+OP = "flash_attn_varlen"
+NAMES = ("flash_attn_3", "flashinfer", "triton")
+
+
+def request(sizes, causal=True):
+    return KernelRequest(OP, torch.device("cuda", 0), torch.bfloat16, mask="causal" if causal else None,
+                         sizes=None if sizes is None else AttentionSizes.rounded(*sizes))  # fmt: skip
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Take the times that were measured on compute capability 9.0."""
+    table = read_table(measured.TABLES / "9.0.json")
+    monkeypatch.setattr(measured, "_table_of", lambda device: table)
+    return table
+
+
+def test_sizes_are_rounded_up():
+    assert AttentionSizes.rounded(1, 3, 17, 2048) == (1, 4, 32, 2048)
+    assert AttentionSizes.rounded(0, 128, 0, 2049) == (1, 128, 1, 4096)
+
+
+def test_every_measured_row_gets_its_fastest_backend(hopper):
+    """Ask for the sizes of each row -> the backend that was the fastest in this row, of those that are present."""
+    for row in hopper:
+        asked = KernelRequest(OP, torch.device("cuda", 0), torch.bfloat16, mask="causal" if row.causal else None,
+                              sizes=row.sizes)  # fmt: skip
+        for names in (NAMES, NAMES[1:], NAMES[::2]):
+            assert fastest(names, [asked]) == min(names, key=row.times_us.get)
+    winners = {min(NAMES, key=row.times_us.get) for row in hopper}
+    assert winners == set(NAMES)  # the winner depends on the shape
+
+
+def test_several_calls_of_a_step(hopper):
+    """A step with a long prompt and a chunk for few queries -> the backend with the smallest sum of times."""
+    prompt, chunk = request((1, 128, 16384, 16384)), request((16, 128, 64, 2048), causal=False)
+    assert fastest(NAMES, [prompt]) == "flash_attn_3" and fastest(NAMES, [chunk]) == "triton"
+    assert fastest(NAMES, [prompt, chunk]) == "flash_attn_3"
+    assert fastest(NAMES, [request((8, 128, 512, 512)), chunk]) == "triton"
+
+
+def test_priorities_decide_without_times(hopper, monkeypatch):
+    """Without sizes, without a table, or with a first backend that was not measured -> the highest priority."""
+    far = (8, 128, 512, 512)
+    assert fastest(NAMES, [request(None)]) == "flash_attn_3"
+    assert fastest(("new", *NAMES), [request(far)]) == "new"
+    assert fastest(("triton", "new"), [request(far)]) == "triton"
+    monkeypatch.setattr(measured, "_table_of", lambda device: ())
+    assert fastest(NAMES, [request(far)]) == "flash_attn_3"
+
+
+def test_no_table_for_a_cpu():
+    assert measured._table_of(torch.device("cpu")) == ()
+    asked = KernelRequest(OP, torch.device("cpu"), torch.float32, sizes=AttentionSizes.rounded(1, 2, 3, 4))
+    assert backends.select(asked).name == "cpu"
+
+
+def test_wrong_sizes(plain_errors):
+    with pytest.raises(TypeError, match="^request.sizes: expected an AttentionSizes or None, got tuple$"):
+        backends.select(KernelRequest(OP, torch.device("cpu"), torch.float32, sizes=(1, 2, 3, 4)))
+
+
+def test_requests_of_a_step():
+    """Plan a step with two chunks of context -> the sizes of the new tokens, then those of each chunk."""
+    builder = fast.MLAMetadataBuilder(DIRECT, 16, 128, 8, workspace_tokens=16, batch_invariant=True)
+    prefill = builder.build(0, make_batch([6, 4], [6, 36]).common).prefill
+    found = prefill_requests(prefill, DIRECT, torch.float32)
+    assert [(each.mask, each.lse) for each in found] == [
+        ("causal", False),
+        ("causal", True),
+        (None, True),
+        (None, True),
+    ]
+    assert [each.sizes for each in found] == [(2, 4, 8, 8), (2, 4, 8, 8), (2, 4, 8, 16), (2, 4, 8, 16)]
+
+
+def test_the_table_is_the_published_result():
+    """The table that ships is the results file that the performance page shows."""
+    folder = measured.TABLES.parents[2] / "docs" / "results"
+    assert json.loads((measured.TABLES / "9.0.json").read_text()) == json.loads(
+        (folder / "h100-backends.json").read_text()
+    )

@@ -1,0 +1,243 @@
+"""Tests of the decode backend of a builder: its limits, the name in the plans, and the tensors that it prepares."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fast
+from fast.backends import Backend
+from fast.backends.own import CPU, DECODES
+from fast.mla.backend_hooks import BackendHooks
+from reference.interfaces import (
+    CAUSAL,
+    NEUTRAL_COSTS,
+    VISIBLE_LENS,
+    DecodeMetadata,
+    GraphSupport,
+    QueryLenSupport,
+    TokenOwnership,
+    UnsupportedConfiguration,
+    decode_mask,
+)
+
+from ..support.backends import registered
+from ..support.factories import (
+    DIRECT,
+    assert_same_bits,
+    integers,
+    make_batch,
+    make_layer,
+    make_weights,
+    new_cache,
+    offsets,
+    positions_of,
+)
+from ..support.ranks import RANK_CONFIG
+
+NAME = "library"
+CALLS: list[tuple] = []
+SINGLE, UNIFORM, VARLEN = QueryLenSupport.SINGLE_ONLY, QueryLenSupport.UNIFORM, QueryLenSupport.VARLEN
+
+
+def launch(*arguments, prepared=(), **options):
+    """Decode with the backend "cpu", and note the prepared tensors."""
+    CALLS.append(("decode", *(tensor.tolist() for tensor in prepared)))
+    from fast.kernels.cpu import mla_decode
+
+    return mla_decode(*arguments, **options)
+
+
+class Hooks(BackendHooks):
+    """Hooks of a library that computes the sum of the lengths ahead, as its schedule."""
+
+    def create_builder_state(self, config, cache_format, layer_names, device):
+        CALLS.append(("state", config.num_heads))
+        return config.num_heads
+
+    def finalize_metadata(self, metadata, state):
+        decode = metadata.decode
+        prepared = (decode.seq_lens.sum(0, keepdim=True, dtype=torch.int32) * state,)
+        return replace(metadata, decode=replace(decode, prepared=prepared))
+
+
+def library(hooks=f"{__name__}:Hooks", **changes) -> Backend:
+    """Return a library's backend whose decode has a causal mask alone, and batches of one query length."""
+    limits = {"masks": (CAUSAL,), "query_lens": UNIFORM, "graph": GraphSupport.ONE_QUERY_LEN, **changes}
+    ops = {
+        "mla_decode": replace(CPU.ops["mla_decode"], launcher=launch, **limits),
+        "decode_programs": replace(CPU.ops["decode_programs"], launcher=lambda *_, **__: 0, **limits),
+        "schedule_costs": replace(CPU.ops["schedule_costs"], launcher=lambda *_, **__: NEUTRAL_COSTS, **limits),
+    }
+    assert set(ops) == set(DECODES)
+    return Backend(NAME, -100, "cpu", ops, library="Library", hooks=hooks)
+
+
+def make_builder(config=DIRECT, **options):
+    return fast.MLAMetadataBuilder(config, 16, 128, 8, **{"dtype": torch.float32, "backend": NAME, **options})
+
+
+@pytest.fixture(autouse=True)
+def no_calls():
+    CALLS.clear()
+
+
+def test_limits_come_from_the_backend():
+    """Name the library's backend -> its query lengths and graphs; without a name -> those of this package."""
+    with registered(library()):
+        builder = make_builder(num_speculative_tokens=2)
+        assert builder.query_len_support is UNIFORM and builder.graph_support is GraphSupport.ONE_QUERY_LEN
+        assert builder.reorder_batch_threshold == 3
+        assert make_builder(query_len_support=SINGLE).reorder_batch_threshold == 1
+        own = make_builder(backend=None)
+        assert own.query_len_support is VARLEN and own.graph_support is GraphSupport.ANY
+    with registered(library(graph=GraphSupport.NONE)):
+        builder = make_builder()
+        assert builder.graph_support is GraphSupport.NONE
+        assert not builder.can_run_in_cudagraph(make_batch([1], [9]).common)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "reason"),
+    [
+        ({}, dict(query_len_support=VARLEN), "serves uniform query lengths, got varlen"),
+        (dict(query_lens=SINGLE), dict(query_len_support=UNIFORM), "serves single_only query lengths, got uniform"),
+        (dict(query_lens=VARLEN), dict(graph_support=GraphSupport.ANY), "has graph support 'one', got .*'any'"),
+        (dict(batch_invariant=False), dict(batch_invariant=True), "is not batch-invariant"),
+        (dict(block_sizes=(64,)), {}, r"serves block sizes \(64,\), got 16"),
+        (dict(dtypes=(torch.bfloat16,)), {}, "serves torch.bfloat16, got torch.float32"),
+        (dict(cache_formats=("fp8_e4m3",)), {}, "reads caches in fp8_e4m3, got compute_dtype"),
+        (dict(head_dims={"kv_lora_rank": (512,)}), {}, r"serves kv_lora_rank in \(512,\), got 24"),
+        ({}, dict(device="cuda:0"), "serves device cpu, got cuda"),
+    ],
+)
+@pytest.mark.parametrize("by_mapping", [False, True])
+def test_promises_beyond_the_backend(changes, options, reason, by_mapping):
+    """Ask for more than the backend has -> the constructor raises with the backend's reason."""
+    with registered(library(**changes)):
+        backend = {"mla_decode": NAME} if by_mapping else NAME
+        with pytest.raises(UnsupportedConfiguration, match=f"{NAME}: {reason}"):
+            make_builder(**options, backend=backend)
+
+
+def test_mask_under_context_parallelism():
+    """10 keys, 3 query tokens, 2 ranks -> 4, 5 and 5 local keys, which are no causal mask of rank 0's 5 keys."""
+    two = TokenOwnership(2, 0)
+    seen = fast.compute_visible_lens(offsets([3]), integers(10), 3, two)
+    assert seen.tolist() == [4, 5, 5]
+    assert decode_mask(3, two) == VISIBLE_LENS and decode_mask(1, two) == CAUSAL
+    assert decode_mask(3, None) == CAUSAL and decode_mask(3, TokenOwnership(1, 0)) == CAUSAL
+
+    def build(ranks):
+        options = dict(config=RANK_CONFIG, context_parallel=ranks, num_speculative_tokens=2)
+        with registered(library()):
+            builder = make_builder(**options)
+            found = [builder.reorder_batch_threshold, builder.query_len_support]
+            with pytest.raises(UnsupportedConfiguration, match=f"{NAME}: applies the masks causal, got visible_lens"):
+                make_builder(**options, query_len_support=UNIFORM)
+        with registered(library(masks=(CAUSAL, VISIBLE_LENS))):
+            return [*found, make_builder(**options).reorder_batch_threshold]
+
+    assert fast.simulate(2, 2, lambda ranks: build(ranks) if ranks.ownership.rank == 0 else None)[0] == [1, SINGLE, 3]
+
+
+def test_promise_of_a_plan(plain_errors):
+    """Promise a causal mask for other visible lengths -> an error with the row; a causal kernel refuses other masks."""
+    queries = torch.randn(2, 3, 24), torch.randn(2, 3, 8)
+    cache = torch.randn(2, 16, 32)
+    plan = DecodeMetadata(integers(0, 1)[None], integers(20), offsets([2]), 2, integers(19, 20), 32, 16, mask=CAUSAL)
+    out, _ = fast.mla_decode(*queries, cache, plan, 1.0)
+    with registered(library()):
+        assert torch.equal(fast.mla_decode(*queries, cache, plan, 1.0, backend=NAME).out, out)
+        assert torch.equal(fast.mla_decode(*queries, cache, replace(plan, backend=NAME), 1.0).out, out)
+        assert [call[0] for call in CALLS] == ["decode", "decode"]
+        with pytest.raises(UnsupportedConfiguration, match="applies the masks causal, got visible_lens"):
+            fast.mla_decode(*queries, cache, replace(plan, mask=VISIBLE_LENS), 1.0, backend=NAME)
+        with pytest.raises(ValueError, match="^metadata.backend: expected cpu, the backend of the call, got library$"):
+            fast.mla_decode(*queries, cache, replace(plan, backend=NAME), 1.0, backend="cpu")
+    for wrong in (integers(20, 20), integers(18, 20)):
+        with pytest.raises(ValueError, match=r"^metadata.visible_lens: expected 19, the causal mask, at row 0"):
+            fast.mla_decode(*queries, cache, replace(plan, visible_lens=wrong), 1.0)
+
+
+def run(builder, layer, query_lens, seq_lens):
+    batch = make_batch(query_lens, seq_lens)
+    torch.manual_seed(1)
+    cache = new_cache(batch, DIRECT.head_size, torch.float32)
+    plan = builder.build(0, batch.common)
+    hidden = torch.randn(sum(query_lens), DIRECT.hidden_size)
+    return plan, layer(hidden, positions_of(query_lens, seq_lens), cache, plan)
+
+
+def test_plans_name_the_backend():
+    """Run a step of two layers -> one schedule for both; a layer of another backend refuses before the cache write."""
+    weights = make_weights(DIRECT, torch.float32)
+    plain = make_layer(fast, DIRECT, weights, torch.float32)
+    _, wanted = run(make_builder(backend=None), plain, [1, 1], [20, 35])
+    with registered(library()):
+        builder = make_builder()
+        plan, found = run(builder, plain, [1, 1], [20, 35])  # the layer names no backend; the plan does
+        assert plan.decode.backend == NAME and plan.schedule is None
+        assert [("state", DIRECT.num_heads), ("decode", [55 * DIRECT.num_heads])] == CALLS
+        assert_same_bits(found, wanted)
+        other = make_layer(fast, DIRECT, weights, torch.float32, backend="cpu")
+        cache = new_cache(make_batch([1, 1], [20, 35]), DIRECT.head_size, torch.float32)
+        before = cache.clone()
+        with pytest.raises(ValueError, match="^metadata.decode.backend: expected cpu, the backend of the layer"):
+            other(torch.randn(2, DIRECT.hidden_size), positions_of([1, 1], [20, 35]), cache, plan)
+        assert_same_bits(cache, before)
+        prompts, _ = run(builder, plain, [7], [7])
+        assert prompts.decode.backend is None and len(CALLS) == 2
+
+
+def test_no_cascade_for_a_causal_mask():
+    """Ask about a prefix that all decodes share -> no cascade, because all its queries see all its keys."""
+    lens = torch.ones(8, dtype=torch.int32), torch.full((8,), 127, dtype=torch.int32)
+    assert make_builder(backend=None).use_cascade_attention(112, *lens)
+    with registered(library()):
+        assert not make_builder().use_cascade_attention(112, *lens)
+    with registered(library(masks=(CAUSAL, VISIBLE_LENS))):
+        assert make_builder().use_cascade_attention(112, *lens)
+
+
+def test_captured_plans_are_prepared_again():
+    """Update a captured plan -> its prepared tensor has the new values in the same memory."""
+    with registered(library()):
+        builder = make_builder()
+        captured = builder.build_for_cudagraph_capture(make_batch([1, 1], [20, 35]).common)
+        held = captured.decode.prepared[0]
+        assert captured.decode.backend == NAME and held.tolist() == [55 * DIRECT.num_heads]
+        builder.update_captured(captured, make_batch([1, 1], [3, 4]).common)
+        assert captured.decode.prepared[0] is held and held.tolist() == [7 * DIRECT.num_heads]
+        with pytest.raises(ValueError, match=r"^captured.decode.prepared\[0\]: expected the tensor of the capture"):
+            other = replace(captured, decode=replace(captured.decode, prepared=(held.clone(),)))
+            builder.update_captured(other, make_batch([1, 1], [3, 4]).common)
+        with pytest.raises(ValueError, match="^captured.decode.prepared: expected 1 tensors, got 0$"):
+            other = replace(captured, decode=replace(captured.decode, prepared=()))
+            builder.update_captured(other, make_batch([1, 1], [3, 4]).common)
+
+
+def test_states_of_both_packages():
+    """Plan a step without libraries in both packages -> plans that promise the same mask, and name no backend."""
+    import reference
+
+    for lens in (([1, 1], [5, 9]), ([1, 7], [5, 9])):
+        plans = [ops.MLAMetadataBuilder(DIRECT, 16, 128, 8).build(0, make_batch(*lens).common)
+                 for ops in (reference, fast)]  # fmt: skip
+        assert [plan.decode.mask for plan in plans] == [CAUSAL, CAUSAL]
+        assert all(plan.decode.backend is None and plan.decode.prepared == () for plan in plans)
+
+
+def test_prefills_of_a_batch_invariant_builder():
+    """Name a prefill backend that is not batch-invariant in a batch-invariant builder -> refused by `build`."""
+    op = "flash_attn_varlen"
+    backend = Backend("varying", -5, "cpu", {op: replace(CPU.ops[op], batch_invariant=False)}, library="Library")
+    with registered(backend):
+        options = dict(backend={op: "varying"}, batch_invariant=True)
+        common = make_batch([7], [7]).common
+        with pytest.raises(UnsupportedConfiguration, match="varying: is not batch-invariant"):
+            make_builder(**options).build(0, common)
+        plan = make_builder(**{**options, "batch_invariant": False}).build(0, common)
+        assert plan.prefill.backend == "varying"
