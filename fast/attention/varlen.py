@@ -175,9 +175,7 @@ def attend(
         request = backends.KernelRequest(
             "flash_attn_varlen", q.device, q.dtype, (("qk_head_dim", q.shape[2]), ("v_head_dim", v.shape[2])),
             query_lens=QueryLenSupport.VARLEN, out_dtype=out_dtype or q.dtype, mask="causal" if causal else None,
-            lse=return_lse, sizes=backends.AttentionSizes.rounded(
-                cu_seqlens_q.shape[0] - 1, q.shape[1], max_seqlen_q, max_seqlen_k
-            ),
+            lse=return_lse, sizes=_sizes(q, cu_seqlens_q, max_seqlen_q, max_seqlen_k),
         )  # fmt: skip
         chosen = backends.select(request, backend).name
     if not bounded:
@@ -194,6 +192,13 @@ def attend(
     lse = q.new_empty(heads, tokens, dtype=wide_dtype(out_dtype)) if return_lse else None
     _ATTENDS_INTO.run(signature, chosen, *arguments, out, lse)
     return out if lse is None else AttentionState(out, lse)
+
+
+def _sizes(q: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> backends.AttentionSizes | None:
+    """Return the sizes of a call; None under torch.compile, whose graph may serve calls of other sizes too."""
+    if torch.compiler.is_compiling():
+        return None
+    return backends.AttentionSizes.rounded(cu_seqlens_q.shape[0] - 1, q.shape[1], max_seqlen_q, max_seqlen_k)
 
 
 def _launch_attention(

@@ -168,6 +168,7 @@ def check_decode_backend(
 def on_one_device_type(device: torch.device | str | None, backend: BackendChoice) -> torch.device:
     """Return the device of a builder; without one, the type of the device that the decode backend needs."""
     if device is not None:
-        return check_device("device", device)
+        device = check_device("device", device)
+        return torch.device("cuda", 0) if device == torch.device("cuda") else device
     name = name_for(OP, backend)
     return torch.device("cpu" if name is None else named(name).device_type)

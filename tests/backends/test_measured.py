@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from fast.backends import AttentionSizes, KernelRequest, measured
 from fast.backends.measured import fastest, read_table
 from fast.mla.prefill_choice import prefill_requests
 
+from ..support import commands
 from ..support.factories import DIRECT, make_batch
 
 OP = "flash_attn_varlen"
@@ -97,3 +99,26 @@ def test_the_table_is_the_published_result():
     assert json.loads((measured.TABLES / "9.0.json").read_text()) == json.loads(
         (folder / "h100-backends.json").read_text()
     )
+
+
+COMPILED = """
+import torch
+
+import fast
+
+compiled = torch.compile(
+    lambda q, starts, longest: tuple(fast.flash_attn_varlen(q, q, q, starts, starts, longest, longest, 0.5, True)),
+    fullgraph=True, dynamic=True, backend="eager",
+)
+for lens in ([3], [5], [7, 4]):
+    q, starts = torch.randn(sum(lens), 2, 8), torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    out, lse = compiled(q, starts, max(lens))
+    wanted = fast.flash_attn_varlen(q, q, q, starts, starts, max(lens), max(lens), 0.5, True)
+    assert torch.equal(out, wanted.out) and torch.equal(lse, wanted.lse)
+"""
+
+
+def test_compiled_with_any_lengths():
+    """Trace `flash_attn_varlen` with dynamic shapes, in a process without run-time checks -> the same results."""
+    status, said = commands.run([sys.executable, "-c", COMPILED], 300.0)
+    assert status == 0, said
