@@ -14,6 +14,7 @@ from reference.interfaces import (
     COMPUTE_FORMAT,
     CONVERTED,
     NEUTRAL_SPLIT_RULE,
+    VISIBLE_LENS,
     AttentionState,
     CacheFormat,
     DecodeMetadata,
@@ -23,6 +24,7 @@ from reference.interfaces import (
     QueryLenSupport,
     ScheduleCosts,
     check,
+    check_causal_mask,
     check_config,
     check_decode,
     check_decode_values,
@@ -228,7 +230,7 @@ def mla_decode(
     arguments = (
         *inputs, metadata.max_query_len, metadata.max_seq_len, softmax_scale, out_dtype, tile_ranges, split_offsets,
         batch_invariant, list(split_rule.numbers), cache_format.name, kv_scale, fp8_mode,
-        q_scale, metadata.mask, list(metadata.prepared),
+        q_scale, list(metadata.prepared),
     )  # fmt: skip
     if out is None:
         return AttentionState(*_DECODES.run(signature, chosen, *arguments))
@@ -259,15 +261,16 @@ def _backend_of_decode(metadata: DecodeMetadata, backend: BackendChoice) -> Back
 def _launch_decode(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
     softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, cache_format, kv_scale, fp8_mode,
-    q_scale, mask, prepared, backend, *out,
+    q_scale, prepared, backend, *out,
 ):  # fmt: skip
     if ql_nope.device.type == "cpu":
         metadata = DecodeMetadata(
             block_table, seq_lens, query_start_loc, max_query_len, visible_lens, max_seq_len, kv_cache.shape[1],
             GraphSupport.ANY,  # allows padding tokens; `mla_decode` has rejected them where they are not allowed
-            mask,
         )  # fmt: skip
         check_decode_values(metadata, ql_nope.shape[0], kv_cache.shape[1], kv_cache.shape[0])
+        if VISIBLE_LENS not in backends.support_of(backend, "mla_decode").masks:
+            check_causal_mask(metadata, ql_nope.shape[0])
         check_scale_values("kv_scale", kv_scale)
         check_scale_values("q_scale", q_scale)
     modes = {} if fp8_mode == CONVERTED else {"fp8_mode": fp8_mode, "q_scale": q_scale}
@@ -296,7 +299,7 @@ _mla_decode = torch.library.custom_op(
     " Tensor query_start_loc, Tensor visible_lens, SymInt max_query_len, SymInt max_seq_len,"
     " float softmax_scale, ScalarType out_dtype,"
     " Tensor? tile_ranges, Tensor? split_offsets, bool batch_invariant, SymInt[] split_rule,"
-    " str cache_format, Tensor? kv_scale, str fp8_mode, Tensor? q_scale, str mask, Tensor[] prepared, str backend)"
+    " str cache_format, Tensor? kv_scale, str fp8_mode, Tensor? q_scale, Tensor[] prepared, str backend)"
     " -> (Tensor, Tensor)",
 )
 _DECODES = backends.CheckedCalls(torch.ops.mla_twins.mla_decode, _launch_decode)
@@ -306,7 +309,7 @@ _DECODES = backends.CheckedCalls(torch.ops.mla_twins.mla_decode, _launch_decode)
 def _(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
     softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, cache_format, kv_scale, fp8_mode,
-    q_scale, mask, prepared, backend,
+    q_scale, prepared, backend,
 ):  # fmt: skip
     tokens, heads, _ = ql_nope.shape
     out = ql_nope.new_empty(ql_nope.shape, dtype=out_dtype)
@@ -321,17 +324,17 @@ _mla_decode_out = torch.library.custom_op(
     " Tensor query_start_loc, Tensor visible_lens, SymInt max_query_len, SymInt max_seq_len,"
     " float softmax_scale, ScalarType out_dtype,"
     " Tensor? tile_ranges, Tensor? split_offsets, bool batch_invariant, SymInt[] split_rule,"
-    " str cache_format, Tensor? kv_scale, str fp8_mode, Tensor? q_scale, str mask, Tensor[] prepared, Tensor(a!) out,"
+    " str cache_format, Tensor? kv_scale, str fp8_mode, Tensor? q_scale, Tensor[] prepared, Tensor(a!) out,"
     " str backend) -> Tensor",
 )
-_DECODES_INTO = backends.CheckedCalls(torch.ops.mla_twins.mla_decode_out, _launch_decode_into, mutates=(21,))
+_DECODES_INTO = backends.CheckedCalls(torch.ops.mla_twins.mla_decode_out, _launch_decode_into, mutates=(20,))
 
 
 @_mla_decode_out.register_fake
 def _(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
     softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, cache_format, kv_scale, fp8_mode,
-    q_scale, mask, prepared, out, backend,
+    q_scale, prepared, out, backend,
 ):  # fmt: skip
     tokens, heads, _ = ql_nope.shape
     return ql_nope.new_empty(heads, tokens, dtype=wide_dtype(out_dtype))

@@ -15,6 +15,7 @@ from .advance_arguments import advanced_batch, check_advance, check_advance_valu
 from .attention_arguments import (
     check_attention,
     check_attention_settings,
+    check_causal_mask,
     check_context,
     check_decode,
     check_decode_plan,
@@ -313,6 +314,7 @@ __all__ = [
     "check_cache_write",
     "check_captured",
     "check_captured_lens",
+    "check_causal_mask",
     "check_chunk",
     "check_chunking",
     "check_common",

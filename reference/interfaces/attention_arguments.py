@@ -27,7 +27,7 @@ from .context_chunk import ChunkRows, ContextChunk
 from .decode_schedule import DecodeSchedule, InvariantSplitRule
 from .metadata import AttentionState, DecodeMetadata, PrefillMetadata, PrefillPart
 from .quantization import CONVERTED, check_mode_of_format, check_scale
-from .support import CAUSAL, DECODE_MASKS, GraphSupport
+from .support import DECODE_MASKS, GraphSupport
 
 CPU = torch.device("cpu")
 
@@ -201,12 +201,16 @@ def check_decode_values(metadata: DecodeMetadata, num_tokens: int, block_size: i
         row = int(wrong[0])
         check(False, "metadata.visible_lens", f"a value in [0, {int(bounds[row])}] at row {row}",
               int(metadata.visible_lens[row]))  # fmt: skip
-    if metadata.mask == CAUSAL:
-        _check_causal(metadata, used)
 
 
-def _check_causal(metadata: DecodeMetadata, num_tokens: int) -> None:
-    """Check that the first `num_tokens` elements of `visible_lens` are the causal mask that the plan promises."""
+def check_causal_mask(metadata: DecodeMetadata, num_tokens: int) -> None:
+    """Check that `visible_lens` is the causal mask that the plan promises, for a kernel that has no other mask.
+
+    Args:
+        metadata: plan of a decode on the CPU, whose values have passed `check_decode_values`.
+        num_tokens: number of query tokens; tokens behind the last request are padding and not checked.
+    """
+    num_tokens = min(num_tokens, int(metadata.query_start_loc[-1]))
     query_lens = metadata.query_start_loc.diff()
     first_seen = metadata.seq_lens - query_lens + 1  # number of keys that the first query token of a request sees
     places = torch.arange(num_tokens) - torch.repeat_interleave(metadata.query_start_loc[:-1], query_lens)

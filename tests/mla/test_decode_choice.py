@@ -157,9 +157,9 @@ def test_promise_of_a_plan(plain_errors):
             fast.mla_decode(*queries, cache, replace(plan, mask=VISIBLE_LENS), 1.0, backend=NAME)
         with pytest.raises(ValueError, match="^metadata.backend: expected cpu, the backend of the call, got library$"):
             fast.mla_decode(*queries, cache, replace(plan, backend=NAME), 1.0, backend="cpu")
-    for wrong in (integers(20, 20), integers(18, 20)):
-        with pytest.raises(ValueError, match=r"^metadata.visible_lens: expected 19, the causal mask, at row 0"):
-            fast.mla_decode(*queries, cache, replace(plan, visible_lens=wrong), 1.0)
+        for wrong in (integers(20, 20), integers(18, 20)):
+            with pytest.raises(ValueError, match=r"^metadata.visible_lens: expected 19, the causal mask, at row 0"):
+                fast.mla_decode(*queries, cache, replace(plan, visible_lens=wrong), 1.0, backend=NAME)
 
 
 def run(builder, layer, query_lens, seq_lens):
