@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from reference.interfaces import (
     CACHE_FORMATS,
     COMPUTE_FORMAT,
+    DECODE_MASKS,
     FLOAT_DTYPES,
     FP8_MODES,
     AttentionState,
@@ -118,7 +119,7 @@ def flatten(value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value.flatten()
     value = list(CACHE_FORMATS).index(value.name) if isinstance(value, CacheFormat) else value
-    value = FP8_MODES.index(value) if isinstance(value, str) else value  # the fp8 mode of the decodes
+    value = (*FP8_MODES, *DECODE_MASKS).index(value) if isinstance(value, str) else value
     if dataclasses.is_dataclass(value):
         value = [getattr(value, each.name) for each in dataclasses.fields(value)]
     if isinstance(value, enum.Enum):
