@@ -455,7 +455,7 @@ def test_memory_checkers_see_every_variant(monkeypatch):
     monkeypatch.setattr(decode, "combine_partial_outputs", lambda *_, **__: None)
     monkeypatch.setattr(decode, "device_facts", lambda _: H200)
     for given in memory_checks.decodes():
-        *tensors, cut = given[:-5]  # the last arguments: cache format, its scale, fp8 mode, scale of queries, backend
+        *tensors, cut = given[:-6]  # then: cache format, its scale, fp8 mode, scale of queries, prepared, backend
         decode.mla_decode(*tensors, InvariantSplitRule(*cut))
     lines = []
     for kernel, kinds, constants in launches.values():
