@@ -106,11 +106,11 @@ def select_for_all(requests: tuple[KernelRequest, ...], backend: BackendChoice =
     op, device = requests[0].op, requests[0].device
     name = name_for(op, backend)
     tried = candidates(op, device, name)
-    able = []
+    able, by_priority_alone = [], any(request.sizes is None for request in requests)
     for candidate in tried:
         if op in candidate.ops and not any(candidate.validate_configuration(request) for request in requests):
             able.append(candidate)
-            if any(request.sizes is None for request in requests):  # then the highest priority decides
+            if by_priority_alone:
                 break
     if able:
         chosen = fastest([candidate.name for candidate in able], requests)
@@ -216,6 +216,23 @@ def name_for(op: str, backend: BackendChoice) -> str | None:
     if backend is None or isinstance(backend, str):
         return backend
     return bind(backend).get(op)
+
+
+def check_same_backend(op: str, planned: str | None, backend: BackendChoice, argument: str, whose: str) -> None:
+    """Raise ValueError if `backend` binds an op to another backend than a plan names.
+
+    Args:
+        op: name of the op.
+        planned: name of the backend in the plan; None if the plan names no backend.
+        backend: a name, a mapping from op to name, or None.
+        argument: name of the plan's field `backend`, for the error.
+        whose: whose backend `backend` is, for the error.
+    """
+    if planned is not None:
+        bound = name_for(op, backend)
+        if bound not in (None, planned):
+            named(bound)
+            check(False, argument, f"{bound}, {whose}", planned)
 
 
 def decode_request(

@@ -133,7 +133,7 @@ class BackendHooks:
 
 
 @torch.compiler.assume_constant_result  # `torch.compile` calls this function and does not trace it
-def own_hooks(name: str) -> type[BackendHooks] | None:
+def declared_hooks(name: str) -> type[BackendHooks] | None:
     """Return the class of the hooks that a registered backend declares; None if it declares no hooks."""
     given = named(name, "metadata.prefill.backend").hooks
     return backends.imported(given) if isinstance(given, str) else given
@@ -142,7 +142,7 @@ def own_hooks(name: str) -> type[BackendHooks] | None:
 @functools.cache  # `torch.compile` traces this function without its cache
 def hooks_of(name: str) -> BackendHooks:
     """Return the hooks of a registered backend; a change of the registry empties the cache."""
-    declared = own_hooks(name)
+    declared = declared_hooks(name)
     hooks = BackendHooks(name) if declared is None else declared(name)
     check_type(f"hooks of the backend {name}", hooks, BackendHooks)
     return hooks

@@ -64,7 +64,7 @@ from .backend_hooks import BackendHooks, hooks_of
 from .captured import plan_captured_decodes
 from .cascade import use_cascade_attention
 from .choose_path import choose_paths
-from .decode_choice import check_decode_backend, decode_limits, on_one_device_type
+from .decode_choice import check_decode_backend, decode_limits, device_to_check
 from .device_choices import DecodeLayer, ProgramsAndCosts
 from .metadata import PLANNING_OPS, _rank_local_decode_lens, _with_schedule, build_mla_metadata
 from .prefill_choice import choose_prefill_backend
@@ -191,14 +191,16 @@ class MLAMetadataBuilder:
         check_chunking(self.workspace_tokens, unit)
         self._decode_config = dataclasses.replace(config, num_heads=self._decode_heads)
         self._limits = decode_limits(
-            self._decode_layer(on_one_device_type(device, self.backend)), self.backend, query_len_support,
+            self._decode_layer(device_to_check(device, self.backend)), self.backend, query_len_support,
             graph_support, num_speculative_tokens, self.ownership, batch_invariant,
         )  # fmt: skip
         self.query_len_support = self._limits.query_len_support
         self.reorder_batch_threshold = reorder_batch_threshold(self.query_len_support, num_speculative_tokens)
         self._staging, self.workspace = StagingBuffer(), ContextWorkspace()
         self.layer_names = layer_names
-        self._backend_states: dict[tuple[BackendHooks, torch.device], Any] = {}  # results of `create_builder_state`
+        self._backend_states: dict[
+            tuple[BackendHooks, torch.device, MLAConfig], Any
+        ] = {}  # results of `create_builder_state`
 
     def build(self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool = False) -> MLAMetadata:
         """Return the plan of one step.

@@ -23,7 +23,6 @@ from reference.interfaces import (
     MLAConfig,
     QueryLenSupport,
     ScheduleCosts,
-    check,
     check_causal_mask,
     check_config,
     check_decode,
@@ -44,7 +43,7 @@ from reference.interfaces import (
 
 from .. import backends
 from ..backends import BackendChoice
-from ..backends.selection import name_for, named
+from ..backends.selection import check_same_backend, name_for
 
 
 def decode_programs(
@@ -215,7 +214,8 @@ def mla_decode(
             cache_format=cache_format, batch_invariant=schedule is not None and schedule.batch_invariant,
             graph=metadata.graph, fp8_mode=fp8_mode, mask=metadata.mask,
         )  # fmt: skip
-        chosen = backends.select(request, _backend_of_decode(metadata, backend)).name
+        check_same_backend("mla_decode", metadata.backend, backend, "metadata.backend", "the backend of the call")
+        chosen = backends.select(request, metadata.backend or backend).name
     out_dtype = ql_nope.dtype if out_dtype is None else out_dtype
     tile_ranges, split_offsets, batch_invariant, split_rule = None, None, False, NEUTRAL_SPLIT_RULE
     if schedule is not None:
@@ -239,25 +239,6 @@ def mla_decode(
     return AttentionState(out, _DECODES_INTO.run(signature, chosen, *arguments, out))
 
 
-def _backend_of_decode(metadata: DecodeMetadata, backend: BackendChoice) -> BackendChoice:
-    """Return the backend of a decode: the backend that the plan names, or else `backend`.
-
-    Args:
-        metadata: decode part of a plan.
-        backend: a name, a mapping from op to name, or None.
-
-    Raises:
-        ValueError: `backend` names another backend than the plan.
-    """
-    if metadata.backend is None:
-        return backend
-    bound = name_for("mla_decode", backend)
-    if bound not in (None, metadata.backend):
-        named(bound)
-        check(False, "metadata.backend", f"{bound}, the backend of the call", metadata.backend)
-    return metadata.backend
-
-
 def _launch_decode(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
     softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, cache_format, kv_scale, fp8_mode,
@@ -270,7 +251,7 @@ def _launch_decode(
         )  # fmt: skip
         check_decode_values(metadata, ql_nope.shape[0], kv_cache.shape[1], kv_cache.shape[0])
         if VISIBLE_LENS not in backends.support_of(backend, "mla_decode").masks:
-            check_causal_mask(metadata, ql_nope.shape[0])
+            check_causal_mask(metadata)
         check_scale_values("kv_scale", kv_scale)
         check_scale_values("q_scale", q_scale)
     modes = {} if fp8_mode == CONVERTED else {"fp8_mode": fp8_mode, "q_scale": q_scale}

@@ -20,7 +20,6 @@ from reference.interfaces import (
     QueryLenSupport,
     TokenOwnership,
     UnsupportedConfiguration,
-    check,
     check_device,
     check_graph_support,
     check_type,
@@ -29,9 +28,9 @@ from reference.interfaces import (
 )
 
 from .. import backends
-from ..backends import BackendChoice, KernelRequest, OpSupport
+from ..backends import BackendChoice, KernelRequest
 from ..backends.own import OWN_BACKENDS
-from ..backends.selection import name_for, named
+from ..backends.selection import check_same_backend, name_for, named
 from .device_choices import DecodeLayer
 
 OP = "mla_decode"
@@ -66,7 +65,7 @@ def decode_limits(
 
     Args:
         layer: properties of the layers. Its device may be the device type alone if the caller knows no device.
-        backend: a name, a mapping from op to name, or None.
+        backend: mapping from op to name that `bind` returned, or None.
         query_len_support: query lengths that the caller asks for; None takes those of the backend. Under context
             parallelism, a backend with a causal mask alone then decodes one token of each request only.
         graph_support: batches of a graph that the caller asks for; None takes those of the backend.
@@ -85,7 +84,7 @@ def decode_limits(
         asked = QueryLenSupport.VARLEN if query_len_support is None else query_len_support
         return DecodeLimits(None, asked, check_graph_support(graph_support, asked))
     chosen = named(name)
-    support = _support_of(chosen, OP)
+    support = chosen.ops[OP]  # `bind` binds an op to a backend that declares it
     lens = support.query_lens if query_len_support is None else query_len_support
     threshold = reorder_batch_threshold(lens, num_speculative_tokens)
     # with VARLEN, `choose_path` may also send longer queries to the decodes
@@ -99,9 +98,10 @@ def decode_limits(
         layer, lens, graph if graph_support is not None else GraphSupport.NONE, decode_mask(longest, ownership),
         batch_invariant,
     )  # fmt: skip
-    reasons = [f"{name}: {reason}" for reason in support.reasons(request)]
     if layer.device.index is not None or layer.device.type == "cpu":
         reasons = chosen.validate_configuration(request)
+    else:  # only the type of the device is known
+        reasons = [f"{name}: {reason}" for reason in support.reasons(request)]
     if reasons:
         raise UnsupportedConfiguration(reasons)
     return DecodeLimits(name, lens, graph, support.masks)
@@ -117,12 +117,6 @@ def decode_request_of(
         cache_format=layer.cache_format, batch_invariant=batch_invariant, graph=graph, fp8_mode=layer.fp8_mode,
         mask=mask,
     )  # fmt: skip
-
-
-def _support_of(chosen: backends.Backend, op: str) -> OpSupport:
-    if op not in chosen.ops:
-        raise UnsupportedConfiguration([f"{chosen.name}: has no kernel for {op}"])
-    return chosen.ops[op]
 
 
 def check_decode_backend(
@@ -147,10 +141,7 @@ def check_decode_backend(
     decode = metadata.decode
     if decode.backend is None or metadata.num_decode_tokens == 0:
         return
-    bound = name_for(OP, backend)
-    if bound not in (None, decode.backend):
-        named(bound)
-        check(False, "metadata.decode.backend", f"{bound}, the backend of the layer", decode.backend)
+    check_same_backend(OP, decode.backend, backend, "metadata.decode.backend", "the backend of the layer")
     chosen = named(decode.backend, "metadata.decode.backend")
     layer = DecodeLayer(config, decode.seq_lens.device, dtype, block_size, cache_format, fp8_mode)
     lens = backends.query_lens_of(metadata.num_decode_tokens, metadata.num_decodes, decode.max_query_len)
@@ -165,8 +156,8 @@ def check_decode_backend(
         raise UnsupportedConfiguration([f"metadata.decode.backend: {reason}" for reason in reasons])
 
 
-def on_one_device_type(device: torch.device | str | None, backend: BackendChoice) -> torch.device:
-    """Return the device of a builder; without one, the type of the device that the decode backend needs."""
+def device_to_check(device: torch.device | str | None, backend: BackendChoice) -> torch.device:
+    """Return the device on which a decode backend is checked; if none is given, only the type that it needs."""
     if device is not None:
         device = check_device("device", device)
         return torch.device("cuda", 0) if device == torch.device("cuda") else device

@@ -43,9 +43,9 @@ from .. import backends
 from ..attention.merge import merge_states
 from ..attention.varlen import AttentionInputs
 from ..backends import BackendChoice
+from ..backends.selection import check_same_backend
 from ..cache.latent import gather_and_maybe_dequant_cache
 from .backend_hooks import BackendHooks, hooks_of
-from .prefill_choice import check_same_backend
 from .weights import expand_into
 
 _check_context = backends.CheckedOnce(check_context)
@@ -102,7 +102,7 @@ def run_prefill_new_tokens(
 
 def _hooks(metadata: PrefillMetadata, backend: BackendChoice) -> BackendHooks:
     """Return the hooks of the backend that the plan names; if the plan names none, default hooks for `backend`."""
-    check_same_backend(metadata, backend, "metadata", "the backend of the call")
+    check_same_backend("flash_attn_varlen", metadata.backend, backend, "metadata.backend", "the backend of the call")
     return BackendHooks(backend) if metadata.backend is None else hooks_of(metadata.backend)
 
 

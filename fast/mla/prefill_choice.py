@@ -16,12 +16,11 @@ from reference.interfaces import (
     PrefillMetadata,
     QueryLenSupport,
     UnsupportedConfiguration,
-    check,
     wide_dtype,
 )
 
 from ..backends import AttentionSizes, BackendChoice, KernelRequest, on_change, select_for_all
-from ..backends.selection import name_for, named
+from ..backends.selection import check_same_backend, name_for, named
 
 OP = "flash_attn_varlen"
 
@@ -114,25 +113,9 @@ def check_prefill_backend(
     """
     if prefill.backend is None:
         return
-    check_same_backend(prefill, backend, "metadata.prefill", "the backend of the layer")
+    check_same_backend(OP, prefill.backend, backend, "metadata.prefill.backend", "the backend of the layer")
     chosen = named(prefill.backend, "metadata.prefill.backend")
     requests = prefill_requests(prefill, config, dtype, in_e4m3)
     reasons = [reason for request in requests for reason in chosen.validate_configuration(request)]
     if reasons:
         raise UnsupportedConfiguration([f"metadata.prefill.backend: {reason}" for reason in dict.fromkeys(reasons)])
-
-
-def check_same_backend(metadata: PrefillMetadata, backend: BackendChoice, argument: str, whose: str) -> None:
-    """Raise ValueError if `backend` binds the attention of a prefill to another backend than the plan names.
-
-    Args:
-        metadata: prefill part of the plan.
-        backend: a name, a mapping from op to name, or None.
-        argument: name of `metadata`, for the error.
-        whose: whose backend `backend` is, for the error.
-    """
-    if metadata.backend is not None:
-        bound = name_for(OP, backend)
-        if bound not in (None, metadata.backend):
-            named(bound)
-            check(False, f"{argument}.backend", f"{bound}, {whose}", metadata.backend)

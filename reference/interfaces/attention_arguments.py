@@ -203,14 +203,14 @@ def check_decode_values(metadata: DecodeMetadata, num_tokens: int, block_size: i
               int(metadata.visible_lens[row]))  # fmt: skip
 
 
-def check_causal_mask(metadata: DecodeMetadata, num_tokens: int) -> None:
+def check_causal_mask(metadata: DecodeMetadata) -> None:
     """Check that `visible_lens` is the causal mask that the plan promises, for a kernel that has no other mask.
 
     Args:
-        metadata: plan of a decode on the CPU, whose values have passed `check_decode_values`.
-        num_tokens: number of query tokens; tokens behind the last request are padding and not checked.
+        metadata: plan of a decode on the CPU, whose values have passed `check_decode_values`. Tokens behind the last
+            request are padding, and are not checked.
     """
-    num_tokens = min(num_tokens, int(metadata.query_start_loc[-1]))
+    num_tokens = int(metadata.query_start_loc[-1])
     query_lens = metadata.query_start_loc.diff()
     first_seen = metadata.seq_lens - query_lens + 1  # number of keys that the first query token of a request sees
     places = torch.arange(num_tokens) - torch.repeat_interleave(metadata.query_start_loc[:-1], query_lens)
