@@ -69,7 +69,7 @@ def test_one_short_request_is_cut_into_few_splits():
 
     Each request is alone in its batch and has 128 rows. The GPU has 132 multiprocessors.
     """
-    found = [decode._num_splits(programs=2, rows=128, keys=keys, processors=132) for keys in (1024, 40960)]
+    found = [decode._num_splits(programs=2, rows=128, keys=keys, resident=132) for keys in (1024, 40960)]
     assert found == [16, 66]
 
 

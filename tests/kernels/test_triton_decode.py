@@ -125,10 +125,10 @@ def test_choice_of_splits():
 
     A request with few keys gets one split.
     """
-    assert decode._num_splits(programs=1, rows=16, keys=131072, processors=132) > 100
-    assert decode._num_splits(programs=128, rows=2048, keys=4096, processors=132) == 1
-    assert decode._num_splits(programs=1, rows=16, keys=64, processors=132) == 1
-    assert decode._num_splits(programs=1, rows=1, keys=0, processors=132) == 1
+    assert decode._num_splits(programs=1, rows=16, keys=131072, resident=132) > 100
+    assert decode._num_splits(programs=128, rows=2048, keys=4096, resident=132) == 1
+    assert decode._num_splits(programs=1, rows=16, keys=64, resident=132) == 1
+    assert decode._num_splits(programs=1, rows=1, keys=0, resident=132) == 1
 
 
 @runs
