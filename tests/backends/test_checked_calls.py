@@ -16,6 +16,7 @@ import torch
 import fast
 from fast import backends
 from fast.backends import Backend, OpSupport, checked_calls
+from fast.backends.checked_calls import signature_of
 from fast.backends.repeated_launches import Launches, launch
 from reference.interfaces import AttentionState, ScheduleCosts
 
@@ -293,3 +294,12 @@ def test_equal_configs_share_signatures(monkeypatch):
     assert 1 <= len(seen) <= 20 // 5 + 1
     check(ScheduleCosts(request_cost=4))
     assert seen[-1] == 4
+
+
+def test_prepared_tensors_are_in_the_signature():
+    """Take plans with other prepared tensors -> equal signatures for equal shapes and dtypes, and not by identity."""
+    one, same = (signature_of(((torch.zeros(3), torch.zeros(2)),)) for _ in range(2))
+    assert one == same
+    for other in ((torch.zeros(4), torch.zeros(2)), (torch.zeros(3).int(), torch.zeros(2)), (torch.zeros(3),)):
+        assert signature_of((other,)) != one
+    assert signature_of(((1, 2),)) == signature_of(((1, 2),)) != signature_of(((1, 3),))
