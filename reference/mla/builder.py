@@ -50,6 +50,7 @@ from ..interfaces import (
     check_interleave,
     check_mode_of_format,
     check_schedule_costs,
+    check_type,
     chunked_prefill_workspace_size,
     context_unit,
     graph_kind,
@@ -138,6 +139,7 @@ class MLAMetadataBuilder:
         check_schedule_costs(schedule_costs, "schedule_costs")
         check_mode_of_format(fp8_mode, cache_format)
         check_dtype("dtype", dtype)
+        check_type("query_len_support", query_len_support, (QueryLenSupport, type(None)), "a QueryLenSupport or None")
         query_len_support = QueryLenSupport.VARLEN if query_len_support is None else query_len_support
         self._graph_support = check_graph_support(graph_support, query_len_support)
         self.ownership = None if context_parallel is None else context_parallel.ownership
