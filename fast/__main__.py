@@ -24,7 +24,7 @@ from fast.demo.job import ASSETS, DTYPES, check_outputs, one_line, prepare
 from fast.demo.measure import measure
 from fast.demo.parallel import serve_in_parallel
 from fast.demo.report import draw, show, write_json
-from reference.interfaces import CACHE_FORMATS, COMPUTE_FORMAT, MERGES
+from reference.interfaces import CACHE_FORMATS, COMPUTE_FORMAT, CONVERTED, FP8_MODES, MERGES
 
 DURATION = "Without options, the job takes about 20 s on two CPU cores."
 
@@ -77,6 +77,13 @@ def make_parser() -> argparse.ArgumentParser:
             help="format of the cache (default: %(default)s). With another format, `fast` and `reference` must "
             "generate the same tokens, and the job reports the bits per byte of the prompts for this format and for "
             "the default format",
+        ),
+        "--fp8-mode": dict(
+            choices=FP8_MODES,
+            default=CONVERTED,
+            help="dtype of the queries and products of decodes over a cache in e4m3 (default: %(default)s). With "
+            "fp8_query, the queries are in e4m3; with fp8_product, the probabilities too. Both packages serve in this "
+            "mode",
         ),
         "--backend": dict(
             metavar="NAME",

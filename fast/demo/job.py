@@ -19,11 +19,15 @@ from reference.distributed.groups import ContextParallel
 from reference.interfaces import (
     CACHE_FORMATS,
     COMPUTE_FORMAT,
+    CONVERTED,
     CacheFormat,
+    CalibratedScales,
     GroupError,
     MLAConfig,
     UnsupportedConfiguration,
     check,
+    check_mode_of_format,
+    checkpoint_query_scale,
     checkpoint_scale,
 )
 
@@ -53,7 +57,9 @@ class Job:
         loops: one serving loop for each package; each loop has all prompts in its queue.
         context_parallel: groups of ranks that divide heads and sequences among themselves, or None.
         cache_format: format of the caches.
+        fp8_mode: fp8 mode of the decodes.
         kv_scales: scale of each layer's cache by the name of the layer; None if the format has no such scale.
+        q_scales: scale of each layer's queries in e4m3 by the name of the layer; None in the mode `converted`.
     """
 
     args: argparse.Namespace
@@ -69,7 +75,9 @@ class Job:
     loops: dict[str, ServingLoop] = field(default_factory=dict)
     context_parallel: ContextParallel | None = None
     cache_format: CacheFormat = COMPUTE_FORMAT
+    fp8_mode: str = CONVERTED
     kv_scales: dict[str, float] | None = None
+    q_scales: dict[str, float | torch.Tensor] | None = None
 
     def patch_options(self, name: str) -> dict[str, Any]:
         """Return the keyword arguments of `use_mla` for one package."""
@@ -79,6 +87,8 @@ class Job:
             "cache_format": self.cache_format,
             "kv_scales": self.kv_scales,
         }
+        if self.fp8_mode != CONVERTED:
+            options |= {"fp8_mode": self.fp8_mode, "q_scales": self.q_scales}
         if name == "fast" and self.args.backend is not None:
             options["backend"] = self.args.backend
         if self.context_parallel is not None:
@@ -165,6 +175,11 @@ def prepare(
         texts = [path.read_bytes().decode("utf-8") for path in paths]
     check(args.token_budget >= len(texts), "--token-budget", f"at least one token for each of {len(texts)} prompts",
           args.token_budget)  # fmt: skip
+    cache_format = CACHE_FORMATS[args.cache_format]
+    try:
+        check_mode_of_format(args.fp8_mode, cache_format)
+    except ValueError as error:
+        raise ValueError(f"--fp8-mode: {str(error).removeprefix('fp8_mode: ')}") from None
     packages = {"reference": oracle, "fast": ops}
     packages = packages if args.ops == "both" else {args.ops: packages[args.ops]}
     check(args.backend is None or "fast" in packages, "--backend", "no backend with --ops reference", args.backend)
@@ -179,7 +194,6 @@ def prepare(
     source, local = locate(args.model)
     hf_config = read(lambda: AutoConfig.from_pretrained(source, local_files_only=local))
     config = MLAConfig.from_hf(hf_config)
-    cache_format = CACHE_FORMATS[args.cache_format]
     device, dtype = choose_device(args, config, packages, cache_format)
     tokenizer = read(lambda: AutoTokenizer.from_pretrained(source, local_files_only=local))
     model = load_model(source, local, dtype).to(device).eval()
@@ -193,9 +207,9 @@ def prepare(
               f"{len(ids)} + {args.max_new_tokens}")  # fmt: skip
     job = Job(
         args, model, config, tokenizer, texts, prompt_ids, device, dtype, eos, packages, {}, context_parallel,
-        cache_format,
+        cache_format, args.fp8_mode,
     )  # fmt: skip
-    job.kv_scales = choose_scales(job)
+    choose_scales(job)
     for name, package in packages.items():
         use_mla(model, ops=package, **job.patch_options(name))
         try:  # the loop reads the cache format and the backend of the layers
@@ -252,29 +266,40 @@ def load_model(source: str, local: bool, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def choose_scales(job: Job) -> dict[str, float] | None:
-    """Return a scale for the cache of each layer, or None if the format of the caches has no such scale.
+def choose_scales(job: Job) -> None:
+    """Set `kv_scales` and `q_scales` of the job, as far as its cache format and its fp8 mode need these scales.
 
     All packages and ranks get the same scales, so that they store the same numbers. The scale of a layer comes from the
     checkpoint, or from a calibration on the prompts if the checkpoint has no scale for the layer.
     """
-    from ..integrations.transformers import calibrate_model
     from ..integrations.transformers.models import attention_modules
 
-    if not job.cache_format.layer_scale:
-        return None
-    found = {name: checkpoint_scale(module) for name, module in attention_modules(job.model).items()}
-    if all(scale is not None for scale in found.values()):
-        return {name: float(scale) for name, scale in found.items()}
+    modules, caches, queries = attention_modules(job.model), {}, {}
+    if job.cache_format.layer_scale:
+        caches = {name: checkpoint_scale(module) for name, module in modules.items()}
+    if job.fp8_mode != CONVERTED:
+        queries = {name: checkpoint_query_scale(module) for name, module in modules.items()}
+    if any(scale is None for scale in (*caches.values(), *queries.values())):
+        calibrated = _calibrated(job)
+        caches = {name: calibrated[name] if scale is None else scale for name, scale in caches.items()}
+        queries = {name: calibrated.queries[name] if scale is None else scale for name, scale in queries.items()}
+    job.kv_scales = {name: float(scale) for name, scale in caches.items()} or None
+    job.q_scales = queries or None
+
+
+def _calibrated(job: Job) -> CalibratedScales:
+    """Return the scales of a calibration on the prompts, which runs the last of the job's packages."""
+    from ..integrations.transformers import calibrate_model
+
     batches = [torch.tensor([ids], device=job.device) for ids in job.prompt_ids]
     name, package = list(job.packages.items())[-1]
-    excluded = ("cache_format", "kv_scales", "context_parallel")  # each rank calibrates alone, with the same result
+    # a calibration quantises nothing, and each rank calibrates alone, with the same result
+    excluded = ("cache_format", "kv_scales", "fp8_mode", "q_scales", "context_parallel")
     options = {key: value for key, value in job.patch_options(name).items() if key not in excluded}
-    calibrated = calibrate_model(
+    return calibrate_model(
         job.model, [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in batches], package,
         max_new_tokens=1, **options,
     )  # fmt: skip
-    return {name: calibrated[name] if scale is None else float(scale) for name, scale in found.items()}
 
 
 def choose_device(
@@ -301,7 +326,8 @@ def choose_device(
             return []
         found: list[str] = []
         bound = backends.bind_with_environment(args.backend)
-        for request in backends.layer_requests(config, device, dtype_on(device), args.block_size, cache_format):
+        layer = config, device, dtype_on(device), args.block_size, cache_format, args.fp8_mode
+        for request in backends.layer_requests(*layer):
             try:
                 backends.select(request, bound)
             except UnsupportedConfiguration as error:

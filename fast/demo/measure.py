@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from reference.interfaces import COMPUTE_FORMAT, QueryLenSupport, element_bytes
+from reference.interfaces import COMPUTE_FORMAT, CONVERTED, QueryLenSupport, element_bytes
 
 from .. import backends
 from ..compilation import warmup
@@ -95,6 +95,7 @@ def measure(job: Job, console: Console) -> dict[str, Any]:
                 job.model.base_model.layers[0].self_attn, layer_input(job), job.packages["fast"],
                 job.packages["reference"], job.args.block_size, job.args.workspace_tokens, job.args.backend,
                 job.cache_format, None if job.kv_scales is None else next(iter(job.kv_scales.values())),
+                job.fp8_mode, None if job.q_scales is None else next(iter(job.q_scales.values())),
             )  # fmt: skip
             advance(1)
         if job.cache_format != COMPUTE_FORMAT:
@@ -109,6 +110,7 @@ def measure(job: Job, console: Console) -> dict[str, Any]:
         "parity": rows,
         "bits_per_byte": bits,
         "kv_scales": job.kv_scales,
+        "q_scales": numbers_of(job.q_scales),
         "cache": cache_figures(job, schedules),
         "speed": speed,
         "schedule": schedules,
@@ -123,7 +125,7 @@ def compile_ahead(job: Job, console: Console) -> None:
     compiled = warmup(
         job.config, device=job.device, dtype=job.dtype, block_size=job.args.block_size,
         decode_threshold=LONGEST_DECODE, context_parallel=job.context_parallel, cache_format=job.cache_format,
-        backend=job.args.backend, progress=False,
+        fp8_mode=job.fp8_mode, backend=job.args.backend, progress=False,
     )  # fmt: skip
     console.print(f"compiled {len(compiled)} kernels in {time.perf_counter() - started:.0f} s")
 
@@ -241,12 +243,12 @@ def kernels(job: Job) -> dict[str, list[str]]:
     c, block = job.config, job.args.block_size
     lines = backends.explain(
         c, device=job.device, dtype=job.dtype, block_size=block, cache_format=job.cache_format,
-        backend=job.args.backend,
+        fp8_mode=job.fp8_mode, backend=job.args.backend,
     ).splitlines()  # fmt: skip
     chosen = dict(re.findall(r"^(\w+): (\w+)", "\n".join(lines), re.MULTILINE))  # op -> backend that serves the op
     decode = backends.decode_request(
         job.device, job.dtype, c.kv_lora_rank, c.qk_rope_head_dim, block, QueryLenSupport.VARLEN,
-        cache_format=job.cache_format,
+        cache_format=job.cache_format, fp8_mode=job.fp8_mode,
     )  # fmt: skip
     summary = []
     for candidate in backends.registered():
@@ -273,22 +275,41 @@ def cpu_name() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
+def tokens_must_agree(dtype: str, device: str, fp8_mode: str) -> bool:
+    """Return whether all compared packages must generate the same tokens; elsewhere, rounding may change a token.
+
+    Only in float32 do `fast` and `reference` round alike. A decode of `fast` also rounds each probability: in the mode
+    `fp8_product` to e4m3, and on a GPU in the mode `fp8_query` to 16 bits. `reference` rounds no probability.
+    """
+    exact = fp8_mode == CONVERTED or (fp8_mode == "fp8_query" and device == "cpu")
+    return dtype == "float32" and exact
+
+
+def numbers_of(scales: dict[str, float | torch.Tensor] | None) -> dict[str, float | list[float]] | None:
+    """Return scales as numbers, which JSON can store: a list for a layer with one scale for each head."""
+    if scales is None:
+        return None
+    return {name: torch.as_tensor(scale).tolist() for name, scale in scales.items()}
+
+
 def verdict(figures: dict[str, Any]) -> dict[str, Any]:
     """Return whether the job passed, as lines of text and as booleans.
 
-    Different tokens are a failure in float32 only: in narrower dtypes, rounding may change a token. If the cache is
-    quantised, the number of prompts with the same tokens as transformers is reported, but tokens may differ.
+    Different tokens are a failure only where the packages round alike (`tokens_must_agree`). If the cache is quantised,
+    the number of prompts with the same tokens as transformers is reported, but tokens may differ.
     """
-    parity, prompts, dtype = figures["parity"], figures["prompts"], figures["settings"]["dtype"]
+    parity, prompts, settings = figures["parity"], figures["prompts"], figures["settings"]
     failed = [row["op"] for row in parity if not row["passed"]]
     different = [str(number) for number, prompt in enumerate(prompts, 1) if not prompt["identical"]]
-    required = dtype == "float32"
+    mode = settings["fp8_mode"]
+    required = tokens_must_agree(settings["dtype"], settings["device"], mode)
+    where = settings["dtype"] + ("" if mode == CONVERTED else f" and {mode}")
     lines = ["parity: not run" if not parity else f"parity: {len(parity) - len(failed)} of {len(parity)} within budget"
              + (f"; FAILED: {', '.join(failed)}" if failed else "")]  # fmt: skip
     alone = len(figures["compared"]) == 1
     line = f"greedy tokens: identical for {len(prompts) - len(different)} of {len(prompts)} prompts"
     if different:
-        line += f"; differ for {', '.join(different)}" + ("" if required else f" (not required in {dtype})")
+        line += f"; differ for {', '.join(different)}" + ("" if required else f" (not required in {where})")
     lines.append(f"greedy tokens: not compared, because only {figures['served'][0]} ran" if alone else line)
     if "transformers" not in figures["compared"]:
         same = sum(prompt["differs_from_transformers_at"] is None for prompt in prompts)

@@ -15,6 +15,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from .predictions import format_in_words
+
 # Colour of each compared project. docs/hooks/picture.py and docs/assets/site.css must have equal colours (tested).
 COLOURS = {
     "fast": "#0072b2",
@@ -71,7 +73,8 @@ def show_identity(console: Console, figures: dict[str, Any]) -> None:
     """Print for each prompt whether the compared packages, and transformers, generated the same tokens."""
     compared, settings = figures["compared"], figures["settings"]
     apart = "transformers" not in compared  # over this cache format, other tokens are no fault
-    title = f"greedy tokens, prompt by prompt ({settings['dtype']}, cache format {settings['cache_format']})"
+    stored = format_in_words(settings["cache_format"], settings["fp8_mode"])
+    title = f"greedy tokens, prompt by prompt ({settings['dtype']}, cache format {stored})"
     table = Table(title=title)
     table.add_column("prompt", justify="right")
     table.add_column("prompt tokens", justify="right")
@@ -175,7 +178,8 @@ def draw(figures: dict[str, Any], path: Path) -> None:
             f"mla-twins: {len(figures['prompts'])} prompts, {settings['max_new_tokens']} new tokens each, "
             f"{settings['device']}, {settings['dtype']}\n"
             f"greedy tokens of {' and '.join(figures['compared'])}: identical for {identical} of "
-            f"{len(figures['prompts'])} prompts, cache format {settings['cache_format']}",
+            f"{len(figures['prompts'])} prompts, cache format "
+            f"{format_in_words(settings['cache_format'], settings['fp8_mode'])}",
             fontsize=11,
         )
         if path.suffix.lower() == ".svg":

@@ -28,6 +28,7 @@ from reference.distributed.arguments import check_groups
 from reference.distributed.groups import ContextParallel
 from reference.interfaces import (
     COMPUTE_FORMAT,
+    CONVERTED,
     ONE_RANK,
     CommonAttentionMetadata,
     GroupError,
@@ -78,7 +79,7 @@ class ServingLoop:
 
     Args:
         model: causal language model under `fast.integrations.transformers.use_mla`. The caches have the device of the
-            model, and the cache format that `use_mla` got.
+            model, and the cache format that `use_mla` got. The plans have the fp8 mode that `use_mla` got.
         config: config of the model's attention layers.
         ops: module that plans and allocates: `reference`, `fast`, or another module with the same functions.
         num_blocks: blocks of the cache of each layer.
@@ -133,6 +134,7 @@ class ServingLoop:
             self.eos = frozenset((eos,) if isinstance(eos, int) else eos)
         layers = _layers_of(model)
         self.cache_format = getattr(layers[0], "cache_format", COMPUTE_FORMAT) if layers else COMPUTE_FORMAT
+        fp8_mode = getattr(layers[0], "fp8_mode", CONVERTED) if layers else CONVERTED
         # The ranks compare their arguments first: if one rank raised alone, the other ranks would wait for it.
         if context_parallel is not None:
             with deadline(context_parallel, ()):
@@ -142,6 +144,7 @@ class ServingLoop:
                     decode_threshold=decode_threshold, eos=sorted(self.eos), costs=costs, block_order=block_order,
                     num_layers=model.config.num_hidden_layers, ops=getattr(ops, "__name__", type(ops).__name__),
                     device=model.device.type, vocab_size=model.config.vocab_size, cache_format=self.cache_format.name,
+                    fp8_mode=fp8_mode,
                 )  # fmt: skip
         check_config(config)
         check_costs(costs)
@@ -158,6 +161,8 @@ class ServingLoop:
         check_int("workspace_tokens", workspace_tokens, unit, f"at least one unit of {unit} tokens")
         takes_backend = "backend" in inspect.signature(ops.build_mla_metadata).parameters  # `reference` has no backends
         self._planning = {"dtype": model.dtype, "cache_format": self.cache_format}
+        if fp8_mode != CONVERTED:
+            self._planning["fp8_mode"] = fp8_mode
         for attention in layers:
             if takes_backend:
                 self._planning["backend"] = getattr(attention, "backend", None)

@@ -174,6 +174,9 @@ def check_tensor(
 def check_scale_values(argument: str, scale: Tensor | None) -> None:
     """Check that every number of a scale on the CPU is finite and above 0. A scale on a GPU is not read; None is legal.
 
+    While `torch.compile` traces the caller, the function checks nothing, because a traced tensor has no values. A
+    kernel launch that is not traced checks its scales when the compiled code runs.
+
     Raises:
         ValueError: a number is 0, negative, NaN or infinite.
     """

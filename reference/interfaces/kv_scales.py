@@ -140,14 +140,13 @@ class KVScale(KeepsDtypes):
     def check_unchanged(self) -> None:
         """Raise if other code changed the buffer `value` in place. The check does not read the buffer.
 
+        Under `torch.compile`, the check runs when the code is traced, and not in later calls of the compiled code.
+
         Raises:
             ValueError: the buffer was changed.
         """
-        if not torch.compiler.is_compiling():
-            unchanged = self._changes == self.value._version
-            check(
-                unchanged, "kv_scale", "a scale that only KVScale.choose changes", "a buffer that was changed in place"
-            )
+        unchanged = self._changes == _changes_of(self.value)
+        check(unchanged, "kv_scale", "a scale that only KVScale.choose changes", "a buffer that was changed in place")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KVScale:
         if self.written:
@@ -163,6 +162,12 @@ class KVScale(KeepsDtypes):
     def _moved(self, name: str, device: torch.device) -> Tensor:
         """Return the scale on another device; on the device meta, the buffer has no value to move."""
         return torch.full_like(self.value, self._number, device=device) if self.value.is_meta else self.value.to(device)
+
+
+@torch.compiler.assume_constant_result  # `torch.compile` calls this function and does not trace it
+def _changes_of(buffer: Tensor) -> int:
+    """Return how often PyTorch has seen a change of the buffer in place."""
+    return buffer._version
 
 
 def make_kv_scale(cache_format: CacheFormat, value: float | Tensor | None, device: torch.device) -> KVScale | None:

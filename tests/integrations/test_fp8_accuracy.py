@@ -48,6 +48,7 @@ def job_of(ops, prompts: list[str]) -> SimpleNamespace:
     job = SimpleNamespace(
         model=load(), tokenizer=tokenizer, prompt_ids=[encode(tokenizer, text) for text in prompts],
         packages={"ops": ops}, device=torch.device("cpu"), cache_format=FP8_E4M3,
+        fp8_mode="converted",
     )  # fmt: skip
     batches = [batch for ids in job.prompt_ids[:CALIBRATED] for batch in batches_of(torch.tensor([ids]))]
     job.kv_scales = calibrate_model(job.model, batches, fast, max_new_tokens=1)

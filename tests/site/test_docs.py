@@ -139,6 +139,8 @@ RUN_HERE = {
     "python -m fast backends --preset deepseek-v3 --device cpu": (r"torch_flash", 1),
     'python -m fast --prompt "import os" --max-new-tokens 8 --no-picture': (r"parity", 1),
     'python -m fast --prompt "import os" --max-new-tokens 8 --cache-format fp8_e4m3 --no-picture': ("bits per", 1),
+    'python -m fast --prompt "import os" --max-new-tokens 8 --cache-format fp8_e4m3 --fp8-mode fp8_query '
+    "--no-picture": (r"mode\s+fp8_query", 1),
     "torchrun --standalone --nproc-per-node 4 dcp_step.py": (r"of 4: equal to one rank", 4),
     'torchrun --standalone --nproc-per-node 2 -m fast --context-parallel 2 --device cpu --prompt "import os" '
     "--max-new-tokens 8": (r"\bidentical\b", 2),
