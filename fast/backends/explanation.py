@@ -17,16 +17,18 @@ from reference.interfaces import (
     MLAConfig,
     QueryLenSupport,
     UnsupportedConfiguration,
-    check_config,
+    check,
     check_device,
     check_int,
     check_mode_of_format,
     check_type,
 )
+from reference.interfaces.gqa import GQAConfig, check_key_value_block_size, check_key_value_format
 
 from . import measured
 from .environment import bind_with_environment
-from .kernel_request import KernelRequest
+from .gqa_requests import gqa_layer_requests
+from .kernel_request import GQA_OPS, KernelRequest
 from .own import DECODES
 from .registry import registered
 from .selection import (
@@ -54,7 +56,7 @@ INTEGER_OPS = ("advance_step", "compute_visible_lens", "plan_decode")  # ops tha
 
 
 def layer_requests(
-    config: MLAConfig,
+    config: MLAConfig | GQAConfig,
     device: torch.device,
     dtype: torch.dtype,
     block_size: int,
@@ -63,7 +65,7 @@ def layer_requests(
 ) -> list[KernelRequest]:
     """Return one `KernelRequest` (the capabilities that a backend needs) for each op of a layer, sorted by op.
 
-    The requests for the ops of a decode and for `flash_attn_varlen` need a backend that serves any query lengths.
+    The requests for the ops of attention need a backend that serves any query lengths.
 
     Args:
         config: configuration of the layer.
@@ -71,8 +73,11 @@ def layer_requests(
         dtype: dtype of the layer's tensors.
         block_size: tokens of a cache block.
         cache_format: format of the layer's cache.
-        fp8_mode: fp8 mode of the layer's decodes.
+        fp8_mode: fp8 mode of the layer's decodes. A layer of grouped-query attention with a `q_scale` has the mode
+            "fp8_query".
     """
+    if isinstance(config, GQAConfig):
+        return gqa_layer_requests(config, device, dtype, block_size, cache_format, fp8_mode)
     latent, rope = config.kv_lora_rank, config.qk_rope_head_dim
     entry = (("kv_lora_rank", latent), ("qk_rope_head_dim", rope))
     columns = (("head_dim", cache_format.columns(latent, rope)),)
@@ -90,6 +95,8 @@ def layer_requests(
     }
     requests, in_e4m3 = [], fp8_mode != CONVERTED
     for op in all_ops():
+        if op in GQA_OPS:
+            continue
         if op in DECODES:
             requests.append(
                 decode_request(
@@ -197,7 +204,7 @@ def _able(request: KernelRequest) -> list[str]:
 
 
 def explain(
-    config: MLAConfig,
+    config: MLAConfig | GQAConfig,
     *,
     device: torch.device | str,
     dtype: torch.dtype,
@@ -221,22 +228,28 @@ def explain(
     The line of `flash_attn_varlen` is about a call with the LSE; a prefill without context needs no LSE.
 
     Args:
-        config: configuration of the layer.
+        config: configuration of the layer; its type determines the attention family.
         device: device of the layer.
         dtype: dtype of the layer.
         block_size: tokens of a cache block.
         cache_format: format of the layer's cache.
-        fp8_mode: fp8 mode of the layer's decodes.
+        fp8_mode: fp8 mode of the layer's decodes: "fp8_query" for a layer of grouped-query attention with a `q_scale`.
         backend: the layer's `backend=`: a name, a mapping from op to name, or None (`fast.backends`).
 
     Raises:
-        ValueError: `backend` or a variable of the environment has an unknown name, or `backend` has an unknown op.
+        ValueError: `backend` or a variable of the environment has an unknown name, or `backend` has an unknown op; the
+            layer cannot have this block size, cache format or fp8 mode.
+        UnsupportedConfiguration: a layer of grouped-query attention cannot have this cache format.
     """
-    check_config(config)
+    check_type("config", config, (MLAConfig, GQAConfig))
     device = check_device("device", device)
     check_type("dtype", dtype, torch.dtype)
     check_int("block_size", block_size)
     check_mode_of_format(fp8_mode, cache_format)
+    if isinstance(config, GQAConfig):
+        check_key_value_block_size("block_size", block_size)
+        check_key_value_format(cache_format)
+        check(fp8_mode != "fp8_product", "fp8_mode", f"{CONVERTED} or fp8_query for a GQAConfig", fp8_mode)
     bound, lines = bind_with_environment(backend), []
     for request in layer_requests(config, device, dtype, block_size, cache_format, fp8_mode):
         choice, refused = choice_of(request, bound), []

@@ -21,7 +21,8 @@ from reference.distributed.groups import ContextParallel
 from reference.interfaces import GroupError, check
 
 from .job import Job, check_outputs, one_line, prepare
-from .measure import compile_ahead, kernels, numbers_of, rate, summary, tokens_must_agree
+from .measure import numbers_of, rate, summary, tokens_must_agree
+from .mla_figures import compile_ahead, kernels
 from .predictions import compare_bits_per_byte, format_in_words, in_words
 from .report import show_kernels, write_json
 

@@ -11,7 +11,7 @@ from reference.interfaces import COMPUTE_FORMAT, CONVERTED, CacheFormat
 
 from .job import Job
 
-STEP_TOKENS = 64  # tokens of one forward; all of them take the absorbed path, which reads every key from the cache
+STEP_TOKENS = 64  # tokens of one forward, which reads every key from the cache (in MLA: by the absorbed path)
 
 
 def compare_bits_per_byte(job: Job) -> dict[str, Any] | None:
@@ -45,15 +45,17 @@ def bits_per_byte(job: Job, cache_format: CacheFormat) -> float | None:
     """
     from transformers.cache_utils import DynamicCache
 
-    from ..integrations.transformers import restore, use_mla
+    from ..integrations.transformers import restore
 
-    name, package = list(job.packages.items())[-1]
-    options = {**job.patch_options(name), "cache_format": cache_format, "decode_threshold": STEP_TOKENS}
-    options.pop("context_parallel", None)
+    changes = {"cache_format": cache_format, **job.options_to_read_the_cache(STEP_TOKENS)}
+    if job.context_parallel is not None:
+        changes["context_parallel"] = None
     if cache_format != job.cache_format:
-        options |= {"kv_scales": None, "fp8_mode": CONVERTED, "q_scales": None}
+        changes["kv_scales"] = None
+        if job.fp8_mode != CONVERTED:
+            changes |= {"fp8_mode": CONVERTED, "q_scales": None}
     nats, num_bytes = 0.0, 0
-    use_mla(job.model, ops=package, **options)
+    job.install(list(job.packages)[-1], **changes)
     try:
         for ids in job.prompt_ids:
             num_bytes += len(job.tokenizer.decode(ids[1:], skip_special_tokens=True).encode())

@@ -388,6 +388,7 @@ def check_blocks(
     block_size: int,
     num_blocks: int,
     argument: str = "block_table",
+    first_tokens: Tensor | None = None,
 ) -> None:
     """Check that the block table has valid blocks for all tokens of each request.
 
@@ -397,6 +398,7 @@ def check_blocks(
         block_size: tokens per block.
         num_blocks: blocks of the cache; block ids must be in [0, num_blocks).
         argument: name of the block table in messages.
+        first_tokens: [B] on the CPU; blocks wholly before this token of a request are not checked. None means 0.
 
     Raises:
         ValueError: the table has too few columns for a request, or a block id is out of range.
@@ -406,6 +408,8 @@ def check_blocks(
     for request, columns in enumerate(used):
         check(columns <= width, argument, f"at least {columns} columns for request {request}", width)
     owned = torch.arange(width, device="cpu") < torch.tensor(used, device="cpu")[:, None]
+    if first_tokens is not None:
+        owned &= torch.arange(width, device="cpu") >= (first_tokens // block_size)[:, None]
     block_table = block_table.cpu()
     wrong = owned & ((block_table < 0) | (block_table > num_blocks - 1))
     if wrong.any():

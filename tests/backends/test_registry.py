@@ -99,7 +99,7 @@ def test_entry_points(found, monkeypatch):
     ]
     assert str(warned[0].message).endswith("is left out: libforeign.so is missing")
     own = [backend.name for backend in backends.registered() if backend.library is None]
-    assert own == ["cpu", "triton", "hopper", "foreign"]
+    assert own == ["cpu", "triton", "hopper", "torch", "foreign"]
     assert merge().eq(-1).all() and asked == ["mla_twins.backends"]
 
 

@@ -140,8 +140,7 @@ def test_linear_ticks(performance, longest, most, expected):
 
 
 @pytest.mark.parametrize("name", [
-    "h100-decode-fp8.json", "h200-decode-fp8-ds-mla.json", "h200-movement.json", "h100-movement.json",
-    "h200-weights.json",
+    "h200-decode-fp8-ds-mla.json", "h200-movement.json", "h200-weights.json",
 ])  # fmt: skip
 def test_commands_of_missing_files(performance, docs, name):
     """Draw a section whose file is missing -> a note with a command whose options the benchmark accepts.
