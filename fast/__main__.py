@@ -19,12 +19,13 @@ import fast
 import reference
 from fast import backends
 from fast.demo import backend_table
+from fast.demo.families import DEFAULTS, FAMILIES, Family, read_family
 from fast.demo.interrupts import repeated_interrupts
-from fast.demo.job import ASSETS, DTYPES, check_outputs, one_line, prepare
+from fast.demo.job import DTYPES, check_outputs, one_line, prepare
 from fast.demo.measure import measure
 from fast.demo.parallel import serve_in_parallel
 from fast.demo.report import draw, show, write_json
-from reference.interfaces import CACHE_FORMATS, COMPUTE_FORMAT, MERGES
+from reference.interfaces import CACHE_FORMATS, COMPUTE_FORMAT, CONVERTED, FP8_MODES, MERGES
 
 DURATION = "Without options, the job takes about 20 s on two CPU cores."
 
@@ -33,7 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the options; each option has a help text."""
     parser = argparse.ArgumentParser(
         prog="python -m fast",
-        description="Serve prompts together over one paged latent cache, with `reference` and with `fast`, and compare "
+        description="Serve prompts together over one paged cache, with `reference` and with `fast`, and compare "
         "both with plain transformers: parity of each op (its error is within a computed budget), greedy tokens, bytes "
         "of the cache, speed. " + DURATION,
         epilog="Exit status: 0 if everything agrees, 1 if parity fails or (in float32) tokens differ, 2 for bad "
@@ -42,11 +43,18 @@ def make_parser() -> argparse.ArgumentParser:
     )
     backend_names = ", ".join(candidate.name for candidate in backends.registered())
     options = {
+        "--family": dict(
+            choices=tuple(FAMILIES),
+            default="mla",
+            help="attention family: mla is Multi-head Latent Attention, gqa is grouped-query attention, which ordinary "
+            "models such as Llama or Qwen have (default: %(default)s). The small checkpoint for gqa has random weights:"
+            " its texts have no meaning",
+        ),
         "--model": dict(
-            default=str(ASSETS / "tiny-mla"),
             metavar="PATH|OWNER/NAME",
-            help="folder or hub name of a checkpoint with the DeepSeek-V2 or V3 architecture; a folder is read without "
-            "network access (default: the small checkpoint of the package)",
+            help="folder or hub name of a checkpoint: for mla with the DeepSeek-V2 or V3 architecture, for gqa a "
+            "decoder that `use_attention` serves; a folder is read without network access (default: the small "
+            "checkpoint of the package for the family)",
         ),
         "--prompt": dict(
             action="append",
@@ -78,20 +86,30 @@ def make_parser() -> argparse.ArgumentParser:
             "generate the same tokens, and the job reports the bits per byte of the prompts for this format and for "
             "the default format",
         ),
+        "--fp8-mode": dict(
+            choices=FP8_MODES,
+            default=CONVERTED,
+            help="dtype of the queries and products of decodes over a cache in e4m3 (default: %(default)s). With "
+            "fp8_query, the queries are in e4m3; with fp8_product, the probabilities too. Both packages serve in this "
+            "mode",
+        ),
         "--backend": dict(
             metavar="NAME",
             help=f"backend of `fast`, one of: {backend_names}; the backend must serve every op that it has kernels for."
             " A call that the backend cannot serve is an error (default: an automatic choice for each op)",
         ),
         "--block-size": dict(
-            type=int, default=16, metavar="N", help="tokens in a block of the paged cache (default: %(default)s)"
+            type=int,
+            default=16,
+            metavar="N",
+            help="tokens in a block of the paged cache; for gqa a multiple of 16 (default: %(default)s)",
         ),
         "--workspace-tokens": dict(
             type=int,
-            default=256,
+            default=DEFAULTS["workspace_tokens"],
             metavar="N",
-            help="largest number of tokens of cached context that are expanded at once (default: %(default)s; so small "
-            "that the longer default prompts need several chunks)",
+            help="largest number of tokens of cached context that are expanded at once, for mla alone (default: "
+            "%(default)s; so small that the longer default prompts need several chunks)",
         ),
         "--token-budget": dict(
             type=int,
@@ -103,9 +121,10 @@ def make_parser() -> argparse.ArgumentParser:
         "--context-parallel": dict(
             type=int,
             metavar="D",
-            help="number of ranks that divide the tokens of each sequence; start the job with torchrun. All ranks that "
-            "torchrun starts divide the heads. The job serves the prompts on all ranks, then on one rank, and compares "
-            "the generated tokens. It prints no parity table and draws no picture (default: one process)",
+            help="number of ranks that divide the tokens of each sequence, for mla alone; start the job with torchrun. "
+            "All ranks that torchrun starts divide the heads. The job serves the prompts on all ranks, then on one "
+            "rank, and compares the generated tokens. It prints no parity table and draws no picture (default: one "
+            "process)",
         ),
         "--interleave": dict(
             type=int,
@@ -149,10 +168,17 @@ def main(argv: Sequence[str] | None = None, *, ops: ModuleType = fast, oracle: M
     argv = sys.argv[1:] if argv is None else argv
     if list(argv[:1]) == ["backends"]:
         return backend_table.main(argv[1:])
-    args = make_parser().parse_args(argv)
+    args = make_parser().parse_args(argv, argparse.Namespace(**dict.fromkeys(DEFAULTS)))
+    try:
+        family = read_family(args)
+    except ValueError as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return 2
     try:
         with repeated_interrupts():
-            return run(args, ops, oracle) if args.context_parallel is None else serve_in_parallel(args, ops, oracle)
+            if args.context_parallel is not None:
+                return serve_in_parallel(args, ops, oracle)
+            return run(args, family, ops, oracle)
     except KeyboardInterrupt:
         status = 130  # the convention of shells: 128 + the signal number of SIGINT, 2
     if os.environ.get("RANK", "0") == "0":
@@ -162,11 +188,12 @@ def main(argv: Sequence[str] | None = None, *, ops: ModuleType = fast, oracle: M
     return status
 
 
-def run(args: argparse.Namespace, ops: ModuleType, oracle: ModuleType) -> int:
+def run(args: argparse.Namespace, family: Family, ops: ModuleType, oracle: ModuleType) -> int:
     """Serve the prompts, compare the outputs, show the figures and write the files, in one process.
 
     Args:
         args: parsed options.
+        family: the attention family.
         ops: module to use in place of `fast`.
         oracle: module to use in place of `reference`.
 
@@ -183,7 +210,7 @@ def run(args: argparse.Namespace, ops: ModuleType, oracle: ModuleType) -> int:
             return 2
     try:
         check_outputs(args)
-        job = prepare(args, ops, oracle)
+        job = prepare(args, ops, oracle, job_type=family.job_type)
     except (OSError, ValueError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2

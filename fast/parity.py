@@ -88,13 +88,15 @@ def compare(op: str, value: Tensor, low: Tensor, gold: Tensor, relative: float =
     )
 
 
-def compare_states(op: str, value: AttentionState, low: AttentionState, gold: AttentionState) -> list[Parity]:
+def compare_states(
+    op: str, value: AttentionState, low: AttentionState, gold: AttentionState, relative: float = 0.0
+) -> list[Parity]:
     """Compare the output and the LSE (log-sum-exp) of an attention state.
 
-    For the LSE, the budget allows an additional relative error of 2^-13.
+    For the output, the budget allows the additional relative error `relative`; for the LSE, it allows 2^-13.
     """
     return [
-        compare(f"{op}: out", value.out, low.out, gold.out),
+        compare(f"{op}: out", value.out, low.out, gold.out, relative),
         compare(f"{op}: lse", value.lse, low.lse, gold.lse, relative=LSE_RELATIVE),
     ]
 

@@ -9,11 +9,20 @@ from .attention.rope import apply_rope, rotary_cos_sin, rotary_frequencies, rota
 from .attention.varlen import flash_attn_varlen
 from .cache.blocks import copy_blocks, swap_blocks
 from .cache.formats import dequantize_entries, quantize_entries
+from .cache.key_value import reshape_and_cache
 from .cache.latent import concat_and_cache_mla, gather_and_maybe_dequant_cache
 from .distributed.groups import ContextParallel, verify_group
 from .distributed.merge import cp_lse_a2a, cp_lse_ag_out_rs
 from .distributed.reorg import reorg_kvcache
 from .distributed.simulation import simulate
+from .gqa.attention import gqa_paged_attention, gqa_varlen_attention
+from .gqa.builder import GQAMetadataBuilder
+from .gqa.captured import plan_captured_gqa_decodes
+from .gqa.cascade import gqa_cascade_attention
+from .gqa.choose_cascade import use_gqa_cascade_attention
+from .gqa.context_parallel import gqa_dcp_attention
+from .gqa.layer import GQAAttention
+from .gqa.metadata import build_gqa_metadata
 from .interfaces import (
     CACHE_FORMATS,
     PRESETS,
@@ -69,6 +78,21 @@ from .interfaces import (
     stride_order,
 )
 from .interfaces._version import __version__ as __version__
+from .interfaces.gqa import (
+    AttentionType,
+    CrossAttentionBatch,
+    EncoderMetadata,
+    GQAConfig,
+    GQAHyperparameters,
+    GQAMetadata,
+    LayerParameters,
+    PagedAttentionMetadata,
+    allocate_key_value_cache,
+    get_per_layer_parameters,
+    group_layers,
+    key_value_cache_shape,
+    key_value_stride_order,
+)
 from .mla.builder import MLAMetadataBuilder, build_mla_metadata
 from .mla.captured import plan_captured_decodes
 from .mla.cascade import cascade_attention, use_cascade_attention
@@ -95,12 +119,13 @@ from .planning.graphs import DecodeGraph
 from .planning.local_attention import make_local_attention_virtual_batches
 from .planning.shared_prefix import common_prefix_len, split_shared_prefix
 from .planning.slots import dcp_slot_mapping, slot_mapping
-from .planning.visible_lens import compute_visible_lens
+from .planning.visible_lens import compute_first_visible, compute_visible_lens
 
 __all__ = [
     "CACHE_FORMATS",
     "PRESETS",
     "AttentionState",
+    "AttentionType",
     "BatchSplit",
     "CacheFormat",
     "CalibratedScales",
@@ -112,9 +137,16 @@ __all__ = [
     "ContextParallelChunk",
     "ContextParallelMetadata",
     "ContextWorkspace",
+    "CrossAttentionBatch",
     "DecodeGraph",
     "DecodeMetadata",
     "DecodeSchedule",
+    "EncoderMetadata",
+    "GQAAttention",
+    "GQAConfig",
+    "GQAHyperparameters",
+    "GQAMetadata",
+    "GQAMetadataBuilder",
     "GlobalHyperparameters",
     "GraphBuffers",
     "GraphMemory",
@@ -122,10 +154,12 @@ __all__ = [
     "GroupError",
     "InvariantSplitRule",
     "KVScale",
+    "LayerParameters",
     "MLAAttention",
     "MLAConfig",
     "MLAMetadata",
     "MLAMetadataBuilder",
+    "PagedAttentionMetadata",
     "PathCosts",
     "PrefillMetadata",
     "PrefillPart",
@@ -141,8 +175,10 @@ __all__ = [
     "YarnConfig",
     "absorb",
     "advance_step",
+    "allocate_key_value_cache",
     "allocate_kv_cache",
     "apply_rope",
+    "build_gqa_metadata",
     "build_mla_metadata",
     "calibrate_kv_scales",
     "cascade_attention",
@@ -152,6 +188,7 @@ __all__ = [
     "chunked_prefill_workspace_size",
     "clamp_context_chunk",
     "common_prefix_len",
+    "compute_first_visible",
     "compute_visible_lens",
     "concat_and_cache_mla",
     "context_workspace_size",
@@ -172,8 +209,16 @@ __all__ = [
     "gather_and_maybe_dequant_cache",
     "gather_context",
     "get_dcp_local_seq_lens",
+    "get_per_layer_parameters",
+    "gqa_cascade_attention",
+    "gqa_dcp_attention",
+    "gqa_paged_attention",
+    "gqa_varlen_attention",
+    "group_layers",
     "infer_global_hyperparameters",
     "is_plain_linear",
+    "key_value_cache_shape",
+    "key_value_stride_order",
     "kv_cache_shape",
     "latent_to_value",
     "load_kv_scales",
@@ -181,6 +226,7 @@ __all__ = [
     "merge_attn_states",
     "mla_decode",
     "plan_captured_decodes",
+    "plan_captured_gqa_decodes",
     "plan_context_chunks",
     "plan_decode",
     "quantize_entries",
@@ -190,6 +236,7 @@ __all__ = [
     "reorder_batch_threshold",
     "reorder_batch_to_split_decodes_and_prefills",
     "reorg_kvcache",
+    "reshape_and_cache",
     "rms_norm",
     "rotary_cos_sin",
     "rotary_frequencies",
@@ -205,5 +252,6 @@ __all__ = [
     "stride_order",
     "swap_blocks",
     "use_cascade_attention",
+    "use_gqa_cascade_attention",
     "verify_group",
 ]

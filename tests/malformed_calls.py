@@ -58,6 +58,9 @@ from .support.factories import (
     norm,
     offsets,
 )
+from .support.malformed_gqa import contract_calls
+from .support.malformed_gqa_ops import op_calls
+from .support.malformed_gqa_plans import planning_calls
 from .support.malformed_values import malformed
 
 CPU = torch.device("cpu")
@@ -306,12 +309,13 @@ def valid_calls(ops: ModuleType) -> list[Call]:
              kv_scale=0.5, fp8_weights=True, fp8_mode="fp8_query", q_scale=0.5, expand_by_module=True,
              **({"check_every_call": False} if is_fast else {}), **backend),
         # scales of caches
-        call("KVScale", value=0.5, source=ScaleSource.CHECKPOINT, device=CPU),
+        call("KVScale", value=0.5, source=ScaleSource.CHECKPOINT, device=CPU, name="k_scale"),
         method(ops.KVScale(), "choose", value=0.5, source=ScaleSource.CHECKPOINT),
         call("QueryScale", value=torch.ones(3), num_heads=3, source=ScaleSource.CHECKPOINT, device=CPU),
         method(ops.QueryScale(0.5, 3), "choose", value=0.5, source=ScaleSource.CHECKPOINT),
-        Call("CalibratedScales", ops.CalibratedScales, dict(caches={"first": 0.5}, queries={"first": 0.5}),
-             {"caches": "dict | None", "queries": "dict | None"}),
+        Call("CalibratedScales", ops.CalibratedScales,
+             {name: {"first": 0.5} for name in ("caches", "queries", "cached_values")},
+             {name: "dict | None" for name in ("caches", "queries", "cached_values")}),
         Call("calibrate_kv_scales", lambda layers: ops.calibrate_kv_scales(layers).__enter__(),
              {"layers": {"first": layer}}, {"layers": "Mapping"}),
         # The malformed value named "a str" is "text", which is a valid path. The calls of `save_kv_scales` come first,
@@ -360,6 +364,9 @@ def valid_calls(ops: ModuleType) -> list[Call]:
         method(ranks, "local_config", config=DIRECT),
         method(ranks, "gathered_heads", num_heads=3),
     ]  # fmt: skip
+    calls += contract_calls(ops, Call, call)
+    calls += op_calls(ops, Call, call, backend, captured_op)
+    calls += planning_calls(ops, Call, call, backend, captured_op)
     return calls + (calls_of_fast(call, method, backend, graph) if is_fast else [])
 
 

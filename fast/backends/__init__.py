@@ -41,7 +41,13 @@ from .checked_calls import (
 )
 from .environment import VARIABLES, bind_with_environment
 from .explanation import explain, layer_requests
-from .kernel_request import AttentionSizes, KernelRequest
+from .gqa_requests import (
+    check_ignored_scales,
+    key_value_write_request,
+    paged_attention_request,
+    varlen_attention_request,
+)
+from .kernel_request import GQA_OPS, AttentionSizes, KernelRequest
 from .nested_calls import CallsOfOthers
 from .own import DECODES, MESSAGES, OWN_BACKENDS, register_own
 from .registry import (
@@ -73,6 +79,7 @@ from .selection import (
 
 __all__ = [
     "DECODES",
+    "GQA_OPS",
     "MESSAGES",
     "OWN_BACKENDS",
     "VARIABLES",
@@ -92,6 +99,7 @@ __all__ = [
     "cache_in_words",
     "cache_request",
     "check_every_call",
+    "check_ignored_scales",
     "check_state",
     "confirm",
     "copy_request",
@@ -99,10 +107,12 @@ __all__ = [
     "explain",
     "imported",
     "kernel",
+    "key_value_write_request",
     "launch",
     "layer_requests",
     "must_be_dispatched",
     "on_change",
+    "paged_attention_request",
     "query_lens_of",
     "register",
     "registered",
@@ -112,6 +122,7 @@ __all__ = [
     "state_request",
     "support_of",
     "unregister",
+    "varlen_attention_request",
     "with_wanted_checks",
     "without_gradients",
 ]

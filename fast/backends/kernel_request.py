@@ -23,7 +23,14 @@ from reference.interfaces import (
 MASKS = DECODE_MASKS
 HEAD_DIMS = (  # names of widths in a `KernelRequest`
     "kv_lora_rank", "qk_rope_head_dim", "qk_head_dim", "v_head_dim",
-    "head_dim",  # for ops with one width: the columns of a cache, or the width of an attention state's output
+    # for ops with one width: the columns of a cache, the width of an attention state's output, or Dh of a GQA head
+    "head_dim",
+)  # fmt: skip
+GQA_OPS = ("gqa_paged_attention", "gqa_varlen_attention", "reshape_and_cache")  # ops of grouped-query attention alone
+FEATURES = (  # what a call of `GQA_OPS` may need in addition
+    "alibi", "attention_chunk",
+    "scales",  # scales of a cache in e4m3 that may differ from 1
+    "sinks", "soft_cap", "window",
 )  # fmt: skip
 
 
@@ -70,6 +77,7 @@ class KernelRequest:
         fp8_mode: one of `FP8_MODES`, for a decode over a cache in e4m3.
         sizes: sizes of a call of `flash_attn_varlen`, from which the fastest backend is chosen
             (`fast.backends.measured`); None if the sizes must not influence the choice.
+        features: what a call of `GQA_OPS` needs in addition, from `FEATURES`.
     """
 
     op: str
@@ -87,6 +95,7 @@ class KernelRequest:
     lse: bool = False
     fp8_mode: str = CONVERTED
     sizes: AttentionSizes | None = None
+    features: tuple[str, ...] = ()
 
 
 def check_request(request: KernelRequest) -> None:
@@ -106,5 +115,12 @@ def check_request(request: KernelRequest) -> None:
     check_flag("request.lse", request.lse)
     check_type("request.sizes", request.sizes, (AttentionSizes, type(None)), "an AttentionSizes or None")
     check_fp8_mode(request.fp8_mode, "request.fp8_mode")
+    check_features("request.features", request.features)
     if request.block_size is not None:
         check_int("request.block_size", request.block_size, 0)
+
+
+def check_features(argument: str, features: tuple[str, ...]) -> None:
+    """Check that an argument is a tuple of names from `FEATURES`."""
+    check_type(argument, features, tuple, "a tuple of names")
+    check(set(features) <= set(FEATURES), argument, f"some of {', '.join(FEATURES)}", features)

@@ -34,25 +34,43 @@ class MeasuredRow(NamedTuple):
     sizes: AttentionSizes
     times_us: Mapping[str, float]
 
+    @property
+    def shape(self) -> str:
+        """Return the sizes in words, such as "4 x 2048 new tokens, 128 heads"; 4 is the number of requests."""
+        context = "" if self.causal else f" over {self.sizes.key_len} tokens of context"
+        return f"{self.sizes.requests} x {self.sizes.query_len} new tokens{context}, {self.sizes.heads} heads"
 
-def read_table(path: Path) -> tuple[MeasuredRow, ...]:
-    """Return the rows of a file that `python -m tests.benchmarks.backends --json` wrote."""
-    rows = []
-    for row in json.loads(path.read_text())["rows"]:
+
+class MeasuredTable(NamedTuple):
+    """The measured times for one compute capability.
+
+    Attributes:
+        gpu: name of the GPU on which the times were measured.
+        rows: one row for each measured call.
+    """
+
+    gpu: str
+    rows: tuple[MeasuredRow, ...]
+
+
+def read_table(path: Path) -> MeasuredTable:
+    """Return the contents of a file that `python -m tests.benchmarks.backends --json` wrote."""
+    found, rows = json.loads(path.read_text()), []
+    for row in found["rows"]:
         dims = row["dims"]
         sizes = AttentionSizes.rounded(dims["B"], dims["N"], dims["T"], dims["C"] or dims["T"])
         times = {name: found["median_us"] for name, found in row["backends"].items()}
         rows.append(MeasuredRow(not dims["C"], sizes, times))
-    return tuple(rows)
+    return MeasuredTable(found["gpu"], tuple(rows))
 
 
 @functools.cache
-def _table_of(device: torch.device) -> tuple[MeasuredRow, ...]:
-    """Return the rows for the compute capability of a device; no row for other devices."""
+def table_of(device: torch.device) -> MeasuredTable | None:
+    """Return the measured times for the compute capability of a device; None if there are none."""
     if device.type != "cuda" or torch.version.hip is not None:
-        return ()
+        return None
     path = TABLES / "{}.{}.json".format(*torch.cuda.get_device_capability(device))
-    return read_table(path) if path.exists() else ()
+    return read_table(path) if path.exists() else None
 
 
 def fastest(names: Sequence[str], requests: Sequence[KernelRequest]) -> str:
@@ -66,17 +84,28 @@ def fastest(names: Sequence[str], requests: Sequence[KernelRequest]) -> str:
         The name with the smallest sum of expected times. If the first backend has no measured time for a request, or
         if a request has no sizes, the first name.
     """
+    known = expected_times(names, requests)
+    return min(known, key=known.get) if known else names[0]
+
+
+def expected_times(names: Sequence[str], requests: Sequence[KernelRequest]) -> dict[str, float]:
+    """Return the sums of expected times from which `fastest` chooses, in microseconds by the name of the backend.
+
+    The result is empty if priority decides: there is only one name, the first backend has no measured time for a
+    request, or a request has no sizes.
+    """
     if len(names) == 1 or any(request.sizes is None for request in requests):
-        return names[0]
+        return {}
     times = {name: [_expected_us(name, request) for request in requests] for name in names}
     known = {name: sum(found) for name, found in times.items() if None not in found}
-    return min(known, key=known.get) if names[0] in known else names[0]
+    return known if names[0] in known else {}
 
 
 def _expected_us(name: str, request: KernelRequest) -> float | None:
     """Return the time of the nearest row with the same mask, scaled by the work; None if the backend has no time."""
     causal = request.mask == "causal"
-    rows = [row for row in _table_of(request.device) if row.causal == causal]
+    table = table_of(request.device)
+    rows = [] if table is None else [row for row in table.rows if row.causal == causal]
     if not rows:
         return None
     nearest = min(rows, key=lambda row: _distance(row.sizes, request.sizes))

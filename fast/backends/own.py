@@ -1,4 +1,4 @@
-"""Declare the three backends of this package, "cpu", "triton" and "hopper", without importing their kernels."""
+"""Declare the four backends of this package, "cpu", "triton", "hopper" and "torch", without importing their kernels."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import re
 
 import torch
 
-from reference.interfaces import COMPUTE_FORMAT, E4M3, FLOAT_DTYPES, FP8_DS_MLA, FP8_E4M3, FP8_MODES
+from reference.interfaces import COMPUTE_FORMAT, CONVERTED, E4M3, FLOAT_DTYPES, FP8_DS_MLA, FP8_E4M3, FP8_MODES
+from reference.interfaces.gqa import KEY_VALUE_FORMATS
 
+from .kernel_request import FEATURES, GQA_OPS
 from .registry import Backend, OpSupport, register
 
 DECODES = ("mla_decode", "decode_programs", "schedule_costs")  # one backend serves all three ops of a decode
 MESSAGES = ("pack_attn_state", "merge_packed_attn_states")  # one backend writes and reads a message between ranks
-OPS = (  # every op that a backend can serve
+OPS = (  # every op of MLA, and every op of both attention families; the other ops of grouped-query attention: GQA_OPS
     "advance_step", "apply_rope", "compute_visible_lens", "concat_and_cache_mla", "copy_blocks", "decode_programs",
     "dequantize_entries", "flash_attn_varlen", "gather_and_maybe_dequant_cache", "merge_attn_states",
     "merge_packed_attn_states", "mla_decode", "multiply_heads", "pack_attn_state", "plan_decode", "quantize_entries",
@@ -65,11 +67,18 @@ def _ops_of_all(package: str, dtypes: tuple[torch.dtype, ...]) -> dict[str, OpSu
     )
 
 
+def _gqa_ops(package: str, batch_invariant: bool) -> dict[str, OpSupport]:
+    """Declare the support for `GQA_OPS`: every dtype, format of a key/value cache and feature."""
+    declared = {"batch_invariant": batch_invariant, "features": FEATURES, "cache_formats": KEY_VALUE_FORMATS,
+                "fp8_modes": (CONVERTED, "fp8_query")}  # fmt: skip
+    return _ops_of(package, GQA_OPS, **declared)
+
+
 CPU = Backend(
     name="cpu",
     priority=0,
     device_type="cpu",
-    ops=_ops_of_all("cpu", FLOAT_DTYPES),
+    ops=_ops_of_all("cpu", FLOAT_DTYPES) | _gqa_ops("cpu", batch_invariant=True),
 )
 TRITON = Backend(
     name="triton",
@@ -96,10 +105,16 @@ HOPPER = Backend(
     ),
     missing_package=missing("triton", "3.6"),
 )
-OWN_BACKENDS = (CPU.name, TRITON.name, HOPPER.name)
+TORCH = Backend(
+    name="torch",
+    priority=0,
+    device_type="cuda",
+    ops=_gqa_ops("torch", batch_invariant=False),  # the padding of a request depends on the other requests
+)
+OWN_BACKENDS = (CPU.name, TRITON.name, HOPPER.name, TORCH.name)
 
 
 def register_own() -> None:
-    """Register the three backends of this package."""
-    for backend in (CPU, TRITON, HOPPER):
+    """Register the four backends of this package."""
+    for backend in (CPU, TRITON, HOPPER, TORCH):
         register(backend)

@@ -26,7 +26,7 @@ from reference.interfaces import (
     check_type,
 )
 
-from .kernel_request import HEAD_DIMS, MASKS, KernelRequest
+from .kernel_request import HEAD_DIMS, MASKS, KernelRequest, check_features
 
 ENTRY_POINTS = "mla_twins.backends"  # entry point group in which other packages declare backends
 
@@ -61,7 +61,10 @@ class OpSupport:
         priority: priority for this op; None for the priority of the backend.
         family_priorities: mapping from a family of devices to the priority for this op on such a device, in place of
             `priority`. A family is "9.x" for all GPUs of compute capability 9, and so on.
-        fp8_modes: supported modes of a decode over a cache in e4m3, from `FP8_MODES`.
+        fp8_modes: supported modes of a decode over a cache in e4m3, from `FP8_MODES`. An op of grouped-query attention
+            gets queries in the dtype of the model; in the mode "fp8_query" it rounds them to e4m3 first.
+        features: supported features of grouped-query attention, from `FEATURES`. A kernel without "scales" ignores the
+            scales of a cache. It serves only calls that name its backend, and raises if a scale is not 1.
     """
 
     launcher: str | Callable
@@ -84,6 +87,7 @@ class OpSupport:
     priority: int | None = None
     family_priorities: Mapping[str, int] = field(default_factory=dict)
     fp8_modes: tuple[str, ...] = (CONVERTED,)
+    features: tuple[str, ...] = ()
 
     def __post_init__(self):
         path = isinstance(self.launcher, str) and re.fullmatch(r"[\w.]+:\w+", self.launcher)
@@ -99,6 +103,7 @@ class OpSupport:
         check(not unknown, "head_dims", f"names among {', '.join(HEAD_DIMS)}", ", ".join(map(str, unknown)))
         for mode in self.fp8_modes:
             check_fp8_mode(mode)
+        check_features("features", self.features)
         check(set(self.masks) <= set(MASKS), "masks", f"some of {', '.join(MASKS)}", self.masks)
         check_flag("batch_invariant", self.batch_invariant)
         for name in ("lse", "needs_words", "same_out_dtype", "whole_keys", "narrow_values", "mixes_nan"):
@@ -143,6 +148,8 @@ class OpSupport:
             found.append(f"applies the masks {', '.join(self.masks) or 'none'}, got {request.mask}")
         if request.fp8_mode not in self.fp8_modes:
             found.append(f"decodes in the fp8 modes {', '.join(self.fp8_modes)}, got {request.fp8_mode}")
+        if missing := [feature for feature in request.features if feature not in self.features]:
+            found.append(f"has no {', '.join(missing)}")
         if request.batch_invariant and not self.batch_invariant:
             found.append("is not batch-invariant")
         if request.lse and not self.lse:

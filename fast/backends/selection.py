@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -23,7 +24,7 @@ from reference.interfaces import (
     check_type,
 )
 
-from .kernel_request import KernelRequest, check_request
+from .kernel_request import GQA_OPS, KernelRequest, check_request
 from .measured import fastest
 from .own import DECODES, MESSAGES
 from .registry import Backend, by_priority, registered
@@ -125,14 +126,18 @@ def select_for_all(requests: tuple[KernelRequest, ...], backend: BackendChoice =
 
 
 def reasons_against(candidate: Backend, request: KernelRequest, is_named: bool = False) -> list[str]:
-    """Return why a backend cannot serve a request, without backends of other libraries that lack the op.
+    """Return why a backend cannot serve a request.
+
+    There is no reason against a backend that lacks the op, if the backend belongs to another library, or if all its ops
+    belong to grouped-query attention alone.
 
     Args:
         candidate: the backend.
         request: properties of the call.
         is_named: whether the caller names the backend; the reasons are then never left out.
     """
-    if candidate.library is not None and request.op not in candidate.ops and not is_named:
+    apart = candidate.library is not None or candidate.ops.keys() <= set(GQA_OPS)
+    if apart and request.op not in candidate.ops and not is_named:
         return []
     return candidate.validate_configuration(request)
 
@@ -318,11 +323,12 @@ def copy_request(op: str, kv_cache: torch.Tensor, cache_format: CacheFormat | No
 
     Args:
         op: name of the op.
-        kv_cache: [num_blocks, block_size, columns].
+        kv_cache: [num_blocks, block_size, columns], or a key/value cache [2, num_blocks, block_size, Nkv, Dh].
         cache_format: format of the cache; None for an op that copies entries of any format.
     """
+    block_size, *entry = kv_cache.shape[1 if kv_cache.dim() == 3 else 2 :]
     return KernelRequest(
-        op, kv_cache.device, head_dims=(("head_dim", kv_cache.shape[2]),), block_size=kv_cache.shape[1],
+        op, kv_cache.device, head_dims=(("head_dim", math.prod(entry)),), block_size=block_size,
         cache_format=cache_format,
     )  # fmt: skip
 

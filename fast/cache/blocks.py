@@ -7,8 +7,9 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from reference.interfaces import (
+    cache_halves,
+    check_block_cache,
     check_block_mapping,
-    check_cache,
     check_equal_scales,
     check_readable,
     check_swap,
@@ -21,7 +22,7 @@ from ..backends import BackendChoice
 
 
 def copy_blocks(
-    kv_caches: list[Shaped[Tensor, "num_blocks block_size columns"]],
+    kv_caches: list[Shaped[Tensor, "num_blocks block_size columns"] | Shaped[Tensor, "2 num_blocks block_size Nkv Dh"]],
     block_mapping: Int64[Tensor, "pairs 2"],
     *,
     backend: BackendChoice = None,
@@ -29,7 +30,8 @@ def copy_blocks(
     """Copy whole blocks within each cache, bit for bit, for example for copy on write.
 
     Args:
-        kv_caches: one cache per layer, all with the same number of blocks.
+        kv_caches: one cache per layer, all with the same number of blocks: latent caches, or key/value caches with any
+            strides, whose keys and values are copied.
         block_mapping: [pairs, 2], (source block, target block).
         backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
@@ -42,11 +44,37 @@ def copy_blocks(
     check_readable("block_mapping", block_mapping)
     check_type("kv_caches", kv_caches, (list, tuple), "a list of caches")
     for kv_cache in kv_caches:
-        check_cache(kv_cache)
-        check_readable("kv_caches", kv_cache)
+        check_block_cache(kv_cache)
     if kv_caches:
         chosen = backends.select(backends.copy_request("copy_blocks", kv_caches[0]), backend)
-        torch.ops.mla_twins.copy_blocks(kv_caches, block_mapping, chosen.name)
+        parts = [part for kv_cache in kv_caches for (part,) in _parts_of(kv_cache)]
+        torch.ops.mla_twins.copy_blocks(parts, block_mapping, chosen.name)
+
+
+def _parts_of(*caches: Tensor) -> list[tuple[Tensor, ...]]:
+    """Return views [num_blocks, rows, columns] that together have all entries of each cache.
+
+    A latent cache is one part. A key/value cache has one part for the keys and one for the values, if the strides
+    allow such views. Otherwise each KV head has a part of its own.
+
+    Args:
+        caches: caches whose shapes differ in the number of blocks alone; they may have different strides.
+
+    Returns:
+        For each part, its views in the caches.
+    """
+    parts: list[tuple[Tensor, ...]] = []
+    for halves in zip(*(cache_halves(each) for each in caches), strict=True):
+        parts += [halves] if halves[0].dim() == 3 else _parts_of_entries(halves)
+    return parts
+
+
+def _parts_of_entries(halves: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
+    """Return `_parts_of` for tensors [num_blocks, block_size, Nkv, Dh]."""
+    for views in (halves, tuple(half.transpose(1, 2) for half in halves)):  # memory order NHD or HND
+        if all(view.stride(1) == view.shape[2] * view.stride(2) for view in views):
+            return [tuple(view.flatten(1, 2) for view in views)]
+    return [tuple(half[:, :, head] for half in halves) for head in range(halves[0].shape[2])]
 
 
 @torch.library.custom_op(
@@ -67,22 +95,24 @@ def _(kv_caches, block_mapping, backend):
 
 
 def swap_blocks(
-    source: Shaped[Tensor, "source_blocks block_size columns"],
-    target: Shaped[Tensor, "target_blocks block_size columns"],
+    source: Shaped[Tensor, "source_blocks block_size columns"] | Shaped[Tensor, "2 source_blocks block_size Nkv Dh"],
+    target: Shaped[Tensor, "target_blocks block_size columns"] | Shaped[Tensor, "2 target_blocks block_size Nkv Dh"],
     block_mapping: Int64[Tensor, "pairs 2"],
-    source_scale: Float[Tensor, ""] | None = None,
-    target_scale: Float[Tensor, ""] | None = None,
+    source_scale: Float[Tensor, "*halves"] | None = None,
+    target_scale: Float[Tensor, "*halves"] | None = None,
     *,
     backend: BackendChoice = None,
 ) -> None:
     """Copy whole blocks from one cache into another, bit for bit, on the same or another device.
 
     Args:
-        source: cache that is read.
-        target: cache that is written, with the block size, entry width and dtype of `source`.
+        source: cache that is read: a latent cache or a key/value cache.
+        target: cache that is written, in the dtype of `source` and with the same shape except for the number of blocks.
+            The strides may differ.
         block_mapping: [pairs, 2], (source block, target block).
-        source_scale: float32 scale of the source cache, if its format has one. The function compares the values of the
-            two scales, so the host waits if a scale is on a GPU.
+        source_scale: float32 scale of the source cache, if its format has one: [] for a latent cache, [2] for a
+            key/value cache (the scales of keys and of values). The function compares the scales of both caches, so the
+            host waits if a scale is on a GPU.
         target_scale: float32 scale of the target cache; it must equal `source_scale`.
         backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
@@ -92,10 +122,11 @@ def swap_blocks(
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     check_swap(source, target, block_mapping)
-    check_equal_scales(source_scale, target_scale)
+    check_equal_scales(source_scale, target_scale, source)
     served = target if source.device.type == "cpu" else source  # between CPU and GPU, the backend of the GPU copies
     chosen = backends.select(backends.copy_request("swap_blocks", served), backend)
-    torch.ops.mla_twins.swap_blocks(source, target, block_mapping, chosen.name)
+    for read, written in _parts_of(source, target):
+        torch.ops.mla_twins.swap_blocks(read, written, block_mapping, chosen.name)
 
 
 @torch.library.custom_op(

@@ -16,11 +16,11 @@ from rich.table import Table
 from reference.interfaces import CACHE_FORMATS, COMPUTE_FORMAT, PRESETS, MLAConfig, UnsupportedConfiguration
 
 from .. import backends
+from ..backends.explanation import choice_of
 from ..backends.selection import reasons_against
 from .job import DTYPES, one_line
 
-WITHOUT = ", without context"
-NO_CONTEXT = "flash_attn_varlen" + WITHOUT  # label of the attention of prompts without context, which needs no LSE
+NO_CONTEXT = "flash_attn_varlen, without context"  # attention of prompts without context, which needs no LSE
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -74,10 +74,17 @@ def examine(args: argparse.Namespace) -> dict[str, Any]:
     """Return which backends can serve the ops of a model, and which are chosen.
 
     Returns:
-        A dict with the keys `preset`, `device`, `dtype`, `cache_format` and `block_size`; `environment`, a mapping from
-        op to the variable that binds the op; `backends`, a list with name, library, what is missing on the machine, and
-        for each op of the backend the reasons against it; and `chosen`, a mapping from op to the name of a backend, or
-        None. The attention of prefills has two entries: with the LSE, for prompts with context, and NO_CONTEXT.
+        A dict with these keys. The attention of prefills has two entries in each mapping from ops: with the LSE, for
+        prompts with context, and NO_CONTEXT.
+
+        - `preset`, `device`, `dtype`, `cache_format` and `block_size`;
+        - `environment`: a mapping from op to the variable that binds the op;
+        - `backends`: a list with name, library, what is missing on the machine, and for each op of the backend the
+          reasons against it;
+        - `chosen`: a mapping from op to the name of a backend, or None;
+        - `chosen_by`: a mapping from op to how the backend was chosen, as in `explain`: `how` and `in_words`; `gpu`, on
+          which the times were measured, or None; and `shapes`, a mapping from each other backend that measured times
+          choose to the shapes for which they choose it.
 
     Raises:
         ValueError: the device, the block size, the backend or a variable of the environment is invalid.
@@ -100,12 +107,7 @@ def examine(args: argparse.Namespace) -> dict[str, Any]:
         for request in backends.layer_requests(config, device, DTYPES[dtype], args.block_size, cache_format)
     }
     requests[NO_CONTEXT] = dataclasses.replace(requests["flash_attn_varlen"], lse=False, out_dtype=DTYPES[dtype])
-    chosen: dict[str, str | None] = {}
-    for label, request in requests.items():
-        try:
-            chosen[label] = backends.select(request, bound).name
-        except UnsupportedConfiguration:
-            chosen[label] = None
+    choices = {label: choice_of(request, bound) for label, request in requests.items()}
     rows = []
     for candidate in backends.registered():
         ops = {
@@ -123,7 +125,9 @@ def examine(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "preset": args.preset, "device": str(device), "dtype": dtype, "cache_format": cache_format.name,
         "block_size": args.block_size, "environment": {} if bound is None else dict(bound.variables),
-        "backends": rows, "chosen": chosen,
+        "backends": rows, "chosen": {label: choice.name for label, choice in choices.items()},
+        "chosen_by": {label: {"how": choice.how, "gpu": choice.gpu, "shapes": dict(choice.shapes),
+                              "in_words": choice.in_words} for label, choice in choices.items()},
     }  # fmt: skip
 
 
@@ -149,7 +153,7 @@ def show(found: dict[str, Any]) -> None:
     table = Table(title="chosen for each op")
     table.add_column("op")
     table.add_column("backend")
+    table.add_column("how")
     for op, name in found["chosen"].items():
-        variable = found["environment"].get(op.removesuffix(WITHOUT))
-        table.add_row(op, (name or "none can serve it") + ("" if variable is None else f", bound by {variable}"))
+        table.add_row(op, name or "none can serve it", found["chosen_by"][op]["in_words"])
     console.print(table)

@@ -19,16 +19,21 @@ from reference.distributed.groups import ContextParallel
 from reference.interfaces import (
     CACHE_FORMATS,
     COMPUTE_FORMAT,
+    CONVERTED,
     CacheFormat,
+    CalibratedScales,
     GroupError,
     MLAConfig,
     UnsupportedConfiguration,
     check,
+    check_mode_of_format,
+    checkpoint_query_scale,
     checkpoint_scale,
 )
 
 from .. import backends
 from ..integrations._required import missing_transformers
+from .batch_loop import BatchLoop
 from .serving import ServingLoop
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
@@ -37,12 +42,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(eq=False)
 class Job:
-    """The checked options and the loaded checkpoint.
+    """The checked options and the loaded checkpoint, for Multi-head Latent Attention.
+
+    The methods are what depends on the attention family. `GQAJob` (fast.demo.gqa.job) replaces them.
 
     Attributes:
         args: command-line options.
         model: causal language model in eval mode, with the attention of transformers (not replaced by `use_mla`).
-        config: configuration of the model's attention.
+        config: configuration of the model's attention; the result of `read_config`.
         tokenizer: tokenizer of the checkpoint.
         texts: the prompts.
         prompt_ids: tokens of each prompt.
@@ -53,12 +60,17 @@ class Job:
         loops: one serving loop for each package; each loop has all prompts in its queue.
         context_parallel: groups of ranks that divide heads and sequences among themselves, or None.
         cache_format: format of the caches.
+        fp8_mode: fp8 mode of the decodes.
         kv_scales: scale of each layer's cache by the name of the layer; None if the format has no such scale.
+        q_scales: scale of each layer's queries in e4m3 by the name of the layer; None in the mode `converted`.
     """
+
+    MODEL = "tiny-mla"  # folder in fast/assets of the checkpoint that is served without `--model`
+    NOTE = None  # a line about this checkpoint, which is printed before the generated texts
 
     args: argparse.Namespace
     model: nn.Module
-    config: MLAConfig
+    config: Any
     tokenizer: Any
     texts: list[str]
     prompt_ids: list[list[int]]
@@ -66,10 +78,48 @@ class Job:
     dtype: torch.dtype
     eos: tuple[int, ...]
     packages: dict[str, ModuleType]
-    loops: dict[str, ServingLoop] = field(default_factory=dict)
+    loops: dict[str, BatchLoop] = field(default_factory=dict)
     context_parallel: ContextParallel | None = None
     cache_format: CacheFormat = COMPUTE_FORMAT
-    kv_scales: dict[str, float] | None = None
+    fp8_mode: str = CONVERTED
+    kv_scales: dict[str, Any] | None = None
+    q_scales: dict[str, float | torch.Tensor] | None = None
+
+    @staticmethod
+    def check_options(args: argparse.Namespace) -> None:
+        """Check the sizes of blocks and workspace."""
+        block = args.block_size
+        check(args.workspace_tokens >= block, "--workspace-tokens", f"at least one block of {block}",
+              args.workspace_tokens)  # fmt: skip
+
+    @staticmethod
+    def read_config(hf_config: Any) -> MLAConfig:
+        """Return the configuration of the model's attention."""
+        return MLAConfig.from_hf(hf_config)
+
+    @staticmethod
+    def check_format(cache_format: CacheFormat, config: MLAConfig) -> None:
+        """Raise ValueError if caches of the model cannot have this format."""
+        cache_format.columns(config.kv_lora_rank, config.qk_rope_head_dim)
+
+    def choose_scales(self) -> None:
+        """Set the scales of the job, as far as its cache format and its fp8 mode need them."""
+        choose_scales(self)
+
+    def install(self, name: str, **changes: Any) -> None:
+        """Let the model compute its attention with one of the packages, until `restore`.
+
+        Args:
+            name: name of the package.
+            changes: options that replace those of `patch_options`.
+        """
+        from ..integrations.transformers import use_mla
+
+        use_mla(self.model, ops=self.packages[name], **{**self.patch_options(name), **changes})
+
+    def options_to_read_the_cache(self, num_tokens: int) -> dict[str, Any]:
+        """Return the options of `install` with which steps of so many tokens read all of their keys from the cache."""
+        return {"decode_threshold": num_tokens}
 
     def patch_options(self, name: str) -> dict[str, Any]:
         """Return the keyword arguments of `use_mla` for one package."""
@@ -79,13 +129,15 @@ class Job:
             "cache_format": self.cache_format,
             "kv_scales": self.kv_scales,
         }
+        if self.fp8_mode != CONVERTED:
+            options |= {"fp8_mode": self.fp8_mode, "q_scales": self.q_scales}
         if name == "fast" and self.args.backend is not None:
             options["backend"] = self.args.backend
         if self.context_parallel is not None:
             options["context_parallel"] = self.context_parallel
         return options
 
-    def make_loop(self, name: str, prompt_ids: list[list[int]], max_new_tokens: int) -> ServingLoop:
+    def make_loop(self, name: str, prompt_ids: list[list[int]], max_new_tokens: int) -> BatchLoop:
         """Return a serving loop with these prompts in its queue, and with a cache that has room for all prompts."""
         block = self.args.block_size
         covered = block * (1 if self.context_parallel is None else self.context_parallel.size)
@@ -138,9 +190,20 @@ def check_outputs(args: argparse.Namespace) -> None:
 
 
 def prepare(
-    args: argparse.Namespace, ops: ModuleType, oracle: ModuleType, context_parallel: ContextParallel | None = None
+    args: argparse.Namespace,
+    ops: ModuleType,
+    oracle: ModuleType,
+    context_parallel: ContextParallel | None = None,
+    job_type: type[Job] = Job,
 ) -> Job:
     """Check every option except the output paths (`check_outputs` checks them), and load the checkpoint.
+
+    Args:
+        args: options, with the defaults of the family (`fast.demo.families.read_family`).
+        ops: module to use in place of `fast`.
+        oracle: module to use in place of `reference`.
+        context_parallel: groups of ranks that divide heads and sequences among themselves, or None.
+        job_type: class of the job, which determines the attention family.
 
     Raises:
         ValueError: an option is invalid. The message is one line.
@@ -156,8 +219,7 @@ def prepare(
     check(args.max_new_tokens >= 1, "--max-new-tokens", "at least 1", args.max_new_tokens)
     for option, value in (("--block-size", args.block_size), ("--token-budget", args.token_budget)):
         check(1 <= value < 2**31, option, "at least 1 and less than 2^31", value)
-    check(args.workspace_tokens >= args.block_size, "--workspace-tokens", f"at least one block of {args.block_size}",
-          args.workspace_tokens)  # fmt: skip
+    job_type.check_options(args)
     texts = args.prompt
     if texts is None:
         paths = sorted((ASSETS / "prompts").glob("*.py.txt"))
@@ -165,6 +227,11 @@ def prepare(
         texts = [path.read_bytes().decode("utf-8") for path in paths]
     check(args.token_budget >= len(texts), "--token-budget", f"at least one token for each of {len(texts)} prompts",
           args.token_budget)  # fmt: skip
+    cache_format = CACHE_FORMATS[args.cache_format]
+    try:
+        check_mode_of_format(args.fp8_mode, cache_format)
+    except ValueError as error:
+        raise ValueError(f"--fp8-mode: {str(error).removeprefix('fp8_mode: ')}") from None
     packages = {"reference": oracle, "fast": ops}
     packages = packages if args.ops == "both" else {args.ops: packages[args.ops]}
     check(args.backend is None or "fast" in packages, "--backend", "no backend with --ops reference", args.backend)
@@ -172,32 +239,35 @@ def prepare(
     from transformers import AutoConfig, AutoTokenizer
     from transformers.utils import logging
 
-    from ..integrations.transformers import restore, use_mla
+    from ..integrations.transformers import restore
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     source, local = locate(args.model)
     hf_config = read(lambda: AutoConfig.from_pretrained(source, local_files_only=local))
-    config = MLAConfig.from_hf(hf_config)
-    cache_format = CACHE_FORMATS[args.cache_format]
+    config = job_type.read_config(hf_config)
+    try:
+        job_type.check_format(cache_format, config)
+    except ValueError as error:
+        raise ValueError(f"--cache-format: {error}") from None
     device, dtype = choose_device(args, config, packages, cache_format)
     tokenizer = read(lambda: AutoTokenizer.from_pretrained(source, local_files_only=local))
     model = load_model(source, local, dtype).to(device).eval()
     eos = model.generation_config.eos_token_id
     eos = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
     prompt_ids = [encode(tokenizer, text) for text in texts]
-    positions = hf_config.max_position_embeddings
+    positions = getattr(hf_config, "max_position_embeddings", None)  # None: the model has no limit
     for ids in prompt_ids:
-        check(len(ids) + args.max_new_tokens <= positions, "--max-new-tokens",
-              f"prompt and new tokens within the model's {positions} positions",
+        fits = positions is None or len(ids) + args.max_new_tokens <= positions
+        check(fits, "--max-new-tokens", f"prompt and new tokens within the model's {positions} positions",
               f"{len(ids)} + {args.max_new_tokens}")  # fmt: skip
-    job = Job(
+    job = job_type(
         args, model, config, tokenizer, texts, prompt_ids, device, dtype, eos, packages, {}, context_parallel,
-        cache_format,
+        cache_format, args.fp8_mode,
     )  # fmt: skip
-    job.kv_scales = choose_scales(job)
-    for name, package in packages.items():
-        use_mla(model, ops=package, **job.patch_options(name))
+    job.choose_scales()
+    for name in packages:
+        job.install(name)
         try:  # the loop reads the cache format and the backend of the layers
             job.loops[name] = job.make_loop(name, prompt_ids, args.max_new_tokens)
         except GroupError:
@@ -252,46 +322,56 @@ def load_model(source: str, local: bool, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def choose_scales(job: Job) -> dict[str, float] | None:
-    """Return a scale for the cache of each layer, or None if the format of the caches has no such scale.
+def choose_scales(job: Job) -> None:
+    """Set `kv_scales` and `q_scales` of the job, as far as its cache format and its fp8 mode need these scales.
 
     All packages and ranks get the same scales, so that they store the same numbers. The scale of a layer comes from the
     checkpoint, or from a calibration on the prompts if the checkpoint has no scale for the layer.
     """
-    from ..integrations.transformers import calibrate_model
     from ..integrations.transformers.models import attention_modules
 
-    if not job.cache_format.layer_scale:
-        return None
-    found = {name: checkpoint_scale(module) for name, module in attention_modules(job.model).items()}
-    if all(scale is not None for scale in found.values()):
-        return {name: float(scale) for name, scale in found.items()}
+    modules, caches, queries = attention_modules(job.model), {}, {}
+    if job.cache_format.layer_scale:
+        caches = {name: checkpoint_scale(module) for name, module in modules.items()}
+    if job.fp8_mode != CONVERTED:
+        queries = {name: checkpoint_query_scale(module) for name, module in modules.items()}
+    if any(scale is None for scale in (*caches.values(), *queries.values())):
+        calibrated = _calibrated(job)
+        caches = {name: calibrated[name] if scale is None else scale for name, scale in caches.items()}
+        queries = {name: calibrated.queries[name] if scale is None else scale for name, scale in queries.items()}
+    job.kv_scales = {name: float(scale) for name, scale in caches.items()} or None
+    job.q_scales = queries or None
+
+
+def _calibrated(job: Job) -> CalibratedScales:
+    """Return the scales of a calibration on the prompts, which runs the last of the job's packages."""
+    from ..integrations.transformers import calibrate_model
+
     batches = [torch.tensor([ids], device=job.device) for ids in job.prompt_ids]
     name, package = list(job.packages.items())[-1]
-    excluded = ("cache_format", "kv_scales", "context_parallel")  # each rank calibrates alone, with the same result
+    # a calibration quantises nothing, and each rank calibrates alone, with the same result
+    excluded = ("cache_format", "kv_scales", "fp8_mode", "q_scales", "context_parallel")
     options = {key: value for key, value in job.patch_options(name).items() if key not in excluded}
-    calibrated = calibrate_model(
+    return calibrate_model(
         job.model, [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in batches], package,
         max_new_tokens=1, **options,
     )  # fmt: skip
-    return {name: calibrated[name] if scale is None else float(scale) for name, scale in found.items()}
 
 
 def choose_device(
-    args: argparse.Namespace, config: MLAConfig, packages: dict[str, ModuleType], cache_format: CacheFormat
+    args: argparse.Namespace, config: Any, packages: dict[str, ModuleType], cache_format: CacheFormat
 ) -> tuple[torch.device, torch.dtype]:
     """Return the device and the dtype of the job.
+
+    `config` is one config, or a tuple of the configs of layers that differ.
 
     Without `--device`, the device is a GPU if the chosen packages can serve the model on a GPU, and otherwise the CPU.
 
     Raises:
         UnsupportedConfiguration: `fast` cannot serve the model on this device; the error lists every reason.
-        ValueError: the device or the backend is unknown; the cache format does not support the model.
+        ValueError: the device or the backend is unknown.
     """
-    try:
-        cache_format.columns(config.kv_lora_rank, config.qk_rope_head_dim)
-    except ValueError as error:
-        raise ValueError(f"--cache-format: {error}") from None
+    configs = config if isinstance(config, tuple) else (config,)
 
     def dtype_on(device: torch.device) -> torch.dtype:
         return DTYPES[args.dtype or ("float32" if device.type == "cpu" else "bfloat16")]
@@ -301,11 +381,13 @@ def choose_device(
             return []
         found: list[str] = []
         bound = backends.bind_with_environment(args.backend)
-        for request in backends.layer_requests(config, device, dtype_on(device), args.block_size, cache_format):
-            try:
-                backends.select(request, bound)
-            except UnsupportedConfiguration as error:
-                found += error.reasons
+        for each in configs:
+            layer = each, device, dtype_on(device), args.block_size, cache_format, args.fp8_mode
+            for request in backends.layer_requests(*layer):
+                try:
+                    backends.select(request, bound)
+                except UnsupportedConfiguration as error:
+                    found += error.reasons
         return list(dict.fromkeys(found))
 
     if args.device is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import itertools
 import platform
-import re
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -16,18 +15,15 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from reference.interfaces import COMPUTE_FORMAT, QueryLenSupport, element_bytes
+from reference.interfaces import COMPUTE_FORMAT, CONVERTED
 
-from .. import backends
-from ..compilation import warmup
+from .families import FAMILIES, default_model
 from .job import Job
-from .op_parity import run_parity
 from .predictions import compare_bits_per_byte, in_words
 from .requests import Request, StepReport
 
 PARITY_TOKENS = 512  # tokens of the batch with which ops are compared
 WARMUP_TOKENS = 2  # new tokens of a prompt that is served before each measurement
-LONGEST_DECODE = 3  # largest number of query tokens of a decode in the comparison of ops
 
 
 @torch.inference_mode()
@@ -46,8 +42,9 @@ def plain_greedy(job: Job, prompt_ids: list[int], max_new_tokens: int) -> list[i
 
 def measure(job: Job, console: Console) -> dict[str, Any]:
     """Serve the prompts with each package and with transformers, compare the results, and return all figures."""
-    from ..integrations.transformers import restore, use_mla
+    from ..integrations.transformers import restore
 
+    family = FAMILIES[job.args.family]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     speed, tokens, schedules, parity = {}, {}, {}, []
     with Progress(*columns, console=console, transient=True) as progress:
@@ -58,9 +55,9 @@ def measure(job: Job, console: Console) -> dict[str, Any]:
             task = progress.add_task(description, total=total)
             return lambda count: progress.advance(task, count)
 
-        if "fast" in job.packages and job.device.type == "cuda":
-            compile_ahead(job, console)
-        for name, package in job.packages.items():
+        if "fast" in job.packages and job.device.type == "cuda" and family.compile_ahead is not None:
+            family.compile_ahead(job, console)
+        for name in job.packages:
             loop, reports = job.loops[name], []
             advance = bar(f"serving with {name}: tokens", sum(map(len, job.prompt_ids)) + sum(
                 request.max_new_tokens - 1 for request in loop.waiting))  # fmt: skip
@@ -69,7 +66,7 @@ def measure(job: Job, console: Console) -> dict[str, Any]:
                 reports.append(report)
                 advance(report.num_tokens)
 
-            use_mla(job.model, ops=package, **job.patch_options(name))
+            job.install(name)
             try:
                 job.make_loop(name, job.prompt_ids[:1], min(WARMUP_TOKENS, job.args.max_new_tokens)).run()
                 started = time.perf_counter()
@@ -91,11 +88,7 @@ def measure(job: Job, console: Console) -> dict[str, Any]:
 
         if len(job.packages) == 2:
             advance = bar("parity, op by op", 1)
-            parity = run_parity(
-                job.model.base_model.layers[0].self_attn, layer_input(job), job.packages["fast"],
-                job.packages["reference"], job.args.block_size, job.args.workspace_tokens, job.args.backend,
-                job.cache_format, None if job.kv_scales is None else next(iter(job.kv_scales.values())),
-            )  # fmt: skip
+            parity = family.compare_ops(job, PARITY_TOKENS)
             advance(1)
         if job.cache_format != COMPUTE_FORMAT:
             bar("bits per byte of the prompts", 1)
@@ -105,38 +98,20 @@ def measure(job: Job, console: Console) -> dict[str, Any]:
         **surroundings(job),
         "served": list(job.packages),
         "compared": compared_contenders(job),
+        "note": job.NOTE if job.args.model == default_model(job.args.family) else None,
         "prompts": [prompt_figures(job, number, tokens) for number in range(len(job.texts))],
         "parity": rows,
         "bits_per_byte": bits,
         "kv_scales": job.kv_scales,
-        "cache": cache_figures(job, schedules),
+        "q_scales": numbers_of(job.q_scales),
+        "cache": {
+            **family.cache_figures(job),
+            "peak_bytes": max(row["peak_cache_bytes"] for row in schedules.values()),
+        },
         "speed": speed,
         "schedule": schedules,
     }
     return {**figures, "verdict": verdict(figures)}
-
-
-def compile_ahead(job: Job, console: Console) -> None:
-    """Compile the kernels of `fast` for the model, so that no measured time includes a compilation."""
-    console.print("compiling kernels ...")
-    started = time.perf_counter()
-    compiled = warmup(
-        job.config, device=job.device, dtype=job.dtype, block_size=job.args.block_size,
-        decode_threshold=LONGEST_DECODE, context_parallel=job.context_parallel, cache_format=job.cache_format,
-        backend=job.args.backend, progress=False,
-    )  # fmt: skip
-    console.print(f"compiled {len(compiled)} kernels in {time.perf_counter() - started:.0f} s")
-
-
-@torch.inference_mode()
-def layer_input(job: Job) -> torch.Tensor:
-    """Return the input [PARITY_TOKENS, H] of the first attention layer for the tokens of the prompts.
-
-    The prompts are repeated if they are too short.
-    """
-    base = job.model.base_model
-    stream = list(itertools.islice(itertools.cycle(itertools.chain(*job.prompt_ids)), PARITY_TOKENS))
-    return base.layers[0].input_layernorm(base.embed_tokens(torch.tensor(stream, device=job.device)))
 
 
 def rate(tokens: list[list[int]], seconds: float, how: str) -> dict[str, Any]:
@@ -191,23 +166,6 @@ def first_difference(answers: list[list[int]]) -> int | None:
     return next((index for index, column in columns if any(token != column[0] for token in column)), None)
 
 
-def cache_figures(job: Job, schedules: dict[str, dict[str, int]]) -> dict[str, Any]:
-    """Return the bytes that a cache of all layers needs for 1000 tokens, and the largest cache of the run in bytes.
-
-    `latent_bytes_per_1000_tokens` is for a cache of latents. `expanded_bytes_per_1000_tokens` is for a cache of keys
-    and values of every head.
-    """
-    c, entries = job.config, job.model.config.num_hidden_layers * 1000
-    latent = entries * job.cache_format.entry_bytes(c.kv_lora_rank, c.qk_rope_head_dim, job.dtype)
-    expanded = entries * c.num_heads * (c.qk_head_dim + c.v_head_dim) * element_bytes(job.dtype)
-    return {
-        "latent_bytes_per_1000_tokens": latent,
-        "expanded_bytes_per_1000_tokens": expanded,
-        "ratio": expanded / latent,
-        "peak_bytes": max(row["peak_cache_bytes"] for row in schedules.values()),
-    }
-
-
 def surroundings(job: Job) -> dict[str, Any]:
     """Return the hardware, the versions of packages, the options, and which backends serve."""
     versions = {"python": platform.python_version()}
@@ -216,6 +174,7 @@ def surroundings(job: Job) -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = None
+    family = FAMILIES[job.args.family]
     gpu = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else None
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(job.args).items()}
     return {
@@ -224,46 +183,8 @@ def surroundings(job: Job) -> dict[str, Any]:
                      "threads": torch.get_num_threads()},
         "versions": versions,
         "settings": {**settings, "device": str(job.device), "dtype": str(job.dtype).removeprefix("torch.")},
-        "kernels": {"device": f"{job.device} ({gpu or cpu_name()})", **kernels(job)},
+        "kernels": {"device": f"{job.device} ({gpu or cpu_name()})", **family.kernels(job)},
     }  # fmt: skip
-
-
-def kernels(job: Job) -> dict[str, list[str]]:
-    """Return which backend serves each op of the package `fast`.
-
-    Returns:
-        Two lists of lines. `lines` has one line for each op: its backend, and why the other backends do not serve it.
-        `summary` has one line for each backend: how many ops it serves, or the first reason why it cannot decode.
-    """
-    if "fast" not in job.packages:
-        lines = ["reference: plain PyTorch and einops"]
-        return {"lines": lines, "summary": lines}
-    c, block = job.config, job.args.block_size
-    lines = backends.explain(
-        c, device=job.device, dtype=job.dtype, block_size=block, cache_format=job.cache_format,
-        backend=job.args.backend,
-    ).splitlines()  # fmt: skip
-    chosen = dict(re.findall(r"^(\w+): (\w+)", "\n".join(lines), re.MULTILINE))  # op -> backend that serves the op
-    decode = backends.decode_request(
-        job.device, job.dtype, c.kv_lora_rank, c.qk_rope_head_dim, block, QueryLenSupport.VARLEN,
-        cache_format=job.cache_format,
-    )  # fmt: skip
-    summary = []
-    for candidate in backends.registered():
-        ops = [op for op, name in chosen.items() if name == candidate.name]
-        reasons = [why.removeprefix(f"{candidate.name}: ") for why in candidate.validate_configuration(decode)]
-        if not ops and candidate.library is not None:
-            continue  # `python -m fast backends` lists the kernels of other libraries
-        if ops:
-            shown = "" if len(ops) in (1, len(chosen)) or "mla_decode" not in ops else ", mla_decode among them"
-            line = f"serves {len(ops)} of {len(chosen)} ops{shown if len(ops) > 1 else ': ' + ops[0]}"
-        elif reasons:
-            more = f" and {len(reasons) - 1} more reason{'s' * (len(reasons) > 2)}" if len(reasons) > 1 else ""
-            line = f"serves none: {reasons[0]}{more}"
-        else:
-            line = "serves none: --backend names another backend, or other backends have a higher priority"
-        summary.append(f"{candidate.name}: {line}")
-    return {"lines": lines, "summary": summary}
 
 
 def cpu_name() -> str:
@@ -273,22 +194,41 @@ def cpu_name() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
+def tokens_must_agree(dtype: str, device: str, fp8_mode: str) -> bool:
+    """Return whether all compared packages must generate the same tokens; elsewhere, rounding may change a token.
+
+    Only in float32 do `fast` and `reference` round alike. A decode of `fast` also rounds each probability: in the mode
+    `fp8_product` to e4m3, and on a GPU in the mode `fp8_query` to 16 bits. `reference` rounds no probability.
+    """
+    exact = fp8_mode == CONVERTED or (fp8_mode == "fp8_query" and device == "cpu")
+    return dtype == "float32" and exact
+
+
+def numbers_of(scales: dict[str, float | torch.Tensor] | None) -> dict[str, float | list[float]] | None:
+    """Return scales as numbers, which JSON can store: a list for a layer with one scale for each head."""
+    if scales is None:
+        return None
+    return {name: torch.as_tensor(scale).tolist() for name, scale in scales.items()}
+
+
 def verdict(figures: dict[str, Any]) -> dict[str, Any]:
     """Return whether the job passed, as lines of text and as booleans.
 
-    Different tokens are a failure in float32 only: in narrower dtypes, rounding may change a token. If the cache is
-    quantised, the number of prompts with the same tokens as transformers is reported, but tokens may differ.
+    Different tokens are a failure only where the packages round alike (`tokens_must_agree`). If the cache is quantised,
+    the number of prompts with the same tokens as transformers is reported, but tokens may differ.
     """
-    parity, prompts, dtype = figures["parity"], figures["prompts"], figures["settings"]["dtype"]
+    parity, prompts, settings = figures["parity"], figures["prompts"], figures["settings"]
     failed = [row["op"] for row in parity if not row["passed"]]
     different = [str(number) for number, prompt in enumerate(prompts, 1) if not prompt["identical"]]
-    required = dtype == "float32"
+    mode = settings["fp8_mode"]
+    required = tokens_must_agree(settings["dtype"], settings["device"], mode)
+    where = settings["dtype"] + ("" if mode == CONVERTED else f" and {mode}")
     lines = ["parity: not run" if not parity else f"parity: {len(parity) - len(failed)} of {len(parity)} within budget"
              + (f"; FAILED: {', '.join(failed)}" if failed else "")]  # fmt: skip
     alone = len(figures["compared"]) == 1
     line = f"greedy tokens: identical for {len(prompts) - len(different)} of {len(prompts)} prompts"
     if different:
-        line += f"; differ for {', '.join(different)}" + ("" if required else f" (not required in {dtype})")
+        line += f"; differ for {', '.join(different)}" + ("" if required else f" (not required in {where})")
     lines.append(f"greedy tokens: not compared, because only {figures['served'][0]} ran" if alone else line)
     if "transformers" not in figures["compared"]:
         same = sum(prompt["differs_from_transformers_at"] is None for prompt in prompts)

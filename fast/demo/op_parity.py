@@ -25,13 +25,15 @@ from torch import Tensor, nn
 from reference.interfaces import (
     CACHE_FORMATS,
     COMPUTE_FORMAT,
+    CONVERTED,
     DECODE_MASKS,
     FLOAT_DTYPES,
     FP8_MODES,
     AttentionState,
     CacheFormat,
-    CommonAttentionMetadata,
     ContextWorkspace,
+    DecodeMetadata,
+    DecodeSchedule,
     MLAConfig,
     MLAMetadata,
     check,
@@ -39,10 +41,9 @@ from reference.interfaces import (
 
 from ..backends import BackendChoice, bind
 from ..parity import Parity, compare, compare_exact, compare_states
+from .parity_inputs import Batch, Storage, make_batch
 
-GARBAGE = 2147480000  # block-table entry behind the last block of a request; no op may read this block
 PROGRAMS = 3  # programs of a decode schedule: with 4 requests, only some requests are split
-WEIGHTS = (4, 3, 2, 1)  # relative lengths of the requests: two decodes, then at most two prefills
 
 
 class WithBackend:
@@ -74,7 +75,9 @@ class Comparison:
         self.ops, self.oracle = ops, oracle
         self.rows: list[Parity] = []
 
-    def within_budget(self, op: str, call: Callable[..., Any], *arguments: Any, parts: tuple[str, ...] = ()) -> None:
+    def within_budget(
+        self, op: str, call: Callable[..., Any], *arguments: Any, parts: tuple[str, ...] = (), relative: float = 0.0
+    ) -> None:
         """Call an op of both packages, and compare the error of `ops` with its budget.
 
         Args:
@@ -82,11 +85,12 @@ class Comparison:
             call: function that gets a package and `arguments`, and returns a tensor, an attention state or a tuple.
             arguments: arguments of the op, in the dtype of the model.
             parts: names of the elements, if `call` returns a tuple.
+            relative: additional relative error of the output of an attention state, which the budget allows.
         """
         value, low = call(self.ops, *arguments), call(self.oracle, *arguments)
         gold = call(self.oracle, *(widen(argument) for argument in arguments))
         if isinstance(gold, AttentionState):
-            self.rows += compare_states(op, value, low, gold)
+            self.rows += compare_states(op, value, low, gold, relative)
         elif isinstance(gold, tuple):
             for part, *results in zip(parts, value, low, gold, strict=True):
                 self.rows.append(compare(f"{op}: {part}", *results))
@@ -133,96 +137,6 @@ def flatten(value: Any) -> Tensor:
     return torch.tensor([value])
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Storage:
-    """How the cache of the compared layer stores its entries.
-
-    Attributes:
-        cache_format: format of the cache.
-        kv_scale: float32 scale of the cache, a tensor []; None if the format has no such scale.
-    """
-
-    cache_format: CacheFormat
-    kv_scale: Tensor | None
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Return the keyword arguments of an op for this cache; empty for the format `compute_dtype`."""
-        if self.cache_format == COMPUTE_FORMAT:
-            return {}
-        return {"cache_format": self.cache_format, "kv_scale": self.kv_scale}
-
-    def empty(self, like: Tensor, num_blocks: int, block_size: int, dims: tuple[int, int]) -> Tensor:
-        """Return a cache full of NaN (the poison byte of the format), so that a wrong read changes the result."""
-        width = self.cache_format.entry_bytes(*dims, like.dtype)
-        poisoned = torch.full((num_blocks, block_size, width), self.cache_format.poison, dtype=torch.uint8)
-        return poisoned.view(self.cache_format.dtype_for(like.dtype)).to(like.device)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Batch:
-    """A step with decodes and prefills. The tokens of all requests follow each other in one stream of T tokens.
-
-    Attributes:
-        lens: tokens of each request.
-        starts: index of each request's first token in the stream.
-        query_lens: query tokens of each request in this step; 1 for a decode.
-        positions: [T], position of each token of the stream within its request.
-        block_table: [B, W] int32; each row has the shuffled blocks of a request, then GARBAGE.
-        num_blocks: number of blocks of the cache; two of them belong to no request.
-        block_size: tokens of a block.
-        num_decodes: number of decodes; decodes come before prefills.
-    """
-
-    lens: list[int]
-    starts: list[int]
-    query_lens: list[int]
-    positions: Tensor
-    block_table: Tensor
-    num_blocks: int
-    block_size: int
-    num_decodes: int
-
-    def offsets(self, lens: list[int]) -> Tensor:
-        """Return the prefix sums of `lens`, beginning with 0: [B + 1] int32 on the CPU."""
-        return torch.tensor([sum(lens[:i]) for i in range(len(lens) + 1)], dtype=torch.int32)
-
-    def rows_of_last(self, query_lens: list[int]) -> Tensor:
-        """Return where the last tokens of each request are in the stream: their indices, request by request.
-
-        Args:
-            query_lens: for each request, how many of its last tokens are wanted.
-        """
-        ends = [start + length for start, length in zip(self.starts, self.lens, strict=True)]
-        rows = [row for end, count in zip(ends, query_lens, strict=True) for row in range(end - count, end)]
-        return torch.tensor(rows, device=self.positions.device)
-
-    def common(self, oracle: ModuleType, query_lens: list[int]) -> CommonAttentionMetadata:
-        """Return the batch of a step in which each request has the given number of query tokens."""
-        starts, lens = self.offsets(query_lens), torch.tensor(self.lens, dtype=torch.int32)
-        slots = oracle.slot_mapping(starts, lens, self.block_table.cpu(), self.block_size, int(starts[-1]))
-        slots = slots.to(self.block_table.device)
-        return CommonAttentionMetadata.make(starts, lens, self.block_table, slots, self.block_size)
-
-
-def make_batch(tokens: int, block_size: int, num_prefills: int, device: torch.device) -> Batch:
-    """Divide `tokens` tokens into two decodes and `num_prefills` prefills with cached context."""
-    weights = WEIGHTS[: 2 + num_prefills]
-    check(tokens >= 4 * sum(weights), "tokens", f"at least {4 * sum(weights)} for the parity run", tokens)
-    lens = [tokens * weight // sum(weights) for weight in weights[:-1]]
-    lens.append(tokens - sum(lens))
-    starts = [sum(lens[:i]) for i in range(len(lens))]
-    query_lens = [1, 1, *(max(2, length // 3) for length in lens[2:])]
-    used = [-(-length // block_size) for length in lens]
-    num_blocks = sum(used) + 2
-    shuffled = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).tolist()
-    table = torch.full((len(lens), max(used) + 1), GARBAGE, dtype=torch.int32)
-    for request, count in enumerate(used):
-        table[request, :count] = torch.tensor([shuffled.pop() for _ in range(count)], dtype=torch.int32)
-    positions = torch.cat([torch.arange(length) for length in lens]).to(device)
-    return Batch(lens, starts, query_lens, positions, table.to(device), num_blocks, block_size, num_decodes=2)
-
-
 @torch.inference_mode()
 def run_parity(
     attention: nn.Module,
@@ -234,6 +148,8 @@ def run_parity(
     backend: BackendChoice = None,
     cache_format: CacheFormat = COMPUTE_FORMAT,
     kv_scale: float | None = None,
+    fp8_mode: str = CONVERTED,
+    q_scale: float | Tensor | None = None,
 ) -> list[Parity]:
     """Compare two packages op by op.
 
@@ -248,6 +164,8 @@ def run_parity(
         backend: `backend=` of `ops`: a name, a mapping from op to name, or None.
         cache_format: format of the cache.
         kv_scale: scale of the cache; None if the format has no such scale.
+        fp8_mode: fp8 mode of the decodes.
+        q_scale: scale of queries in e4m3, a number or a tensor [N]; None in the mode `converted`.
 
     Returns:
         One row for each result of each op.
@@ -263,10 +181,15 @@ def run_parity(
 
     plans(compared, batch, workspace_tokens, layer.config)
     q, kv_c_normed, k_pe = projections(compared, layer, hidden_states, batch)
-    storage = Storage(cache_format, None if kv_scale is None else torch.tensor(kv_scale, device=device))
+    scales = (
+        None if scale is None else torch.as_tensor(scale, dtype=torch.float32, device=device)
+        for scale in (kv_scale, q_scale)
+    )  # fmt: skip
+    storage = Storage(cache_format, next(scales), fp8_mode, next(scales))
     kv_cache = caches(compared, kv_c_normed, k_pe, batch, storage)
     common = batch.common(oracle, batch.query_lens)
-    metadata = oracle.build_mla_metadata(common, block_size, workspace_tokens, cache_format=cache_format)
+    formats = {"cache_format": cache_format, "fp8_mode": fp8_mode}
+    metadata = oracle.build_mla_metadata(common, block_size, workspace_tokens, **formats)
     attentions(compared, layer, q, kv_c_normed, k_pe, kv_cache, batch, metadata, storage)
 
     rows, options = batch.rows_of_last(batch.query_lens), {} if backend is None else {"backend": backend}
@@ -276,9 +199,14 @@ def run_parity(
         metadata = dataclasses.replace(metadata, slot_mapping=torch.full_like(metadata.slot_mapping, -1))
 
     def forward(module: Any, attention: nn.Module, hidden: Tensor, kv_cache: Tensor) -> Tensor:
-        chosen = {**storage.options, **(options if module is compared.ops else {})}
-        layer = module.MLAAttention.from_hf(attention, **chosen)
-        return layer(hidden, batch.positions[rows], kv_cache.clone(), metadata)
+        # Gold does not quantise the queries. Two queries that differ in the last bit could become different e4m3
+        # numbers; the budget, which contains the error of the quantisation in `low`, covers such a difference.
+        gold = hidden.dtype == torch.float64
+        stored, plan = storage.decode_options, metadata
+        if gold:
+            stored, plan = storage.options, dataclasses.replace(metadata, fp8_mode=CONVERTED)
+        layer = module.MLAAttention.from_hf(attention, **stored, **(options if module is compared.ops else {}))
+        return layer(hidden, batch.positions[rows], kv_cache.clone(), plan)
 
     compared.within_budget("MLAAttention.forward", forward, attention, hidden_states[rows], kv_cache)
     return compared.rows
@@ -382,6 +310,24 @@ def caches(compared: Comparison, kv_c_normed: Tensor, k_pe: Tensor, batch: Batch
     return kv_cache
 
 
+def decode(
+    module: Any,
+    like: Tensor,
+    ql_nope: Tensor,
+    q_pe: Tensor,
+    kv_cache: Tensor,
+    plan: DecodeMetadata,
+    scale: float,
+    storage: Storage,
+    schedule: DecodeSchedule | None = None,
+) -> AttentionState:
+    """Call `mla_decode` of a package; if the queries are in e4m3, the output gets the dtype of `like`."""
+    options = storage.decode_options
+    if storage.fp8_mode != CONVERTED:
+        options["out_dtype"] = like.dtype
+    return module.mla_decode(ql_nope, q_pe, kv_cache, plan, scale, schedule, **options)
+
+
 def attentions(
     compared: Comparison,
     layer: nn.Module,
@@ -426,18 +372,16 @@ def attentions(
         common = batch.common(oracle, query_lens)
         plan = oracle.build_mla_metadata(common, batch.block_size, batch.block_size, decode_threshold=count).decode
         ql_nope = oracle.query_to_latent(q[rows][..., : c.qk_nope_head_dim], w_uk_t)
-        q_pe = q[rows][..., c.qk_nope_head_dim :]
+        queries = storage.stored_queries(ql_nope, q[rows][..., c.qk_nope_head_dim :])
         compared.within_budget(
-            op,
-            lambda m, *tensors, plan=plan: m.mla_decode(*tensors, plan, scale, **storage.options),
-            ql_nope, q_pe, kv_cache,
+            op, partial(decode, plan=plan, scale=scale, storage=storage), q[:0], *queries, kv_cache,
+            relative=storage.probability_error,
         )  # fmt: skip
     schedule = oracle.plan_decode(plan.seq_lens, PROGRAMS)
-    compared.within_budget(
-        "mla_decode (scheduled)", lambda m, *tensors: m.mla_decode(*tensors, plan, scale, schedule, **storage.options),
-        ql_nope, q_pe, kv_cache,
-    )  # fmt: skip
-    latent = oracle.mla_decode(ql_nope, q_pe, kv_cache, plan, scale, **storage.options).out
+    scheduled = partial(decode, plan=plan, scale=scale, storage=storage, schedule=schedule)
+    compared.within_budget("mla_decode (scheduled)", scheduled, q[:0], *queries, kv_cache,
+                           relative=storage.probability_error)  # fmt: skip
+    latent = decode(oracle, q[:0], *queries, kv_cache, plan, scale, storage).out
     compared.within_budget("latent_to_value", lambda m, *tensors: m.latent_to_value(*tensors), latent, w_uv_absorbed)
 
     rows = new_rows[metadata.num_decode_tokens :]

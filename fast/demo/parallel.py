@@ -21,8 +21,9 @@ from reference.distributed.groups import ContextParallel
 from reference.interfaces import GroupError, check
 
 from .job import Job, check_outputs, one_line, prepare
-from .measure import compile_ahead, kernels, rate, summary
-from .predictions import compare_bits_per_byte, in_words
+from .measure import numbers_of, rate, summary, tokens_must_agree
+from .mla_figures import compile_ahead, kernels
+from .predictions import compare_bits_per_byte, format_in_words, in_words
 from .report import show_kernels, write_json
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # set by torchrun
@@ -40,7 +41,8 @@ def serve_in_parallel(args: argparse.Namespace, ops: ModuleType, oracle: ModuleT
         The exit status:
 
         - 0: success.
-        - 1: another rank did not answer; or, on the first rank, the compared tokens differ and the dtype is float32.
+        - 1: another rank did not answer; or, on the first rank, the compared tokens differ where they must agree
+          (`tokens_must_agree`).
         - 2: an option is invalid, or a file cannot be read or written.
     """
     who = f"rank {os.environ.get('RANK', 0)}"
@@ -81,7 +83,7 @@ def serve_in_parallel(args: argparse.Namespace, ops: ModuleType, oracle: ModuleT
         print(f"error: {who}: {one_line(error)}", file=sys.stderr)
         return 2
     different = any(not row["identical"] for row in figures["backends"].values())
-    return 1 if different and figures["dtype"] == "float32" else 0
+    return 1 if different and tokens_must_agree(figures["dtype"], figures["device"], figures["fp8_mode"]) else 0
 
 
 def check_start(args: argparse.Namespace) -> str:
@@ -153,7 +155,9 @@ def serve(job: Job) -> dict[str, Any]:
         "device": job.device.type,
         "dtype": str(job.dtype).removeprefix("torch."),
         "cache_format": job.cache_format.name,
+        "fp8_mode": job.fp8_mode,
         "kv_scales": job.kv_scales,
+        "q_scales": numbers_of(job.q_scales),
         "block_size": job.args.block_size,
         "tokens_per_block": job.args.block_size * cp.size,
         "kernels": {"device": job.device.type, **kernels(job)},
@@ -185,7 +189,7 @@ def show(figures: dict[str, Any], console: Console) -> None:
     title = (
         f"{figures['ranks']} ranks share the heads, {figures['context_parallel_size']} share each sequence "
         f"(interleave {figures['interleave']}, merge {figures['merge']}, {figures['device']}, {figures['dtype']}, "
-        f"cache format {figures['cache_format']})"
+        f"cache format {format_in_words(figures['cache_format'], figures['fp8_mode'])})"
     )
     table = Table("package", "tokens/s", "peak cache per rank", "received per rank", "tokens as on one rank",
                   title=title)  # fmt: skip

@@ -15,6 +15,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from .predictions import format_in_words
+
 # Colour of each compared project. docs/hooks/picture.py and docs/assets/site.css must have equal colours (tested).
 COLOURS = {
     "fast": "#0072b2",
@@ -27,6 +29,22 @@ COLOURS = {
     "FA2 (V padded)": "#4f4f9e",
 }
 NO_CONTENDER = "#7f7f7f"  # colour of the bars of cache sizes, which belong to no project
+# rows of the table of cache sizes: key of the figures, name in the table, name in the picture
+CACHES = {
+    "mla": (
+        ("latent_bytes_per_1000_tokens", "latent (cached by both packages)", "latent"),
+        ("expanded_bytes_per_1000_tokens", "expanded keys and values", "expanded keys\nand values"),
+    ),
+    "gqa": (
+        (
+            "grouped_bytes_per_1000_tokens",
+            "keys and values of the KV heads (cached)",
+            "keys and values\nof the KV heads",
+        ),
+        ("every_head_bytes_per_1000_tokens", "keys and values for every query head", "for every\nquery head"),
+    ),
+}
+LAYERS = {"mla": "activations of layer 0", "gqa": "activations of each kind of layer"}
 TAIL_LINES = 3  # how many of the last lines of each prompt are shown
 
 
@@ -52,6 +70,8 @@ def show(console: Console, figures: dict[str, Any], verbose: bool = False) -> No
 def show_continuations(console: Console, figures: dict[str, Any]) -> None:
     """Print the last `TAIL_LINES` lines of each prompt in a dim colour, and the generated text."""
     console.rule("continuations")
+    if figures["note"] is not None:
+        console.print(f"note: {figures['note']}", markup=False)
     for number, prompt in enumerate(figures["prompts"], 1):
         tail = prompt["text"].splitlines(keepends=True)[-TAIL_LINES:]
         hidden = len(prompt["text"]) - len("".join(tail))
@@ -71,7 +91,8 @@ def show_identity(console: Console, figures: dict[str, Any]) -> None:
     """Print for each prompt whether the compared packages, and transformers, generated the same tokens."""
     compared, settings = figures["compared"], figures["settings"]
     apart = "transformers" not in compared  # over this cache format, other tokens are no fault
-    title = f"greedy tokens, prompt by prompt ({settings['dtype']}, cache format {settings['cache_format']})"
+    stored = format_in_words(settings["cache_format"], settings["fp8_mode"])
+    title = f"greedy tokens, prompt by prompt ({settings['dtype']}, cache format {stored})"
     table = Table(title=title)
     table.add_column("prompt", justify="right")
     table.add_column("prompt tokens", justify="right")
@@ -95,7 +116,8 @@ def show_parity(console: Console, figures: dict[str, Any]) -> None:
         console.print(f"parity table: left out, because only {figures['served'][0]} ran; --ops both compares packages")
         return
     dtype = figures["settings"]["dtype"]
-    table = Table(title=f"parity of fast with reference, {dtype}, activations of layer 0 (gold: reference in float64)")
+    layers = LAYERS[figures["settings"]["family"]]
+    table = Table(title=f"parity of fast with reference, {dtype}, {layers} (gold: reference in float64)")
     table.add_column("op", no_wrap=True)
     for column in ("max error", "budget", "mean error", "budget"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -135,15 +157,17 @@ def show_costs(console: Console, figures: dict[str, Any]) -> None:
     table = Table(title="cache, all layers")
     table.add_column("per 1000 tokens")
     table.add_column("bytes", justify="right")
-    table.add_row("latent (cached by both packages)", f"{cache['latent_bytes_per_1000_tokens']:,}")
-    table.add_row("expanded keys and values", f"{cache['expanded_bytes_per_1000_tokens']:,}")
+    for key, name, _ in CACHES[figures["settings"]["family"]]:
+        table.add_row(name, f"{cache[key]:,}")
     table.add_row("ratio", f"{cache['ratio']:.1f} x")
     console.print(table)
     for name, row in figures["schedule"].items():
-        console.print(
-            f"{name}: {row['steps']} steps, {row['mixed_steps']} of them with decodes and prefills, "
-            f"{row['context_chunks']} chunks of cached context, at most {row['most_chunks_in_a_step']} in a step"
-        )
+        line = f"{name}: {row['steps']} steps, {row['mixed_steps']} of them with decodes and prefills"
+        if figures["settings"]["family"] == "mla":
+            line += (
+                f", {row['context_chunks']} chunks of cached context, at most {row['most_chunks_in_a_step']} in a step"
+            )
+        console.print(line)
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
@@ -167,7 +191,7 @@ def draw(figures: dict[str, Any], path: Path) -> None:
         figure = pyplot.figure(figsize=(11, 6.4) if parity else (6, 6.4), layout="constrained")
         grid = figure.add_gridspec(2, 2, width_ratios=(1, 1.25)) if parity else figure.add_gridspec(2, 1)
         draw_speed(figure.add_subplot(grid[0, 0]), figures["speed"])
-        draw_cache(figure.add_subplot(grid[1, 0]), figures["cache"])
+        draw_cache(figure.add_subplot(grid[1, 0]), figures["cache"], settings["family"])
         if parity:
             draw_parity(figure.add_subplot(grid[:, 1]), parity)
         identical = sum(prompt["identical"] for prompt in figures["prompts"])
@@ -175,7 +199,8 @@ def draw(figures: dict[str, Any], path: Path) -> None:
             f"mla-twins: {len(figures['prompts'])} prompts, {settings['max_new_tokens']} new tokens each, "
             f"{settings['device']}, {settings['dtype']}\n"
             f"greedy tokens of {' and '.join(figures['compared'])}: identical for {identical} of "
-            f"{len(figures['prompts'])} prompts, cache format {settings['cache_format']}",
+            f"{len(figures['prompts'])} prompts, cache format "
+            f"{format_in_words(settings['cache_format'], settings['fp8_mode'])}",
             fontsize=11,
         )
         if path.suffix.lower() == ".svg":
@@ -197,10 +222,10 @@ def draw_speed(axes: Any, speed: dict[str, Any]) -> None:
     axes.margins(y=0.15)
 
 
-def draw_cache(axes: Any, cache: dict[str, Any]) -> None:
-    """Draw the cache size of latents beside the cache size of expanded keys and values."""
-    values = [cache["latent_bytes_per_1000_tokens"] / 1e6, cache["expanded_bytes_per_1000_tokens"] / 1e6]
-    bars = axes.bar(["latent", "expanded keys\nand values"], values, width=0.5, color=NO_CONTENDER)
+def draw_cache(axes: Any, cache: dict[str, Any], family: str) -> None:
+    """Draw the size of the cache beside the size of a cache with keys and values of every head."""
+    values = [cache[key] / 1e6 for key, _, _ in CACHES[family]]
+    bars = axes.bar([name for _, _, name in CACHES[family]], values, width=0.5, color=NO_CONTENDER)
     axes.bar_label(bars, fmt="{:.2f}", padding=2)
     axes.set_title(f"cache per 1000 tokens, all layers: {cache['ratio']:.1f} times smaller")
     axes.set_ylabel("MB")

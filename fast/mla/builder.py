@@ -67,7 +67,7 @@ from .choose_path import choose_paths
 from .decode_choice import check_decode_backend, decode_limits, device_to_check
 from .device_choices import DecodeLayer, ProgramsAndCosts
 from .metadata import PLANNING_OPS, _rank_local_decode_lens, _with_schedule, build_mla_metadata
-from .prefill_choice import choose_prefill_backend
+from .prefill_choice import check_invariant_prefills, choose_prefill_backend
 from .staging import StagingBuffer
 
 
@@ -96,7 +96,8 @@ class MLAMetadataBuilder:
 
         batch_invariant: if True, the decode output of a request does not depend on the other requests or on the number
             of programs, bit for bit. `choose_path` is then not used: requests with queries longer than
-            `reorder_batch_threshold` take the expanded path.
+            `reorder_batch_threshold` take the expanded path. The backend of the prefills must then be batch-invariant
+            too, and the sizes of a step do not influence which backend is chosen.
         workspace_tokens: largest number of context tokens that a prefill expands at once. None takes the result of
             `chunked_prefill_workspace_size`, but at most `MOST_WORKSPACE_TOKENS`, the default of a layer.
         context_parallel: groups of the ranks that share sequences, or None. With groups, the batches have the lengths
@@ -134,8 +135,9 @@ class MLAMetadataBuilder:
             - `graph_support` is ANY and `query_len_support` is UNIFORM;
             - `fp8_mode` is unknown or does not suit `cache_format`.
 
-        UnsupportedConfiguration: the named decode backend cannot serve the layers, or `query_len_support` or
-            `graph_support` promises more than this backend.
+        UnsupportedConfiguration: the named decode backend cannot serve the layers, `query_len_support` or
+            `graph_support` promises more than this backend, or `batch_invariant` is True and a named backend is not
+            batch-invariant.
     """
 
     def __init__(
@@ -184,6 +186,7 @@ class MLAMetadataBuilder:
         check_mode_of_format(fp8_mode, cache_format)
         self.dtype, self.cache_format, self.fp8_mode = dtype, cache_format, fp8_mode
         self.backend = bind_with_environment(backend, (*PLANNING_OPS, "mla_decode", "flash_attn_varlen"))
+        check_invariant_prefills(self.backend, batch_invariant)
         self._path_config = None if batch_invariant else config  # passed to `choose_path`; None disables the choice
         if workspace_tokens is None:  # a multiple of `unit`, and at most the default of a layer
             workspace_tokens = min(smallest, max(1, MOST_WORKSPACE_TOKENS // unit) * unit)

@@ -46,6 +46,9 @@ def use_cascade_attention(
 
     `reference.mla.cascade.use_cascade_attention` explains the estimate.
 
+    The estimate is the same for every fp8 mode of a decode (`mla_decode`): the modes read the same bytes of the cache,
+    and no cost of a product in e4m3 has been measured.
+
     Args:
         common_prefix_len: number of context tokens that all requests share (`fast.common_prefix_len`).
         query_lens: [B], new tokens of each request, on the CPU.

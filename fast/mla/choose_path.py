@@ -49,6 +49,9 @@ def choose_path(
 
     `reference.mla.choose_path.choose_path` lists the FLOPs and bytes that are compared.
 
+    The estimate is the same for every fp8 mode of a decode (`mla_decode`): the modes read the same bytes of the cache,
+    and `PathCosts` has no cost for a product in e4m3.
+
     Args:
         query_len: number of new tokens of the request.
         context_len: number of context tokens of the request.
@@ -88,7 +91,8 @@ def choose_paths(
 ) -> Bool[Tensor, " B"]:
     """Return which requests of a batch may take the absorbed path.
 
-    `reference.mla.choose_path.choose_paths` explains the rule.
+    `reference.mla.choose_path.choose_paths` explains the rule. The result is the same for every fp8 mode, because
+    `choose_path` does not depend on the mode.
 
     Args:
         query_lens: [B], new tokens of each request, on the CPU.

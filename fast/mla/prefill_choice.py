@@ -39,12 +39,15 @@ def prefill_requests(
         config: config of the layer.
         dtype: dtype of queries and keys.
         in_e4m3: whether the output of the layer is quantised to e4m3, after attention has computed it in float32.
-        batch_invariant: whether the other requests of the step must not change the result of a request.
+        batch_invariant: whether the other requests of the step must not change the result of a request. The requests
+            then have no sizes, because a choice by the sizes of the step would depend on the other requests.
     """
     has_context = {bool(part.rows) for part in prefill.parts} or {bool(prefill.context_chunks)}
     widths = (("qk_head_dim", config.qk_head_dim), ("v_head_dim", config.v_head_dim))
 
     def request(needs_lse: bool, causal: bool, longest_key: int) -> KernelRequest:
+        longest = prefill.max_query_len, longest_key
+        sizes = AttentionSizes.rounded(prefill.block_table.shape[0], config.num_heads, *longest)
         return KernelRequest(
             OP,
             prefill.query_start_loc.device,
@@ -55,9 +58,7 @@ def prefill_requests(
             mask="causal" if causal else None,
             lse=needs_lse,
             batch_invariant=batch_invariant,
-            sizes=AttentionSizes.rounded(
-                prefill.block_table.shape[0], config.num_heads, prefill.max_query_len, longest_key
-            ),
+            sizes=None if batch_invariant else sizes,
         )
 
     new_tokens = [request(needs_lse, True, prefill.max_query_len) for needs_lse in sorted(has_context)]
@@ -84,6 +85,23 @@ def choose_prefill_backend(
         UnsupportedConfiguration: no backend that `backend` allows can serve all of these calls.
     """
     return _choose(prefill_requests(prefill, config, dtype, False, batch_invariant), name_for(OP, backend))
+
+
+def check_invariant_prefills(backend: BackendChoice, batch_invariant: bool) -> None:
+    """Check that the backend that is named for prefills can be batch-invariant, if `batch_invariant` is True.
+
+    A backend may add conditions that depend on the device. `choose_prefill_backend` checks them for each step.
+
+    Args:
+        backend: a name, a mapping from op to name, or None.
+        batch_invariant: whether the other requests of a step must not change the result of a request.
+
+    Raises:
+        UnsupportedConfiguration: the named backend declares that it is not batch-invariant.
+    """
+    name = name_for(OP, backend)
+    if batch_invariant and name is not None and not named(name).ops[OP].batch_invariant:
+        raise UnsupportedConfiguration([f"{name}: is not batch-invariant"])
 
 
 @functools.lru_cache(maxsize=1024)

@@ -85,7 +85,8 @@ class DecodeGraph:
         ValueError: `batch_sizes` is empty, or has a size below 1 or above the builder's maximum; another number is
             below 1; the builder cannot make a plan for `query_len` inside a graph; a layer has another cache format or
             fp8 mode than the builder.
-        UnsupportedConfiguration: on a CUDA device, no backend can serve an op of the step inside a graph.
+        UnsupportedConfiguration: no graph can serve the builder's layers, such as cross attention; on a CUDA device, no
+            backend can serve an op of the step inside a graph.
     """
 
     def __init__(

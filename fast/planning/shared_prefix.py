@@ -12,6 +12,7 @@ from reference.interfaces import (
     check_prefix_split,
     check_table_width,
 )
+from reference.interfaces.gqa import PagedAttentionMetadata
 
 
 def common_prefix_len(common: CommonAttentionMetadata, block_size: int) -> int:
@@ -45,7 +46,8 @@ def split_shared_prefix(
 ) -> CascadeMetadata:
     """Split a decode in two: all query tokens attend the shared prefix, and each request attends its own suffix.
 
-    See `reference.planning.shared_prefix.split_shared_prefix` for the conditions that the caller must guarantee.
+    See `reference.planning.shared_prefix.split_shared_prefix` for the conditions that the caller must guarantee, and
+    for windows.
 
     Args:
         metadata: decode part of the plan.
@@ -60,7 +62,14 @@ def split_shared_prefix(
     """
     blocks = check_prefix_split(metadata, common_prefix_len, block_size, row)
     tokens, device = metadata.visible_lens.shape[0], metadata.seq_lens.device
-    prefix = DecodeMetadata(
+    kind, of_prefix, of_suffix = DecodeMetadata, {}, {}
+    if isinstance(metadata, PagedAttentionMetadata):
+        kind, first = PagedAttentionMetadata, metadata.first_visible
+        if first is not None:
+            of_prefix = {"first_visible": first.clamp(max=common_prefix_len)}
+            of_suffix = {"first_visible": (first - common_prefix_len).clamp(min=0)}
+    prefix = kind(
+        **of_prefix,
         block_table=metadata.block_table[row : row + 1, :blocks],
         seq_lens=torch.full((1,), common_prefix_len, dtype=torch.int32, device=device),
         query_start_loc=tokens * torch.arange(2, dtype=torch.int32, device=device),
@@ -69,7 +78,8 @@ def split_shared_prefix(
         max_seq_len=common_prefix_len,
         block_size=metadata.block_size,
     )
-    suffix = DecodeMetadata(
+    suffix = kind(
+        **of_suffix,
         block_table=metadata.block_table[:, blocks:],
         seq_lens=(metadata.seq_lens - common_prefix_len).clamp(min=0),
         query_start_loc=metadata.query_start_loc,

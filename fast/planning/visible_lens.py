@@ -1,4 +1,4 @@
-"""Compute the causal mask of decodes as one number for each query token: how many keys the token attends."""
+"""Compute masks as numbers of each query token: how many keys it attends, and the first key inside its window."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from jaxtyping import Int32
 from torch import Tensor
 
 from reference.interfaces import (
+    DECODE_TILE,
     ONE_RANK,
     GraphSupport,
     TokenOwnership,
@@ -16,6 +17,7 @@ from reference.interfaces import (
     check_ownership,
     check_tensor,
     check_type,
+    get_dcp_local_seq_lens,
 )
 
 from .. import backends
@@ -85,3 +87,92 @@ def _compute_visible_lens(query_start_loc, seq_lens, num_tokens, size, rank, int
 @_compute_visible_lens.register_fake
 def _(query_start_loc, seq_lens, num_tokens, size, rank, interleave, backend):
     return seq_lens.new_empty(num_tokens)
+
+
+def compute_first_visible(
+    query_start_loc: Int32[Tensor, " offsets"],
+    seq_lens: Int32[Tensor, " B"],
+    num_tokens: int,
+    sliding_window: int,
+    ownership: TokenOwnership | None = None,
+    *,
+    graph: GraphSupport = GraphSupport.NONE,
+    backend: BackendChoice = None,
+) -> Int32[Tensor, " num_tokens"]:
+    """Return the first key that each query token attends through a window of W keys; 0 for padding tokens.
+
+    See `reference.planning.visible_lens.compute_first_visible` for the rule. The numbers are computed on the device
+    from the result of `compute_visible_lens`, and the host does not wait.
+
+    Args:
+        query_start_loc: [B + 1], prefix sum of the query lengths.
+        seq_lens: [B], tokens S of each request after this step, counted over all ranks; 0 for padding rows.
+        num_tokens: length of the result; tokens from `query_start_loc[-1]` on are padding.
+        sliding_window: W, number of keys in the window.
+        ownership: the tokens that this context-parallel rank owns; the result then counts only keys of this rank. None
+            if one rank owns all tokens.
+        graph: kind of the CUDA graph that captures this call; NONE without a graph.
+        backend: backend of `compute_visible_lens`: a name, a mapping from op to backend name, or None for an automatic
+            choice (`fast.backends`).
+
+    Returns:
+        [num_tokens] int32.
+
+    Raises:
+        ValueError: for the same reasons as `compute_visible_lens`; `sliding_window` is below 1.
+        UnsupportedConfiguration: no backend that `backend` allows can serve the call.
+    """
+    check_int("sliding_window", sliding_window)
+    visible = compute_visible_lens(query_start_loc, seq_lens, num_tokens, graph=graph, backend=backend)
+    check_ownership(ownership)
+    return _first_of_window(visible, sliding_window, ownership)
+
+
+def _first_of_window(
+    visible_lens: Int32[Tensor, " T"], sliding_window: int, ownership: TokenOwnership | None
+) -> Int32[Tensor, " T"]:
+    """Return the first key of each window from the number of keys of whole sequences up to its end."""
+    return _local_counts(visible_lens.sub(sliding_window).clamp_(min=0), ownership)
+
+
+def _local_counts(num_keys: Int32[Tensor, " X"], ownership: TokenOwnership | None) -> Int32[Tensor, " X"]:
+    """Return how many of the first `num_keys` keys of a sequence this rank owns."""
+    if ownership is None:
+        return num_keys
+    return get_dcp_local_seq_lens(num_keys, ownership.size, ownership.rank, ownership.interleave)
+
+
+def scheduled_lens(
+    query_start_loc: Int32[Tensor, " offsets"],
+    seq_lens: Int32[Tensor, " B"],
+    sliding_window: int | None = None,
+    ownership: TokenOwnership | None = None,
+) -> Int32[Tensor, " B"]:
+    """Return the number of keys of each request that count for the schedule of a decode.
+
+    See `reference.planning.visible_lens.scheduled_lens` for the rule and for attention sinks. The numbers are computed
+    on the device of the lengths, without a copy to the host.
+
+    Args:
+        query_start_loc: [B + 1], prefix sum of the query lengths.
+        seq_lens: [B], keys S of each request, counted over all ranks.
+        sliding_window: W, number of keys in the window; None means no window.
+        ownership: the tokens that this context-parallel rank owns; the result then counts only keys of this rank. None
+            if one rank owns all tokens.
+
+    Returns:
+        [B] int32. Without a window and on one rank, the result is `seq_lens` itself.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not match; `sliding_window` is below 1.
+    """
+    check_tensor("seq_lens", seq_lens, ("B",), (torch.int32,))
+    check_tensor("query_start_loc", query_start_loc, (seq_lens.shape[0] + 1,), (torch.int32,), seq_lens.device)
+    check_ownership(ownership)
+    local = _local_counts(seq_lens, ownership)
+    if sliding_window is None:
+        return local
+    check_int("sliding_window", sliding_window)
+    context = (seq_lens - query_start_loc.diff()).clamp_(min=0)  # clamp before the window, which may be 2^31 - 1
+    first = _local_counts(context.sub_(sliding_window - 1).clamp_(min=0), ownership)
+    return local - first.div_(DECODE_TILE, rounding_mode="floor").mul_(DECODE_TILE)

@@ -23,6 +23,7 @@ from ..interfaces import (
     check_type,
     is_positive_int,
 )
+from ..interfaces.gqa import GQAConfig, kv_heads_of_ranks, rank_config
 
 
 class Pending:
@@ -320,6 +321,18 @@ class ContextParallel:
         check_type("config", config, MLAConfig)
         return replace(config, num_heads=self.local_heads(config.num_heads))
 
+    def _members(self) -> tuple[int, ...]:
+        """Return the ranks of `cp_group` as indices of `tp_group`."""
+        return tuple(self.tp_group.members.index(member) for member in self.cp_group.members)
+
+    def local_gqa_config(self, config: GQAConfig) -> GQAConfig:
+        """Return the config of this rank: its query heads, and the KV heads of its cache (see `rank_config`)."""
+        return rank_config(config, self.tp_group.size, self._members(), self.rank)
+
+    def kv_heads(self, config: GQAConfig) -> tuple[int, ...]:
+        """Return the KV heads of the cache of this rank, out of the Nkv KV heads of a layer (`kv_heads_of_ranks`)."""
+        return kv_heads_of_ranks(config, self.tp_group.size, self._members())
+
     def largest(self, value: Tensor) -> Tensor:
         """Return the largest of the scalars `value` of all ranks of `cp_group`, with the same bits on every rank."""
         return self.cp_group.all_gather(value.view(1)).amax()
@@ -334,8 +347,7 @@ class ContextParallel:
 
     def heads_of_group(self, x: Tensor) -> Tensor:
         """Return the elements of `x` [N] for the N D / TP heads of the gathered queries, in the order of the heads."""
-        members = [self.tp_group.members.index(member) for member in self.cp_group.members]
-        return torch.cat([x.view(self.tp_group.size, -1)[member] for member in members])
+        return torch.cat([x.view(self.tp_group.size, -1)[member] for member in self._members()])
 
     def shard_linear(self, name: str, linear: nn.Module, dim: int, num_heads: int) -> nn.Linear:
         """Return a linear with this rank's heads of the projection `linear`; the new weight is a view, not a copy.

@@ -15,6 +15,7 @@ from .batch_arguments import check_batch_block_size, check_common
 from .bounds import CPU, check_bound_values, check_decode_tokens, has_host_lens
 from .cache_arguments import check_ownership
 from .checks import check, check_blocks, check_int, check_lengths, check_readable, check_tensor
+from .gqa.plan_arguments import without_encoder_slots
 from .metadata import CommonAttentionMetadata
 from .ownership import ONE_RANK, TokenOwnership, check_interleave
 
@@ -116,7 +117,7 @@ def advanced_batch(common: CommonAttentionMetadata, limit: int) -> CommonAttenti
 
     CPU fields that are None stay None. Lengths and their upper bounds rise by one for requests with query tokens. If
     `query_start_loc_cpu` is None, the CPU does not know which requests have query tokens, so the upper bounds of all
-    requests rise.
+    requests rise. The encoder of an encoder-decoder model does not run in the next step (`CrossAttentionBatch`).
 
     Args:
         common: the batch before the call.
@@ -143,7 +144,7 @@ def advanced_batch(common: CommonAttentionMetadata, limit: int) -> CommonAttenti
         return None if lens is None else torch.where(has_token & (lens > 0), lens.clamp(max=limit - 1) + 1, lens)
 
     return replace(
-        common,
+        without_encoder_slots(common),
         seq_lens_cpu=risen(common.seq_lens_cpu),
         seq_lens_cpu_upper_bound=risen(common.seq_lens_cpu_upper_bound),
         query_start_loc_cpu=starts,

@@ -137,28 +137,30 @@ def check_schedule(
     check_tensor(splits, schedule.split_offsets, (num_requests + 1,), int32, device)
 
 
-def check_decode_plan(metadata: DecodeMetadata, num_tokens: int, device: torch.device) -> None:
-    """Check shapes, dtypes and devices of the plan of a decode; read no values."""
+def check_decode_plan(
+    metadata: DecodeMetadata, num_tokens: int, device: torch.device, argument: str = "metadata"
+) -> None:
+    """Check shapes, dtypes and devices of the plan of a decode; read no values. Messages name it `argument`."""
     int32 = (torch.int32,)
-    check_type("metadata", metadata, DecodeMetadata)
-    check_type("metadata.graph", metadata.graph, GraphSupport)
-    check(metadata.mask in DECODE_MASKS, "metadata.mask", f"one of {', '.join(DECODE_MASKS)}", metadata.mask)
-    check_type("metadata.backend", metadata.backend, (str, type(None)), "the name of a backend or None")
-    check_type("metadata.prepared", metadata.prepared, tuple, "a tuple of tensors")
+    check_type(argument, metadata, DecodeMetadata)
+    check_type(f"{argument}.graph", metadata.graph, GraphSupport)
+    check(metadata.mask in DECODE_MASKS, f"{argument}.mask", f"one of {', '.join(DECODE_MASKS)}", metadata.mask)
+    check_type(f"{argument}.backend", metadata.backend, (str, type(None)), "the name of a backend or None")
+    check_type(f"{argument}.prepared", metadata.prepared, tuple, "a tuple of tensors")
     for tensor in metadata.prepared:
-        check_type("metadata.prepared", tensor, Tensor, "a tuple of tensors")
-    check_tensor("metadata.seq_lens", metadata.seq_lens, ("B",), int32, device)
+        check_type(f"{argument}.prepared", tensor, Tensor, "a tuple of tensors")
+    check_tensor(f"{argument}.seq_lens", metadata.seq_lens, ("B",), int32, device)
     requests = metadata.seq_lens.shape[0]
-    check_tensor("metadata.block_table", metadata.block_table, (requests, "W"), int32, device)
-    check_tensor("metadata.query_start_loc", metadata.query_start_loc, (requests + 1,), int32, device)
-    check_tensor("metadata.visible_lens", metadata.visible_lens, (num_tokens,), int32, device)
+    check_tensor(f"{argument}.block_table", metadata.block_table, (requests, "W"), int32, device)
+    check_tensor(f"{argument}.query_start_loc", metadata.query_start_loc, (requests + 1,), int32, device)
+    check_tensor(f"{argument}.visible_lens", metadata.visible_lens, (num_tokens,), int32, device)
     longest = metadata.max_query_len
-    check_int("metadata.max_query_len", longest, 0)
-    check(num_tokens <= requests * longest, "metadata.max_query_len",
+    check_int(f"{argument}.max_query_len", longest, 0)
+    check(num_tokens <= requests * longest, f"{argument}.max_query_len",
           f"an upper bound of the query lengths of {requests} requests with {num_tokens} tokens",
           longest)  # fmt: skip
-    check_int("metadata.max_seq_len", metadata.max_seq_len, 0)
-    check_int("metadata.block_size", metadata.block_size)
+    check_int(f"{argument}.max_seq_len", metadata.max_seq_len, 0)
+    check_int(f"{argument}.block_size", metadata.block_size)
 
 
 def check_prefix_split(metadata: DecodeMetadata, common_prefix_len: int, block_size: int, row: int) -> int:

@@ -20,6 +20,10 @@ class AttentionMetadataBuilder(Protocol):
 
     A plan has the integers that attention needs, such as lengths and slots. Each kind of attention has its own type of
     plan, so plans are annotated as `Any`. For MLA the class is `MLAMetadataBuilder`, and its plans are `MLAMetadata`.
+    For grouped-query attention the class is `GQAMetadataBuilder`, and its plans are `GQAMetadata` or `EncoderMetadata`.
+
+    A builder may have the attribute `graph_refusals`: the reasons why no CUDA graph can serve its layers. If there is a
+    reason, `DecodeGraph` raises an error with all reasons.
 
     Attributes:
         block_size: tokens per block.

@@ -178,15 +178,38 @@ def check_gather(
     return gathered
 
 
+def check_block_cache(kv_cache: Tensor, argument: str = "kv_caches") -> None:
+    """Check a cache whose blocks are copied: a latent cache or a key/value cache; read no values.
+
+    Args:
+        kv_cache: [num_blocks, block_size, columns], or [2, num_blocks, block_size, Nkv, Dh].
+        argument: name of the cache in messages.
+    """
+    shape: tuple[int | str, ...] = ("num_blocks", "block_size", "columns")
+    if isinstance(kv_cache, Tensor) and kv_cache.dim() == 5:
+        shape = (2, "num_blocks", "block_size", "Nkv", "Dh")
+    check_tensor(argument, kv_cache, shape, storage_dtypes())
+    block_size = kv_cache.shape[shape.index("block_size")]
+    check(block_size >= 1, argument, "a block size of at least 1", block_size)
+    check_readable(argument, kv_cache)
+
+
+def cache_halves(kv_cache: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors [num_blocks, ...] of a cache: the keys and the values, or the latent cache itself."""
+    return kv_cache.unbind(0) if kv_cache.dim() == 5 else (kv_cache,)
+
+
 def check_swap(source: Tensor, target: Tensor, block_mapping: Tensor) -> None:
     """Check two caches between which blocks are copied: shapes, dtypes and memory; read no values.
 
-    `source` and `target` may be the same cache. Two different caches must not share storage.
+    Both are latent caches, or both are key/value caches. `source` and `target` may be the same cache. Two different
+    caches must not share storage.
     """
-    check_tensor("source", source, ("source_blocks", "block_size", "head_size"), storage_dtypes())
-    check_tensor("target", target, ("target_blocks", *source.shape[1:]), (source.dtype,))
+    check_block_cache(source, "source")
+    halves = source.shape[:1] if source.dim() == 5 else ()  # (2,) for a key/value cache
+    check_tensor("target", target, (*halves, "target_blocks", *source.shape[len(halves) + 1 :]), (source.dtype,))
     check_tensor("block_mapping", block_mapping, ("pairs", 2), (torch.int64,))
-    for name, tensor in (("source", source), ("target", target), ("block_mapping", block_mapping)):
+    for name, tensor in (("target", target), ("block_mapping", block_mapping)):
         check_readable(name, tensor)
     shared = source.numel() and source.untyped_storage().data_ptr() == target.untyped_storage().data_ptr()
     alike = (source.data_ptr(), source.shape, source.stride()) == (target.data_ptr(), target.shape, target.stride())

@@ -174,6 +174,9 @@ def check_tensor(
 def check_scale_values(argument: str, scale: Tensor | None) -> None:
     """Check that every number of a scale on the CPU is finite and above 0. A scale on a GPU is not read; None is legal.
 
+    While `torch.compile` traces the caller, the function checks nothing, because a traced tensor has no values. A
+    kernel launch that is not traced checks its scales when the compiled code runs.
+
     Raises:
         ValueError: a number is 0, negative, NaN or infinite.
     """
@@ -385,6 +388,7 @@ def check_blocks(
     block_size: int,
     num_blocks: int,
     argument: str = "block_table",
+    first_tokens: Tensor | None = None,
 ) -> None:
     """Check that the block table has valid blocks for all tokens of each request.
 
@@ -394,6 +398,7 @@ def check_blocks(
         block_size: tokens per block.
         num_blocks: blocks of the cache; block ids must be in [0, num_blocks).
         argument: name of the block table in messages.
+        first_tokens: [B] on the CPU; blocks wholly before this token of a request are not checked. None means 0.
 
     Raises:
         ValueError: the table has too few columns for a request, or a block id is out of range.
@@ -403,6 +408,8 @@ def check_blocks(
     for request, columns in enumerate(used):
         check(columns <= width, argument, f"at least {columns} columns for request {request}", width)
     owned = torch.arange(width, device="cpu") < torch.tensor(used, device="cpu")[:, None]
+    if first_tokens is not None:
+        owned &= torch.arange(width, device="cpu") >= (first_tokens // block_size)[:, None]
     block_table = block_table.cpu()
     wrong = owned & ((block_table < 0) | (block_table > num_blocks - 1))
     if wrong.any():

@@ -21,6 +21,8 @@ from .builder import AttentionMetadataBuilder, captured_batch, most_captured_tok
 from .cache_format import CacheFormat
 from .checks import check, check_int, check_tensor, check_type, is_positive_int
 from .decode_schedule import DecodeSchedule
+from .errors import UnsupportedConfiguration
+from .gqa.metadata import GQAMetadata, PagedAttentionMetadata
 from .graphs import GraphBuffers, captured_tensors, check_not_replaced
 from .metadata import CommonAttentionMetadata, DecodeMetadata, MLAMetadata
 from .ownership import ONE_RANK, get_dcp_local_seq_lens
@@ -147,7 +149,10 @@ def batch_of_capture(
 
 
 def batch_of_update(
-    builder: AttentionMetadataBuilder, captured: MLAMetadata, common: CommonAttentionMetadata
+    builder: AttentionMetadataBuilder,
+    captured: MLAMetadata | GQAMetadata,
+    common: CommonAttentionMetadata,
+    kind: type = MLAMetadata,
 ) -> CommonAttentionMetadata:
     """Return the batch of the next replay, with `max_query_len`, number of tokens and slots of the captured plan.
 
@@ -155,14 +160,15 @@ def batch_of_update(
         builder: builder that plans the graph.
         captured: the captured plan.
         common: the batch of the next replay.
+        kind: type of the builder's plans.
 
     Raises:
-        TypeError: `captured` is not the plan of a decode, or `common` is not a batch.
+        TypeError: `captured` is not the plan of a decode of type `kind`, or `common` is not a batch.
         ValueError: the batch has another number of requests, or more query tokens, than the captured plan; the batch
             has more or longer requests than the builder allows; a request has more keys on this rank than the captured
             plan allows; the slots were computed for another block size; the block table has too few columns.
     """
-    check_update(captured, common, builder.block_size)
+    check_update(captured, common, builder.block_size, kind)
     check_batch_size(common, builder.max_num_seqs, builder.max_model_len)
     owned = ONE_RANK if builder.ownership is None else builder.ownership
     if not has_host_lens(common):
@@ -190,16 +196,19 @@ def _check_blocks_of(builder: AttentionMetadataBuilder, common: CommonAttentionM
     check_table_width(common, builder.block_size * owned.size)
 
 
-def check_update(captured: MLAMetadata, common: CommonAttentionMetadata, block_size: int) -> None:
+def check_update(
+    captured: MLAMetadata | GQAMetadata, common: CommonAttentionMetadata, block_size: int, kind: type = MLAMetadata
+) -> None:
     """Check that a captured plan has room for the decodes of another batch; read no values on the device.
 
     Args:
         captured: the captured plan.
         common: the batch.
         block_size: tokens per block; the captured plan must have the same block size.
+        kind: type that the captured plan must have.
     """
-    check_type("captured", captured, MLAMetadata)
-    check_type("captured.decode", captured.decode, DecodeMetadata)
+    check_type("captured", captured, kind)
+    check_type("captured.decode", captured.decode, PagedAttentionMetadata if kind is GQAMetadata else DecodeMetadata)
     check_int("captured.num_decodes", captured.num_decodes, 0)
     check_int("captured.decode.max_query_len", captured.decode.max_query_len, 0)
     check_int("captured.decode.max_seq_len", captured.decode.max_seq_len, 0)
@@ -235,15 +244,22 @@ def _check_num_tokens(common: CommonAttentionMetadata, exactly: bool) -> None:
               f"{'' if exactly else 'at least '}{last}, the last of the offsets", tokens)  # fmt: skip
 
 
-def check_captured(captured: MLAMetadata, plan: MLAMetadata) -> None:
+def check_captured(captured: MLAMetadata | GQAMetadata, plan: MLAMetadata | GQAMetadata) -> None:
     """Check that the tensors of `plan` can be copied into the tensors of a captured plan; read no values."""
     check_type("captured.cache_format", captured.cache_format, CacheFormat)
     check(captured.cache_format == plan.cache_format, "captured.cache_format",
           f"{plan.cache_format.name}, the builder's format", captured.cache_format.name)  # fmt: skip
-    check(captured.fp8_mode == plan.fp8_mode, "captured.fp8_mode", f"{plan.fp8_mode}, the builder's mode",
-          captured.fp8_mode)  # fmt: skip
     pairs = [("decode.seq_lens", captured.decode.seq_lens, plan.decode.seq_lens),
              ("decode.visible_lens", captured.decode.visible_lens, plan.decode.visible_lens)]  # fmt: skip
+    if isinstance(plan, GQAMetadata):
+        check(captured.config == plan.config, "captured.config", "the builder's config", "another config")
+        check(captured.ownership == plan.ownership, "captured.ownership", f"{plan.ownership}, as in the builder",
+              captured.ownership)  # fmt: skip
+        if plan.decode.first_visible is not None:
+            pairs += [("decode.first_visible", captured.decode.first_visible, plan.decode.first_visible)]
+    else:
+        check(captured.fp8_mode == plan.fp8_mode, "captured.fp8_mode", f"{plan.fp8_mode}, the builder's mode",
+              captured.fp8_mode)  # fmt: skip
     check(captured.schedule is not None or plan.schedule is None, "captured.schedule",
           "a schedule as in the plan of the batch", None)  # fmt: skip
     if captured.schedule is not None:
@@ -290,8 +306,17 @@ def check_graph_support(graph_support: GraphSupport | None, query_len_support: Q
 def check_graph_sizes(
     builder: AttentionMetadataBuilder, batch_sizes: Sequence[int], max_blocks: int, hidden_size: int, query_len: int
 ) -> None:
-    """Check the sizes of a `DecodeGraph`: batch sizes, columns of the block table, hidden size and query length."""
+    """Check the builder and the sizes of a `DecodeGraph`: batches, columns of block tables, hidden size, query length.
+
+    Raises:
+        TypeError: `builder` is not a builder.
+        ValueError: a size is below 1, or above the builder's limit.
+        UnsupportedConfiguration: the builder has an attribute `graph_refusals` with reasons why no graph can serve its
+            layers.
+    """
     check_type("builder", builder, AttentionMetadataBuilder)
+    if reasons := getattr(builder, "graph_refusals", ()):
+        raise UnsupportedConfiguration(reasons)
     check_type("batch_sizes", batch_sizes, Sequence, "at least one positive int")
     sizes = list(batch_sizes)
     check(bool(sizes) and all(is_positive_int(size) for size in sizes), "batch_sizes", "at least one positive int",

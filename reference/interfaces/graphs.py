@@ -13,7 +13,8 @@ from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
 from .checks import check
-from .metadata import ContextParallelMetadata, MLAMetadata
+from .gqa.metadata import GQAMetadata
+from .metadata import MLAMetadata
 
 
 class GraphMemory(NamedTuple):
@@ -74,9 +75,10 @@ class GraphBuffers:
         return sum(tensor.nbytes for _, tensor in self.named())
 
 
-def captured_tensors(plan: MLAMetadata) -> tuple[tuple[str, Tensor | None], ...]:
+def captured_tensors(plan: MLAMetadata | GQAMetadata) -> tuple[tuple[str, Tensor | None], ...]:
     """Return pairs of name and tensor for the tensors that a graph reads; None for a tensor that the plan lacks."""
     decode, schedule = plan.decode, plan.schedule
+    windows = (("captured.decode.first_visible", decode.first_visible),) if isinstance(plan, GQAMetadata) else ()
     return (
         ("captured.slot_mapping", plan.slot_mapping),
         ("captured.decode.block_table", decode.block_table),
@@ -86,22 +88,25 @@ def captured_tensors(plan: MLAMetadata) -> tuple[tuple[str, Tensor | None], ...]
         ("captured.schedule.tile_ranges", None if schedule is None else schedule.tile_ranges),
         ("captured.schedule.split_offsets", None if schedule is None else schedule.split_offsets),
         *((f"captured.decode.prepared[{number}]", tensor) for number, tensor in enumerate(decode.prepared)),
+        *windows,
     )
 
 
-def write_captured(captured: MLAMetadata, plan: MLAMetadata) -> None:
+def write_captured(captured: MLAMetadata | GQAMetadata, plan: MLAMetadata | GQAMetadata) -> None:
     """Copy the values of a plan into the tensors of a captured plan, which a graph reads.
 
-    The function copies `visible_lens`, the schedule, the tensors that the backend of the decode prepared and, under
-    context parallelism, `seq_lens`. The caller writes the other tensors itself.
+    The function copies `visible_lens`, `first_visible` if the plan has a window, the schedule, the tensors that the
+    backend of the decode prepared and, under context parallelism, `seq_lens`. The caller writes the other tensors.
 
     Args:
         captured: the captured plan; the function writes its tensors.
         plan: plan of the next replay; the caller must call `check_captured` first.
     """
-    if isinstance(plan, ContextParallelMetadata):
+    if getattr(plan, "ownership", None) is not None:  # an `MLAMetadata` for one rank has no such field
         captured.decode.seq_lens.copy_(plan.decode.seq_lens)
     captured.decode.visible_lens.copy_(plan.decode.visible_lens)
+    if isinstance(plan, GQAMetadata) and plan.decode.first_visible is not None:
+        captured.decode.first_visible.copy_(plan.decode.first_visible)
     if captured.schedule is not None and captured.schedule.tile_ranges is not None:
         captured.schedule.tile_ranges.copy_(plan.schedule.tile_ranges)
         captured.schedule.split_offsets.copy_(plan.schedule.split_offsets)

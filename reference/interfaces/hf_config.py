@@ -8,6 +8,7 @@ from typing import Any
 
 from .checks import MOST_NUMBER, check, check_int, check_type, short_text
 from .errors import UnsupportedConfiguration
+from .hf_values import enables
 from .rope_config import RopeConfig, YarnConfig
 
 # {feature that is not implemented: fields of transformers configs that enable the feature}
@@ -63,27 +64,16 @@ _SWITCHES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def _asks(value: object) -> bool:
-    """Return whether the value of a field enables a feature.
-
-    None, False, 0 and an empty string, list, tuple, set or dict do not enable a feature. Any other value does, for
-    example a tensor.
-    """
-    if value is None or isinstance(value, bool | int | float | str | list | tuple | set | Mapping):
-        return bool(value)
-    return True
-
-
 def _list_of(config: Any, path: str, name: str, reasons: list[str]) -> list[Any]:
     """Return the elements of a field that has one element for each layer.
 
     The result is empty if the field is missing, or if its value is neither a list nor a tuple. For a value of another
-    type that enables a feature (`_asks`), the function also adds a reason to `reasons`.
+    type that enables a feature (`enables`), the function also adds a reason to `reasons`.
     """
     value = getattr(config, name, None)
     if isinstance(value, list | tuple):
         return list(value)
-    if _asks(value):
+    if enables(value):
         reasons.append(f"{path}.{name}: expected a list or None, got {short_text(value)}")
     return []
 
@@ -94,13 +84,13 @@ def _other_attention(config: Any, path: str = "config") -> list[str]:
     switched_off = [
         name
         for switch, names in _SWITCHES.items()
-        if (value := getattr(config, switch, None)) is not None and not _asks(value)
+        if (value := getattr(config, switch, None)) is not None and not enables(value)
         for name in names
     ]
     for what, names in _OTHER_ATTENTION.items():
         asked = {name: getattr(config, name, None) for name in names if name not in switched_off}
         reasons += [f"{path}.{name}: {what} not implemented, got {short_text(value)}" for name, value in asked.items()
-                    if _asks(value)]  # fmt: skip
+                    if enables(value)]  # fmt: skip
     layer_types = _list_of(config, path, "layer_types", reasons)
     if others := dict.fromkeys(short_text(kind) for kind in layer_types if kind != "full_attention"):
         reasons.append(f"{path}.layer_types: only 'full_attention' is implemented, got {', '.join(others)}")
@@ -112,7 +102,7 @@ def _other_attention(config: Any, path: str = "config") -> list[str]:
     if position is not None and not (isinstance(position, str) and position in ("rope", "rotary")):
         reasons.append(f"{path}.position_embedding_type: only 'rope' is implemented, got {short_text(position)}")
     rope_layers = _list_of(config, path, "no_rope_layers", reasons)  # 1: the layer has rope; 0: the layer has no rope
-    if not all(map(_asks, rope_layers)):
+    if not all(map(enables, rope_layers)):
         reasons.append(f"{path}.no_rope_layers: layers without rope are not implemented, got {short_text(rope_layers)}")
     sources = _list_of(config, path, "kv_source_layers", reasons)  # for each layer: the layer whose KV cache it reads
     if not all(isinstance(source, int) and source == layer for layer, source in enumerate(sources)):
@@ -122,7 +112,7 @@ def _other_attention(config: Any, path: str = "config") -> list[str]:
     if isinstance(nested, Mapping):
         nested = SimpleNamespace(**{str(name): value for name, value in nested.items()})
     if isinstance(nested, bool | int | float | str | list | tuple):
-        if _asks(nested):
+        if enables(nested):
             reasons.append(f"config.attn_config: expected a dict or None, got {short_text(nested)}")
     elif nested is not None:
         reasons += _other_attention(nested, "config.attn_config")
@@ -132,8 +122,8 @@ def _other_attention(config: Any, path: str = "config") -> list[str]:
 def _rope_from_hf(config: Any, model_type: str) -> RopeConfig:
     """Return the rotary parameters of a transformers config; raise an error with every unsupported parameter."""
     fields = ("rope_parameters", "rope_scaling")  # `rope_scaling` is the older name
-    field = next((name for name in fields if _asks(getattr(config, name, None))), fields[0])
-    given = getattr(config, field, None) if _asks(getattr(config, field, None)) else {}
+    field = next((name for name in fields if enables(getattr(config, name, None))), fields[0])
+    given = getattr(config, field, None) if enables(getattr(config, field, None)) else {}
     if not isinstance(given, Mapping):
         raise UnsupportedConfiguration([f"config.{field}: expected a dict or None, got {short_text(given)}"])
     parameters = dict(given)
@@ -154,7 +144,7 @@ def _rope_from_hf(config: Any, model_type: str) -> RopeConfig:
             return default
         return value
 
-    kind = next((parameters[name] for name in ("rope_type", "type") if _asks(parameters.get(name))), "default")
+    kind = next((parameters[name] for name in ("rope_type", "type") if enables(parameters.get(name))), "default")
     theta = float(number("rope_theta", 10000.0, beside=True))
     if theta <= 1:
         reasons.append(f"config.rope_theta: expected a number above 1, got {theta}")
@@ -169,7 +159,7 @@ def _rope_from_hf(config: Any, model_type: str) -> RopeConfig:
         reasons.append(f"config.{field}: rope type {got} is not implemented; expected default or yarn")
     if kind == "yarn" and parameters.get("attention_factor") is not None:
         reasons.append(f"config.{field}: an explicit attention_factor is not implemented")
-    if kind == "yarn" and not _asks(parameters.get("truncate", True)):
+    if kind == "yarn" and not enables(parameters.get("truncate", True)):
         reasons.append(f"config.{field}: truncate=False is not implemented")
     original = number("original_max_position_embeddings", None)
     if kind == "yarn" and not original:
@@ -180,7 +170,7 @@ def _rope_from_hf(config: Any, model_type: str) -> RopeConfig:
     reasons += [
         f"config.{field}: {name} is not implemented, got {short_text(parameters[name])}"
         for name in ("llama_4_scaling_beta", "mrope_section")
-        if _asks(parameters.get(name))
+        if enables(parameters.get(name))
     ]
     if (factor := number("partial_rotary_factor", 1.0, beside=True)) != 1:
         reasons.append(f"config.{field}: a partial_rotary_factor is not implemented, got {factor}")
@@ -219,11 +209,11 @@ def fields_from_hf(config: Any) -> dict[str, Any]:
     reasons = [
         f"config.{name}: latent scaling is not implemented, got {short_text(getattr(config, name))}"
         for name in ("mla_scale_q_lora", "mla_scale_kv_lora")
-        if _asks(getattr(config, name, None))
+        if enables(getattr(config, name, None))
     ]
     if model_type == "longcat_flash" and not reasons:  # transformers scales the latents even if both fields are off
         reasons.append("config.model_type: latent scaling is not implemented, got 'longcat_flash'")
-    if _asks(top_k := getattr(config, "index_topk", None)):
+    if enables(top_k := getattr(config, "index_topk", None)):
         reasons.append(f"config.index_topk: sparse-attention indexers are not implemented, got {short_text(top_k)}")
     reasons += _other_attention(config)
     rope = RopeConfig()
@@ -237,7 +227,7 @@ def fields_from_hf(config: Any) -> dict[str, Any]:
     for name in required:
         check_int(f"config.{name}", getattr(config, name), 0 if name == "qk_rope_head_dim" else 1)
     check(config.qk_rope_head_dim % 2 == 0, "config.qk_rope_head_dim", "an even int", config.qk_rope_head_dim)
-    if _asks(q_lora_rank):
+    if enables(q_lora_rank):
         check_int("config.q_lora_rank", q_lora_rank, 1, "a positive int or None")
     return dict(
         hidden_size=config.hidden_size,

@@ -52,6 +52,7 @@ class KVScale(KeepsDtypes):
         value: the scale; None leaves the choice to the first write to the cache.
         source: where `value` comes from; unused if `value` is None.
         device: device of the buffer; None takes the device of `value` if it is a tensor, otherwise the CPU.
+        name: name of the scale in messages: "kv_scale", or "k_scale" and "v_scale" in a layer that has both.
 
     Attributes:
         value: float32 tensor [], the scale; 1.0 until the scale is chosen.
@@ -68,9 +69,12 @@ class KVScale(KeepsDtypes):
         value: float | Tensor | None = None,
         source: ScaleSource = ScaleSource.ARGUMENT,
         device: torch.device | None = None,
+        name: str = "kv_scale",
     ):
         super().__init__()
         check_type("source", source, ScaleSource)
+        check_type("name", name, str)
+        self.name = name
         device = device if device is None else check_device("device", device)
         with torch.inference_mode(False):  # PyTorch counts no changes of an inference tensor
             self.register_buffer("value", torch.ones((), dtype=torch.float32, device=device), persistent=False)
@@ -95,7 +99,7 @@ class KVScale(KeepsDtypes):
         """
         check_type("source", source, ScaleSource)
         number = scale_number("value", value)
-        check(not self.written, "kv_scale", "no change after the first write to the cache", number)
+        check(not self.written, self.name, "no change after the first write to the cache", number)
         self._number = number
         self.value.fill_(number)
         self._changes = self.value._version
@@ -118,7 +122,7 @@ class KVScale(KeepsDtypes):
         """
         if self.source is None:
             wanted = "a scale before torch.compile traces the layer: an argument, or one eager step with a prefill"
-            check(not torch.compiler.is_compiling(), "kv_scale", wanted, "no scale")
+            check(not torch.compiler.is_compiling(), self.name, wanted, "no scale")
             if has_prefill and not is_capturing(self.value.device):
                 found = largest().to(torch.float32)
                 if not bool(found > 0):  # zeros are stored as zeros with any scale
@@ -128,8 +132,8 @@ class KVScale(KeepsDtypes):
                 self.source = ScaleSource.FIRST_PREFILL
             else:
                 warnings.warn(
-                    "kv_scale: a cache with one scale is written before any prefill, so the scale is 1.0; pass kv_scale"
-                    " or run a prefill first",
+                    f"{self.name}: a cache with one scale is written before any prefill, so the scale is 1.0; pass"
+                    f" {self.name} or run a prefill first",
                     stacklevel=2,
                 )
                 self.source = ScaleSource.DEFAULT
@@ -140,14 +144,13 @@ class KVScale(KeepsDtypes):
     def check_unchanged(self) -> None:
         """Raise if other code changed the buffer `value` in place. The check does not read the buffer.
 
+        Under `torch.compile`, the check runs when the code is traced, and not in later calls of the compiled code.
+
         Raises:
             ValueError: the buffer was changed.
         """
-        if not torch.compiler.is_compiling():
-            unchanged = self._changes == self.value._version
-            check(
-                unchanged, "kv_scale", "a scale that only KVScale.choose changes", "a buffer that was changed in place"
-            )
+        unchanged = self._changes == _changes_of(self.value)
+        check(unchanged, self.name, "a scale that only KVScale.choose changes", "a buffer that was changed in place")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KVScale:
         if self.written:
@@ -163,6 +166,12 @@ class KVScale(KeepsDtypes):
     def _moved(self, name: str, device: torch.device) -> Tensor:
         """Return the scale on another device; on the device meta, the buffer has no value to move."""
         return torch.full_like(self.value, self._number, device=device) if self.value.is_meta else self.value.to(device)
+
+
+@torch.compiler.assume_constant_result  # `torch.compile` calls this function and does not trace it
+def _changes_of(buffer: Tensor) -> int:
+    """Return how often PyTorch has seen a change of the buffer in place."""
+    return buffer._version
 
 
 def make_kv_scale(cache_format: CacheFormat, value: float | Tensor | None, device: torch.device) -> KVScale | None:
@@ -262,22 +271,32 @@ def checkpoint_scale(module: nn.Module) -> Tensor | float | None:
 class CalibratedScales(dict[str, float]):
     """Scales of a calibration: a mapping from the name of a layer to the scale of its cache.
 
+    A key/value cache has two scales: the mapping then has the scale of the keys.
+
     Args:
         caches: mapping from the name of a layer to the scale of its cache.
         queries: mapping from the name of a layer to the scale of its queries in e4m3 (8 bits).
+        cached_values: mapping from the name of a layer to the scale of the values in its key/value cache.
 
     Attributes:
         queries: the scales of the queries, by the name of the layer; empty if the calibration has none.
+        cached_values: the scales of the values in key/value caches, by the name of the layer; empty if there are none.
 
     Raises:
         TypeError: an argument is neither a mapping nor None.
     """
 
-    def __init__(self, caches: Mapping[str, float] | None = None, queries: Mapping[str, float] | None = None):
-        for name, scales in (("caches", caches), ("queries", queries)):
+    def __init__(
+        self,
+        caches: Mapping[str, float] | None = None,
+        queries: Mapping[str, float] | None = None,
+        cached_values: Mapping[str, float] | None = None,
+    ):
+        for name, scales in (("caches", caches), ("queries", queries), ("cached_values", cached_values)):
             check_type(name, scales, (Mapping, type(None)), "a mapping or None")
         super().__init__({} if caches is None else caches)
         self.queries: dict[str, float] = {} if queries is None else dict(queries)
+        self.cached_values: dict[str, float] = {} if cached_values is None else dict(cached_values)
 
 
 def _scale_of(largest: list[Tensor]) -> float:
@@ -290,16 +309,19 @@ def _scale_of(largest: list[Tensor]) -> float:
 def calibrate_kv_scales(layers: Mapping[str, nn.Module]) -> Iterator[CalibratedScales]:
     """Record the largest absolute values of each layer, and compute scales at the end of the `with` block.
 
-    The scale of a cache comes from the values that the layer writes to its cache. The scale of queries comes from the
-    absorbed queries of all tokens, also of prefills. The caches of the layers may have any format. Run a few prompts
-    inside the `with` block.
+    The scale of a cache comes from the values that the layer writes to its cache; a key/value cache has one scale for
+    the keys and one for the values. The scale of queries comes from the queries of all tokens, also of prefills (in
+    MLA, from the absorbed queries). The caches of the layers may have any format. Run a few prompts inside the `with`
+    block.
 
     Args:
-        layers: mapping from the name of a layer to its `MLAAttention`.
+        layers: mapping from the name of a layer to its `MLAAttention` or `GQAAttention`. A layer that reads the cache
+            of another layer gets no scale of a cache.
 
     Yields:
-        Mapping from the name of a layer to the scale of its cache. The attribute `queries` of this mapping has the
-        scales of the queries. Mapping and attribute are empty until the `with` block ends.
+        Mapping from the name of a layer to the scale of its cache, or of its cached keys. The attributes `queries` and
+        `cached_values` of this mapping have the scales of the queries and of cached values. Mapping and attributes are
+        empty until the `with` block ends.
 
     Raises:
         TypeError: `layers` is not a mapping to layers.
@@ -307,19 +329,27 @@ def calibrate_kv_scales(layers: Mapping[str, nn.Module]) -> Iterator[CalibratedS
     """
     check_type("layers", layers, Mapping)
     for name, layer in layers.items():
-        check(hasattr(layer, "observed"), "layers", f"an MLAAttention at {name!r}", type(layer).__name__)
+        check(hasattr(layer, "observed"), "layers", f"an attention layer at {name!r}", type(layer).__name__)
     scales = CalibratedScales()
-    for layer in layers.values():
-        layer.observed, layer.observed_queries = [], []
+    lists = ("observed", "observed_values", "observed_queries")
+    recorded = [(layer, each) for layer in layers.values() for each in lists if hasattr(layer, each)]
+    for layer, each in recorded:  # an `MLAAttention` has no `observed_values`
+        setattr(layer, each, [])
     try:
         yield scales
     finally:
-        observed = {name: (layer.observed, layer.observed_queries) for name, layer in layers.items()}
-        for layer in layers.values():
-            layer.observed = layer.observed_queries = None
-    for name, (entries, queries) in observed.items():
-        check(len(entries) > 0, "layers", f"a step of the layer {name!r} in the with block", "no step")
-        scales[name], scales.queries[name] = _scale_of(entries), _scale_of(queries)
+        observed = {name: [getattr(layer, each, None) for each in lists] for name, layer in layers.items()}
+        for layer, each in recorded:
+            setattr(layer, each, None)
+    for name, (entries, values, queries) in observed.items():
+        found = entries or queries
+        check(len(found) > 0, "layers", f"a step of the layer {name!r} in the with block", "no step")
+        for result, largest in ((scales, entries), (scales.cached_values, values), (scales.queries, queries)):
+            if largest:
+                result[name] = _scale_of(largest)
+
+
+_EXTRA_SCALES = {"q_scales": "queries", "v_scales": "cached_values"}  # keys of the file, attributes of the scales
 
 
 def save_kv_scales(path: str | os.PathLike, scales: Mapping[str, float], cache_format: CacheFormat = FP8_E4M3) -> None:
@@ -327,8 +357,8 @@ def save_kv_scales(path: str | os.PathLike, scales: Mapping[str, float], cache_f
 
     Args:
         path: the file; an existing file is replaced.
-        scales: mapping from the name of a layer to the scale of its cache. The file also gets the scales of queries if
-            `scales` is a `CalibratedScales`.
+        scales: mapping from the name of a layer to the scale of its cache. The file also gets the scales of queries and
+            of cached values if `scales` is a `CalibratedScales`.
         cache_format: format of the caches that use the scales. The scales of queries do not depend on this format.
 
     Raises:
@@ -339,8 +369,10 @@ def save_kv_scales(path: str | os.PathLike, scales: Mapping[str, float], cache_f
     check(cache_format.layer_scale, "cache_format", "a format with one scale for each layer", cache_format.name)
     check_type("scales", scales, Mapping)
     content = {"cache_format": cache_format.name, "kv_scales": _numbers("scales", scales)}
-    if isinstance(scales, CalibratedScales) and scales.queries:
-        content["q_scales"] = _numbers("scales.queries", scales.queries)
+    if isinstance(scales, CalibratedScales):
+        for key, name in _EXTRA_SCALES.items():
+            if found := getattr(scales, name):
+                content[key] = _numbers(f"scales.{name}", found)
     Path(path).write_text(json.dumps(content, indent=1) + "\n")
 
 
@@ -357,8 +389,8 @@ def load_kv_scales(path: str | os.PathLike, cache_format: CacheFormat = FP8_E4M3
         cache_format: format of the caches that will use the scales.
 
     Returns:
-        Mapping from the name of a layer to the scale of its cache. The attribute `queries` of this mapping has the
-        scales of queries; the attribute is empty if the file has none.
+        Mapping from the name of a layer to the scale of its cache. The attributes `queries` and `cached_values` of this
+        mapping have the scales of queries and of cached values; an attribute is empty if the file has none.
 
     Raises:
         OSError: the file cannot be read.
@@ -375,9 +407,12 @@ def load_kv_scales(path: str | os.PathLike, cache_format: CacheFormat = FP8_E4M3
     stored_for = found.get("cache_format")
     check(stored_for in CACHE_FORMATS, "path", f"a cache_format among {', '.join(CACHE_FORMATS)}", stored_for)
     check(stored_for == cache_format.name, "path", f"scales for format {cache_format.name}", stored_for)
-    queries = found.get("q_scales", {})
-    check(isinstance(queries, dict), "path", "q_scales by the name of a layer", type(queries).__name__)
-    return CalibratedScales(_numbers("kv_scales", found["kv_scales"]), _numbers("q_scales", queries))
+    extra = {}
+    for key, name in _EXTRA_SCALES.items():
+        scales = found.get(key, {})
+        check(isinstance(scales, dict), "path", f"{key} by the name of a layer", type(scales).__name__)
+        extra[name] = _numbers(key, scales)
+    return CalibratedScales(_numbers("kv_scales", found["kv_scales"]), **extra)
 
 
 def check_path(path: str | os.PathLike) -> None:
@@ -385,18 +420,24 @@ def check_path(path: str | os.PathLike) -> None:
     check_type("path", path, (str, os.PathLike), "a path")
 
 
-def check_equal_scales(source: Tensor | None, target: Tensor | None) -> None:
-    """Check that two caches between which blocks are copied have the same scale. The check reads both scales.
+def check_equal_scales(source: Tensor | None, target: Tensor | None, kv_cache: Tensor | None = None) -> None:
+    """Check that two caches between which blocks are copied have the same scales. The check reads all scales.
+
+    Args:
+        source: scale of the source cache: [] for a latent cache, [2] (of keys and of values) for a key/value cache.
+        target: scale of the target cache, of the same shape.
+        kv_cache: one of the caches, which determines the shape; None means a latent cache.
 
     Raises:
         ValueError: one of the scales is missing, or the scales differ.
     """
     if source is None and target is None:
         return
+    shape = (2,) if kv_cache is not None and kv_cache.dim() == 5 else ()
     names = ("source_scale", "target_scale")
     for name, scale in zip(names, (source, target), strict=True):
-        check(scale is not None, name, "a float32 tensor [], because the other cache has a scale", None)
-        check_tensor(name, scale, (), (torch.float32,))
+        check(scale is not None, name, f"a float32 tensor {list(shape)}, because the other cache has a scale", None)
+        check_tensor(name, scale, shape, (torch.float32,))
         check_readable(name, scale)
-    values = float(source), float(target)
+    values = source.tolist(), target.tolist()
     check(values[0] == values[1], "target_scale", f"{values[0]}, the scale of source", values[1])

@@ -15,7 +15,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from .cache_format import E4M3, E4M3_MAX, CacheFormat, check_format
-from .checks import check, check_flag, check_tensor, check_type
+from .checks import check, check_flag, check_tensor, check_type, wide_dtype
 from .errors import UnsupportedConfiguration
 
 CONVERTED = "converted"
@@ -109,6 +109,20 @@ def to_e4m3(x: Float[Tensor, "*any"], scale: Float[Tensor, "*#any"]) -> Shaped[T
     """
     quotient = x.to(torch.float32) / scale
     return torch.where(quotient.isnan(), torch.nan, quotient.clamp(-E4M3_MAX, E4M3_MAX)).to(E4M3)
+
+
+def from_e4m3(
+    stored: Shaped[Tensor, "*any"], scale: Float[Tensor, "*#any"], dtype: torch.dtype
+) -> Float[Tensor, "*any"]:
+    """Return numbers in e4m3 times their scale, with the product computed in float32 (float64 for float64).
+
+    Args:
+        stored: numbers in e4m3.
+        scale: float32, of a shape that can be broadcast to the shape of `stored`.
+        dtype: dtype of the result, to which the product is rounded.
+    """
+    wide = wide_dtype(dtype)
+    return (stored.to(wide) * scale.to(wide)).to(dtype)
 
 
 def e4m3_scale(largest: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from .checks import check, check_flag, check_int, check_type
 from .config import MLAConfig
+from .layer_parameters import GQAHyperparameters
 from .support import QueryLenSupport
 
 MOST_WORKSPACE_TOKENS = 64 * 1024  # largest number of context tokens that a prefill expands at once, as in vLLM
@@ -146,27 +147,44 @@ class GlobalHyperparameters:
     softmax_scale: float
 
 
-def infer_global_hyperparameters(layers: Mapping[str, Any]) -> GlobalHyperparameters:
+def infer_global_hyperparameters(layers: Mapping[str, Any]) -> GlobalHyperparameters | GQAHyperparameters:
     """Return the hyperparameters that all layers of a model have in common, and raise if a layer differs.
 
     Args:
-        layers: mapping from the name of a layer to its `MLAConfig`, or to an object with a config as `.config` (an
-            `MLAAttention`).
+        layers: mapping from the name of a layer to its `MLAConfig` or `GQAConfig`, or to an attention layer with such
+            a config as `.config`. The `.cache_format` of a GQA layer is one of its hyperparameters.
+
+    Returns:
+        A `GlobalHyperparameters` for MLA layers, a `GQAHyperparameters` for GQA layers.
 
     Raises:
-        ValueError: `layers` is empty, or a layer differs from the first layer; the message names the layer.
+        ValueError: `layers` is empty, or a layer differs from the first layer in a value or in its attention family;
+            the message names both layers.
     """
     check_type("layers", layers, Mapping)
     check(len(layers) > 0, "layers", "at least one layer", "none")
-    found = {}
-    for name, layer in layers.items():
-        config = layer if isinstance(layer, MLAConfig) else getattr(layer, "config", None)
-        check(isinstance(config, MLAConfig), "layers", f"an MLAConfig, or a layer with a config, at {name!r}",
-              type(layer).__name__)  # fmt: skip
-        found[name] = GlobalHyperparameters(*(getattr(config, f.name) for f in fields(GlobalHyperparameters)))
+    found = {name: _hyperparameters(name, layer) for name, layer in layers.items()}
     first, *others = found
     for name in others:
-        for field in fields(GlobalHyperparameters):
-            wanted, got = (getattr(found[layer], field.name) for layer in (first, name))
+        wanted, got = (type(found[layer]).__name__ for layer in (first, name))
+        check(wanted == got, "layers", f"{wanted} of {first!r} in all layers (one family)", f"{got} at {name!r}")
+        for field in fields(found[first]):
+            wanted, got = (_text(getattr(found[layer], field.name)) for layer in (first, name))
             check(wanted == got, "layers", f"{field.name} {wanted} of {first!r} in all layers", f"{got} at {name!r}")
     return found[first]
+
+
+def _hyperparameters(name: str, layer: Any) -> GlobalHyperparameters | GQAHyperparameters:
+    """Return the hyperparameters of one layer, a frozen dataclass."""
+    config = getattr(layer, "config", layer)
+    if isinstance(config, MLAConfig):
+        return GlobalHyperparameters(*(getattr(config, field.name) for field in fields(GlobalHyperparameters)))
+    read = getattr(config, "hyperparameters", None)  # `GQAConfig.hyperparameters`; its module imports this one's
+    check(callable(read), "layers", f"an MLAConfig or GQAConfig, or a layer with a config, at {name!r}",
+          type(layer).__name__)  # fmt: skip
+    return read(layer.cache_format) if hasattr(layer, "cache_format") else read()
+
+
+def _text(value: Any) -> Any:
+    """Return the name of a value that has a name, such as a cache format, and every other value itself."""
+    return getattr(value, "name", value)

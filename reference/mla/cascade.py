@@ -44,6 +44,9 @@ def use_cascade_attention(
     conditions hold: memory traffic limits the decode, and the cascade saves more bytes of the prefix than the states
     add.
 
+    The estimate is the same for every fp8 mode of a decode (`mla_decode`): the modes read the same bytes of the cache,
+    and no cost of a product in e4m3 has been measured.
+
     Args:
         common_prefix_len: number of context tokens that all requests share, as the function `common_prefix_len`
             returns it.

@@ -55,6 +55,9 @@ def choose_path(
       the absorbed path.
     - Without context (c = 0) the expanded path always needs fewer FLOPs.
 
+    The estimate is the same for every fp8 mode of a decode (`mla_decode`): the modes read the same bytes of the cache,
+    and `PathCosts` has no cost for a product in e4m3.
+
     Args:
         query_len: q, new tokens of the request.
         context_len: c, cached tokens of the request.
@@ -118,7 +121,8 @@ def choose_paths(
     - A request with at most `decode_threshold` new tokens may always take the absorbed path. CUDA graphs need this
       rule, because a captured graph cannot change the path.
     - A request with more new tokens may take the absorbed path if `choose_path` returns "absorbed" for it, and if
-      `query_len_support` is VARLEN (the decode kernel supports any query lengths).
+      `query_len_support` is VARLEN (the decode kernel supports any query lengths). The result is the same for every
+      fp8 mode, because `choose_path` does not depend on the mode.
 
     Args:
         query_lens: [B], new tokens of each request, on the CPU.

@@ -77,6 +77,8 @@ class DecodeGraph:
         TypeError: `builder` is not an `AttentionMetadataBuilder`, or another argument has a wrong type.
         ValueError: `batch_sizes` is empty, or has a size below 1 or above the builder's `max_num_seqs`; another number
             is below 1; the builder cannot plan a graph for `query_len`; a layer has another cache format or fp8 mode.
+        UnsupportedConfiguration: no graph can serve the builder's layers, such as cross attention
+            (`AttentionMetadataBuilder`).
     """
 
     def __init__(

@@ -12,6 +12,7 @@ from ..interfaces import (
     check_prefix_split,
     check_table_width,
 )
+from ..interfaces.gqa import PagedAttentionMetadata
 
 
 def common_prefix_len(common: CommonAttentionMetadata, block_size: int) -> int:
@@ -52,6 +53,9 @@ def split_shared_prefix(
     The plan over the prefix has one request with all query tokens. This function does not check that the requests
     share the prefix. The function `common_prefix_len` returns the length of the prefix that the requests share.
 
+    Each part counts keys from its own first key. If `metadata` has a window (`first_visible`), each part has the keys
+    of the window that lie in this part; a part without such keys is an empty row.
+
     Args:
         metadata: plan of the decode.
         common_prefix_len: tokens of the shared prefix: a multiple of `block_size`, and at most the context of every
@@ -69,7 +73,14 @@ def split_shared_prefix(
     """
     blocks = check_prefix_split(metadata, common_prefix_len, block_size, row)
     tokens, device = metadata.visible_lens.shape[0], metadata.seq_lens.device
-    prefix = DecodeMetadata(
+    kind, of_prefix, of_suffix = DecodeMetadata, {}, {}
+    if isinstance(metadata, PagedAttentionMetadata):
+        kind, first = PagedAttentionMetadata, metadata.first_visible
+        if first is not None:
+            of_prefix = {"first_visible": first.clamp(max=common_prefix_len)}
+            of_suffix = {"first_visible": (first - common_prefix_len).clamp(min=0)}
+    prefix = kind(
+        **of_prefix,
         block_table=metadata.block_table[row : row + 1, :blocks],
         seq_lens=torch.tensor([common_prefix_len], dtype=torch.int32, device=device),
         query_start_loc=torch.tensor([0, tokens], dtype=torch.int32, device=device),
@@ -78,7 +89,8 @@ def split_shared_prefix(
         max_seq_len=common_prefix_len,
         block_size=metadata.block_size,
     )
-    suffix = DecodeMetadata(
+    suffix = kind(
+        **of_suffix,
         block_table=metadata.block_table[:, blocks:],
         seq_lens=(metadata.seq_lens - common_prefix_len).clamp(min=0),
         query_start_loc=metadata.query_start_loc,

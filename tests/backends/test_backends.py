@@ -461,7 +461,7 @@ def test_explain_decodes_together(block_size, served, capability):
     capability(9, 0)
     found = explained(block_size=block_size)
     for op in DECODES:
-        assert found[op].split(" ")[0] == served, op
+        assert found[op].startswith(f"{served}, chosen by priority"), op
 
 
 def test_explain_lists_what_is_bound_and_what_is_chosen(capability):
@@ -469,9 +469,9 @@ def test_explain_lists_what_is_bound_and_what_is_chosen(capability):
     for backend in ("hopper", {"mla_decode": "hopper"}):
         found = explained(backend=backend)
         assert {op for op, said in found.items() if said == "hopper, bound"} == set(DECODES)
-        chosen = "triton, chosen (cpu: serves device cpu, got cuda; hopper: has no kernel for apply_rope)"
+        chosen = "triton, chosen by priority (cpu: serves device cpu, got cuda; hopper: has no kernel for apply_rope)"
         assert found["apply_rope"] == chosen
-        assert all(said.startswith("triton, chosen (") for op, said in found.items() if op not in DECODES)
+        assert all(said.startswith("triton, chosen by priority (") for op, said in found.items() if op not in DECODES)
     assert set(explained(backend="triton").values()) == {"triton, bound"}
     found = explained(backend="hopper", block_size=48)
     reason = "hopper: serves block sizes (16, 32, 64, 128), got 48"

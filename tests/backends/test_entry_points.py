@@ -73,7 +73,7 @@ def test_a_distribution_with_backends(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0].startswith("names: cpu triton hopper torch_flash")
+    assert lines[0].startswith("names: cpu triton hopper torch torch_flash")
     assert {"toy", "second", "third"} <= set(lines[0].split())
     warnings = sorted(line for line in lines if line.startswith("warning: "))
     assert len(warnings) == 2, warnings

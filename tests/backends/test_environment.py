@@ -87,7 +87,7 @@ def test_explain_names_the_variable(monkeypatch):
     lines = backends.explain(DIRECT, device="cpu", dtype=torch.float32).splitlines()
     said = dict(line.split(": ", 1) for line in lines)
     assert {said[op] for op in DECODES} == {f"cpu, bound by {DECODE}"}
-    assert said["apply_rope"].startswith("cpu, chosen (")
+    assert said["apply_rope"].startswith("cpu, chosen by priority (")
 
 
 def test_most_similar_name():

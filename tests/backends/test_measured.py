@@ -10,11 +10,13 @@ import torch
 
 import fast
 from fast import backends
-from fast.backends import AttentionSizes, KernelRequest, measured
+from fast.backends import AttentionSizes, Backend, KernelRequest, measured
 from fast.backends.measured import fastest, read_table
+from fast.backends.own import CPU
 from fast.mla.prefill_choice import prefill_requests
 
 from ..support import commands
+from ..support.backends import registered
 from ..support.factories import DIRECT, make_batch
 
 OP = "flash_attn_varlen"
@@ -30,7 +32,7 @@ def request(sizes, causal=True):
 def hopper(monkeypatch):
     """Take the times that were measured on compute capability 9.0."""
     table = read_table(measured.TABLES / "9.0.json")
-    monkeypatch.setattr(measured, "_table_of", lambda device: table)
+    monkeypatch.setattr(measured, "table_of", lambda device: table)
     return table
 
 
@@ -41,12 +43,12 @@ def test_sizes_are_rounded_up():
 
 def test_every_measured_row_gets_its_fastest_backend(hopper):
     """Ask for the sizes of each row -> the backend that was the fastest in this row, of those that are present."""
-    for row in hopper:
+    for row in hopper.rows:
         asked = KernelRequest(OP, torch.device("cuda", 0), torch.bfloat16, mask="causal" if row.causal else None,
                               sizes=row.sizes)  # fmt: skip
         for names in (NAMES, NAMES[1:], NAMES[::2]):
             assert fastest(names, [asked]) == min(names, key=row.times_us.get)
-    winners = {min(NAMES, key=row.times_us.get) for row in hopper}
+    winners = {min(NAMES, key=row.times_us.get) for row in hopper.rows}
     assert winners == set(NAMES)  # the winner depends on the shape
 
 
@@ -64,12 +66,12 @@ def test_priorities_decide_without_times(hopper, monkeypatch):
     assert fastest(NAMES, [request(None)]) == "flash_attn_3"
     assert fastest(("new", *NAMES), [request(far)]) == "new"
     assert fastest(("triton", "new"), [request(far)]) == "triton"
-    monkeypatch.setattr(measured, "_table_of", lambda device: ())
+    monkeypatch.setattr(measured, "table_of", lambda device: None)
     assert fastest(NAMES, [request(far)]) == "flash_attn_3"
 
 
 def test_no_table_for_a_cpu():
-    assert measured._table_of(torch.device("cpu")) == ()
+    assert measured.table_of(torch.device("cpu")) is None
     asked = KernelRequest(OP, torch.device("cpu"), torch.float32, sizes=AttentionSizes.rounded(1, 2, 3, 4))
     assert backends.select(asked).name == "cpu"
 
@@ -99,6 +101,75 @@ def test_the_table_is_the_published_result():
     assert json.loads((measured.TABLES / "9.0.json").read_text()) == json.loads(
         (folder / "h100-backends.json").read_text()
     )
+
+
+def explained(**options) -> dict[str, str]:
+    """Return the line of `explain` for each op of a layer on the CPU."""
+    lines = backends.explain(DIRECT, device="cpu", dtype=torch.float32, **options).splitlines()
+    return dict(line.split(": ", 1) for line in lines)
+
+
+@pytest.fixture
+def shapes(monkeypatch):
+    """Measure two backends for three shapes; "slow" has the highest priority, and "quick" wins for two shapes."""
+    rows = [
+        measured.MeasuredRow(causal, AttentionSizes(*sizes), {"slow": slow, "quick": quick})
+        for causal, sizes, slow, quick in (
+            (True, (4, 128, 2048, 2048), 9.0, 5.0), (True, (1, 16, 32768, 32768), 5.0, 9.0),
+            (False, (16, 128, 64, 2048), 9.0, 5.0),
+        )
+    ]  # fmt: skip
+    monkeypatch.setattr(measured, "table_of", lambda device: measured.MeasuredTable("an X100", tuple(rows)))
+    slow, quick = (
+        Backend(name, priority, "cpu", {OP: CPU.ops[OP]}, library="L")
+        for name, priority in (("slow", 30), ("quick", 20))
+    )
+    with registered(slow), registered(quick):
+        yield rows
+
+
+OTHERS = ("4 x 2048 new tokens, 128 heads", "16 x 64 new tokens over 2048 tokens of context, 128 heads")
+
+
+def test_explain_names_the_shapes_for_which_another_backend_is_chosen(shapes):
+    """Explain a layer whose prefills are chosen by measured times -> the GPU, and the shapes with another backend."""
+    said = explained()
+    assert said[OP].startswith(
+        f"slow, chosen by measured times for the nearest shape (measured on an X100); for other shapes: quick for "
+        f"{OTHERS[0]}, for {OTHERS[1]} ("
+    )
+    assert all(line.startswith("cpu, chosen by priority (") for op, line in said.items() if op != OP)
+    for row in shapes:  # the explanation agrees with the choice
+        asked = KernelRequest(OP, torch.device("cpu"), torch.float32, lse=True, sizes=row.sizes,
+                              mask="causal" if row.causal else None)  # fmt: skip
+        assert (backends.select(asked).name == "quick") == (row.shape in OTHERS)
+    assert explained(backend={OP: "quick"})[OP] == "quick, bound"
+
+
+def test_explain_without_another_choice(shapes):
+    """Let one backend win for every shape, or let the backend of the highest priority have no time."""
+    shapes[0].times_us["slow"] = shapes[2].times_us["slow"] = 1.0
+    wanted = "slow, chosen by measured times for the nearest shape (measured on an X100), for every measured shape ("
+    assert explained()[OP].startswith(wanted)
+    with registered(Backend("new", 40, "cpu", {OP: CPU.ops[OP]}, library="L")):
+        assert explained()[OP].startswith("new, chosen by priority (")
+
+
+def test_the_table_of_backends_names_the_shapes(shapes, capsys):
+    """`python -m fast backends` prints how each backend was chosen; a prompt without context has no chunk shapes."""
+    from fast.__main__ import main
+
+    assert main(["backends", "--device", "cpu", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["chosen_by"]
+    assert found["mla_decode"] == {
+        "how": "chosen by priority", "gpu": None, "shapes": {}, "in_words": "chosen by priority",
+    }  # fmt: skip
+    assert (found[OP]["how"], found[OP]["gpu"]) == ("chosen by measured times", "an X100")
+    assert found[OP]["shapes"] == {"quick": list(OTHERS)}
+    assert found[f"{OP}, without context"]["shapes"] == {"quick": [OTHERS[0]]}
+    assert main(["backends", "--device", "cpu"]) == 0
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "chosen by priority" in text and "quick for 4 x 2048 new tokens" in text
 
 
 COMPILED = """

@@ -99,7 +99,7 @@ def test_entry_points(found, monkeypatch):
     ]
     assert str(warned[0].message).endswith("is left out: libforeign.so is missing")
     own = [backend.name for backend in backends.registered() if backend.library is None]
-    assert own == ["cpu", "triton", "hopper", "foreign"]
+    assert own == ["cpu", "triton", "hopper", "torch", "foreign"]
     assert merge().eq(-1).all() and asked == ["mla_twins.backends"]
 
 
@@ -318,7 +318,7 @@ def test_a_backend_without_lse_serves_no_attention(monkeypatch, plain_errors):
     with pytest.raises(UnsupportedConfiguration, match="^outputs: returns no LSE$"):
         fast.flash_attn_varlen(heads, heads, heads, starts, starts, 3, 3, 0.3, True, backend="outputs")
     lines = backends.explain(DIRECT, device="cpu", dtype=torch.float32).splitlines()
-    assert any(line.startswith("mla_decode: cpu (outputs: returns no LSE") for line in lines)
+    assert any(line.startswith("mla_decode: cpu, chosen by priority (outputs: returns no LSE") for line in lines)
 
 
 def test_copies_know_no_dtype_and_no_format(monkeypatch):
@@ -332,5 +332,5 @@ def test_copies_know_no_dtype_and_no_format(monkeypatch):
     raw = [cache.view(torch.uint8) for cache in caches]
     assert raw[0][2].equal(raw[0][0]) and raw[1][3].equal(raw[0][1])
     lines = backends.explain(DIRECT, device="cpu", dtype=torch.float32, cache_format=narrow).splitlines()
-    assert {line.split(" ")[1] for line in lines if line.startswith(("copy_blocks:", "swap_blocks:"))} == {"cpu"}
+    assert {line.split(" ")[1] for line in lines if line.startswith(("copy_blocks:", "swap_blocks:"))} == {"cpu,"}
     assert any(line.startswith("mla_decode: none") for line in lines)

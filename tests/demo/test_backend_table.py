@@ -52,7 +52,7 @@ def test_tables(capsys, monkeypatch):
     assert status == 0 and not err
     assert "deepseek-v3 on cpu, float32" in text
     assert "No Such 0 of 1 ops" in text and "needs the package nosuch" in text and "pip install nosuch" in text
-    assert "cpu, bound by MLA_DECODE_BACKEND" in text and text.count("bound by") == 3
+    assert "mla_decode cpu bound by MLA_DECODE_BACKEND" in text and text.count("bound by") == 3
 
 
 def test_missing_artifacts(capsys):

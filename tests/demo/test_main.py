@@ -288,6 +288,69 @@ def test_a_cache_in_e4m3(run):
     assert "cache format fp8_e4m3" in " ".join(done.out.split())
 
 
+def modes_of_decodes(monkeypatch) -> dict[str, set[str]]:
+    """Return a dict that gets, for each package, the fp8 modes in which its layers call `mla_decode`."""
+    modes: dict[str, set[str]] = {"reference": set(), "fast": set()}
+
+    def noting(name, original):
+        def mla_decode(*args, **options):
+            modes[name].add(options.get("fp8_mode", "converted"))
+            return original(*args, **options)
+
+        return mla_decode
+
+    for name in modes:
+        module = sys.modules[f"{name}.mla.absorbed_path"]
+        monkeypatch.setattr(module, "mla_decode", noting(name, module.mla_decode))
+    return modes
+
+
+@pytest.mark.parametrize("mode", ["fp8_query", "fp8_product"])
+def test_fp8_modes(run, monkeypatch, mode):
+    """Serve over fp8_e4m3 in an fp8 mode -> both packages decode in this mode, and the parity table compares it.
+
+    Different tokens are a failure with `fp8_query`, because on a CPU both packages then round alike. `fp8_product`
+    rounds probabilities, which `reference` does not.
+    """
+    modes = modes_of_decodes(monkeypatch)
+    done = run("--cache-format", "fp8_e4m3", "--fp8-mode", mode)
+    figures = done.figures
+    assert done.status == 0, done.out
+    assert figures["settings"]["fp8_mode"] == figures["bits_per_byte"]["fp8_mode"] == mode
+    # the calibration, and the bits per byte over the dtype of the model, decode in the mode `converted`
+    assert modes["fast"] == {"converted", mode} and mode in modes["reference"]
+    assert list(figures["q_scales"]) == list(figures["kv_scales"]) and min(figures["q_scales"].values()) > 0
+    assert {row["op"].split(":")[0].split(" (")[0] for row in figures["parity"]} == EXACT | COMPARED
+    assert all(row["passed"] for row in figures["parity"])
+    (error,) = (row["max_error"] for row in figures["parity"] if row["op"] == "mla_decode (1 token): out")
+    assert (error > 1e-4) == (mode == "fp8_product"), "only rounded probabilities cause a large error"
+    assert f"fp8_e4m3 in the fp8 mode {mode}" in " ".join(done.out.split())
+    figures["prompts"][0]["identical"] = False
+    found = measure.verdict(figures)
+    assert found["passed"] == (mode == "fp8_product")
+    assert ("not required in float32 and fp8_product" in " ".join(found["lines"])) == (mode == "fp8_product")
+
+
+def test_where_tokens_must_agree():
+    """Different tokens fail in float32, except in a mode in which the kernels of the device round probabilities."""
+    modes = ("converted", "fp8_query", "fp8_product")
+    for dtype, device, wanted in (("float32", "cpu", (True, True, False)), ("float32", "cuda:0", (True, False, False)),
+                                  ("bfloat16", "cpu", (False, False, False))):  # fmt: skip
+        assert tuple(measure.tokens_must_agree(dtype, device, mode) for mode in modes) == wanted
+
+
+@pytest.mark.parametrize("mode", ["fp8_query", "fp8_product"])
+def test_a_wrong_scale_of_queries_fails_parity(run, mode):
+    """Let `fast` decode with a scale of queries that is 2 percent too large -> the job ends with status 1."""
+
+    def mla_decode(*args, q_scale=None, **options):
+        return fast.mla_decode(*args, q_scale=None if q_scale is None else q_scale * 1.02, **options)
+
+    options = "--cache-format", "fp8_e4m3", "--fp8-mode", mode, "--no-picture", "--max-new-tokens", "1"
+    done = run(*options, ops=module_like(fast, mla_decode=mla_decode))
+    assert done.status == 1 and "FAILED: mla_decode" in done.out
+
+
 def test_one_package_over_e4m3(run):
     """Serve over fp8_e4m3 with one package -> the verdict says that the tokens were not compared."""
     done = run("--cache-format", "fp8_e4m3", "--ops", "fast", "--dtype", "bfloat16", "--no-picture")
@@ -347,8 +410,8 @@ def test_help_explains_every_option(capsys):
     assert caught.value.code == 0
     told = capsys.readouterr().out
     for option in ("--model", "--prompt", "--max-new-tokens", "--ops", "--device", "--dtype", "--backend",
-                   "--cache-format", "--block-size", "--workspace-tokens", "--token-budget", "--json", "--picture",
-                   "--verbose"):  # fmt: skip
+                   "--cache-format", "--fp8-mode", "--block-size", "--workspace-tokens", "--token-budget", "--json",
+                   "--picture", "--verbose"):  # fmt: skip
         assert option in told
     assert all(action.help for action in make_parser()._actions)
 
@@ -366,6 +429,7 @@ BAD = [
         ["--cache-format", "fp8_ds_mla"],
         "--cache-format: dims: expected (Lkv, R) = (512, 64) for format fp8_ds_mla, got",
     ),
+    (["--fp8-mode", "fp8_query"], "--fp8-mode: expected converted for format compute_dtype, got fp8_query"),
     (["--block-size", "0"], "--block-size: expected at least 1 and less than 2^31, got 0"),
     (["--workspace-tokens", "7"], "--workspace-tokens: expected at least one block of 8, got 7"),
     (["--max-new-tokens", "0"], "--max-new-tokens: expected at least 1, got 0"),

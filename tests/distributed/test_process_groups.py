@@ -199,15 +199,15 @@ def torchrun(*options: str, processes: int = 4, folder: Path) -> tuple[int, str,
 
 
 @pytest.mark.parametrize(
-    ("size", "interleave", "merge", "ops", "cache_format"),
+    ("size", "interleave", "merge", "ops", "cache_format", "mode"),
     [
-        (4, 1, "a2a", "both", "compute_dtype"),
-        (2, 16, "ag_rs", "fast", "compute_dtype"),
-        (2, 1, "a2a", "both", "fp8_e4m3"),
+        (4, 1, "a2a", "both", "compute_dtype", "converted"),
+        (2, 16, "ag_rs", "fast", "compute_dtype", "converted"),
+        (2, 1, "a2a", "both", "fp8_e4m3", "fp8_query"),
     ],
 )
-def test_main_job(tmp_path, size, interleave, merge, ops, cache_format):
-    """The main job on four ranks generates the same tokens as a single rank over the same cache format.
+def test_main_job(tmp_path, size, interleave, merge, ops, cache_format, mode):
+    """The main job on four ranks generates the same tokens as a single rank over the same format, in the same fp8 mode.
 
     `size` ranks share each sequence.
     """
@@ -216,11 +216,12 @@ def test_main_job(tmp_path, size, interleave, merge, ops, cache_format):
         "--context-parallel", str(size), "--interleave", str(interleave), "--merge", merge, "--max-new-tokens", "12",
         "--prompt", "def __init__(self, " * 12, "--prompt", "import os", "--json", "figures.json",
         "--token-budget", "64", "--workspace-tokens", "64", "--ops", ops, "--cache-format", cache_format,
-        folder=tmp_path,
+        "--fp8-mode", mode, folder=tmp_path,
     )  # fmt: skip
     assert status == 0, output + errors
     figures = json.loads((tmp_path / "figures.json").read_text())
-    assert figures["cache_format"] == cache_format
+    assert (figures["cache_format"], figures["fp8_mode"]) == (cache_format, mode)
+    assert (figures["q_scales"] is None) == (mode == "converted")
     assert (figures["bits_per_byte"] is None) == (figures["kv_scales"] is None) == (cache_format == "compute_dtype")
     assert figures["ranks"] == 4 and figures["tokens_per_block"] == 16 * size and figures["merge"] == merge
     assert list(figures["backends"]) == (["reference", "fast"] if ops == "both" else ["fast"])

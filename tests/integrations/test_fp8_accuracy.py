@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,7 @@ from reference.interfaces import FP8_DS_MLA, FP8_E4M3
 transformers = pytest.importorskip("transformers")
 from transformers.cache_utils import DynamicCache  # noqa: E402
 
-from fast.demo.job import encode  # noqa: E402
+from fast.demo.job import Job, encode  # noqa: E402
 from fast.demo.predictions import bits_per_byte, compare_bits_per_byte  # noqa: E402
 from fast.integrations.transformers import calibrate_model, restore, use_mla  # noqa: E402
 
@@ -48,10 +49,13 @@ def job_of(ops, prompts: list[str]) -> SimpleNamespace:
     job = SimpleNamespace(
         model=load(), tokenizer=tokenizer, prompt_ids=[encode(tokenizer, text) for text in prompts],
         packages={"ops": ops}, device=torch.device("cpu"), cache_format=FP8_E4M3,
+        fp8_mode="converted", context_parallel=None,
     )  # fmt: skip
     batches = [batch for ids in job.prompt_ids[:CALIBRATED] for batch in batches_of(torch.tensor([ids]))]
     job.kv_scales = calibrate_model(job.model, batches, fast, max_new_tokens=1)
     job.patch_options = lambda name: {"cache_format": job.cache_format, "kv_scales": job.kv_scales}
+    job.options_to_read_the_cache = partial(Job.options_to_read_the_cache, job)
+    job.install = partial(Job.install, job)
     return job
 
 

@@ -17,6 +17,7 @@ import reference
 from reference.interfaces import AttentionMetadataBuilder, GraphSupport
 
 from ..support.factories import DIRECT, integers, make_batch
+from ..support.gqa_plans import PLAIN, WINDOW
 
 BLOCK, LONGEST, REQUESTS = 16, 256, 6
 BUILDERS = {  # name: function that makes a builder for 6 requests of at most 256 tokens, with 1 drafted token
@@ -26,6 +27,15 @@ BUILDERS = {  # name: function that makes a builder for 6 requests of at most 25
         )
     )
     for ops in (reference, fast)
+    for invariant in (False, True)
+} | {
+    f"{ops.__name__}.GQAMetadataBuilder ({name}{', batch-invariant' * invariant})": (
+        lambda ops=ops, config=config, invariant=invariant: ops.GQAMetadataBuilder(
+            config, BLOCK, LONGEST, REQUESTS, num_speculative_tokens=1, num_programs=3, batch_invariant=invariant
+        )
+    )
+    for ops in (reference, fast)
+    for name, config in (("all keys", PLAIN), ("window", WINDOW))
     for invariant in (False, True)
 }
 
@@ -92,6 +102,9 @@ def test_refusals(builder, plain_errors):
         builder.build_for_cudagraph_capture(make_batch([1, 9], [5, 9], BLOCK).common)
 
 
+MASKS = ("decode.visible_lens", "decode.first_visible")  # the second one only in the plan of a layer with a window
+
+
 def test_captured_plans(builder):
     """`update_captured` writes the plan of a batch with other lengths into the tensors of a captured plan."""
     assert builder.graph_support is not GraphSupport.NONE
@@ -106,18 +119,19 @@ def test_captured_plans(builder):
     assert {name: tensor.data_ptr() for name, tensor in tensors_of(captured).items()} == held
     wanted, got = tensors_of(builder.build_for_cudagraph_capture(second)), tensors_of(captured)
     for name in wanted.keys() & got.keys():  # the caller itself writes lengths, block table and slots
-        if name.startswith("schedule.") or name == "decode.visible_lens":
+        if name.startswith("schedule.") or name in MASKS:
             assert got[name].equal(wanted[name]), name
 
 
 def test_shared_prefixes(builder):
-    """The method `use_cascade_attention` returns the result of the function of this name.
+    """The method `use_cascade_attention` returns the result of the function of its attention family.
 
     True means a cascade: the shared prefix is attended once. A batch-invariant builder returns False instead.
     """
     query_lens, lens = integers(*[1] * 6), integers(*[4096] * 6)
     asked = builder.use_cascade_attention(4000, query_lens, lens)
-    assert asked is (not builder.batch_invariant and fast.use_cascade_attention(4000, query_lens, lens, DIRECT))
+    decide = fast.use_cascade_attention if builder.config is DIRECT else fast.use_gqa_cascade_attention
+    assert asked is (not builder.batch_invariant and decide(4000, query_lens, lens, builder.config))
     assert builder.use_cascade_attention(0, query_lens, lens) is False
 
 
@@ -139,7 +153,7 @@ def test_a_graph_over_any_builder(builder):
         got = tensors_of(planned[-1])
         assert planned[-1].num_actual_tokens == 8 and got.keys() == wanted.keys()
         assert got["slot_mapping"].tolist() == [*common.slot_mapping.tolist(), -1, -1]
-        for name in ("decode.seq_lens", "decode.visible_lens"):
+        for name in {"decode.seq_lens", *MASKS} & got.keys():
             assert (
                 got[name][: wanted[name].shape[0]].equal(wanted[name])
                 and got[name][wanted[name].shape[0] :].eq(0).all()

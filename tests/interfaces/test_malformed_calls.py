@@ -29,11 +29,12 @@ REFUSALS = ("ValueError", "TypeError", "UnsupportedConfiguration")
 
 # The constructors of these dataclasses check nothing. Functions that get such a dataclass check its fields.
 UNCHECKED = {"AttentionState", "BatchSplit", "CascadeMetadata", "ContextChunk", "ContextParallelChunk",
-             "ContextParallelMetadata", "ChunkRows", "DecodeMetadata", "DecodeSchedule", "GlobalHyperparameters",
-             "GraphBuffers", "GraphMemory", "MLAMetadata", "PrefillMetadata", "PrefillPart",
-             "QuantizedWeight", "ScheduleChoice"}  # fmt: skip
-NOT_CALLED = UNCHECKED | {"CACHE_FORMATS", "PRESETS", "GraphSupport", "QueryLenSupport", "ScaleSource", "GroupError",
-                          "UnsupportedConfiguration"}  # fmt: skip
+             "ContextParallelMetadata", "ChunkRows", "CrossAttentionBatch", "DecodeMetadata", "DecodeSchedule",
+             "EncoderMetadata", "GlobalHyperparameters", "GQAHyperparameters", "GQAMetadata", "GraphBuffers",
+             "GraphMemory", "LayerParameters", "MLAMetadata", "PagedAttentionMetadata", "PrefillMetadata",
+             "PrefillPart", "QuantizedWeight", "ScheduleChoice"}  # fmt: skip
+NOT_CALLED = UNCHECKED | {"CACHE_FORMATS", "PRESETS", "AttentionType", "GraphSupport", "QueryLenSupport", "ScaleSource",
+                          "GroupError", "UnsupportedConfiguration"}  # fmt: skip
 
 # Calls that are allowed to succeed with a malformed value, and the reason. An entry begins with three regular
 # expressions: for the name of the call, the path of the argument, and the name of the malformed value.
@@ -43,15 +44,20 @@ LEGITIMATE = {
     (r"MLAMetadataBuilder.update_captured",
      r"captured\.(slot_mapping|num_\w+|prefill|cascade|workspace|workspace_tokens|schedule_choice)\b.*", r".*"):
         "the method reads neither the buffers of the caller nor the fields that it does not write",
+    (r"GQAMetadataBuilder.update_captured",
+     r"captured\.(slot_mapping|num_\w+|prefill|cascade|schedule_choice)\b.*", r".*"):
+        "the method reads neither the buffers of the caller nor the fields that it does not write",
     (r"rotary_cos_sin|split_kv_b_proj|quantize_weight|get_dcp_local_seq_lens|CommonAttentionMetadata.from_lens",
      r"\w+", r"a meta tensor"):
         "elementwise operations or views accept tensors of any device",
-    (r"copy_blocks|swap_blocks|reorg_kvcache", r"kv_caches|source|gathered", r"a (float8|uint8) tensor.*"):
+    (r"(copy|swap)_blocks.*|reorg_kvcache", r"kv_caches|source|gathered", r"a (float8|uint8) tensor.*"):
         "the functions copy the entries of every format",
     (r"DecodeGraph", r"step", r"a class"): "a class can be called",
     (r"ContextWorkspace", r"memory", r"a vector|a meta tensor"): "a layer refuses memory that does not fit",
     (r"CommonAttentionMetadata.from_lens", r"seq_lens", r"a uint8 tensor"): "lengths may have any int dtype",
-    (r"MLAAttention\..*", r"metadata\.schedule_choice\..*", r".*"): "a report of the planner; no op reads its numbers",
+    (r"(MLA|GQA)Attention\..*", r"metadata\.schedule_choice\..*", r".*"):
+        "a report of the planner; no op reads its numbers",
+    (r"GQAAttention", r"sinks", r"a meta tensor"): "a layer may be made before its parameters have values",
     (r"forward_prefill|simulate", r"gather|expand|program", r"a class"): "the class is called and raises the error",
 }  # fmt: skip
 

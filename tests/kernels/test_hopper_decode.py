@@ -566,8 +566,8 @@ def test_what_it_does_not_cover_goes_to_triton():
     settings = {"device": DEVICE, "dtype": BF16}
     assert "mla_decode: hopper" in backends.explain(config, **settings)
     odd = backends.explain(config, **settings, block_size=48)
-    assert "mla_decode: triton (" in odd and "hopper: serves block sizes (16, 32, 64, 128), got 48" in odd
-    assert "mla_decode: triton (" in backends.explain(config, device=DEVICE, dtype=torch.float32)
+    assert "mla_decode: triton, chosen" in odd and "hopper: serves block sizes (16, 32, 64, 128), got 48" in odd
+    assert "mla_decode: triton, chosen by priority (" in backends.explain(config, device=DEVICE, dtype=torch.float32)
 
     ql, q_pe, cache, plan = make_inputs([1, 2], [100, 40], 4, torch.float32, (40, 24), block_size=48)
     inputs = ql.to(DEVICE), q_pe.to(DEVICE), cache.to(DEVICE), on_device(plan), SCALE

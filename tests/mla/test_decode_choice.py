@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import fast
-from fast.backends import Backend
+from fast.backends import AttentionSizes, Backend, measured
+from fast.backends.measured import MeasuredRow, MeasuredTable
 from fast.backends.own import CPU, DECODES
 from fast.mla.backend_hooks import BackendHooks
 from reference.interfaces import (
@@ -231,13 +232,34 @@ def test_states_of_both_packages():
 
 
 def test_prefills_of_a_batch_invariant_builder():
-    """Name a prefill backend that is not batch-invariant in a batch-invariant builder -> refused by `build`."""
+    """Build for a batch-invariant engine, with a backend for prefills that is not batch-invariant.
+
+    The constructor refuses the backend if it is named. An automatic choice never takes it, although it has the highest
+    priority.
+    """
     op = "flash_attn_varlen"
-    backend = Backend("varying", -5, "cpu", {op: replace(CPU.ops[op], batch_invariant=False)}, library="Library")
+    backend = Backend("varying", 5, "cpu", {op: replace(CPU.ops[op], batch_invariant=False)}, library="Library")
+    common = make_batch([7], [7]).common
     with registered(backend):
-        options = dict(backend={op: "varying"}, batch_invariant=True)
-        common = make_batch([7], [7]).common
-        with pytest.raises(UnsupportedConfiguration, match="varying: is not batch-invariant"):
-            make_builder(**options).build(0, common)
-        plan = make_builder(**{**options, "batch_invariant": False}).build(0, common)
-        assert plan.prefill.backend == "varying"
+        for name in ("varying", {op: "varying"}):
+            with pytest.raises(UnsupportedConfiguration, match="^varying: is not batch-invariant$"):
+                make_builder(backend=name, batch_invariant=True)
+        for invariant, wanted in ((False, "varying"), (True, "cpu")):
+            assert make_builder(backend=None, batch_invariant=invariant).build(0, common).prefill.backend == wanted
+        assert make_builder(backend={op: "varying"}).build(0, common).prefill.backend == "varying"
+
+
+def test_the_sizes_of_a_step_do_not_choose_for_a_batch_invariant_builder(monkeypatch):
+    """Measure a backend as faster for long prompts -> a batch-invariant builder takes the other backend for all steps.
+
+    If the sizes of the step chose the backend, a request could get other bits in a batch with a longer prompt.
+    """
+    op, rows = "flash_attn_varlen", []
+    for tokens, times in ((16, {"cpu": 2.0, "other": 1.0}), (64, {"cpu": 1.0, "other": 2.0})):
+        rows.append(MeasuredRow(True, AttentionSizes.rounded(1, DIRECT.num_heads, tokens, tokens), times))
+    monkeypatch.setattr(measured, "table_of", lambda device: MeasuredTable("a CPU", tuple(rows)))
+    with registered(Backend("other", 5, "cpu", {op: CPU.ops[op]}, library="Library")):
+        for invariant, wanted in ((False, ["other", "cpu"]), (True, ["other", "other"])):
+            builder = make_builder(backend=None, batch_invariant=invariant)
+            steps = [builder.build(0, make_batch([tokens], [tokens]).common) for tokens in (16, 64)]
+            assert [step.prefill.backend for step in steps] == wanted

@@ -128,8 +128,8 @@ def test_schedules_are_for_a_backend_with_the_mode(monkeypatch):
             with pytest.raises(UnsupportedConfiguration, match=message):
                 call()
     lines = backends.explain(SMALL, **given, fp8_mode=MODE).splitlines()
-    assert f"mla_decode: cpu (plain: decodes in the fp8 modes converted, got {MODE})" in lines
-    assert "mla_decode: plain" in backends.explain(SMALL, **given).splitlines()
+    assert f"mla_decode: cpu, chosen by priority (plain: decodes in the fp8 modes converted, got {MODE})" in lines
+    assert "mla_decode: plain, chosen by priority" in backends.explain(SMALL, **given).splitlines()
 
 
 def test_hopper_is_not_planned():

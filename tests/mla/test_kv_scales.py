@@ -185,7 +185,7 @@ def test_calibration_without_a_step(ops):
     message = "layers: expected a step of the layer 'a' in the with block, got no step"
     with pytest.raises(ValueError, match=message), ops.calibrate_kv_scales({"a": case.layer}):
         case.layer(case.hidden, case.batch.positions, case.cache, None)  # a memory-profile run
-    message = "layers: expected an MLAAttention at 'b', got Linear"
+    message = "layers: expected an attention layer at 'b', got Linear"
     with pytest.raises(ValueError, match=message), ops.calibrate_kv_scales({"b": nn.Linear(2, 2)}):
         pass
 

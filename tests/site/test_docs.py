@@ -138,7 +138,10 @@ RUN_HERE = {
     "python -m fast --help": (r"--context-parallel", 1),
     "python -m fast backends --preset deepseek-v3 --device cpu": (r"torch_flash", 1),
     'python -m fast --prompt "import os" --max-new-tokens 8 --no-picture': (r"parity", 1),
+    'python -m fast --family gqa --prompt "import os" --max-new-tokens 8 --no-picture': (r"parity", 1),
     'python -m fast --prompt "import os" --max-new-tokens 8 --cache-format fp8_e4m3 --no-picture': ("bits per", 1),
+    'python -m fast --prompt "import os" --max-new-tokens 8 --cache-format fp8_e4m3 --fp8-mode fp8_query '
+    "--no-picture": (r"mode\s+fp8_query", 1),
     "torchrun --standalone --nproc-per-node 4 dcp_step.py": (r"of 4: equal to one rank", 4),
     'torchrun --standalone --nproc-per-node 2 -m fast --context-parallel 2 --device cpu --prompt "import os" '
     "--max-new-tokens 8": (r"\bidentical\b", 2),
@@ -174,7 +177,7 @@ def test_shell_line_runs(line, tmp_path):
     for path in shell_lines()[line]:
         for name, source in files_of(path).items():
             (tmp_path / name).write_text(source, encoding="utf-8")
-    if line.startswith("python -m fast --prompt") or "-m fast --context-parallel" in line:
+    if line.startswith(("python -m fast --prompt", "python -m fast --family")) or "-m fast --context-parallel" in line:
         pytest.importorskip("transformers")
     environment = {
         **os.environ,
@@ -350,7 +353,7 @@ def test_backends():
             assert row.startswith(f"{backend.library}: ")
             continue
         assert row.startswith(f"{backend.priority} | ")
-        decode = backend.ops["mla_decode"]
+        decode = backend.ops["mla_decode" if "mla_decode" in backend.ops else "gqa_paged_attention"]
         named = set(re.findall(r"\b(?:b?float\d+)\b", row))
         assert named == {str(dtype).removeprefix("torch.") for dtype in decode.dtypes}
         assert backend.capability is None or "{}.{}".format(*backend.capability) in row
@@ -363,7 +366,7 @@ def test_glossary():
     """Read the glossary -> every letter with its size in DeepSeek-V3; names of this project exist in the sources."""
     text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
     letters = re.findall(r"^\| (\w+) \| ", text[: text.index("## Terms")], re.MULTILINE)
-    assert " ".join(letters) == "letter T B S Sq C W H N Lq Lkv P R V Dv D I"
+    assert " ".join(letters) == "letter T B S Sq C W H N Lq Lkv P R V Dv Nkv Dh D I"
     paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     paths = [path for path in paths if not {"kernels", "assets", "demo"} & set(path.relative_to(ROOT).parts)]
     sources = [path.read_text(encoding="utf-8") for path in paths]

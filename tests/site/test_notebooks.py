@@ -1,4 +1,4 @@
-"""Tests of the ten notebooks of the learning path: each notebook runs, and its stored outputs are up to date."""
+"""Tests of the eleven notebooks of the learning path: each notebook runs, and its stored outputs are up to date."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ NAMES = [
     "08-serving",
     "09-trusting-a-kernel",
     "10-cache-formats",
+    "11-what-is-cached",
 ]
 SECONDS, ALL_SECONDS = 60, 240  # limits in CPU seconds: of one notebook, and of all notebooks together
 LAST_CELL = """
@@ -68,8 +69,8 @@ def form(cell) -> list[tuple]:
     return found
 
 
-def test_ten_notebooks():
-    """List the folder notebooks -> the ten notebooks of the learning path, and no other notebook."""
+def test_eleven_notebooks():
+    """List the folder notebooks -> the eleven notebooks of the learning path, and no other notebook."""
     assert sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb")) == NAMES
 
 

@@ -102,6 +102,8 @@ KERNELS = Judge(
     ),
     "not (preset or any_cut or chunked_is_whole or same_bits_again)",
 )
+GQA_KERNELS = Judge(("gqa/test_fast_attention", "gqa/test_fast_cache"))
+SOFTMAX = Judge((*KERNELS.modules, "gqa/test_fast_attention"), KERNELS.selection)
 ADAPTER = Judge(
     (
         "integrations/test_adapter_bounds",
@@ -145,11 +147,13 @@ TABLE = {
     "fast/kernels/cpu/cache.py": KERNELS,
     "fast/kernels/cpu/context_parallel.py": CONTEXT_PARALLEL,
     "fast/kernels/cpu/decode.py": KERNELS,
+    "fast/kernels/cpu/gqa.py": GQA_KERNELS,
+    "fast/kernels/cpu/key_value.py": GQA_KERNELS,
     "fast/kernels/cpu/merge.py": KERNELS,
     "fast/kernels/cpu/padding_tokens.py": PADDING_TOKENS,
     "fast/kernels/cpu/rope.py": KERNELS,
     "fast/kernels/cpu/schedule.py": SCHEDULE,
-    "fast/kernels/cpu/softmax.py": KERNELS,
+    "fast/kernels/cpu/softmax.py": SOFTMAX,
     "fast/kernels/cpu/visible_lens.py": VISIBLE_LENS,
     "fast/kernels/cpu/weights.py": PRODUCTS,
     "fast/kernels/rotation.py": KERNELS,
@@ -160,6 +164,7 @@ TABLE = {
     "fast/integrations/transformers/calibration.py": ADAPTER_FORMATS,
     "fast/integrations/transformers/models.py": ADAPTER_FORMATS,
     "fast/integrations/transformers/padding.py": ADAPTER,
+    "fast/integrations/transformers/restoring.py": ADAPTER,
 }  # fmt: skip
 SUBJECTS = {  # text: subject of the files whose paths contain the text; the first text that a path contains counts
     "fast/kernels/cpu/advance": "planning",

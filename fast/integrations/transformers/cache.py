@@ -10,6 +10,7 @@ forward wrote lie behind the recorded tokens, and no later call reads them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -76,80 +77,65 @@ class BatchRecord:
         self.commit(self.length, self.lens[index], None if mask is None or mask.all() else mask)
 
 
-class LatentCacheLayer(CacheLayerMixin):
-    """The paged latent cache of one layer, as a cache layer of transformers.
+class PagedCacheLayer(CacheLayerMixin):
+    """The paged cache of one layer, as a cache layer of transformers.
 
-    The attention of `use_mla` writes and reads the blocks. transformers calls the other methods of this class, to count
+    The attention of this project writes and reads the blocks. transformers calls the methods of this class, to count
     tokens and to reorder, crop or repeat rows.
 
     Args:
         record: record of the batch, shared by all layers of a cache.
         leads: True for exactly one layer of a cache, which updates the shared record. transformers calls `crop` and
             `reorder_cache` on every layer, but the record must change only once.
+
+    Attributes:
+        served_by: name of the function whose models write to this cache.
+        block_axis: axis of `kv_cache` that counts the blocks.
+        kv_cache: the cache, with B W blocks; None before the first step.
+        rows: B, number of rows for which `kv_cache` has blocks.
     """
 
     is_sliding = False
     is_croppable = True
     is_compileable = False
+    served_by = ""
+    block_axis = 0
 
     def __init__(self, record: BatchRecord, leads: bool):
         super().__init__()
         self.record, self.leads = record, leads
-        self.kv_cache: Shaped[Tensor, "num_blocks block_size columns"] | None = None
-        self.scale: Tensor | None = None  # scale of the cached tokens; None if the cache format has no such scale
+        self.kv_cache: Tensor | None = None
         self.rows = 0
 
-    def reserve(
-        self, ops: ModuleType, rows: int, width: int, entry: CacheEntry
-    ) -> Shaped[Tensor, "num_blocks block_size columns"]:
+    def _grow(self, rows: int, width: int, allocate: Callable[[int], Tensor]) -> Tensor:
         """Return a cache for `rows` rows of `width` blocks; copy a cache with too few blocks into a larger one.
 
         Args:
-            ops: package that allocates.
-            rows: B.
+            rows: B. If it differs from the rows of the cache, the caller has checked that the record is empty, so that
+                no cached token is lost.
             width: W.
-            entry: the cache that the layer needs.
-
-        Raises:
-            ValueError: the existing cache has entries of another width or dtype, or tokens with another scale.
+            allocate: function that returns a cache with a number of blocks.
         """
-        if rows != self.rows:
-            # The caller has checked that the record is empty, so no cached token is lost.
-            self.kv_cache = None
-        old = self.kv_cache
-        if old is not None:
-            columns, dtype = entry.columns, entry.dtype
-            check(old.shape[2] == columns, "past_key_values", f"entries of {columns} elements", old.shape[2])
-            check(old.dtype == dtype, "past_key_values", f"entries in {dtype}", old.dtype)
-            self._check_scale(entry.scale)
-        self.scale = entry.scale
-        if old is not None and old.shape[0] >= rows * width:
+        old, axis = self.kv_cache if rows == self.rows else None, self.block_axis
+        if old is not None and old.shape[axis] >= rows * width:
             return old
         with torch.inference_mode(False):  # the cache may be used after the caller's inference mode ends
-            new = ops.allocate_kv_cache(rows * width, self.record.block_size, entry.columns, entry.dtype, entry.device)
-        if old is not None:
-            new.unflatten(0, (rows, width))[:, : old.shape[0] // rows] = old.unflatten(0, (rows, -1))
+            new = allocate(rows * width)
+            if old is not None:
+                before = old.unflatten(axis, (rows, -1))
+                new.unflatten(axis, (rows, width)).narrow(axis + 1, 0, before.shape[axis + 1]).copy_(before)
         self.kv_cache, self.rows, self.is_initialized = new, rows, True
         return new
-
-    def _check_scale(self, scale: Tensor | None) -> None:
-        """Check that a layer has the scale of the cached tokens.
-
-        The check compares the values of the two scales only if tokens are cached, and if `scale` is another tensor than
-        the scale with which these tokens were stored.
-        """
-        if scale is self.scale or self.record.length == 0:
-            return
-        values = [None if each is None else float(each) for each in (self.scale, scale)]
-        check(values[0] == values[1], "past_key_values", f"tokens stored with the scale {values[1]}", values[0])
 
     def _take(self, index: Tensor, rows: int) -> None:
         """Replace the cache by a copy of some of its rows; a row may be copied several times."""
         if self.kv_cache is None or self.record.length == 0:
             return
+        axis = self.block_axis
         with torch.inference_mode(False):
-            blocks = self.kv_cache.unflatten(0, (self.rows, -1))
-            self.kv_cache, self.rows = blocks.index_select(0, index.to(blocks.device)).flatten(0, 1), rows
+            blocks = self.kv_cache.unflatten(axis, (self.rows, -1))
+            self.kv_cache = blocks.index_select(axis, index.to(blocks.device)).flatten(axis, axis + 1)
+        self.rows = rows
         if self.leads:
             self.record.select(index.cpu())
 
@@ -163,8 +149,9 @@ class LatentCacheLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows that `indices` (integers or a bool mask) selects."""
-        chosen = torch.arange(self.rows, device="cpu")[indices.cpu()]
-        self._take(chosen, chosen.shape[0])
+        if self.kv_cache is not None:
+            chosen = torch.arange(self.rows, device="cpu")[indices.cpu()]
+            self._take(chosen, chosen.shape[0])
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Shorten the cache as `DynamicLayer.crop` of the installed transformers does, with the same errors.
@@ -182,7 +169,7 @@ class LatentCacheLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Release the cache and reset the record."""
-        self.kv_cache, self.scale, self.rows, self.is_initialized = None, None, 0, False
+        self.kv_cache, self.rows, self.is_initialized = None, 0, False
         if self.leads:
             self.record.clear()
 
@@ -199,11 +186,11 @@ class LatentCacheLayer(CacheLayerMixin):
         return -1
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Raise TypeError: only a model under `use_mla` can write to this cache."""
-        raise TypeError("past_key_values: expected a cache of this model, got a cache of use_mla")
+        """Raise TypeError: only a model under this project's attention can write to this cache."""
+        raise TypeError(f"past_key_values: expected a cache of this model, got a cache of {self.served_by}")
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Raise TypeError: only a model under `use_mla` can write to this cache."""
+        """Raise TypeError: only a model under this project's attention can write to this cache."""
         self.lazy_initialization(key_states, value_states)
 
     def offload(self) -> None:
@@ -211,6 +198,60 @@ class LatentCacheLayer(CacheLayerMixin):
         raise TypeError("past_key_values: expected a cache that stays on its device, got an offloaded cache")
 
     prefetch = offload
+
+
+class LatentCacheLayer(PagedCacheLayer):
+    """The paged latent cache of one layer of a model under `use_mla`; `PagedCacheLayer` explains the arguments.
+
+    Attributes:
+        scale: scale of the cached tokens; None if the cache format has no such scale.
+    """
+
+    served_by = "use_mla"
+    kv_cache: Shaped[Tensor, "num_blocks block_size columns"] | None
+
+    def __init__(self, record: BatchRecord, leads: bool):
+        super().__init__(record, leads)
+        self.scale: Tensor | None = None
+
+    def reserve(
+        self, ops: ModuleType, rows: int, width: int, entry: CacheEntry
+    ) -> Shaped[Tensor, "num_blocks block_size columns"]:
+        """Return a cache for `rows` rows of `width` blocks; copy a cache with too few blocks into a larger one.
+
+        Args:
+            ops: package that allocates.
+            rows: B.
+            width: W.
+            entry: the cache that the layer needs.
+
+        Raises:
+            ValueError: the existing cache has entries of another width or dtype, or tokens with another scale.
+        """
+        columns, dtype, device = entry.columns, entry.dtype, entry.device
+        if (old := self.kv_cache) is not None and rows == self.rows:
+            check(old.shape[2] == columns, "past_key_values", f"entries of {columns} elements", old.shape[2])
+            check(old.dtype == dtype, "past_key_values", f"entries in {dtype}", old.dtype)
+            self._check_scale(entry.scale)
+        self.scale = entry.scale
+        block_size = self.record.block_size
+        return self._grow(rows, width, lambda blocks: ops.allocate_kv_cache(blocks, block_size, columns, dtype, device))
+
+    def reset(self) -> None:
+        """Release the cache and reset the record."""
+        super().reset()
+        self.scale = None
+
+    def _check_scale(self, scale: Tensor | None) -> None:
+        """Check that a layer has the scale of the cached tokens.
+
+        The check compares the values of the two scales only if tokens are cached, and if `scale` is another tensor than
+        the scale with which these tokens were stored.
+        """
+        if scale is self.scale or self.record.length == 0:
+            return
+        values = [None if each is None else float(each) for each in (self.scale, scale)]
+        check(values[0] == values[1], "past_key_values", f"tokens stored with the scale {values[1]}", values[0])
 
 
 def latent_layers(past_key_values: object, num_layers: int, block_size: int) -> list[LatentCacheLayer]:

@@ -13,6 +13,8 @@ from .cache import (
 )
 from .context_parallel import merge_packed_attn_states, pack_attn_state, reorg_kvcache, weight_attn_out
 from .decode import decode_programs, mla_decode, schedule_costs
+from .gqa import gqa_paged_attention, gqa_varlen_attention
+from .key_value import reshape_and_cache
 from .merge import merge_attn_states
 from .padding_tokens import zero_padding_tokens
 from .rope import apply_rope
@@ -24,9 +26,11 @@ KERNELS = {
     "advance_step": advance_step, "apply_rope": apply_rope, "compute_visible_lens": compute_visible_lens,
     "concat_and_cache_mla": concat_and_cache_mla, "copy_blocks": copy_blocks, "decode_programs": decode_programs,
     "dequantize_entries": dequantize_entries, "flash_attn_varlen": flash_attn_varlen,
-    "gather_and_maybe_dequant_cache": gather_and_maybe_dequant_cache, "merge_attn_states": merge_attn_states,
+    "gather_and_maybe_dequant_cache": gather_and_maybe_dequant_cache, "gqa_paged_attention": gqa_paged_attention,
+    "gqa_varlen_attention": gqa_varlen_attention, "merge_attn_states": merge_attn_states,
     "merge_packed_attn_states": merge_packed_attn_states, "mla_decode": mla_decode, "multiply_heads": multiply_heads,
     "pack_attn_state": pack_attn_state, "plan_decode": plan_decode, "quantize_entries": quantize_entries,
-    "reorg_kvcache": reorg_kvcache, "rope_norm_and_cache": rope_norm_and_cache, "schedule_costs": schedule_costs,
+    "reorg_kvcache": reorg_kvcache, "reshape_and_cache": reshape_and_cache, "rope_norm_and_cache": rope_norm_and_cache,
+    "schedule_costs": schedule_costs,
     "swap_blocks": swap_blocks, "weight_attn_out": weight_attn_out, "zero_padding_tokens": zero_padding_tokens,
 }  # fmt: skip

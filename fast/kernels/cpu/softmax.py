@@ -24,6 +24,7 @@ class OnlineSoftmax:
             to e4m3 (8 bits). A probability is at most 1. It is multiplied by 2^8 before it is rounded, so that a
             probability of at least 2^-14 becomes a normal e4m3 number with full precision. The sum of exponentials is
             a sum of the unrounded probabilities.
+        sinks: of the shape `shape`, the score of one more key with value 0 for each row; None means no such key.
     """
 
     def __init__(
@@ -33,10 +34,14 @@ class OnlineSoftmax:
         dtype: torch.dtype,
         device: torch.device,
         rounds_to_e4m3: bool = False,
+        sinks: Tensor | None = None,
     ):
         self.shape, self.value_dim, self.dtype, self.device = shape, value_dim, dtype, device
         self.rounds_to_e4m3 = rounds_to_e4m3
         self.largest = self.total = self.values = None  # None until the first block of keys
+        if sinks is not None:  # the state of a first block that has the sink alone: exp(sink - largest) = 1
+            self.largest, self.total = sinks, torch.ones(shape, dtype=dtype, device=device)
+            self.values = torch.zeros(*shape, value_dim, dtype=dtype, device=device)
 
     def add(self, scores: Tensor, values: Tensor) -> None:
         """Add a block of n keys.

@@ -1,0 +1,1 @@
+"""The main job for grouped-query attention: `python -m fast --family gqa`."""

@@ -1,0 +1,80 @@
+"""Cascade: one call attends the prefix that all requests share, a second call attends the suffix of each request.
+
+docs/glossary.md explains the terms and the letters of shapes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from reference.interfaces import COMPUTE_FORMAT, AttentionState, CacheFormat, CascadeMetadata, wide_dtype
+from reference.interfaces.gqa import GQAConfig, PagedAttentionMetadata, check_gqa_cascade
+
+from .. import backends
+from ..attention.merge import merge_attn_states
+from ..backends import BackendChoice
+from .attention import gqa_paged_attention
+
+CASCADE_OPS = ("gqa_paged_attention", "merge_attn_states")
+
+
+def gqa_cascade_attention(
+    q: Float[Tensor, "T N Dh"],
+    kv_cache: Shaped[Tensor, "2 num_blocks block_size Nkv Dh"],
+    cascade: CascadeMetadata,
+    config: GQAConfig,
+    sinks: Float[Tensor, " N"] | None = None,
+    out_dtype: torch.dtype | None = None,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
+    k_scale: Float[Tensor, ""] | None = None,
+    v_scale: Float[Tensor, ""] | None = None,
+    q_scale: Float[Tensor, ""] | None = None,
+    *,
+    backend: BackendChoice = None,
+) -> AttentionState:
+    """Compute attention as a cascade: attend the shared prefix, attend the suffix of each request, merge both states.
+
+    `reference.gqa.cascade.gqa_cascade_attention` explains how the result differs from the result of
+    `gqa_paged_attention`, and why the sinks belong to the suffixes alone.
+
+    Args:
+        q: [T, N, Dh], queries, rotated if they have rope.
+        kv_cache: cache with any strides, which already contains the new tokens.
+        cascade: plans over the prefix and over the suffixes (`split_shared_prefix`).
+        config: config of the layer: a decoder without ALiBi, window and attention chunks.
+        sinks: [N], attention sinks of a config with `attention_sinks`; None for other configs.
+        out_dtype: dtype of `out`; None means the dtype of `q`.
+        cache_format: format of the cache.
+        k_scale: float32 scale of the keys; None if the format has no such scale.
+        v_scale: float32 scale of the values; None if the format has no such scale.
+        q_scale: float32 scale with which the queries are rounded to e4m3 first; None for queries in the dtype of `q`.
+        backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
+
+    Returns:
+        out [T, N, Dh] in `out_dtype`, lse [N, T].
+
+    Raises:
+        ValueError: for the same reasons as `gqa_paged_attention`; the config has ALiBi, a window or attention chunks.
+        UnsupportedConfiguration: for the same reasons as `gqa_paged_attention`.
+    """
+    stored = cache_format, k_scale, v_scale, q_scale
+    check_gqa_cascade(q, kv_cache, cascade, config, sinks, out_dtype, *stored)
+    backend = backends.bind(backend, CASCADE_OPS)
+    out_dtype = q.dtype if out_dtype is None else out_dtype
+    wide = wide_dtype(out_dtype)
+    without_sinks = replace(config, attention_sinks=False) if config.attention_sinks else config
+    prefix, suffix = (
+        gqa_paged_attention(q, kv_cache, _paged(plan), *heads, None, wide, *stored, backend=backend)
+        for plan, heads in ((cascade.prefix, (without_sinks, None)), (cascade.suffix, (config, sinks)))
+    )
+    state = merge_attn_states(prefix, suffix, backend=backend)
+    return AttentionState(state.out.to(out_dtype), state.lse)
+
+
+def _paged(plan) -> PagedAttentionMetadata:
+    """Return a plan as a `PagedAttentionMetadata`; `split_shared_prefix` may return a `DecodeMetadata`."""
+    return plan if isinstance(plan, PagedAttentionMetadata) else PagedAttentionMetadata(**vars(plan))

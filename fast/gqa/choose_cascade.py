@@ -1,0 +1,82 @@
+"""Decide whether decodes that share a prefix are faster with a cascade, from counted bytes and FLOPs.
+
+docs/glossary.md explains the terms and the letters of shapes.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Int32
+from torch import Tensor
+
+from reference.interfaces import (
+    COMPUTE_FORMAT,
+    DECODE_TILE,
+    FLOPS_PER_BYTE,
+    CacheFormat,
+    element_bytes,
+    wide_dtype,
+)
+from reference.interfaces.gqa import ROW_BLOCK, GQAConfig, check_cascade_choice, supports_cascade
+
+
+def use_gqa_cascade_attention(
+    common_prefix_len: int,
+    query_lens: Int32[Tensor, " B"],
+    seq_lens: Int32[Tensor, " B"],
+    config: GQAConfig,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
+    dtype: torch.dtype = torch.bfloat16,
+    num_processors: int = 1,
+) -> bool:
+    """Return whether a cascade is faster than an ordinary decode, estimated from FLOPs and bytes.
+
+    `reference.gqa.choose_cascade.use_gqa_cascade_attention` explains the estimate. The result is False for layers with
+    ALiBi, a window or attention chunks, and for layers that are no decoders.
+
+    Args:
+        common_prefix_len: number of context tokens that all requests share (`fast.common_prefix_len`).
+        query_lens: [B], new tokens of each request, on the CPU.
+        seq_lens: [B], tokens of each request after this step, on the CPU; 0 for padding rows.
+        config: config of the layers.
+        cache_format: format of the cache.
+        dtype: dtype of the queries.
+        num_processors: number of processors of the device that work at the same time, such as the multiprocessors of a
+            GPU.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not match; `common_prefix_len` is negative, or longer than a request;
+            `num_processors` is below 1; the format does not support the dtype.
+        UnsupportedConfiguration: the cache format is for the latent cache alone.
+    """
+    check_cascade_choice(common_prefix_len, query_lens, seq_lens, config, cache_format, dtype, num_processors)
+    stored_bytes = element_bytes(cache_format.dtype_for(dtype))
+    if common_prefix_len == 0 or not supports_cascade(config):
+        return False
+    real = (query_lens > 0) & (seq_lens > 0)
+    queries, keys = query_lens[real].long(), seq_lens[real].long()
+    tokens = int(queries.sum())
+    if tokens == 0:
+        return False
+    c, row_blocks = config, (queries * config.group_size + ROW_BLOCK - 1) // ROW_BLOCK
+
+    def time_of(pairs: int, keys: int, tiles: int) -> tuple[int, int]:
+        """Return the time of a call as a fraction: of (query token, key) pairs, keys, and tiles of one KV head."""
+        flops = 4 * c.head_dim * c.num_heads * pairs
+        elements = 2 * c.head_dim * c.num_kv_heads * keys  # 2: keys and values
+        work = max(flops, FLOPS_PER_BYTE * elements * stored_bytes)
+        tiles *= c.num_kv_heads
+        return work * -(-tiles // num_processors) * num_processors, max(1, tiles)
+
+    def time_of_requests(keys: Tensor) -> tuple[int, int]:
+        tiles = (keys + DECODE_TILE - 1) // DECODE_TILE
+        return time_of(int((queries * keys).sum()), int(keys.sum()), int((row_blocks * tiles).sum()))
+
+    prefix_tiles = -(-tokens * c.group_size // ROW_BLOCK) * -(-common_prefix_len // DECODE_TILE)
+    whole, suffix = time_of_requests(keys), time_of_requests(keys - common_prefix_len)
+    prefix = time_of(tokens * common_prefix_len, common_prefix_len, prefix_tiles)
+    state_elements = 4 * tokens * c.num_heads * (c.head_dim + 1)  # 4: two states, each written and read once
+    merge = FLOPS_PER_BYTE * state_elements * element_bytes(wide_dtype(dtype))
+    # prefix + suffix + merge < whole, with a common denominator
+    apart = prefix[0] * suffix[1] + suffix[0] * prefix[1] + merge * prefix[1] * suffix[1]
+    return apart * whole[1] < whole[0] * prefix[1] * suffix[1]

@@ -1,0 +1,135 @@
+"""Tests of `advance_step` with grouped-query attention: several steps on the device equal steps from the host.
+
+`advance_step` turns the batch of a step into the batch of the next step: the sampled token of each request becomes its
+one query token. The window of each request moves with its tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from reference.interfaces import CommonAttentionMetadata, GraphSupport, TokenOwnership
+from reference.interfaces.gqa import CrossAttentionBatch
+
+from ..support.factories import assert_same_bits, integers, make_batch
+from ..support.gqa import CONFIGS
+from ..support.gqa_layers import GQAStep, width_of
+from ..support.gqa_plans import CROSS, PLAIN, cross_batch, wanted_ranges
+from ..support.planning import PACKAGES, same
+from ..support.properties import given, st
+
+BLOCK, WIDTH, VOCABULARY, STEPS = 16, 4, 50, 6
+LENS, IDS = [14, 0, 1, 33, 47], [3, 0, 9, 41, 7]
+NAMES = ("grouped", "window 1", "window of a page", "window of a page + 1", "all of them")
+
+
+class Loop:
+    """Decode steps of one layer: embed the tokens, attend, and take the most likely token of each request."""
+
+    def __init__(self, ops, config, programs):
+        torch.manual_seed(7)
+        self.ops, self.config = ops, config
+        sinks = torch.randn(config.num_heads, dtype=torch.float64) if config.attention_sinks else None
+        self.step = GQAStep.of(ops, config, len(LENS) * WIDTH, torch.float64, sinks, BLOCK)
+        self.table = torch.randperm(len(LENS) * WIDTH).view(len(LENS), WIDTH).int()
+        self.embedding = torch.randn(VOCABULARY, width_of(config), dtype=torch.float64)
+        self.context = torch.randn_like(self.step.kv_cache)
+        self.builder = ops.GQAMetadataBuilder(
+            config, BLOCK, BLOCK * WIDTH, len(LENS), num_programs=programs, dtype=torch.float64
+        )
+
+    def sample(self, hidden):
+        return (hidden @ self.embedding.T).argmax(-1)
+
+    def from_host(self, steps):
+        """Run steps whose batches are made on the host from the lengths; return the outputs and the plans."""
+        self.step.kv_cache.copy_(self.context)
+        lens, ids, outputs, plans = list(LENS), list(IDS), [], []
+        for _ in range(steps):
+            common = CommonAttentionMetadata.from_lens([1] * len(lens), lens, self.table, BLOCK)
+            plans.append(self.builder.build_for_cudagraph_capture(common))
+            hidden = self.step(self.embedding[torch.tensor(ids)], (common.seq_lens.long() - 1).clamp(min=0), plans[-1])
+            outputs.append(hidden)
+            ids = [token if length else 0 for token, length in zip(self.sample(hidden).tolist(), lens, strict=True)]
+            lens = [length + (length > 0) for length in lens]
+        return outputs, plans
+
+    def on_device(self, steps):
+        """Run the same steps with `advance_step`, over upper bounds of the lengths on the CPU."""
+        self.step.kv_cache.copy_(self.context)
+        exact = CommonAttentionMetadata.from_lens([1] * len(LENS), LENS, self.table, BLOCK)
+        bounds = torch.full((len(LENS),), BLOCK * WIDTH, dtype=torch.int32, device="cpu")
+        common = replace(
+            exact, seq_lens=exact.seq_lens.clone(), query_start_loc=exact.query_start_loc.clone(), seq_lens_cpu=bounds,
+            max_seq_len=BLOCK * WIDTH,
+        )  # fmt: skip
+        ids, positions, outputs, plans = torch.tensor(IDS), (common.seq_lens.long() - 1).clamp(min=0), [], []
+        options = {"graph": GraphSupport.ANY} if self.ops.__name__ == "fast" else {}
+        for _ in range(steps):
+            plan = self.builder.build_for_cudagraph_capture(common)
+            hidden = self.step(self.embedding[ids], positions, plan)
+            outputs.append(hidden)
+            # the next step overwrites the lengths, offsets and slots that the plan shares with the batch
+            decode = replace(plan.decode, seq_lens=plan.decode.seq_lens.clone())
+            plans.append(replace(plan, decode=decode, slot_mapping=plan.slot_mapping.clone()))
+            common = self.ops.advance_step(self.sample(hidden), ids, positions, common, BLOCK, **options)
+        return outputs, plans
+
+
+@pytest.mark.parametrize("programs", [0, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_steps(ops, name, programs):
+    """k steps on the device give the bits of k steps from the host; the window follows the tokens."""
+    loop = Loop(ops, CONFIGS[name], programs)
+    wanted, plans = loop.from_host(STEPS)
+    found, advanced = loop.on_device(STEPS)
+    for one, other, plan, own in zip(wanted, found, plans, advanced, strict=True):
+        assert_same_bits(other, one)
+        for field in ("seq_lens", "visible_lens", "first_visible", "block_table", "query_start_loc"):
+            same(getattr(own.decode, field), getattr(plan.decode, field), field)
+        same(own.schedule, plan.schedule)
+        same(own.slot_mapping, plan.slot_mapping)
+    if CONFIGS[name].sliding_window == 16:
+        assert [int(plan.decode.first_visible[3]) for plan in advanced] == [17, 18, 19, 20, 21, 22]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40)), min_size=1, max_size=5), st.integers(1, 30),
+       st.sampled_from([None, TokenOwnership(2, 1), TokenOwnership(3, 0, 4)]), PACKAGES)  # fmt: skip
+def test_windows_follow(pairs, window, ownership, ops):
+    """After `advance_step`, the plan of the new batch has the window of each new token."""
+    query_lens, seq_lens = [q for q, _ in pairs], [s and s + q for q, s in pairs]
+    config = replace(PLAIN, sliding_window=window)
+    table = torch.arange(6 * len(pairs), dtype=torch.int32).view(len(pairs), 6)
+    common = CommonAttentionMetadata.from_lens(query_lens, seq_lens, table, BLOCK, ownership)
+    tokens = common.slot_mapping.shape[0]
+    sampled, ids, positions = torch.arange(len(pairs)), torch.zeros(tokens).long(), torch.zeros(tokens).long()
+    for _ in range(3):
+        common = ops.advance_step(sampled, ids, positions, common, BLOCK, ownership)
+        ids, positions = ids[: common.num_actual_tokens], positions[: common.num_actual_tokens]
+        seq_lens = [s + (s > 0 and q > 0) for q, s in zip(query_lens, seq_lens, strict=True)]
+        query_lens = [min(q, 1) for q in query_lens]
+        plan = ops.build_gqa_metadata(common, BLOCK, config, ownership=ownership)
+        ranges = wanted_ranges(config, query_lens, seq_lens, ownership)
+        assert plan.decode.first_visible.tolist() == [first for first, _ in ranges]
+        assert plan.decode.visible_lens.tolist() == [end for _, end in ranges]
+
+
+def test_cross_attention_advances(ops):
+    """The next step of an encoder-decoder keeps the keys of its encoders, and writes none of them."""
+    batch = make_batch([1, 5], [4, 5])
+    common = cross_batch(batch, [30, 17], ran=(1,))
+    table = torch.arange(4, dtype=torch.int32).view(2, 2)
+    common = replace(common, block_table=table, slot_mapping=torch.arange(6))
+    before = ops.build_gqa_metadata(common, BLOCK, CROSS)
+    assert before.slot_mapping.shape[0] == 17
+    sampled, ids, positions = torch.tensor([5, 6]), torch.zeros(6).long(), torch.zeros(6).long()
+    following = ops.advance_step(sampled, ids, positions, common, BLOCK)
+    assert type(following) is CrossAttentionBatch and following.encoder_slot_mapping.shape[0] == 0
+    plan = ops.build_gqa_metadata(following, BLOCK, CROSS)
+    assert plan.num_decodes == 2 and plan.decode.visible_lens.tolist() == [30, 17] and plan.slot_mapping.numel() == 0
+    assert_same_bits(plan.decode.block_table, common.encoder_block_table)
+    own = ops.build_gqa_metadata(following, BLOCK, replace(PLAIN, sliding_window=3))
+    assert own.decode.visible_lens.tolist() == [5, 6] and own.decode.first_visible.tolist() == integers(2, 3).tolist()

@@ -1,0 +1,1 @@
+"""Tests of the contract of grouped-query attention: configs, caches, groups of layers, argument checks."""
