@@ -54,7 +54,10 @@ ONCE_A_FILE = ("hardware", "gpu", "capability", "multiprocessors", "driver", "pr
 BESIDE_PEERS = ("decode", "prefill", "bytes")
 # Test files that make all tensors on the device of the option `--device`.
 ANY_DEVICE = (
-    "attention/test_rope.py", "cache/test_cache.py", "cache/test_fp8_formats.py", "identities/test_identities.py",
+    "attention/test_rope.py", "cache/test_cache.py", "cache/test_fp8_formats.py", "gqa/test_fast_attention.py",
+    "gqa/test_fast_cache.py", "gqa/test_fast_layer.py", "gqa/test_gqa_advance.py", "gqa/test_gqa_builder.py",
+    "gqa/test_gqa_cascade_choice.py", "gqa/test_gqa_graphs.py", "gqa/test_gqa_local_attention.py",
+    "identities/test_identities.py",
     "integrations/test_flash_mla.py", "interfaces/test_from_lens.py", "mla/test_block_sizes.py", "mla/test_builder.py",
     "mla/test_cascade.py", "mla/test_fp8_layers.py", "mla/test_weights.py", "mla/test_workspaces.py",
     "mutations/test_mutations.py", "planning/test_advance.py", "planning/test_batch.py", "planning/test_schedule.py",

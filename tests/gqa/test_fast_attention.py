@@ -44,8 +44,8 @@ SINKS_AND_CAP = replace(GROUPED, attention_sinks=True, logits_soft_cap=0.9)
 
 @pytest.fixture
 def padded():
-    """Register the kernels of the backend "torch" for CPU tensors, and return the name of the new backend."""
-    with registered(Backend("padded", -1, "cpu", TORCH_BACKEND.ops)):
+    """Register the kernels of the backend "torch" for the device of the run; return the name of the new backend."""
+    with registered(Backend("padded", -1, torch.get_default_device().type, TORCH_BACKEND.ops)):
         yield "padded"
 
 
@@ -148,8 +148,9 @@ def test_blocks_in_order(dtype, layout):
     plan = replace(rows_of(batch.metadata, slice(0, 1)), block_table=table)
     moved = replace(batch, lens=batch.lens[:1], q=batch.q[:2], kv_cache=ordered, metadata=plan)
     state, alone = attend(fast, moved), attend(fast, batch)
-    assert_same_bits(state.out, alone.out[:2])
-    assert_same_bits(state.lse, alone.lse[:, :2])
+    if cache.device.type == "cpu":  # the backend "cpu" is batch-invariant, the backend "torch" is not
+        assert_same_bits(state.out, alone.out[:2])
+        assert_same_bits(state.lse, alone.lse[:, :2])
     check_parity(moved)
 
 
@@ -225,9 +226,13 @@ def test_nan_stays_in_its_request(config, padded):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["grouped", "all of them"])
 def test_batch_invariance(name, dtype):
-    """Attend each request alone -> its bits in the batch, as the backend "cpu" declares."""
+    """Attend each request alone -> its bits in the batch, as the backend "cpu" declares; "torch" refuses to."""
     batch = gqa_batch(CONFIGS[name], LENS, dtype=dtype)
     whole, starts = attend(fast, batch), batch.metadata.query_start_loc.tolist()
+    if batch.q.device.type != "cpu":
+        with pytest.raises(UnsupportedConfiguration, match="torch: is not batch-invariant"):
+            attend(fast, batch, schedule=DecodeSchedule(None, None, True))
+        return
     for request in range(len(LENS)):
         rows = slice(starts[request], starts[request + 1])
         plan = rows_of(batch.metadata, slice(request, request + 1))
@@ -253,6 +258,8 @@ def test_out(padded):
 
 def test_invalid_plans_write_nothing(plain_errors):
     """Attend plans on the CPU with one invalid value -> a one-line error that names it, and `out` keeps its bits."""
+    if torch.get_default_device().type != "cpu":
+        pytest.skip("on a GPU the host does not know the values")
     batch = gqa_batch(CONFIGS["window of a page"], ((1, 33), (2, 20)), dtype=torch.float32)
     plan, out = batch.metadata, torch.full_like(batch.q, 7)
     table, blocks = plan.block_table, batch.kv_cache.shape[1]
@@ -362,6 +369,8 @@ def test_packed_out(padded):
         assert_same_bits(out, wanted.out)
         assert_same_bits(state.lse, wanted.lse)
     before = out.clone()
+    if out.device.type != "cpu":
+        return  # the host does not know the values of offsets on a GPU
     for place, lengths in ((3, (1, 17, 0, 5, 8)), (4, (1, 17, 4, 0, 34))):
         wrong = list(arguments)
         wrong[place] = offsets(lengths)
@@ -439,6 +448,8 @@ def test_devices(monkeypatch):
 ])  # fmt: skip
 def test_missing_features(feature, config):
     """Name a backend that lacks a feature -> a one-line error before anything is written; without it, the call runs."""
+    if torch.get_default_device().type != "cpu":
+        pytest.skip("runs kernels of the backend cpu")
     ops = {op: replace(support, features=tuple(each for each in support.features if each != feature))
            for op, support in CPU_BACKEND.ops.items() if op.startswith("gqa_")}  # fmt: skip
     arguments = packed_inputs(config, torch.float32)
@@ -458,6 +469,8 @@ def test_missing_features(feature, config):
 
 def test_ignored_scales():
     """Name a backend whose kernels ignore scales -> it serves scales of 1, and refuses any other scale."""
+    if torch.get_default_device().type != "cpu":
+        pytest.skip("runs kernels of the backend cpu")
     ops = {op: replace(CPU_BACKEND.ops[op], features=()) for op in ("gqa_paged_attention", "reshape_and_cache")}
     batch = gqa_batch(GROUPED, LENS, dtype=torch.float32, cache_format=FP8_E4M3)
     ones = replace(batch, k_scale=torch.tensor(1.0), v_scale=torch.tensor(1.0))
@@ -479,6 +492,8 @@ def test_ignored_scales():
 
 def test_a_plan_that_names_a_backend(padded):
     """Attend a plan that names a backend -> this backend serves it, and another name is refused."""
+    if torch.get_default_device().type != "cpu":
+        pytest.skip("runs kernels of the backend cpu")
     batch = gqa_batch(GROUPED, LENS, dtype=torch.float32)
     named = replace(batch, metadata=replace(batch.metadata, backend=padded))
     assert_same_bits(attend(fast, named).out, attend(fast, batch, backend=padded).out)

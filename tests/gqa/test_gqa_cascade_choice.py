@@ -32,6 +32,11 @@ WITHOUT = {  # configs that never have a cascade
 }
 
 
+def on_host(value, requests):
+    """Return the same length for each request, on the CPU, as `use_cascade_attention` wants the lengths."""
+    return integers(*[value] * requests).cpu()
+
+
 def seconds(requests, config, processors, stored):
     """Return the time of a call, found by counting every row, key and tile one after another.
 
@@ -86,7 +91,7 @@ def test_what_decides(ops):
     """More query heads for each KV head, fp8, a short prefix or few requests speak against a cascade."""
 
     def decide(prefix=4096, requests=16, config=LLAMA, length=4200, query_len=1, **options):
-        lens = integers(*[query_len] * requests), integers(*[length] * requests)
+        lens = on_host(query_len, requests), on_host(length, requests)
         return ops.use_gqa_cascade_attention(prefix, *lens, config, **options)
 
     assert decide() and not decide(requests=1) and not decide(prefix=0)
@@ -103,7 +108,7 @@ def test_what_decides(ops):
 
 @pytest.mark.parametrize("config", WITHOUT.values(), ids=WITHOUT)
 def test_configs_without_a_cascade(ops, config):
-    lens = integers(*[1] * 64), integers(*[5000] * 64)
+    lens = on_host(1, 64), on_host(5000, 64)
     assert ops.use_gqa_cascade_attention(4096, *lens, LLAMA) is True
     assert ops.use_gqa_cascade_attention(4096, *lens, config) is False
     builder = ops.GQAMetadataBuilder(config, 16, 8192, 64)
@@ -143,7 +148,7 @@ def test_plans(ops):
     assert builder.build(992, without_lens(common)).cascade is None
     invariant = ops.GQAMetadataBuilder(LLAMA, 16, 2048, 16, num_speculative_tokens=1, batch_invariant=True)
     assert invariant.build(992, common).cascade is None
-    assert invariant.use_cascade_attention(992, integers(1, 1), integers(1000, 1000)) is False
+    assert invariant.use_cascade_attention(992, on_host(1, 2), on_host(1000, 2)) is False
     windowed = ops.GQAMetadataBuilder(replace(LLAMA, sliding_window=4096), 16, 2048, 16, num_speculative_tokens=1)
     assert windowed.build(992, common).cascade is None
 
@@ -151,14 +156,14 @@ def test_plans(ops):
 def test_ranks_have_no_cascade(ops):
     def program(ranks):
         builder = ops.GQAMetadataBuilder(GQAConfig(4, 1, 64), 16, 8192, 64, context_parallel=ranks)
-        return builder.use_cascade_attention(4096, integers(*[1] * 64), integers(*[5000] * 64))
+        return builder.use_cascade_attention(4096, on_host(1, 64), on_host(5000, 64))
 
     assert ops.simulate(2, 1, program) == [False, False]
 
 
 def test_processors_of_a_builder():
     """A builder of `fast` takes the number of processors of a device, or a given number."""
-    lens = integers(*[1] * 3), integers(*[257] * 3)
+    lens = on_host(1, 3), on_host(257, 3)
     given_ones = {"num_processors": 132}
     assert fast.GQAMetadataBuilder(LLAMA, 16, 8192, 64).use_cascade_attention(256, *lens)
     assert not fast.GQAMetadataBuilder(LLAMA, 16, 8192, 64, **given_ones).use_cascade_attention(256, *lens)
@@ -187,7 +192,7 @@ def test_windows_of_a_split(pairs, ops, window, prefix):
 
 
 def test_bad_input(ops, plain_errors):
-    lens = integers(1, 1), integers(40, 20)
+    lens = integers(1, 1).cpu(), integers(40, 20).cpu()
     with pytest.raises(ValueError, match="^common_prefix_len: expected at most the 20 tokens of request 1, got 32$"):
         ops.use_gqa_cascade_attention(32, *lens, LLAMA)
     with pytest.raises(ValueError, match="^common_prefix_len: expected an int >= 0, got -16$"):
@@ -197,7 +202,7 @@ def test_bad_input(ops, plain_errors):
     with pytest.raises(TypeError, match="^config: expected a GQAConfig, got str$"):
         ops.use_gqa_cascade_attention(16, *lens, "llama")
     with pytest.raises(ValueError, match=r"^seq_lens: expected shape \[2\], got \[1\]$"):
-        ops.use_gqa_cascade_attention(16, lens[0], integers(40), LLAMA)
+        ops.use_gqa_cascade_attention(16, lens[0], integers(40).cpu(), LLAMA)
     builder = ops.GQAMetadataBuilder(LLAMA, 16, 8192, 64)
     with pytest.raises(
         ValueError, match="^common_prefix_len: expected a positive multiple of the block size 16, got 1000"

@@ -83,6 +83,8 @@ def test_runs(ops, name, programs, invariant):
     """In float64, runs of mixed query lengths give the oracle's results; padding tokens get 0 and write nothing."""
     config, dtype = CONFIGS[name], torch.float64
     sinks = solved_steps(name)[0][0].sinks
+    if invariant and ops is fast and torch.get_default_device().type != "cpu":
+        pytest.skip("no backend for GPUs is batch-invariant")
     step, graph = make_graph(ops, config, dtype, 3, sinks, num_programs=programs, batch_invariant=invariant)
     assert graph.graph_support is GraphSupport.ANY
     for batch, wanted in solved_steps(name):

@@ -299,14 +299,14 @@ def check_paged_values(metadata: DecodeMetadata, num_blocks: int, block_size: in
     check(longest <= metadata.max_query_len, f"{argument}.query_start_loc",
           f"query lengths up to max_query_len {metadata.max_query_len}", longest)  # fmt: skip
     used = int(starts[-1])
-    request = torch.repeat_interleave(torch.arange(len(lengths)), query_lens.cpu())
+    request = torch.repeat_interleave(torch.arange(len(lengths), device="cpu"), query_lens.cpu())
     ends = torch.nn.functional.pad(metadata.seq_lens.cpu()[request], (0, num_tokens - used))
     visible, first = metadata.visible_lens.cpu(), getattr(metadata, "first_visible", None)
     _check_rows(f"{argument}.visible_lens", visible, ends)
     first = torch.zeros_like(visible) if first is None else first.cpu()
     _check_rows(f"{argument}.first_visible", first, visible)
     seen = (first < visible)[:used]
-    earliest = torch.full((len(lengths),), 2**31 - 1, dtype=torch.int32)
+    earliest = torch.full((len(lengths),), 2**31 - 1, dtype=torch.int32, device="cpu")
     earliest.scatter_reduce_(0, request[seen], first[:used][seen], "amin")
     held = [length if start < length else 0 for start, length in zip(earliest.tolist(), lengths, strict=True)]
     check_blocks(metadata.block_table, held, block_size, num_blocks, f"{argument}.block_table", earliest)
