@@ -210,7 +210,8 @@ def run(args: argparse.Namespace, family: Family, ops: ModuleType, oracle: Modul
             return 2
     try:
         check_outputs(args)
-        job = prepare(args, ops, oracle, job_type=family.job_type)
+        others = {name: each.job_type for name, each in FAMILIES.items() if each is not family}
+        job = prepare(args, ops, oracle, job_type=family.job_type, other_types=others)
     except (OSError, ValueError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2

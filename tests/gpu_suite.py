@@ -163,11 +163,12 @@ def run_tests(args: argparse.Namespace) -> dict[str, Any]:
 
 def run_opcheck(args: argparse.Namespace) -> dict[str, Any]:
     """Check schema, fake implementation and ahead-of-time tracing of every op, on CUDA tensors of two dtypes."""
+    from .twins.test_gqa_ops import samples as gqa_samples
     from .twins.test_ops import check_op, samples
 
     failed = {}
     with torch.device("cuda"):
-        full, half = samples(torch.float32), samples(torch.bfloat16)
+        full, half = (samples(dtype) | gqa_samples(dtype) for dtype in (torch.float32, torch.bfloat16))
     checked = {name: full[name] + half[name] for name in full}
     for name, many in checked.items():
         try:

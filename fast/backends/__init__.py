@@ -49,6 +49,7 @@ from .gqa_requests import (
 )
 from .kernel_request import GQA_OPS, AttentionSizes, KernelRequest
 from .nested_calls import CallsOfOthers
+from .one_set import check_one_set_of_parameters
 from .own import DECODES, MESSAGES, OWN_BACKENDS, register_own
 from .registry import (
     Backend,
@@ -100,6 +101,7 @@ __all__ = [
     "cache_request",
     "check_every_call",
     "check_ignored_scales",
+    "check_one_set_of_parameters",
     "check_state",
     "confirm",
     "copy_request",

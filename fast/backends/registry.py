@@ -65,6 +65,9 @@ class OpSupport:
             gets queries in the dtype of the model; in the mode "fp8_query" it rounds them to e4m3 first.
         features: supported features of grouped-query attention, from `FEATURES`. A kernel without "scales" ignores the
             scales of a cache. It serves only calls that name its backend, and raises if a scale is not 1.
+        one_set_of_parameters: whether the backend plans the op once for all layers of a step, so that they must have
+            the same window, soft cap, scale and so on. `check_one_set_of_parameters` refuses a model whose layers
+            differ.
     """
 
     launcher: str | Callable
@@ -88,6 +91,7 @@ class OpSupport:
     family_priorities: Mapping[str, int] = field(default_factory=dict)
     fp8_modes: tuple[str, ...] = (CONVERTED,)
     features: tuple[str, ...] = ()
+    one_set_of_parameters: bool = False
 
     def __post_init__(self):
         path = isinstance(self.launcher, str) and re.fullmatch(r"[\w.]+:\w+", self.launcher)
@@ -106,7 +110,8 @@ class OpSupport:
         check_features("features", self.features)
         check(set(self.masks) <= set(MASKS), "masks", f"some of {', '.join(MASKS)}", self.masks)
         check_flag("batch_invariant", self.batch_invariant)
-        for name in ("lse", "needs_words", "same_out_dtype", "whole_keys", "narrow_values", "mixes_nan"):
+        for name in ("lse", "needs_words", "same_out_dtype", "whole_keys", "narrow_values", "mixes_nan",
+                     "one_set_of_parameters"):  # fmt: skip
             check_flag(name, getattr(self, name))
         check_type("query_lens", self.query_lens, QueryLenSupport)
         check_type("graph", self.graph, GraphSupport)

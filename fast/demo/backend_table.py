@@ -13,7 +13,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from reference.interfaces import CACHE_FORMATS, COMPUTE_FORMAT, PRESETS, MLAConfig, UnsupportedConfiguration
+from reference.interfaces import (
+    CACHE_FORMATS,
+    COMPUTE_FORMAT,
+    PRESETS,
+    CacheFormat,
+    MLAConfig,
+    UnsupportedConfiguration,
+    check,
+)
+from reference.interfaces.gqa import GQAConfig, check_key_value_block_size, check_key_value_format
 
 from .. import backends
 from ..backends.explanation import choice_of
@@ -21,6 +30,15 @@ from ..backends.selection import reasons_against
 from .job import DTYPES, one_line
 
 NO_CONTEXT = "flash_attn_varlen, without context"  # attention of prompts without context, which needs no LSE
+GQA_PRESETS = {
+    # {name of the model: config of a layer}, from the published configs; for models whose layers alternate, the layers
+    # with a window or with attention chunks
+    "llama-3-8b": GQAConfig(num_heads=32, num_kv_heads=8, head_dim=128),  # Qwen3-8B has the same dims
+    "gemma-2-9b": GQAConfig(num_heads=16, num_kv_heads=8, head_dim=256, sliding_window=4096, logits_soft_cap=50.0),
+    "gpt-oss-120b": GQAConfig(num_heads=64, num_kv_heads=8, head_dim=64, sliding_window=128, attention_sinks=True),
+    "llama-4-scout": GQAConfig(num_heads=40, num_kv_heads=8, head_dim=128, attention_chunk_size=8192),
+}
+FAMILY_PRESETS = {"mla": {name: MLAConfig(**dims) for name, dims in PRESETS.items()}, "gqa": GQA_PRESETS}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -30,15 +48,28 @@ def make_parser() -> argparse.ArgumentParser:
         description="Print which backends can serve the ops of a model on this machine, why others cannot, and which "
         "backend is chosen for each op. The command launches no kernel.",
         epilog="Exit status: 0, or 2 for bad input. The environment variables MLA_PREFILL_BACKEND and "
-        "MLA_DECODE_BACKEND are read as by a layer.",
+        "MLA_DECODE_BACKEND are read as by a layer of the family mla.",
     )
-    parser.add_argument("--preset", choices=tuple(PRESETS), default="deepseek-v3", help="model (default: %(default)s)")
+    parser.add_argument(
+        "--family",
+        choices=tuple(FAMILY_PRESETS),
+        default="mla",
+        help="attention family: mla is Multi-head Latent Attention, gqa is grouped-query attention (default: "
+        "%(default)s)",
+    )
+    names = "; ".join(f"for {family} one of: {', '.join(presets)}" for family, presets in FAMILY_PRESETS.items())
+    defaults = " or ".join(default_preset(family) for family in FAMILY_PRESETS)
+    parser.add_argument("--preset", metavar="MODEL", help=f"model, {names} (default: {defaults})")
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda if torch sees a GPU, otherwise cpu)")
     parser.add_argument(
         "--dtype", choices=tuple(DTYPES), help="dtype of the layer (default: float32 on a CPU, bfloat16 on a GPU)"
     )
     parser.add_argument(
-        "--block-size", type=int, default=64, metavar="N", help="tokens of a cache block (default: %(default)s)"
+        "--block-size",
+        type=int,
+        default=64,
+        metavar="N",
+        help="tokens of a cache block; for gqa a multiple of 16 (default: %(default)s)",
     )
     parser.add_argument(
         "--cache-format",
@@ -49,6 +80,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--backend", metavar="NAME", help="backend that the user passes to a layer as `backend=`")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     return parser
+
+
+def default_preset(family: str) -> str:
+    """Return the name of the model without `--preset`."""
+    return {"mla": "deepseek-v3", "gqa": "llama-3-8b"}[family]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -74,10 +110,10 @@ def examine(args: argparse.Namespace) -> dict[str, Any]:
     """Return which backends can serve the ops of a model, and which are chosen.
 
     Returns:
-        A dict with these keys. The attention of prefills has two entries in each mapping from ops: with the LSE, for
-        prompts with context, and NO_CONTEXT.
+        A dict with these keys. For the family mla, the attention of prefills has two entries in each mapping from ops:
+        with the LSE, for prompts with context, and NO_CONTEXT.
 
-        - `preset`, `device`, `dtype`, `cache_format` and `block_size`;
+        - `family`, `preset`, `device`, `dtype`, `cache_format` and `block_size`;
         - `environment`: a mapping from op to the variable that binds the op;
         - `backends`: a list with name, library, what is missing on the machine, and for each op of the backend the
           reasons against it;
@@ -87,8 +123,9 @@ def examine(args: argparse.Namespace) -> dict[str, Any]:
           choose to the shapes for which they choose it.
 
     Raises:
-        ValueError: the device, the block size, the backend or a variable of the environment is invalid.
-        UnsupportedConfiguration: the named backend declares no op.
+        ValueError: the device, the preset, the block size, the cache format, the backend or a variable of the
+            environment is invalid; the named backend declares no op of the family.
+        UnsupportedConfiguration: the backend that a variable names declares no op of the variable.
     """
     try:
         device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -97,16 +134,19 @@ def examine(args: argparse.Namespace) -> dict[str, Any]:
     present = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and (device.index or 0) >= present):
         raise ValueError(f"--device: expected cpu or one of the {present} CUDA devices that torch sees, got {device}")
-    if args.block_size < 1:
-        raise ValueError(f"--block-size: expected at least 1, got {args.block_size}")
+    preset, cache_format = args.preset or default_preset(args.family), CACHE_FORMATS[args.cache_format]
+    config = config_of(args.family, preset, args.block_size, cache_format)
     dtype = args.dtype or ("float32" if device.type == "cpu" else "bfloat16")
-    config, cache_format = MLAConfig(**PRESETS[args.preset]), CACHE_FORMATS[args.cache_format]
-    bound = backends.bind_with_environment(args.backend)
     requests = {
         request.op: request
         for request in backends.layer_requests(config, device, DTYPES[dtype], args.block_size, cache_format)
     }
-    requests[NO_CONTEXT] = dataclasses.replace(requests["flash_attn_varlen"], lse=False, out_dtype=DTYPES[dtype])
+    declared = {each.name: each.ops.keys() for each in backends.registered()}.get(args.backend)
+    serves = declared is None or not declared.isdisjoint(requests)  # `bind_with_environment` refuses unknown names
+    check(serves, "--backend", f"a backend that declares an op of --family {args.family}", args.backend)
+    bound = backends.bind_with_environment(args.backend, tuple(requests))
+    if args.family == "mla":
+        requests[NO_CONTEXT] = dataclasses.replace(requests["flash_attn_varlen"], lse=False, out_dtype=DTYPES[dtype])
     choices = {label: choice_of(request, bound) for label, request in requests.items()}
     rows = []
     for candidate in backends.registered():
@@ -123,12 +163,28 @@ def examine(args: argparse.Namespace) -> dict[str, Any]:
             "ops": {op: [why.removeprefix(f"{candidate.name}: ") for why in reasons] for op, reasons in ops.items()},
         })  # fmt: skip
     return {
-        "preset": args.preset, "device": str(device), "dtype": dtype, "cache_format": cache_format.name,
-        "block_size": args.block_size, "environment": {} if bound is None else dict(bound.variables),
+        "family": args.family, "preset": preset, "device": str(device), "dtype": dtype,
+        "cache_format": cache_format.name, "block_size": args.block_size,
+        "environment": {} if bound is None else dict(bound.variables),
         "backends": rows, "chosen": {label: choice.name for label, choice in choices.items()},
         "chosen_by": {label: {"how": choice.how, "gpu": choice.gpu, "shapes": dict(choice.shapes),
                               "in_words": choice.in_words} for label, choice in choices.items()},
     }  # fmt: skip
+
+
+def config_of(family: str, preset: str, block_size: int, cache_format: CacheFormat) -> MLAConfig | GQAConfig:
+    """Return the config of a preset, after a check of the options that depend on the attention family."""
+    presets = FAMILY_PRESETS[family]
+    check(preset in presets, "--preset", f"one of {', '.join(presets)} for --family {family}", preset)
+    if family == "mla":
+        check(block_size >= 1, "--block-size", "at least 1", block_size)
+        return presets[preset]
+    check_key_value_block_size("--block-size", block_size)
+    try:
+        check_key_value_format(cache_format)
+    except UnsupportedConfiguration as error:
+        raise ValueError(f"--cache-format: {str(error).removeprefix('cache_format: ')}") from None
+    return presets[preset]
 
 
 def show(found: dict[str, Any]) -> None:
@@ -144,12 +200,14 @@ def show(found: dict[str, Any]) -> None:
     table = Table(title="backends")
     for column in ("name", "kernels of", "can serve", "reasons against the others"):
         table.add_column(column)
-    for row in found["backends"]:
+    for row in (row for row in found["backends"] if row["ops"]):
         serves = [op for op, reasons in row["ops"].items() if not reasons]
         reasons = row["missing"] or list(dict.fromkeys(why for each in row["ops"].values() for why in each))
         counted = f"{len(serves)} of {len(row['ops'])} ops" + (", if named" if row["only_named"] and serves else "")
         table.add_row(row["name"], row["library"] or "mla-twins", counted, "; ".join(reasons))
     console.print(table)
+    if others := [row["name"] for row in found["backends"] if not row["ops"]]:
+        console.print(f"backends without an op of the family {found['family']}: {', '.join(others)}", markup=False)
     table = Table(title="chosen for each op")
     table.add_column("op")
     table.add_column("backend")

@@ -6,10 +6,10 @@ import argparse
 import importlib.util
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -195,6 +195,7 @@ def prepare(
     oracle: ModuleType,
     context_parallel: ContextParallel | None = None,
     job_type: type[Job] = Job,
+    other_types: Mapping[str, type[Job]] = MappingProxyType({}),
 ) -> Job:
     """Check every option except the output paths (`check_outputs` checks them), and load the checkpoint.
 
@@ -204,6 +205,7 @@ def prepare(
         oracle: module to use in place of `reference`.
         context_parallel: groups of ranks that divide heads and sequences among themselves, or None.
         job_type: class of the job, which determines the attention family.
+        other_types: classes of the jobs of the other families, by the names of the families.
 
     Raises:
         ValueError: an option is invalid. The message is one line.
@@ -245,7 +247,7 @@ def prepare(
     logging.disable_progress_bar()
     source, local = locate(args.model)
     hf_config = read(lambda: AutoConfig.from_pretrained(source, local_files_only=local))
-    config = job_type.read_config(hf_config)
+    config = read_config(job_type, hf_config, other_types)
     try:
         job_type.check_format(cache_format, config)
     except ValueError as error:
@@ -302,6 +304,29 @@ def read(load: Callable[[], Any]) -> Any:
         return load()
     except Exception as error:  # transformers may raise any error for a bad file
         raise ValueError(f"--model: expected a checkpoint that can be read, got: {one_line(error)}") from error
+
+
+def read_config(job_type: type[Job], hf_config: Any, other_types: Mapping[str, type[Job]]) -> Any:
+    """Return the configuration of the model's attention; the error names another family that can read it.
+
+    Raises:
+        ValueError: the attention family of the job cannot serve the model. The message is one line.
+    """
+
+    def can_read(other: type[Job]) -> bool:
+        try:
+            other.read_config(hf_config)
+        except Exception:  # a config of another architecture may cause any error
+            return False
+        return True
+
+    try:
+        return job_type.read_config(hf_config)
+    except ValueError as error:
+        able = [name for name, other in other_types.items() if can_read(other)]
+        if not able:
+            raise
+        raise ValueError(f"{one_line(error)}; use --family {able[0]}") from None
 
 
 def load_model(source: str, local: bool, dtype: torch.dtype) -> nn.Module:

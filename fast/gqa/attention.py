@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import operator
+import threading
+
 import torch
 from jaxtyping import Float, Int32, Shaped
 from torch import Tensor
@@ -15,9 +18,9 @@ from reference.interfaces import (
     VISIBLE_LENS,
     AttentionState,
     CacheFormat,
+    DecodeMetadata,
     DecodeSchedule,
     GraphSupport,
-    QueryLenSupport,
     check_causal_mask,
     check_eager_offsets,
     check_offsets,
@@ -38,7 +41,7 @@ from reference.interfaces.gqa import (
 
 from .. import backends
 from ..backends import BackendChoice
-from ..backends.selection import check_same_backend
+from .backend_choice import Attention, choose_paged_backend
 
 
 def gqa_paged_attention(
@@ -103,20 +106,9 @@ def gqa_paged_attention(
     chosen = calls.backend_of(signature)
     if chosen is None:
         check_paged_attention(q, kv_cache, metadata, config, sinks, schedule, out_dtype, cache_format, *scales)
-        check_same_backend(
-            "gqa_paged_attention", metadata.backend, backend, "metadata.backend", "the backend of the call"
-        )
-        wanted = metadata.backend or backend
-        request = backends.paged_attention_request(
-            config, q.device, q.dtype, kv_cache.shape[2],
-            QueryLenSupport.VARLEN  # a replay may have other query lengths, which only the device knows
-            if metadata.graph is GraphSupport.ANY
-            else backends.query_lens_of(q.shape[0], metadata.seq_lens.shape[0], metadata.max_query_len),
-            cache_format, out_dtype=out_dtype, window=metadata.first_visible is not None,
-            q_in_e4m3=q_scale is not None, batch_invariant=schedule is not None and schedule.batch_invariant,
-            graph=metadata.graph, mask=metadata.mask, backend=wanted,
-        )  # fmt: skip
-        chosen = backends.select(request, wanted).name
+        wanted = q.dtype if out_dtype is None else out_dtype
+        call = Attention(q.device, q.dtype, config, wanted, cache_format, q_scale is not None, backend)
+        chosen = choose_paged_backend(call, metadata, schedule)
     out_dtype = q.dtype if out_dtype is None else out_dtype
     tile_ranges, split_offsets, batch_invariant, split_rule = None, None, False, NEUTRAL_SPLIT_RULE
     if schedule is not None:
@@ -142,6 +134,51 @@ def gqa_paged_attention(
     return AttentionState(out, _PAGED_INTO.run(signature, chosen, *arguments, out))
 
 
+class CheckedPlans:
+    """Context manager for attention over one cache with plans whose values (`check_paged_values`) were checked.
+
+    Inside, `gqa_paged_attention` on CPU tensors does not check the values of these plans again. A plan is recognised by
+    its tensors. The values of all other plans are checked, such as those of a kernel that calls `gqa_paged_attention`.
+
+    Args:
+        kv_cache: the cache.
+        plans: the plans.
+    """
+
+    __slots__ = ("_checked", "_outer")
+
+    def __init__(self, kv_cache: Tensor, *plans: DecodeMetadata):
+        self._checked = kv_cache, plans
+
+    def __enter__(self) -> None:
+        self._outer, _PER_THREAD.checked = _PER_THREAD.checked, self._checked
+
+    def __exit__(self, *_: object) -> None:
+        _PER_THREAD.checked = self._outer
+
+
+class _PerThread(threading.local):
+    """State of the current thread: the cache and the plans of the innermost `CheckedPlans`."""
+
+    checked: tuple[Tensor | None, tuple[DecodeMetadata, ...]] = None, ()
+
+
+_PER_THREAD = _PerThread()
+_CHECKED_TENSORS = operator.attrgetter("block_table", "seq_lens", "query_start_loc", "visible_lens")
+
+
+def _is_checked(plan: PagedAttentionMetadata, kv_cache: Tensor) -> bool:
+    """Return whether the values of a plan over a cache were checked (`CheckedPlans`)."""
+    cache, plans = _PER_THREAD.checked
+    return cache is kv_cache and any(
+        plan.max_query_len == known.max_query_len
+        and plan.max_seq_len == known.max_seq_len
+        and plan.first_visible is getattr(known, "first_visible", None)
+        and all(map(operator.is_, _CHECKED_TENSORS(plan), _CHECKED_TENSORS(known)))
+        for known in plans
+    )
+
+
 def _launch_paged(
     q, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, first_visible, max_query_len, max_seq_len,
     softmax_scale, soft_cap, alibi_slopes, sinks, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule,
@@ -153,7 +190,8 @@ def _launch_paged(
             # allows padding tokens; `gqa_paged_attention` has rejected them where they are not allowed
             GraphSupport.ANY, first_visible=first_visible,
         )  # fmt: skip
-        check_paged_values(plan, kv_cache.shape[1], kv_cache.shape[2])
+        if not _is_checked(plan, kv_cache):
+            check_paged_values(plan, kv_cache.shape[1], kv_cache.shape[2])
         if VISIBLE_LENS not in backends.support_of(backend, "gqa_paged_attention").masks:
             check_causal_mask(plan)
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale), ("q_scale", q_scale)):

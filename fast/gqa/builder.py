@@ -46,6 +46,7 @@ from reference.interfaces.gqa import (
     EncoderMetadata,
     GQAConfig,
     GQAMetadata,
+    check_decoders_only,
     check_gqa_planning,
     check_graph_config,
     graph_refusals,
@@ -73,7 +74,7 @@ class GQAMetadataBuilder:
         max_model_len: largest number of tokens of a request.
         max_num_seqs: largest number of requests in a batch.
         query_len_support: query lengths that the decode kernel supports; None means VARLEN.
-        num_speculative_tokens: number of drafted tokens of a request in one step.
+        num_speculative_tokens: number of drafted tokens of a request in one step; 0 for layers that are no decoders.
         num_programs: number of programs of a schedule. `build` makes a schedule only if `choose_schedule` expects that
             the schedule saves time. The value is one of these:
 
@@ -95,13 +96,15 @@ class GQAMetadataBuilder:
             ONE_QUERY_LEN if `query_len_support` is UNIFORM, and ANY otherwise. If all requests of a graph have one
             query token, the plan of the graph has the kind ONE_QUERY_LEN, which more backends support.
         num_processors: number of processors in the estimate of a cascade (`use_gqa_cascade_attention`). None means the
-            multiprocessors of the GPU of the batch, and 1 for a batch on a CPU.
-        device: device for which the method `use_cascade_attention` counts processors; None means a CPU. `build` counts
-            those of the batch's device.
+            multiprocessors of `device` if it is a GPU, and 1 otherwise.
+        device: device of the batches; None means PyTorch's default device (`torch.get_default_device`) at the time of
+            the call. Only the number of processors depends on it. `build` and `use_cascade_attention` use the same
+            number, also for a batch on another device.
         backend: backend of the ops `compute_visible_lens` and `plan_decode`: a name, a mapping from op to backend name,
             or None. The environment may bind these ops (`fast.backends.environment`).
 
     Attributes:
+        device: device whose processors count in the estimate of a cascade.
         graph_refusals: reasons why no CUDA graph can serve the layers; empty if a graph can serve them.
 
     Raises:
@@ -111,7 +114,8 @@ class GQAMetadataBuilder:
             - the number of tensor-parallel ranks does not divide the number of heads;
             - `batch_invariant` is True and the ranks merge with "ag_rs";
             - `graph_support` is ANY and `query_len_support` is UNIFORM;
-            - the attention chunk is not a multiple of `block_size`.
+            - the attention chunk is not a multiple of `block_size`;
+            - `num_speculative_tokens` is above 0 for layers that are no decoders.
 
         UnsupportedConfiguration: ranks share sequences, and the config has ALiBi or attention chunks, or heads that
             these ranks cannot share (`ContextParallel.local_gqa_config`); the cache format is for the latent cache
@@ -161,11 +165,12 @@ class GQAMetadataBuilder:
         if num_processors is not None:
             check_int("num_processors", num_processors, 1, "a positive int or None")
         self.num_processors = num_processors
-        self._device = torch.device("cpu") if device is None else check_device("device", device)
+        self.device = torch.get_default_device() if device is None else check_device("device", device)
         self.backend = bind_with_environment(backend, PLANNING_OPS)
         self.graph_refusals = graph_refusals(config)
         self._graph_support = GraphSupport.NONE if self.graph_refusals else graph_support
         self.reorder_batch_threshold = reorder_batch_threshold(query_len_support, num_speculative_tokens)
+        check_decoders_only(config, "num_speculative_tokens", num_speculative_tokens, 0)
 
     def build(
         self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool = False
@@ -173,8 +178,9 @@ class GQAMetadataBuilder:
         """Return the plan of one step; an `EncoderMetadata` for layers without a cache.
 
         Args:
-            common_prefix_len: number of context tokens that all decodes share. The plan attends these tokens once for
-                all decodes (a cascade) if a cascade is faster (`use_cascade_attention`).
+            common_prefix_len: number of context tokens that all decodes share; 0 for layers that are no decoders. The
+                plan attends these tokens once for all decodes (a cascade) if a cascade is faster
+                (`use_cascade_attention`).
             common: batch of the step, a `CrossAttentionBatch` for cross attention; its requests may have any order. If
                 the batch has no lengths on the CPU, the plan has no cascade, and `choose_schedule` decides from upper
                 bounds of the lengths.
@@ -186,10 +192,11 @@ class GQAMetadataBuilder:
             ValueError: in one of these cases:
 
                 - `build_gqa_metadata` raises ValueError;
-                - `common_prefix_len` is longer than a context;
+                - `common_prefix_len` is longer than a context, or above 0 for layers that are no decoders;
                 - the batch has more than `max_num_seqs` requests, or a request has more than `max_model_len` tokens.
         """
         check_int("common_prefix_len", common_prefix_len, 0)
+        check_decoders_only(self.config, "common_prefix_len", common_prefix_len, 0)
         check_flag("fast_build", fast_build)
         check_batch_size(common, self.max_num_seqs, self.max_model_len)
         if not self.config.attention_type.cached:
@@ -211,7 +218,7 @@ class GQAMetadataBuilder:
             check_common_prefix(common, common_prefix_len, metadata.num_decodes)
             lengths = common.seq_lens_cpu[: metadata.num_decodes]
             query_lens = common.query_start_loc_cpu[: metadata.num_decodes + 1].diff()
-            if self._cascade_pays(common_prefix_len, query_lens, lengths, common.block_table.device):
+            if self._cascade_pays(common_prefix_len, query_lens, lengths):
                 row = int((lengths > 0).int().argmax())
                 cascade = split_shared_prefix(metadata.decode, common_prefix_len, self.block_size, row)
                 return dataclasses.replace(metadata, cascade=cascade)
@@ -315,19 +322,15 @@ class GQAMetadataBuilder:
         Raises:
             ValueError: for the same reasons as `fast.use_gqa_cascade_attention`.
         """
-        return self._may_cascade() and self._cascade_pays(common_prefix_len, query_lens, seq_lens, self._device)
+        return self._may_cascade() and self._cascade_pays(common_prefix_len, query_lens, seq_lens)
 
     def _cascade_pays(
-        self,
-        common_prefix_len: int,
-        query_lens: Int32[Tensor, " B"],
-        seq_lens: Int32[Tensor, " B"],
-        device: torch.device,
+        self, common_prefix_len: int, query_lens: Int32[Tensor, " B"], seq_lens: Int32[Tensor, " B"]
     ) -> bool:
-        """Return whether a cascade is faster on `device`."""
+        """Return whether a cascade is faster on the device of the builder."""
         processors = self.num_processors
         if processors is None:
-            processors = device_facts(device).processors if device.type == "cuda" else 1
+            processors = device_facts(self.device).processors if self.device.type == "cuda" else 1
         return use_gqa_cascade_attention(
             common_prefix_len, query_lens, seq_lens, self.config, self.cache_format, self.dtype, processors
         )

@@ -32,7 +32,7 @@ from reference.interfaces.gqa import (
 
 from ..backends import BackendChoice
 from ..planning.decode_schedule import plan_decode
-from ..planning.visible_lens import _first_of_window, _local_counts, compute_visible_lens, scheduled_lens
+from ..planning.visible_lens import _first_keys, _local_counts, compute_visible_lens, scheduled_lens
 
 
 def plan_captured_gqa_decodes(
@@ -51,13 +51,13 @@ def plan_captured_gqa_decodes(
     """Plan the decodes from device tensors: the lengths `common.seq_lens` and the offsets `common.query_start_loc`.
 
     The function copies nothing between host and device. `reference.gqa.captured.plan_captured_gqa_decodes` explains the
-    use inside a CUDA graph, and the batches that each kind of graph allows.
+    use inside a CUDA graph, the batches that each kind of graph allows, and attention chunks.
 
     Args:
         common: batch of the step. In every replay, no query may be longer than `max_query_len`, and no request may be
             longer than `max_seq_len`.
         block_size: tokens per block.
-        config: config of the layers, which must be decoders without attention chunks.
+        config: config of the layers, which must be decoders.
         num_programs: number of programs of the schedule; 0 makes no schedule.
         costs: costs from which the schedule is computed; None means the defaults of `ScheduleCosts`.
         batch_invariant: if True, the splits of a request depend on the lengths of this request only, with or without a
@@ -80,8 +80,8 @@ def plan_captured_gqa_decodes(
             - a query length does not fit `graph` or `max_query_len`;
             - there are fewer slots than tokens;
             - `block_size` or `num_programs` is below its minimum.
-        UnsupportedConfiguration: the layers are no decoders, or have attention chunks; ranks share sequences, and the
-            layers have ALiBi; the cache format is for the latent cache alone; `backend` allows no backend that supports
+        UnsupportedConfiguration: the layers are no decoders; ranks share sequences, and the layers have ALiBi or
+            attention chunks; the cache format is for the latent cache alone; `backend` allows no backend that supports
             this kind of graph.
     """
     check_gqa_planning(config, block_size, ownership, cache_format)
@@ -91,10 +91,12 @@ def plan_captured_gqa_decodes(
     check_int("num_programs", num_programs, 0)
     costs = check_schedule_costs(costs)
     check_flag("batch_invariant", batch_invariant)
-    starts, lens, window = common.query_start_loc, common.seq_lens, config.sliding_window
+    starts, lens, window, chunk = (
+        common.query_start_loc, common.seq_lens, config.sliding_window, config.attention_chunk_size,
+    )  # fmt: skip
     # the keys of whole sequences; each rank counts its own keys among them
     visible_lens = compute_visible_lens(starts, lens, tokens, graph=graph, backend=backend)
-    first_visible = None if window is None else _first_of_window(visible_lens, window, ownership)
+    first_visible = _first_keys(visible_lens - 1, window, chunk, ownership)
     visible_lens, seq_lens = _local_counts(visible_lens, ownership), _local_counts(lens, ownership)
     longest = common.max_seq_len if ownership is None else ownership.most(common.max_seq_len)
     query_start_loc = starts
@@ -103,7 +105,7 @@ def plan_captured_gqa_decodes(
         query_start_loc = torch.arange(0, last + 1, query_len, dtype=torch.int32, device=lens.device)
     schedule = DecodeSchedule(batch_invariant=True, split_rule=costs.split_rule) if batch_invariant else None
     if num_programs > 0:
-        counted = scheduled_lens(starts, lens, window, ownership)
+        counted = scheduled_lens(starts, lens, window, ownership, chunk)
         schedule = plan_decode(counted, num_programs, costs, batch_invariant, graph=graph, backend=backend)
     return GQAMetadata(
         config=config,

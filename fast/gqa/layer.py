@@ -6,6 +6,8 @@ of shapes. `torch.compile(fullgraph=True)` can trace `forward`.
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
@@ -16,10 +18,13 @@ from reference.interfaces import (
     COMPUTE_FORMAT,
     E4M3,
     CacheFormat,
+    DecodeMetadata,
     DecodeSchedule,
     KVScale,
     check,
+    check_causal_mask,
     check_flag,
+    check_int,
     check_output_scale,
     check_scale_values,
     from_e4m3,
@@ -32,31 +37,29 @@ from reference.interfaces.gqa import (
     GQAConfig,
     GQAMetadata,
     PagedAttentionMetadata,
-    check_gqa_cascade,
     check_gqa_layer,
     check_gqa_output,
-    check_gqa_step,
     check_gqa_step_values,
-    check_query_scale,
-    check_sinks,
     choose_key_value_scales,
+    expand_scale,
     has_cache,
     make_gqa_query_scale,
     make_key_value_scale,
     observe_gqa_queries,
     scale_without_cache,
+    scales_of_write,
 )
 
 from .. import backends
 from ..backends import BackendChoice
 from ..cache.key_value import reshape_and_cache
-from .attention import gqa_paged_attention, gqa_varlen_attention
+from .attention import CheckedPlans, gqa_paged_attention, gqa_varlen_attention
+from .backend_choice import StepBackends, check_layer_step
 from .cascade import CASCADE_OPS, gqa_cascade_attention
 from .context_parallel import GQA_DCP_OPS, gqa_dcp_attention
 
 GQA_LAYER_OPS = tuple(sorted({"gqa_varlen_attention", "reshape_and_cache", *CASCADE_OPS, *GQA_DCP_OPS}))
-_check_step = backends.CheckedOnce(check_gqa_step)
-_check_cascade = backends.CheckedOnce(check_gqa_cascade)
+_check_step = backends.CheckedOnce(check_layer_step)
 
 
 class _Output:
@@ -175,13 +178,14 @@ class GQAAttention(nn.Module):
 
         `reference.gqa.layer.GQAAttention.forward` has a table of what each kind of step writes and attends. A step has
         no cache if `kv_cache` is None or empty, or if the block tables have no column. Such a step attends the given
-        keys and values, writes nothing, and must have no context. A step without a plan is a memory profile: it writes
-        and attends nothing.
+        keys and values, writes nothing, and must have no context. A layer with `kv_sharing_layer` then needs the keys
+        and values of the layer that it names. A step without a plan is a memory profile: it writes and attends nothing.
 
         Args:
             q: [T, N, Dh], queries; rotated.
-            k: keys. In cross attention [S, Nkv, Dh], the packed keys of the encoders that ran in this step, or None if
-                none ran. None for a layer that reads the cache of another layer. Otherwise [T, Nkv, Dh], rotated.
+            k: keys. In cross attention [S, Nkv, Dh], the packed keys of the encoders that ran in this step, one for
+                each slot, or None if none ran. None for a layer that reads the cache of another layer. Otherwise
+                [T, Nkv, Dh], rotated.
             v: values, like `k`.
             kv_cache: the cache of this layer, or of the layer that `kv_sharing_layer` names. None for an encoder.
             metadata: plan of the step; an `EncoderMetadata` for an encoder. None for a memory profile.
@@ -197,9 +201,10 @@ class GQAAttention(nn.Module):
             TypeError: an argument has another type.
             ValueError: arguments do not match. If the method raises, it has written nothing.
             UnsupportedConfiguration: the cache format is for the latent cache alone; no backend can serve the step.
+                The method has written nothing, unless `torch.compile` compiled it and a kernel ignores scales.
         """
         config = self.local_config
-        self._check(q, k, v, kv_cache, metadata, output_scale)
+        chosen = self._check(q, k, v, kv_cache, metadata, output_scale)
         if output is None:
             output = q.new_empty(q.shape, dtype=q.dtype if output_scale is None else E4M3)
         check_gqa_output(output, output_scale, q, k, v, kv_cache)
@@ -207,6 +212,8 @@ class GQAAttention(nn.Module):
             return output.zero_()
         cross, end = config.attention_type is AttentionType.CROSS, metadata.num_actual_tokens
         check_gqa_step_values(metadata, kv_cache, config, k.shape[0] if cross and k is not None else None)
+        if chosen.ignoring or chosen.causal:
+            self._check_kernels(chosen, k, v, metadata)
         observe_gqa_queries(self, end, q)
         target = _Output(output, output_scale, q.dtype if output_scale is None else wide_dtype(q.dtype))
         if isinstance(metadata, EncoderMetadata):
@@ -214,37 +221,91 @@ class GQAAttention(nn.Module):
             self._attend_packed(target, q[:end], k[:end], v[:end], offsets, offsets, longest, longest)
         elif has_cache(kv_cache, metadata):
             if k is not None:
-                tokens = k.shape[0] if cross else end
-                self._write(k[:tokens], v[:tokens], kv_cache, metadata, cross or tokens > metadata.num_decode_tokens)
-            self._attend_cache(target, q, kv_cache, metadata)
-        else:
+                self._write(*self._written(k, v, metadata), kv_cache, metadata)
+            if q.device.type != "cpu" or torch.compiler.is_compiling():
+                self._attend_cache(target, q, kv_cache, metadata)
+            else:
+                with CheckedPlans(kv_cache, *_plans_of(metadata)):
+                    self._attend_cache(target, q, kv_cache, metadata)
+        elif k is not None:
             self._attend_new_keys(target, q, k, v, metadata)
+        else:  # no query token attends a key
+            output[:end].zero_()
         if end < output.shape[0]:
             output[end:] = 0
         return output
+
+    def descales(
+        self, num_requests: int
+    ) -> tuple[Float[Tensor, "B Nkv"] | None, Float[Tensor, "B Nkv"] | None, Float[Tensor, "B Nkv"] | None]:
+        """Return the scales of queries, keys and values with one element for each request and KV head, without copies.
+
+        A kernel such as FlashAttention-3 takes them as `q_descale`, `k_descale` and `v_descale` (`expand_scale`). The
+        scale of keys or values is 1 until a step or an argument chooses it.
+
+        Args:
+            num_requests: B, number of requests of the call of the kernel.
+
+        Returns:
+            Three float32 tensors [B, Nkv] with the KV heads of this rank's cache, or None for each: all three are None
+            for a format without scales, and the scale of queries is None for queries in their own dtype.
+
+        Raises:
+            ValueError: `num_requests` is negative.
+        """
+        check_int("num_requests", num_requests, 0)
+        heads = self.local_config.num_kv_heads
+        scales = ("q_scale", self.q_scale), ("k_scale", self.k_scale), ("v_scale", self.v_scale)
+        return tuple(
+            None if scale is None else expand_scale(name, scale.value, num_requests, heads) for name, scale in scales
+        )
 
     def _scales(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the scales of keys, values and queries, each float32 [] or None."""
         scales = self.k_scale, self.v_scale, self.q_scale
         return tuple([None if scale is None else scale.value for scale in scales])
 
-    def _check(self, q, k, v, kv_cache, metadata, output_scale) -> None:
-        """Check the arguments of `forward` except the values of the plan; read no values but those of the scales."""
-        config, ranks, (*scales, q_scale) = self.local_config, self.context_parallel, self._scales()
-        ownership = None if ranks is None else ranks.ownership
-        _check_step(metadata, q, k, v, kv_cache, config, self.cache_format, *scales, ownership)
-        check_sinks(self.sinks, self.config, q.device)
-        check_query_scale(self.cache_format, q_scale, q.device)
+    def _check(self, q, k, v, kv_cache, metadata, output_scale) -> StepBackends:
+        """Check the arguments of `forward` except the values of the plan; read no values but those of scales.
+
+        Returns:
+            What the layer must check in the values of the step, because of the backends that serve the step.
+        """
+        groups, (*scales, q_scale) = self.context_parallel, self._scales()
+        ownership, ranks = (None, None) if groups is None else (groups.ownership, (groups.size, groups.merge))
+        chosen = _check_step(
+            metadata, q, k, v, kv_cache, self.local_config, self.config, self.cache_format, *scales, q_scale,
+            self.sinks, ownership, ranks, output_scale is not None, self.backend,
+        )  # fmt: skip
         check_output_scale(output_scale, None, q.device)
         check_scale_values("output_scale", output_scale)
-        if isinstance(metadata, GQAMetadata) and not has_cache(kv_cache, metadata):
-            shared = ranks is not None and ranks.size > 1
-            check(not shared, "kv_cache", "a cache, because ranks share the tokens of every sequence", "no cache")
-        elif isinstance(metadata, GQAMetadata) and metadata.cascade is not None:
-            queries, stored = q[: metadata.num_decode_tokens], (self.cache_format, *scales, q_scale)
-            _check_cascade(queries, kv_cache, metadata.cascade, config, self.sinks, None, *stored)
+        check_scale_values("q_scale", q_scale)
+        return chosen
 
-    def _write(self, k, v, kv_cache, metadata: GQAMetadata, has_prefill: bool) -> None:
+    def _check_kernels(self, chosen: StepBackends, k, v, metadata: GQAMetadata) -> None:
+        """Check the values that some kernels refuse, before the cache is written: scales and visible keys.
+
+        The launch of a kernel checks them too, and alone does so under torch.compile.
+        """
+        if torch.compiler.is_compiling():
+            return
+        if metadata.slot_mapping.device.type == "cpu":
+            for name in chosen.causal:
+                check_causal_mask(operator.attrgetter(name)(metadata))
+        if chosen.ignoring:
+            scales = self.k_scale.value, self.v_scale.value
+            if k is not None:
+                scales = scales_of_write(self, metadata.slot_mapping, *self._written(k, v, metadata))
+            for op, name in chosen.ignoring:
+                backends.check_ignored_scales(name, op, k_scale=scales[0], v_scale=scales[1])
+
+    def _written(self, k: Tensor, v: Tensor, metadata: GQAMetadata) -> tuple[bool, Tensor, Tensor]:
+        """Return whether a step has tokens of a prefill, and the keys and the values that it writes to the cache."""
+        cross = self.config.attention_type is AttentionType.CROSS
+        tokens = k.shape[0] if cross else metadata.num_actual_tokens
+        return cross or tokens > metadata.num_decode_tokens, k[:tokens], v[:tokens]
+
+    def _write(self, has_prefill: bool, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: GQAMetadata) -> None:
         """Write keys and values to the cache; first choose the scales of the cache, if they are not chosen yet."""
         if self.k_scale is not None or self.observed is not None:
             choose_key_value_scales(self, metadata.slot_mapping, has_prefill, k, v)
@@ -259,25 +320,23 @@ class GQAAttention(nn.Module):
         config, ranks, split, end = (
             self.local_config, self.context_parallel, metadata.num_decode_tokens, metadata.num_actual_tokens,
         )  # fmt: skip
+        sinks = self.sinks if self.sinks is None or ranks is None else ranks.heads_of_group(self.sinks)
         options = target.dtype, self.cache_format, *self._scales()
 
         def attend(start: int, stop: int, plan: PagedAttentionMetadata, schedule: DecodeSchedule | None) -> None:
-            queries, out = q[start:stop], target.rows(start, stop) if ranks is None else None
+            given, out = (q[start:stop], kv_cache, plan, config), target.rows(start, stop)
             if ranks is None:
-                state = gqa_paged_attention(
-                    queries, kv_cache, plan, config, self.sinks, schedule, *options, out=out, backend=self.backend
-                )
+                state = gqa_paged_attention(*given, sinks, schedule, *options, out=out, backend=self.backend)
             else:
-                sinks = None if self.sinks is None else ranks.heads_of_group(self.sinks)
-                state = gqa_dcp_attention(
-                    queries, kv_cache, plan, config, ranks, sinks, schedule, *options, backend=self.backend
-                )
+                state = gqa_dcp_attention(*given, ranks, sinks, schedule, *options, out=out, backend=self.backend)
             if out is None:
                 target.store(start, stop, state.out)
 
         if split > 0 and metadata.cascade is not None:
-            given = metadata.cascade, config, self.sinks, *options
-            target.store(0, split, gqa_cascade_attention(q[:split], kv_cache, *given, backend=self.backend).out)
+            given, out = (q[:split], kv_cache, metadata.cascade, config, sinks), target.rows(0, split)
+            state = gqa_cascade_attention(*given, *options, out=out, backend=self.backend)
+            if out is None:
+                target.store(0, split, state.out)
         elif split > 0:
             attend(0, split, metadata.decode, metadata.schedule)
         if end > split:
@@ -324,6 +383,13 @@ class GQAAttention(nn.Module):
         )  # fmt: skip
         if out is None:
             target.store(0, q.shape[0], state.out)
+
+
+def _plans_of(metadata: GQAMetadata) -> tuple[DecodeMetadata, ...]:
+    """Return the plans over the cache in the plan of a step."""
+    cascade = metadata.cascade
+    parts = () if cascade is None else (cascade.prefix, cascade.suffix)
+    return (metadata.decode, metadata.prefill, *parts)
 
 
 def _check_number_of_keys(k: Tensor, cu_seqlens_k: Tensor) -> None:

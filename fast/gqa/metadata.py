@@ -50,7 +50,7 @@ from ..backends import BackendChoice, bind
 from ..planning.batch import split_decodes_and_prefills
 from ..planning.decode_schedule import plan_decode
 from ..planning.local_attention import make_local_attention_virtual_batches
-from ..planning.visible_lens import _first_of_window, _local_counts, compute_visible_lens, scheduled_lens
+from ..planning.visible_lens import _first_keys, _local_counts, compute_visible_lens, scheduled_lens
 
 PLANNING_OPS = ("compute_visible_lens", "plan_decode")
 
@@ -80,7 +80,8 @@ def build_gqa_metadata(
             whole sequences and the slots of this rank.
         block_size: tokens per block.
         config: config of the layers. Layers with another window, attention chunk or attention type refuse the plan.
-        decode_threshold: largest number of query tokens of a decode (`reorder_batch_threshold`).
+        decode_threshold: largest number of query tokens of a decode (`reorder_batch_threshold`); 1 for layers that are
+            no decoders.
         query_len_support: query lengths that the decode kernel supports.
         require_order: if True, a request that may decode behind a prefill is an error.
         ownership: the tokens that this context-parallel rank owns; None if one rank owns all tokens.
@@ -100,7 +101,9 @@ def build_gqa_metadata(
         TypeError: an argument has another class; a batch for cross attention has no fields of the encoder.
         ValueError: one of these:
 
-            - `decode_threshold` is below 1, or above 1 with `QueryLenSupport.SINGLE_ONLY`;
+            - `decode_threshold` is below 1, or above 1 with `QueryLenSupport.SINGLE_ONLY` or for layers that are no
+              decoders;
+            - `common.num_actual_tokens` is not the last of the offsets (checked for offsets on the CPU);
             - `block_size` is not a multiple of 16, or not a divisor of the attention chunk;
             - the slots were made for another block size, or, for CPU tensors, a rank has more slots than new tokens;
             - the block table is narrower than the longest request;
@@ -178,8 +181,8 @@ def _plan(
     elif not one_each:
         visible = compute_visible_lens(starts, visible, tokens, backend=backend)
     first = None
-    if config.sliding_window is not None:
-        first = _first_of_window(visible, config.sliding_window, ownership)
+    if config.sliding_window is not None:  # a virtual request has one attention chunk, so its keys begin at 0
+        first = _first_keys(visible - 1, config.sliding_window, None, ownership)
     visible, lens = _local_counts(visible, ownership), _local_counts(batch.seq_lens, ownership)
     query_lens = None if one_each else batch.query_start_loc_cpu.diff()
     parts = []

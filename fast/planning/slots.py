@@ -9,10 +9,10 @@ from torch import Tensor
 from reference.interfaces import (
     TokenOwnership,
     check,
-    check_blocks,
     check_int,
     check_interleave,
     check_lengths,
+    check_new_blocks,
     check_rank,
     check_tensor,
     slots_of_tokens,
@@ -33,7 +33,7 @@ def slot_mapping(
     Args:
         query_start_loc: [B + 1], prefix sum of the query lengths Sq.
         seq_lens: [B], tokens S of each request after this step; 0 marks a padding row, whose slots are -1.
-        block_table: [B, W], blocks of each request.
+        block_table: [B, W], blocks of each request. Only the blocks of new tokens are read.
         block_size: tokens per block.
         num_tokens: length of the result, at least `query_start_loc[-1]`. Tokens from this index on get slot -1.
 
@@ -42,8 +42,8 @@ def slot_mapping(
 
     Raises:
         ValueError: shapes or dtypes do not match. For CPU tensors also: a value of `query_start_loc` is smaller than
-            the value before it, a request has 0 < S < Sq, the block table has too few columns, or `num_tokens` is too
-            small.
+            the value before it, a request has 0 < S < Sq, the block table has too few columns, the block of a new token
+            is negative, or `num_tokens` is too small.
     """
     check_int("block_size", block_size, 1, "at least 1")
     check_int("num_tokens", num_tokens, 0)
@@ -54,7 +54,7 @@ def slot_mapping(
     if device.type == "cpu":
         check_lengths(query_start_loc, seq_lens)
         check(num_tokens >= int(query_start_loc[-1]), "num_tokens", f"at least {int(query_start_loc[-1])}", num_tokens)
-        check_blocks(block_table, seq_lens.tolist(), block_size, num_blocks=2**31)
+        check_new_blocks(query_start_loc, seq_lens, block_table, block_size)
     return slots_of_tokens(query_start_loc, seq_lens, block_table, block_size, num_tokens)
 
 
@@ -76,7 +76,8 @@ def dcp_slot_mapping(
         query_start_loc: [B + 1], prefix sum of the query lengths Sq.
         seq_lens: [B], tokens S of each request after this step, counted over all ranks; 0 marks a padding row, whose
             slots are -1.
-        block_table: [B, W], blocks of each request; all ranks have the same block table.
+        block_table: [B, W], blocks of each request; all ranks have the same block table. Only the blocks of new tokens
+            are read.
         block_size: tokens per block, a multiple of I.
         num_tokens: length of the result, at least `query_start_loc[-1]`. Tokens from this index on get slot -1.
         context_parallel_size: D, number of ranks.
@@ -89,7 +90,7 @@ def dcp_slot_mapping(
     Raises:
         ValueError: a number is out of range; shapes or dtypes do not match. For CPU tensors also: a value of
             `query_start_loc` is smaller than the value before it, a request has 0 < S < Sq, the block table has too few
-            columns, or `num_tokens` is too small.
+            columns, the block of a new token is negative, or `num_tokens` is too small.
     """
     check_rank(context_parallel_size, rank, interleave)
     check_interleave(interleave, block_size)
@@ -103,6 +104,6 @@ def dcp_slot_mapping(
         check_lengths(query_start_loc, seq_lens)
         total = int(query_start_loc[-1])
         check(num_tokens >= total, "num_tokens", f"at least {total}", num_tokens)
-        check_blocks(block_table, seq_lens.tolist(), block_size * context_parallel_size, num_blocks=2**31)
+        check_new_blocks(query_start_loc, seq_lens, block_table, block_size * context_parallel_size)
     ownership = TokenOwnership(context_parallel_size, rank, interleave)
     return slots_of_tokens(query_start_loc, seq_lens, block_table, block_size, num_tokens, ownership)

@@ -1,4 +1,4 @@
-"""Compute masks as numbers of each query token: how many keys it attends, and the first key inside its window."""
+"""Compute masks as numbers of each query token: how many keys it attends, and the first one of these keys."""
 
 from __future__ import annotations
 
@@ -93,13 +93,14 @@ def compute_first_visible(
     query_start_loc: Int32[Tensor, " offsets"],
     seq_lens: Int32[Tensor, " B"],
     num_tokens: int,
-    sliding_window: int,
+    sliding_window: int | None,
     ownership: TokenOwnership | None = None,
+    attention_chunk_size: int | None = None,
     *,
     graph: GraphSupport = GraphSupport.NONE,
     backend: BackendChoice = None,
 ) -> Int32[Tensor, " num_tokens"]:
-    """Return the first key that each query token attends through a window of W keys; 0 for padding tokens.
+    """Return the first key that each query token attends with a window or attention chunks; 0 for padding tokens.
 
     See `reference.planning.visible_lens.compute_first_visible` for the rule. The numbers are computed on the device
     from the result of `compute_visible_lens`, and the host does not wait.
@@ -108,9 +109,10 @@ def compute_first_visible(
         query_start_loc: [B + 1], prefix sum of the query lengths.
         seq_lens: [B], tokens S of each request after this step, counted over all ranks; 0 for padding rows.
         num_tokens: length of the result; tokens from `query_start_loc[-1]` on are padding.
-        sliding_window: W, number of keys in the window.
+        sliding_window: W, number of keys in the window; None means no window.
         ownership: the tokens that this context-parallel rank owns; the result then counts only keys of this rank. None
             if one rank owns all tokens.
+        attention_chunk_size: C, number of positions in an attention chunk; None means no attention chunks.
         graph: kind of the CUDA graph that captures this call; NONE without a graph.
         backend: backend of `compute_visible_lens`: a name, a mapping from op to backend name, or None for an automatic
             choice (`fast.backends`).
@@ -119,20 +121,46 @@ def compute_first_visible(
         [num_tokens] int32.
 
     Raises:
-        ValueError: for the same reasons as `compute_visible_lens`; `sliding_window` is below 1.
+        ValueError: for the same reasons as `compute_visible_lens`; `sliding_window` or `attention_chunk_size` is below
+            1.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
-    check_int("sliding_window", sliding_window)
+    _check_sizes(sliding_window, attention_chunk_size)
     visible = compute_visible_lens(query_start_loc, seq_lens, num_tokens, graph=graph, backend=backend)
     check_ownership(ownership)
-    return _first_of_window(visible, sliding_window, ownership)
+    first = _first_keys(visible - 1, sliding_window, attention_chunk_size, ownership)
+    return torch.zeros_like(visible) if first is None else first
 
 
-def _first_of_window(
-    visible_lens: Int32[Tensor, " T"], sliding_window: int, ownership: TokenOwnership | None
-) -> Int32[Tensor, " T"]:
-    """Return the first key of each window from the number of keys of whole sequences up to its end."""
-    return _local_counts(visible_lens.sub(sliding_window).clamp_(min=0), ownership)
+def _check_sizes(sliding_window: int | None, attention_chunk_size: int | None) -> None:
+    """Check that the number of keys in a window and the positions in an attention chunk are positive ints or None."""
+    for name, size in (("sliding_window", sliding_window), ("attention_chunk_size", attention_chunk_size)):
+        if size is not None:
+            check_int(name, size)
+
+
+def _first_keys(
+    positions: Int32[Tensor, " X"],
+    sliding_window: int | None,
+    attention_chunk_size: int | None,
+    ownership: TokenOwnership | None,
+) -> Int32[Tensor, " X"] | None:
+    """Return the first key of query tokens as a new tensor; None without a window and attention chunks.
+
+    Args:
+        positions: position of each query token in its whole sequence; -1 for padding tokens.
+        sliding_window: number of keys in a window, or None.
+        attention_chunk_size: positions in an attention chunk, or None.
+        ownership: the tokens that this rank owns; the result then counts only keys of this rank.
+    """
+    first = None
+    if attention_chunk_size is not None:
+        first = positions.clamp(min=0)
+        first.sub_(first.remainder(attention_chunk_size))
+    if sliding_window is not None:
+        begin = positions.sub(sliding_window - 1).clamp_(min=0)
+        first = begin if first is None else torch.maximum(first, begin)
+    return None if first is None else _local_counts(first, ownership)
 
 
 def _local_counts(num_keys: Int32[Tensor, " X"], ownership: TokenOwnership | None) -> Int32[Tensor, " X"]:
@@ -147,6 +175,7 @@ def scheduled_lens(
     seq_lens: Int32[Tensor, " B"],
     sliding_window: int | None = None,
     ownership: TokenOwnership | None = None,
+    attention_chunk_size: int | None = None,
 ) -> Int32[Tensor, " B"]:
     """Return the number of keys of each request that count for the schedule of a decode.
 
@@ -159,20 +188,21 @@ def scheduled_lens(
         sliding_window: W, number of keys in the window; None means no window.
         ownership: the tokens that this context-parallel rank owns; the result then counts only keys of this rank. None
             if one rank owns all tokens.
+        attention_chunk_size: C, number of positions in an attention chunk; None means no attention chunks.
 
     Returns:
-        [B] int32. Without a window and on one rank, the result is `seq_lens` itself.
+        [B] int32. Without a window and attention chunks and on one rank, the result is `seq_lens` itself.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match; `sliding_window` is below 1.
+        ValueError: shapes, dtypes or devices do not match; `sliding_window` or `attention_chunk_size` is below 1.
     """
     check_tensor("seq_lens", seq_lens, ("B",), (torch.int32,))
     check_tensor("query_start_loc", query_start_loc, (seq_lens.shape[0] + 1,), (torch.int32,), seq_lens.device)
     check_ownership(ownership)
+    _check_sizes(sliding_window, attention_chunk_size)
     local = _local_counts(seq_lens, ownership)
-    if sliding_window is None:
+    if sliding_window is None and attention_chunk_size is None:
         return local
-    check_int("sliding_window", sliding_window)
-    context = (seq_lens - query_start_loc.diff()).clamp_(min=0)  # clamp before the window, which may be 2^31 - 1
-    first = _local_counts(context.sub_(sliding_window - 1).clamp_(min=0), ownership)
+    context = (seq_lens - query_start_loc.diff()).clamp_(min=0)  # position of the first query token
+    first = _first_keys(context, sliding_window, attention_chunk_size, ownership)
     return local - first.div_(DECODE_TILE, rounding_mode="floor").mul_(DECODE_TILE)

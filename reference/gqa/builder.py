@@ -50,6 +50,7 @@ from ..interfaces.gqa import (
     EncoderMetadata,
     GQAConfig,
     GQAMetadata,
+    check_decoders_only,
     check_gqa_planning,
     check_graph_config,
     graph_refusals,
@@ -71,7 +72,8 @@ class GQAMetadataBuilder:
         max_model_len: largest number of tokens of a sequence.
         max_num_seqs: largest number of requests in a batch.
         query_len_support: query lengths that the decode kernel supports; None means VARLEN.
-        num_speculative_tokens: number of tokens that a draft model proposes for a request in one step.
+        num_speculative_tokens: number of tokens that a draft model proposes for a request in one step; 0 for layers
+            that are no decoders.
         num_programs: number of programs of a schedule. `choose_schedule` decides in each step whether the decodes get a
             schedule. The plan has this decision as `schedule_choice`. Legal values:
 
@@ -101,7 +103,7 @@ class GQAMetadataBuilder:
         ValueError: a number is below its smallest valid value; the number of heads is not a multiple of the number of
             tensor-parallel ranks (TP); `batch_invariant` is combined with the merge "ag_rs" of `context_parallel`;
             `graph_support` is ANY and `query_len_support` is UNIFORM; the attention chunk is not a multiple of
-            `block_size`.
+            `block_size`; `num_speculative_tokens` is above 0 for layers that are no decoders.
         UnsupportedConfiguration: ranks share sequences, and the config has ALiBi or attention chunks, or heads that
             these ranks cannot share (`ContextParallel.local_gqa_config`); the cache format is for the latent cache
             alone.
@@ -147,6 +149,7 @@ class GQAMetadataBuilder:
         self.graph_refusals = graph_refusals(config)
         self._graph_support = GraphSupport.NONE if self.graph_refusals else graph_support
         self.reorder_batch_threshold = reorder_batch_threshold(query_len_support, num_speculative_tokens)
+        check_decoders_only(config, "num_speculative_tokens", num_speculative_tokens, 0)
 
     def build(
         self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool = False
@@ -154,8 +157,8 @@ class GQAMetadataBuilder:
         """Return the plan of one step; for an encoder an `EncoderMetadata`.
 
         Args:
-            common_prefix_len: number of context tokens that all decodes share; 0 for none. The plan has a cascade if
-                `use_cascade_attention` estimates that a cascade is faster.
+            common_prefix_len: number of context tokens that all decodes share; 0 for none, and 0 for layers that are no
+                decoders. The plan has a cascade if `use_cascade_attention` estimates that a cascade is faster.
             common: the batch, a `CrossAttentionBatch` for cross attention. The swaps of `reorder_batch` give the order
                 with the most decodes, but every order gives a correct plan. If `common.seq_lens_cpu` is None, the plan
                 is computed from upper bounds of the lengths (see `build_gqa_metadata`). Such a plan has no cascade.
@@ -165,9 +168,11 @@ class GQAMetadataBuilder:
         Raises:
             TypeError: the config is for cross attention, and the batch has no fields of the encoder.
             ValueError: for the same reasons as `build_gqa_metadata`; a decode has less context than
-                `common_prefix_len`; the batch has more or longer requests than the builder allows.
+                `common_prefix_len`, or `common_prefix_len` is above 0 for layers that are no decoders; the batch has
+                more or longer requests than the builder allows.
         """
         check_int("common_prefix_len", common_prefix_len, 0)
+        check_decoders_only(self.config, "common_prefix_len", common_prefix_len, 0)
         check_flag("fast_build", fast_build)
         check_batch_size(common, self.max_num_seqs, self.max_model_len)
         if not self.config.attention_type.cached:
@@ -220,8 +225,9 @@ class GQAMetadataBuilder:
         - All requests together have at most `num_actual_tokens` query tokens. Later tokens are padding.
         - A request has at most `max_model_len` tokens, and no more than the columns of the block table can hold.
 
-        The plan is computed from the lengths on the device (`plan_captured_gqa_decodes`). There are two ways to use
-        this method:
+        The plan is computed from the lengths on the device (`plan_captured_gqa_decodes`), so the batch needs no lengths
+        on the CPU. With attention chunks the plan has ordinary requests in place of virtual requests. There are two
+        ways to use this method:
 
         - Call this method during the capture, as `DecodeGraph` of `fast` does. The graph then contains the planning,
           and every replay computes a plan for its own lengths. (Only the method of `fast` can be captured: the method
@@ -255,9 +261,9 @@ class GQAMetadataBuilder:
         """Write the plan of the next replay's batch into the tensors that a captured graph reads.
 
         This method is for plans that were made before the capture. It writes four things: the schedule, the keys that
-        each query token sees (`visible_lens`, and `first_visible` if there is a window) and, under context parallelism,
-        the number of keys on this rank. The caller writes the other tensors: lengths, offsets, block table and slots
-        (-1 for padding tokens).
+        each query token sees (`visible_lens`, and `first_visible` if there is a window or attention chunks) and, under
+        context parallelism, the number of keys on this rank. The caller writes the other tensors: lengths, offsets,
+        block table and slots (-1 for padding tokens).
 
         The batch must have as many requests as the captured batch. An engine with fewer requests appends requests with
         0 tokens.

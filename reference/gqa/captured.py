@@ -65,11 +65,16 @@ def plan_captured_gqa_decodes(
     - With ONE_QUERY_LEN, `decode.query_start_loc` is a new tensor that assigns `max_query_len` tokens to every request.
       Padding tokens belong to the requests that have no tokens in `common`.
 
+    Layers with attention chunks get the ordinary requests too, and no virtual requests: the number of virtual requests
+    would depend on the lengths, and a captured plan has a fixed number of requests. `first_visible` then has the begin
+    of each token's attention chunk, or of its window if the window begins later. The attended keys are the same as in
+    the plan of one step (`build_gqa_metadata`). The results may differ by rounding, because the tiles of keys differ.
+
     Args:
         common: the batch. For every replay, `max_query_len` must be an upper bound of the query lengths, and
             `max_seq_len` an upper bound of the keys of a request.
         block_size: tokens per block.
-        config: config of the layers, which must be decoders without attention chunks.
+        config: config of the layers, which must be decoders.
         num_programs: number of programs of the schedule; 0 means no schedule. The kernel then divides the keys of each
             request into splits itself.
         costs: costs from which the schedule is computed; None means the defaults of `ScheduleCosts`.
@@ -92,8 +97,8 @@ def plan_captured_gqa_decodes(
             - a query length does not fit `graph` or `max_query_len`;
             - there are fewer slots than tokens;
             - a number is below its smallest valid value.
-        UnsupportedConfiguration: the layers are no decoders, or have attention chunks; ranks share sequences, and the
-            layers have ALiBi; the cache format is for the latent cache alone.
+        UnsupportedConfiguration: the layers are no decoders; ranks share sequences, and the layers have ALiBi or
+            attention chunks; the cache format is for the latent cache alone.
     """
     check_gqa_planning(config, block_size, ownership, cache_format)
     check_graph_config(config)
@@ -103,9 +108,10 @@ def plan_captured_gqa_decodes(
     costs = check_schedule_costs(costs)
     check_flag("batch_invariant", batch_invariant)
     starts, lens, window = common.query_start_loc, common.seq_lens, config.sliding_window
+    chunk = config.attention_chunk_size
     visible_lens, first_visible = compute_visible_lens(starts, lens, tokens, ownership), None
-    if window is not None:
-        first_visible = compute_first_visible(starts, lens, tokens, window, ownership)
+    if window is not None or chunk is not None:
+        first_visible = compute_first_visible(starts, lens, tokens, window, ownership, chunk)
     query_start_loc, seq_lens, longest = starts, lens, common.max_seq_len
     if graph is GraphSupport.ONE_QUERY_LEN:
         query_start_loc = _on_device_of(common, [request * query_len for request in range(requests + 1)])
@@ -114,7 +120,8 @@ def plan_captured_gqa_decodes(
         longest = ownership.most(longest)
     schedule = DecodeSchedule(batch_invariant=True, split_rule=costs.split_rule) if batch_invariant else None
     if num_programs > 0:
-        schedule = plan_decode(scheduled_lens(starts, lens, window, ownership), num_programs, costs, batch_invariant)
+        counted = scheduled_lens(starts, lens, window, ownership, chunk)
+        schedule = plan_decode(counted, num_programs, costs, batch_invariant)
     return GQAMetadata(
         config=config,
         slot_mapping=common.slot_mapping,

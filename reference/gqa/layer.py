@@ -17,6 +17,7 @@ from ..interfaces import (
     DecodeSchedule,
     KVScale,
     check,
+    check_int,
     check_output_scale,
     check_scale_values,
     from_e4m3,
@@ -37,6 +38,7 @@ from ..interfaces.gqa import (
     check_query_scale,
     check_sinks,
     choose_key_value_scales,
+    expand_scale,
     has_cache,
     make_gqa_query_scale,
     make_key_value_scale,
@@ -127,19 +129,21 @@ class GQAAttention(nn.Module):
         | step | written | attended |
         |---|---|---|
         | decoder with a cache | the keys of all tokens, at `metadata.slot_mapping` | the cache |
-        | layer with `kv_sharing_layer` | nothing | the cache of the layer that it names |
+        | layer with `kv_sharing_layer` and a cache | nothing | the cache of the layer that it names |
         | cross attention with keys | the keys of the encoder, at `metadata.slot_mapping` | the cache |
         | cross attention without keys | nothing | the cache |
         | encoder, or a step without a cache | nothing | the given keys and values |
         | memory profile (no plan) | nothing | nothing; the output is 0 |
 
         A step has no cache if `kv_cache` is None or empty, or if the block tables have no column. Such a step must have
-        no context. If the cache format has scales, its keys and values are rounded as if they were read from the cache.
+        no context, and a layer with `kv_sharing_layer` then needs the keys and values of the layer that it names. If
+        the cache format has scales, the keys and values are rounded as if they were read from the cache.
 
         Args:
             q: [T, N, Dh], queries; rotated.
-            k: keys. In cross attention [S, Nkv, Dh], the packed keys of the encoders that ran in this step, or None if
-                none ran. None for a layer that reads the cache of another layer. Otherwise [T, Nkv, Dh], rotated.
+            k: keys. In cross attention [S, Nkv, Dh], the packed keys of the encoders that ran in this step, one for
+                each slot, or None if none ran. None for a layer that reads the cache of another layer. Otherwise
+                [T, Nkv, Dh], rotated.
             v: values, like `k`.
             kv_cache: the cache of this layer, or of the layer that `kv_sharing_layer` names. None for an encoder.
             metadata: plan of the step; an `EncoderMetadata` for an encoder. None for a memory profile.
@@ -183,6 +187,31 @@ class GQAAttention(nn.Module):
         for first_row, out in parts:
             output[first_row : first_row + out.shape[0]] = out if output_scale is None else to_e4m3(out, output_scale)
         return output
+
+    def descales(
+        self, num_requests: int
+    ) -> tuple[Float[Tensor, "B Nkv"] | None, Float[Tensor, "B Nkv"] | None, Float[Tensor, "B Nkv"] | None]:
+        """Return the scales of queries, keys and values with one element for each request and KV head, without copies.
+
+        A kernel such as FlashAttention-3 takes them as `q_descale`, `k_descale` and `v_descale` (`expand_scale`). The
+        scale of keys or values is 1 until a step or an argument chooses it.
+
+        Args:
+            num_requests: B, number of requests of the call of the kernel.
+
+        Returns:
+            Three float32 tensors [B, Nkv] with the KV heads of this rank's cache, or None for each: all three are None
+            for a format without scales, and the scale of queries is None for queries in their own dtype.
+
+        Raises:
+            ValueError: `num_requests` is negative.
+        """
+        check_int("num_requests", num_requests, 0)
+        heads = self.local_config.num_kv_heads
+        scales = ("q_scale", self.q_scale), ("k_scale", self.k_scale), ("v_scale", self.v_scale)
+        return tuple(
+            None if scale is None else expand_scale(name, scale.value, num_requests, heads) for name, scale in scales
+        )
 
     def _scales(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the scales of keys and values, each float32 [] or None."""
@@ -242,6 +271,8 @@ class GQAAttention(nn.Module):
         In cross attention the keys of the requests are packed. In a decoder, the tokens of padding rows (requests of
         length 0) have no keys.
         """
+        if k is None:  # no query token attends a key
+            return []
         end, split = metadata.num_actual_tokens, metadata.num_decode_tokens
         cross = self.config.attention_type is AttentionType.CROSS
         plans = metadata.decode, metadata.prefill

@@ -79,9 +79,13 @@ def build_gqa_metadata(
     - DECODER: query token i of a request with S keys and Sq query tokens attends the keys up to its own, S - Sq + i. A
       window cuts the keys at the other end (`compute_first_visible`).
     - DECODER with attention chunks: the plan is that of the virtual requests (`make_local_attention_virtual_batches`).
-      All counts of requests in the plan then count virtual requests. The tokens and their slots are the same.
-    - CROSS: a query token attends all keys of the encoder's output. The batch must be a `CrossAttentionBatch`.
-    - ENCODER and ENCODER_ONLY: the plan is an `EncoderMetadata`, and every token must be a query token.
+      All counts of requests in the plan then count virtual requests. The tokens and their slots are the same. A
+      captured plan has no virtual requests (`plan_captured_gqa_decodes`).
+    - CROSS: a query token attends all keys of the encoder's output. The batch must be a `CrossAttentionBatch`. Several
+      query tokens of a request are a prefill, so `decode_threshold` must be 1.
+    - ENCODER and ENCODER_ONLY: the plan is an `EncoderMetadata`, and every token must be a query token. A request with
+      context is an error where the CPU has its length or the upper bound of its length. Otherwise the layers attend the
+      query tokens alone.
 
     If an engine does not know the lengths on the CPU, `common.seq_lens_cpu` is None. A step of decodes alone then needs
     no lengths on the CPU. A step that may have prefills needs `query_start_loc_cpu` and `seq_lens_cpu_upper_bound`. The
@@ -98,7 +102,8 @@ def build_gqa_metadata(
         common: the batch. Under context parallelism, it has the lengths of whole sequences and the slots of this rank.
         block_size: tokens per block of the cache.
         config: config of the layers. Layers with another window, attention chunk or attention type refuse the plan.
-        decode_threshold: largest number of query tokens of a decode (`reorder_batch_threshold`).
+        decode_threshold: largest number of query tokens of a decode (`reorder_batch_threshold`); 1 for layers that are
+            no decoders.
         query_len_support: query lengths that the decode kernel supports.
         require_order: whether to raise if a request that may decode comes after a prefill.
         ownership: the tokens that this context-parallel rank owns; None if one rank owns all tokens.
@@ -115,7 +120,8 @@ def build_gqa_metadata(
             encoder.
         ValueError: in one of the following cases:
 
-            - `decode_threshold` is below 1, or above 1 with SINGLE_ONLY;
+            - `decode_threshold` is below 1, or above 1 with SINGLE_ONLY or for layers that are no decoders;
+            - `common.num_actual_tokens` is not the last of the offsets (checked for offsets on the CPU);
             - `block_size` is not a multiple of 16, or not a divisor of the attention chunk;
             - the slots were computed for another block size, or the block table has too few columns;
             - for slots on the CPU: the slots count more tokens than this rank owns;

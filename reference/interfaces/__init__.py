@@ -214,7 +214,7 @@ from .sizes import (
     reorder_batch_threshold,
     stride_order,
 )
-from .slots import slots_of_tokens
+from .slots import check_new_blocks, slots_of_tokens
 from .support import CAUSAL, DECODE_MASKS, VISIBLE_LENS, GraphSupport, QueryLenSupport, is_capturing
 from .workspace import (
     ContextWorkspace,
@@ -356,6 +356,7 @@ __all__ = [
     "check_mode_of_format",
     "check_module_expansion",
     "check_modules",
+    "check_new_blocks",
     "check_no_bias",
     "check_no_overlap",
     "check_no_prefill_padding",

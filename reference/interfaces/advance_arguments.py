@@ -74,14 +74,14 @@ def check_advance_values(
     Args:
         query_start_loc: [B + 1], prefix sum of the query lengths before the call.
         seq_lens: [B], lengths before the call.
-        block_table: [B, W].
+        block_table: [B, W]. Only the block of each new token is read; earlier blocks may have been freed.
         num_tokens: T, length of `input_ids`.
         block_tokens: tokens of a sequence for each column of the block table: `block_size` times the number of ranks.
         limit: largest length of a request after the call.
 
     Raises:
         ValueError: the offsets or lengths are not valid; the batch has more than T tokens; a request would exceed its
-            blocks or `limit`.
+            blocks or `limit`; the block of a new token is negative.
     """
     check_readable("common.seq_lens", seq_lens)
     check_lengths(query_start_loc, seq_lens, ("common.query_start_loc", "common.seq_lens"))
@@ -89,7 +89,7 @@ def check_advance_values(
     check(num_tokens >= total, "input_ids", f"at least {total} tokens, as common.query_start_loc has", num_tokens)
     grows = (query_start_loc.diff() > 0) & (seq_lens > 0)
     lens = torch.where(grows, seq_lens.long() + 1, 0).tolist()
-    check_blocks(block_table, lens, block_tokens, 2**31, "common.block_table")
+    check_blocks(block_table, lens, block_tokens, 2**31, "common.block_table", seq_lens.cpu())  # the new block alone
     for request, length in enumerate(lens):
         check(length <= limit, "max_seq_len", f"at least {length}, the next length of request {request}", limit)
 

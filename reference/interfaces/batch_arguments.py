@@ -37,6 +37,26 @@ def check_common(common: CommonAttentionMetadata, host_lens: bool = True) -> Non
         check_int("common.block_size", common.block_size, 1, "a positive int or None")
 
 
+def check_num_tokens(common: CommonAttentionMetadata, exactly: bool = True) -> None:
+    """Check that `num_actual_tokens` is the last element of the offsets; read no values on a GPU.
+
+    The offsets are `query_start_loc_cpu`. If this field is None, the check reads `query_start_loc` of a batch on a CPU,
+    and does nothing for a batch on another device.
+
+    Args:
+        common: the batch.
+        exactly: whether the two numbers must be equal. If False, `num_actual_tokens` may be larger; the further tokens
+            are then padding.
+    """
+    starts = common.query_start_loc_cpu
+    if starts is None and common.query_start_loc.device.type == "cpu":
+        starts = common.query_start_loc
+    if starts is not None:
+        last, tokens = int(starts[-1]), common.num_actual_tokens
+        check(tokens == last or (tokens > last and not exactly), "common.num_actual_tokens",
+              f"{'' if exactly else 'at least '}{last}, the last of the offsets", tokens)  # fmt: skip
+
+
 def check_no_prefill_padding(common: CommonAttentionMetadata, num_decodes: int) -> None:
     """Check that no prefill is a padding row: every prefill with query tokens has a length above 0."""
     if num_decodes == common.num_reqs or int(common.seq_lens_cpu[num_decodes:].min()) > 0:

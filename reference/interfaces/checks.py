@@ -124,6 +124,11 @@ def is_positive_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
+def is_positive_number(value: object) -> bool:
+    """Return whether a value is an int or float above 0 and below 2^63. A bool and NaN are not accepted."""
+    return isinstance(value, NUMBERS) and not isinstance(value, bool) and 0 < value < MOST_NUMBER
+
+
 FLOAT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INT_DTYPES = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 

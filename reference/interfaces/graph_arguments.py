@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 
 from .attention_arguments import check_schedule
-from .batch_arguments import check_batch_block_size, check_batch_size, check_common, check_table_width
+from .batch_arguments import (
+    check_batch_block_size,
+    check_batch_size,
+    check_common,
+    check_num_tokens,
+    check_table_width,
+)
 from .bounds import has_host_lens, longest_decode_lens
 from .builder import AttentionMetadataBuilder, captured_batch, most_captured_tokens
 from .cache_format import CacheFormat
@@ -218,7 +224,7 @@ def check_update(
     check_type("captured.schedule", captured.schedule, (DecodeSchedule, type(None)), "a DecodeSchedule or None")
     check_type("captured.decode.graph", captured.decode.graph, GraphSupport)
     check_common(common, host_lens=False)
-    _check_num_tokens(common, exactly=False)
+    check_num_tokens(common, exactly=False)
     requests, tokens, longest = captured.num_decodes, captured.num_decode_tokens, captured.decode.max_query_len
     starts = common.query_start_loc_cpu
     if captured.decode.graph is GraphSupport.ANY:
@@ -231,17 +237,6 @@ def check_update(
         wanted = f"{requests} requests of {longest} tokens, as captured"
     got = f"{common.num_actual_tokens} tokens in {common.num_reqs} requests of at most {longest_query(common)}"
     check(fits and common.num_reqs == requests, "common", wanted, got)
-
-
-def _check_num_tokens(common: CommonAttentionMetadata, exactly: bool) -> None:
-    """Check that `num_actual_tokens` is the last element of `query_start_loc_cpu`, if this tensor is not None.
-
-    If `exactly` is False, `num_actual_tokens` may be larger; the further tokens are padding.
-    """
-    if common.query_start_loc_cpu is not None:
-        last, tokens = int(common.query_start_loc_cpu[-1]), common.num_actual_tokens
-        check(tokens == last or (tokens > last and not exactly), "common.num_actual_tokens",
-              f"{'' if exactly else 'at least '}{last}, the last of the offsets", tokens)  # fmt: skip
 
 
 def check_captured(captured: MLAMetadata | GQAMetadata, plan: MLAMetadata | GQAMetadata) -> None:
@@ -364,7 +359,7 @@ def _check_same(argument: str, held: CacheFormat | str | None, found: object, wh
 def check_graph_batch(graph: Any, hidden_states: Tensor, positions: Tensor, common: CommonAttentionMetadata) -> None:
     """Check that a batch fits into the buffers of a `DecodeGraph`; read no values on the device."""
     check_common(common, host_lens=False)
-    _check_num_tokens(common, exactly=True)
+    check_num_tokens(common)
     largest, q = graph.batch_sizes[-1], graph.query_len
     requests, tokens = common.num_reqs, common.num_actual_tokens
     used = requests_with_tokens(common)

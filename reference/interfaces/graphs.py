@@ -95,7 +95,7 @@ def captured_tensors(plan: MLAMetadata | GQAMetadata) -> tuple[tuple[str, Tensor
 def write_captured(captured: MLAMetadata | GQAMetadata, plan: MLAMetadata | GQAMetadata) -> None:
     """Copy the values of a plan into the tensors of a captured plan, which a graph reads.
 
-    The function copies `visible_lens`, `first_visible` if the plan has a window, the schedule, the tensors that the
+    The function copies `visible_lens`, `first_visible` if the plan has it, the schedule, the tensors that the
     backend of the decode prepared and, under context parallelism, `seq_lens`. The caller writes the other tensors.
 
     Args:

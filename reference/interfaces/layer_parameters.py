@@ -37,9 +37,11 @@ class GQAHyperparameters(LayerParameters):
         num_kv_heads: Nkv.
         head_dim: Dh.
         attention_type: value of the `AttentionType`, such as "decoder".
+        alibi_slopes: N slopes of ALiBi; None means no ALiBi.
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     attention_type: str
+    alibi_slopes: tuple[float, ...] | None

@@ -17,12 +17,12 @@ from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
 from .cache_format import COMPUTE_FORMAT, CacheFormat
-from .checks import check, check_blocks, check_lengths, check_not_negative, check_tensor, is_positive_int, lens_on_cpu
+from .checks import check, check_lengths, check_not_negative, check_tensor, is_positive_int, lens_on_cpu
 from .context_chunk import ChunkRows, ContextChunk
 from .decode_schedule import NEVER_PLANNED, DecodeSchedule, ScheduleChoice
 from .ownership import ONE_RANK, TokenOwnership, check_interleave
 from .quantization import CONVERTED
-from .slots import slots_of_tokens
+from .slots import check_new_blocks, slots_of_tokens
 from .support import VISIBLE_LENS, GraphSupport
 from .workspace import ContextWorkspace
 
@@ -81,7 +81,8 @@ class CommonAttentionMetadata:
             on the CPU, and from the tensors on the device.
         query_start_loc_cpu: [B + 1], copy of `query_start_loc` on the CPU. It may be None if `seq_lens_cpu` is None and
             the step has no prefills.
-        block_table: [B, W], block ids of each request; entries after the last block of a request may have any value.
+        block_table: [B, W], block ids of each request. Two kinds of entries may have any value: entries after the last
+            block of a request, and entries of blocks that a window has left behind.
         slot_mapping: [T], cache slot (place in the paged cache) of each token; -1 for a token that is not written to
             the cache. Tokens from index `num_actual_tokens` on are padding and have slot -1.
         max_query_len: upper bound of the query lengths.
@@ -199,7 +200,8 @@ class CommonAttentionMetadata:
             query_lens: [B], new tokens of each request; a list of ints or a CPU tensor of any int dtype.
             seq_lens: [B], tokens of each request after this step, with the same types as `query_lens`. 0 marks a
                 padding row, whose slots are -1.
-            block_table: [B, W], block ids of each request; the batch is created on the device of this tensor.
+            block_table: [B, W], block ids of each request; the batch is created on the device of this tensor. Only the
+                blocks of new tokens are read.
             block_size: tokens per block.
             ownership: the tokens that this context-parallel rank owns; tokens of other ranks get slot -1. None means
                 that one rank owns all tokens.
@@ -215,7 +217,7 @@ class CommonAttentionMetadata:
                 - a length is negative;
                 - the length of a request that is not a padding row is below its number of query tokens;
                 - `block_table` has too few columns for the longest request;
-                - a request has a negative block id (checked for a block table on a CPU);
+                - the block id of a new token is negative (checked for a block table on a CPU);
                 - `block_size` is not a multiple of the interleave of `ownership`.
         """
         check(is_positive_int(block_size), "block_size", "a positive int", block_size)
@@ -235,7 +237,7 @@ class CommonAttentionMetadata:
         longest = int(seq_lens_cpu.max()) if requests else 0
         column_tokens = block_size * owned.size
         if longest > block_table.shape[1] * column_tokens or device.type == "cpu":
-            check_blocks(block_table, seq_lens_cpu.tolist(), column_tokens, num_blocks=2**31)
+            check_new_blocks(starts_cpu, seq_lens_cpu, block_table, column_tokens)
         starts, lens = (lengths.to(device, non_blocking=True) for lengths in (starts_cpu, seq_lens_cpu))
         return cls(
             seq_lens=lens,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .checks import check, check_flag, check_int, check_type
+from .checks import check, check_flag, check_int, check_type, short_text
 from .config import MLAConfig
 from .layer_parameters import GQAHyperparameters
 from .support import QueryLenSupport
@@ -169,8 +169,9 @@ def infer_global_hyperparameters(layers: Mapping[str, Any]) -> GlobalHyperparame
         wanted, got = (type(found[layer]).__name__ for layer in (first, name))
         check(wanted == got, "layers", f"{wanted} of {first!r} in all layers (one family)", f"{got} at {name!r}")
         for field in fields(found[first]):
-            wanted, got = (_text(getattr(found[layer], field.name)) for layer in (first, name))
-            check(wanted == got, "layers", f"{field.name} {wanted} of {first!r} in all layers", f"{got} at {name!r}")
+            wanted, got = (getattr(found[layer], field.name) for layer in (first, name))
+            check(wanted == got, "layers", f"{field.name} {_text(wanted)} of {first!r} in all layers",
+                  f"{_text(got)} at {name!r}")  # fmt: skip
     return found[first]
 
 
@@ -186,5 +187,5 @@ def _hyperparameters(name: str, layer: Any) -> GlobalHyperparameters | GQAHyperp
 
 
 def _text(value: Any) -> Any:
-    """Return the name of a value that has a name, such as a cache format, and every other value itself."""
-    return getattr(value, "name", value)
+    """Return the name of a value that has a name, such as a cache format; the begin of a tuple; other values itself."""
+    return short_text(value) if isinstance(value, tuple) else getattr(value, "name", value)

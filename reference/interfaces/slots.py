@@ -1,4 +1,4 @@
-"""The cache slots (places in the paged cache) of all new tokens of a batch, computed on the device without a loop."""
+"""Compute the cache slots (places in the paged cache) of the new tokens of a batch, and check their blocks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Int32, Int64
 from torch import Tensor
 
+from .checks import check_blocks
 from .ownership import ONE_RANK, TokenOwnership
 
 
@@ -56,3 +57,32 @@ def slots_of_tokens(
     is_written = inside & (seq_lens[request] > 0) & (position >= 0) & (column < width) & is_owned
     block = block_table[request, column.clamp(0, width - 1)].long()
     return torch.where(is_written, block * block_size + local.remainder(block_size), -1)
+
+
+def check_new_blocks(
+    query_start_loc: Int32[Tensor, " offsets"],
+    seq_lens: Int32[Tensor, " B"],
+    block_table: Int32[Tensor, "B W"],
+    block_tokens: int,
+    argument: str = "block_table",
+) -> None:
+    """Check that the block table has a column for every token, and valid blocks for the new tokens; read the values.
+
+    The other entries are not checked. A window may have left the blocks of earlier tokens behind. Such blocks may have
+    been freed, and their entries may then have any value.
+
+    Args:
+        query_start_loc: [B + 1], prefix sum of the query lengths.
+        seq_lens: [B], lengths of the whole sequences after the step; 0 for a padding row, which has no block.
+        block_table: [B, W], block ids of each request.
+        block_tokens: tokens of a sequence for each column of the block table: tokens per block times the number of
+            context-parallel ranks.
+        argument: name of the block table in messages.
+
+    Raises:
+        ValueError: the block table has too few columns for a request, or the block of a new token is negative.
+    """
+    query_lens, lengths = query_start_loc.cpu().diff().long(), seq_lens.cpu().long()
+    no_token = 2**62  # first token of a request without new tokens: behind every block
+    first_tokens = torch.where((query_lens > 0) & (lengths > 0), lengths - query_lens, no_token)
+    check_blocks(block_table, lengths.tolist(), block_tokens, 2**31, argument, first_tokens)

@@ -84,6 +84,7 @@ def advance_step(
             - Shapes, dtypes or devices do not match.
             - The lengths and offsets of `common` are not valid, or there are more than T query tokens.
             - A request would exceed `max_seq_len` or the columns of the block table.
+            - The block of a new token is negative. Only these blocks are read.
             - `seq_lens_cpu` is None, and an upper bound is negative, or below the length or the number of query tokens
               of its request.
             - `query_start_loc_cpu` is None, and the number of query tokens of the next step is unknown.

@@ -9,10 +9,10 @@ from torch import Tensor
 from ..interfaces import (
     TokenOwnership,
     check,
-    check_blocks,
     check_int,
     check_interleave,
     check_lengths,
+    check_new_blocks,
     check_rank,
     check_tensor,
 )
@@ -32,7 +32,7 @@ def slot_mapping(
     Args:
         query_start_loc: [B + 1], prefix sum of the query lengths.
         seq_lens: [B], tokens of each request after this step; 0 marks a padding row, whose slots are -1.
-        block_table: [B, W], block ids of each request.
+        block_table: [B, W], block ids of each request. Only the blocks of new tokens are read.
         block_size: tokens per block.
         num_tokens: length of the result, at least `query_start_loc[-1]`. Later tokens are padding and have slot -1.
 
@@ -41,7 +41,7 @@ def slot_mapping(
 
     Raises:
         ValueError: shapes, dtypes or devices do not match; the offsets decrease; a request has 0 < S < Sq; the block
-            table has too few columns; `num_tokens` is too small.
+            table has too few columns, or the block of a new token is negative; `num_tokens` is too small.
     """
     check_int("block_size", block_size, 1, "at least 1")
     check_int("num_tokens", num_tokens, 0)
@@ -52,7 +52,7 @@ def slot_mapping(
     check_lengths(query_start_loc, seq_lens)
     starts, lengths, tables = query_start_loc.tolist(), seq_lens.tolist(), block_table.tolist()
     check(num_tokens >= starts[-1], "num_tokens", f"at least {starts[-1]}", num_tokens)
-    check_blocks(block_table, lengths, block_size, num_blocks=2**31)
+    check_new_blocks(query_start_loc, seq_lens, block_table, block_size)
     slots = [-1] * num_tokens
     for request, length in enumerate(lengths):
         for token in range(starts[request], starts[request + 1]):
@@ -79,7 +79,7 @@ def dcp_slot_mapping(
     Args:
         query_start_loc: [B + 1], prefix sum of the query lengths.
         seq_lens: [B], tokens of each whole sequence after this step; 0 marks a padding row, whose slots are -1.
-        block_table: [B, W], block ids of each request, the same on all ranks.
+        block_table: [B, W], block ids of each request, the same on all ranks. Only the blocks of new tokens are read.
         block_size: tokens per block, a multiple of I.
         num_tokens: length of the result, at least `query_start_loc[-1]`. Later tokens are padding and have slot -1.
         context_parallel_size: D, ranks that share each sequence.
@@ -91,7 +91,8 @@ def dcp_slot_mapping(
 
     Raises:
         ValueError: a number is out of range; shapes, dtypes or devices do not match; the offsets decrease; a request
-            has 0 < S < Sq; the block table has too few columns; `num_tokens` is too small.
+            has 0 < S < Sq; the block table has too few columns, or the block of a new token is negative; `num_tokens`
+            is too small.
     """
     check_rank(context_parallel_size, rank, interleave)
     ownership = TokenOwnership(context_parallel_size, rank, interleave)
@@ -105,7 +106,7 @@ def dcp_slot_mapping(
     check_lengths(query_start_loc, seq_lens)
     starts, lengths, tables = query_start_loc.tolist(), seq_lens.tolist(), block_table.tolist()
     check(num_tokens >= starts[-1], "num_tokens", f"at least {starts[-1]}", num_tokens)
-    check_blocks(block_table, lengths, block_size * ownership.size, num_blocks=2**31)
+    check_new_blocks(query_start_loc, seq_lens, block_table, block_size * ownership.size)
     slots = [-1] * num_tokens
     for request, length in enumerate(lengths):
         for token in range(starts[request], starts[request + 1]):

@@ -1,4 +1,7 @@
-"""Compute masks as numbers of each query token: the end of its keys (causal mask), and their begin (window)."""
+"""Compute masks as numbers of each query token: the end of its keys (causal mask), and their begin.
+
+A window or chunked local attention determines the begin.
+"""
 
 from __future__ import annotations
 
@@ -72,39 +75,65 @@ def compute_first_visible(
     query_start_loc: Int32[Tensor, " offsets"],
     seq_lens: Int32[Tensor, " B"],
     num_tokens: int,
-    sliding_window: int,
+    sliding_window: int | None,
     ownership: TokenOwnership | None = None,
+    attention_chunk_size: int | None = None,
 ) -> Int32[Tensor, " num_tokens"]:
-    """Return the first key that each query token attends through a window (`PagedAttentionMetadata.first_visible`).
+    """Return the first key that each query token attends (`PagedAttentionMetadata.first_visible`).
 
-    The query token at position p of its request attends the W keys p - W + 1 to p, itself included, or all keys up to p
-    if there are fewer. Its first key is therefore max(0, p - W + 1). A token of a padding row and a token behind the
-    last request get 0.
+    Let p be the position of a query token in its request. Two settings of a layer determine the first key of the token:
 
-    Under context parallelism a rank has a part of the keys. The result is then the number of keys before the window
-    that this rank owns, because its keys from this index on are in the window.
+    - With a window of W keys, the token attends the keys p - W + 1 to p, itself included, or all keys up to p if there
+      are fewer. Its first key is max(0, p - W + 1).
+    - With attention chunks of C positions, the token attends the keys of its attention chunk up to p. Its first key is
+      (p // C) * C.
+
+    With both settings, the first key is the larger one of the two numbers; with neither of them it is 0. A token of a
+    padding row and a token behind the last request get 0.
+
+    Under context parallelism a rank has a part of the keys. The result is then the number of keys before the first key
+    that this rank owns, because the token attends the keys of the rank from this index on.
 
     Args:
         query_start_loc: [B + 1], prefix sum of the query lengths.
         seq_lens: [B], tokens of each request after this step, S; 0 marks a padding row. Under context parallelism S is
             the length of the whole sequence.
         num_tokens: length of the result, at least `query_start_loc[-1]`.
-        sliding_window: W, number of keys in the window.
+        sliding_window: W, number of keys in the window; None means no window.
         ownership: the tokens that this context-parallel rank owns; None if one rank owns all tokens.
+        attention_chunk_size: C, number of positions in an attention chunk; None means no attention chunks.
 
     Returns:
         [num_tokens] int32; no element is above the element of `compute_visible_lens`.
 
     Raises:
-        ValueError: for the same reasons as `compute_visible_lens`; `sliding_window` is below 1.
+        ValueError: for the same reasons as `compute_visible_lens`; `sliding_window` or `attention_chunk_size` is below
+            1.
     """
-    check_int("sliding_window", sliding_window)
+    _check_sizes(sliding_window, attention_chunk_size)
     visible = compute_visible_lens(query_start_loc, seq_lens, num_tokens)
     check_ownership(ownership)
-    first = [max(0, end - sliding_window) for end in visible.tolist()]
+    first = [_first_key(end - 1, sliding_window, attention_chunk_size) for end in visible.tolist()]
     if ownership is not None:
         first = [ownership.count(keys) for keys in first]
     return torch.tensor(first, dtype=torch.int32, device=seq_lens.device)
+
+
+def _check_sizes(sliding_window: int | None, attention_chunk_size: int | None) -> None:
+    """Check that the number of keys in a window and the positions in an attention chunk are positive ints or None."""
+    for name, size in (("sliding_window", sliding_window), ("attention_chunk_size", attention_chunk_size)):
+        if size is not None:
+            check_int(name, size)
+
+
+def _first_key(position: int, sliding_window: int | None, attention_chunk_size: int | None) -> int:
+    """Return the first key that the query token at `position` attends; 0 for a padding token, at position -1."""
+    first = 0
+    if sliding_window is not None:
+        first = max(first, position - sliding_window + 1)
+    if attention_chunk_size is not None:
+        first = max(first, position // attention_chunk_size * attention_chunk_size)
+    return first
 
 
 def scheduled_lens(
@@ -112,13 +141,15 @@ def scheduled_lens(
     seq_lens: Int32[Tensor, " B"],
     sliding_window: int | None = None,
     ownership: TokenOwnership | None = None,
+    attention_chunk_size: int | None = None,
 ) -> Int32[Tensor, " B"]:
     """Return the number of keys of each request that count for the schedule of a decode.
 
-    A schedule assigns tiles of `DECODE_TILE` keys to programs. Without a window, the tiles of a request begin at key 0,
-    and all keys count. With a window of W keys, the first query token of a request with Sq query tokens and S keys
-    attends no key before max(0, S - Sq - W + 1). The kernel does not read the tiles before this key. The tiles of the
-    request then begin at the tile with this key, and the keys from the begin of this tile on count.
+    A schedule assigns tiles of `DECODE_TILE` keys to programs. Without a window and attention chunks, the tiles of a
+    request begin at key 0, and all keys count. Otherwise the first query token of a request does not attend the keys
+    before its first key (`compute_first_visible`), and the later query tokens do not attend them either. The kernel
+    does not read the tiles before this key. The tiles of the request then begin at the tile with this key, and the keys
+    from the begin of this tile on count.
 
     An attention sink is one more score and no key, so it changes no tile and no schedule.
 
@@ -128,21 +159,23 @@ def scheduled_lens(
         sliding_window: W; None means no window.
         ownership: the tokens that this context-parallel rank owns; the result then counts keys of this rank. None if
             one rank owns all tokens.
+        attention_chunk_size: number of positions in an attention chunk; None means no attention chunks. The requests of
+            a plan with virtual requests have one attention chunk each, so their schedule needs None.
 
     Returns:
         [B] int32, on the device of `seq_lens`.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match; `sliding_window` is below 1.
+        ValueError: shapes, dtypes or devices do not match; `sliding_window` or `attention_chunk_size` is below 1.
     """
     check_tensor("seq_lens", seq_lens, ("B",), (torch.int32,))
     check_tensor("query_start_loc", query_start_loc, (seq_lens.shape[0] + 1,), (torch.int32,), seq_lens.device)
     check_ownership(ownership)
-    if sliding_window is not None:
-        check_int("sliding_window", sliding_window)
+    _check_sizes(sliding_window, attention_chunk_size)
     counted = []
     for (start, end), length in zip(itertools.pairwise(query_start_loc.tolist()), seq_lens.tolist(), strict=True):
-        first = 0 if sliding_window is None else max(0, length - (end - start) - sliding_window + 1)
+        context = max(0, length - (end - start))  # position of the first query token
+        first = _first_key(context, sliding_window, attention_chunk_size)
         if ownership is not None:
             first, length = ownership.count(first), ownership.count(length)
         counted.append(length - first // DECODE_TILE * DECODE_TILE)

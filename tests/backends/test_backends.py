@@ -24,7 +24,7 @@ from reference.interfaces import (
     UnsupportedConfiguration,
 )
 
-from ..support.backends import with_backends
+from ..support.backends import own_backends, with_backends
 from ..support.factories import (
     CONFIGS,
     DIRECT,
@@ -303,13 +303,14 @@ def test_a_backend_declares_kernels_of_its_own(name):
         assert getattr(importlib.import_module(module), function).__module__.startswith(f"{module}."), op
 
 
-def test_a_name_at_an_op_is_that_backend_or_every_reason(capability):
+def test_a_name_at_an_op_is_that_backend_or_every_reason(capability, monkeypatch):
     """A call that names a backend runs a kernel of this backend, or raises an error.
 
     The error lists every reason why the backend cannot serve the call. For example, `hopper` serves only the ops of a
     decode.
     """
     capability(9, 0)
+    with_backends(monkeypatch, *own_backends())
     assert backends.select(ON_GPU, "hopper").name == "hopper"
     for op in sorted(set(OPS) - set(DECODES)):
         request = KernelRequest(op, GPU, torch.bfloat16)
@@ -464,8 +465,9 @@ def test_explain_decodes_together(block_size, served, capability):
         assert found[op].startswith(f"{served}, chosen by priority"), op
 
 
-def test_explain_lists_what_is_bound_and_what_is_chosen(capability):
+def test_explain_lists_what_is_bound_and_what_is_chosen(capability, monkeypatch):
     capability(9, 0)
+    with_backends(monkeypatch, *own_backends())
     for backend in ("hopper", {"mla_decode": "hopper"}):
         found = explained(backend=backend)
         assert {op for op, said in found.items() if said == "hopper, bound"} == set(DECODES)

@@ -90,8 +90,8 @@ def make_inputs(row: Row, dtype: torch.dtype, device: str) -> Inputs:
     return Inputs(*tensors, config, common)
 
 
-def candidates(row: Row, dtype: torch.dtype, device: str) -> list[str]:
-    """Return the names of all backends that can serve the calls of a row, the default first."""
+def candidates(row: Row, dtype: torch.dtype, device: str, left_out: Sequence[str] = ()) -> list[str]:
+    """Return the names of all backends that can serve the calls of a row, the default first, without `left_out`."""
     config = MLAConfig.from_preset("deepseek-v3", num_heads=row.N)
     request = backends.KernelRequest(
         "flash_attn_varlen", torch.device(device), dtype,
@@ -101,7 +101,7 @@ def candidates(row: Row, dtype: torch.dtype, device: str) -> list[str]:
     )  # fmt: skip
     default = backends.select(request).name
     able = [each.name for each in backends.registered() if not each.validate_configuration(request)]
-    return [default, *(name for name in able if name != default)]
+    return [default, *(name for name in able if name != default and name not in left_out)]
 
 
 def plan_of(row: Row, inputs: Inputs, dtype: torch.dtype, name: str) -> PrefillMetadata:
@@ -140,8 +140,8 @@ def check(name: str, row: Row, inputs: Inputs, out: Tensor) -> float:
     return parity.max_error / parity.max_budget
 
 
-def measure(row: Row, dtype: torch.dtype, device: str, rounds: int) -> dict[str, Any]:
-    """Return the times of one row, by the names of the backends.
+def measure(row: Row, dtype: torch.dtype, device: str, rounds: int, left_out: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the times of one row, by the names of the backends; `left_out` names backends that are not timed.
 
     Raises:
         RuntimeError: the error of an output exceeds its budget; nothing is timed.
@@ -163,7 +163,7 @@ def measure(row: Row, dtype: torch.dtype, device: str, rounds: int) -> dict[str,
 
         return attend
 
-    calls = {name: call(name) for name in candidates(row, dtype, device)}
+    calls = {name: call(name) for name in candidates(row, dtype, device, left_out)}
     errors = {name: check(name, row, inputs, attend()) for name, attend in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
@@ -186,9 +186,12 @@ def run_main(argv: Sequence[str], arguments: argparse.Namespace) -> int:
     check_device(arguments.device)
     dtype = DTYPES[arguments.dtype]
     rows = ROWS if arguments.rows is None else [parse_row(text) for text in arguments.rows]
+    unknown = set(arguments.without) - {each.name for each in backends.registered()}
+    if unknown:
+        raise CannotRun(f"--without: expected names of backends, got {', '.join(sorted(unknown))}")
     if arguments.rounds < 1:
         raise CannotRun(f"--rounds: expected at least 1, got {arguments.rounds}")
-    results = [measure(row, dtype, arguments.device, arguments.rounds) for row in rows]
+    results = [measure(row, dtype, arguments.device, arguments.rounds, arguments.without) for row in rows]
     table = Table(title=f"Attention of prefills, {arguments.dtype}, on {arguments.device}")
     for title in ("B,T,N,C", "backend", "median us", "quartiles", "x default", "error / budget"):
         table.add_column(title, justify="left" if title in ("B,T,N,C", "backend") else "right")
@@ -218,6 +221,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--rows", nargs="+", metavar="B,T,N[,C]", help="requests, new tokens of each, heads, context tokens of each"
     )
     parser.add_argument("--rounds", type=int, default=15, metavar="N", help="calls of each backend (default: 15)")
+    parser.add_argument("--without", nargs="+", default=(), metavar="NAME",
+                        help="backends that are not timed, except where they are the default")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="PATH", help="file for hardware, versions and times")
     return run(run_main, argv, parser)
 

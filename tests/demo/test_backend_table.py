@@ -10,6 +10,7 @@ import torch
 from fast import backends
 from fast.__main__ import main
 from fast.backends import Backend, OpSupport
+from fast.demo.backend_table import FAMILY_PRESETS, GQA_PRESETS
 
 from ..support.backends import registered
 
@@ -39,6 +40,50 @@ def test_json(capsys):
     }  # fmt: skip
 
 
+def test_grouped_query_attention(capsys, monkeypatch):
+    """Print the table of the other family -> its ops and the choices of `explain`; it does not read the environment."""
+    monkeypatch.setenv("MLA_DECODE_BACKEND", "nosuch")
+    status, out, err = run(capsys, "--family", "gqa", "--device", "cpu", "--preset", "gpt-oss-120b", "--json")
+    found = json.loads(out)
+    assert status == 0 and not err
+    assert (found["family"], found["preset"], found["environment"]) == ("gqa", "gpt-oss-120b", {})
+    monkeypatch.delenv("MLA_DECODE_BACKEND")
+    config = GQA_PRESETS["gpt-oss-120b"]
+    assert config.attention_sinks and config.sliding_window == 128
+    lines = backends.explain(config, device="cpu", dtype=torch.float32).splitlines()
+    assert {op: f"{name}, {found['chosen_by'][op]['in_words']}" for op, name in found["chosen"].items()} == {
+        op: how.split(" (")[0] for op, how in (line.split(": ", 1) for line in lines)
+    }
+    assert set(backends.GQA_OPS) < set(found["chosen"]) and "mla_decode" not in found["chosen"]
+    rows = {row["name"]: row["ops"] for row in found["backends"]}
+    assert not any(rows["cpu"].values()) and set(rows["cpu"]) == set(found["chosen"])
+    assert set(rows["torch"]) == set(backends.GQA_OPS) and not rows["hopper"]
+    assert all(reasons == ["serves device cuda, got cpu"] for reasons in rows["torch"].values())
+
+    # a backend without the features of the model, which the user names
+    plain = Backend("plain", -1, "cpu", {"gqa_paged_attention": OpSupport(print, features=("window",))})
+    with registered(plain):
+        options = "--family", "gqa", "--device", "cpu", "--preset", "gpt-oss-120b", "--backend", "plain"
+        found = json.loads(run(capsys, *options, "--json")[1])
+        status, out, err = run(capsys, *options)
+    assert found["chosen"]["gqa_paged_attention"] is None and found["chosen"]["reshape_and_cache"] == "cpu"
+    [reasons] = [row["ops"]["gqa_paged_attention"] for row in found["backends"] if row["name"] == "plain"]
+    assert len(reasons) == 1 and "sinks" in reasons[0]
+    text = " ".join(out.replace("│", " ").split())
+    assert status == 0 and not err
+    assert "gpt-oss-120b on cpu, float32" in text and "gqa_paged_attention none can serve it bound to plain" in text
+    assert "backends without an op of the family gqa: hopper, torch_flash" in text
+
+
+@pytest.mark.parametrize("family", ["mla", "gqa"])
+def test_every_preset(family, capsys):
+    """Print the table of every model of a family -> a backend serves each of its ops; the default is one of them."""
+    for preset in FAMILY_PRESETS[family]:
+        found = json.loads(run(capsys, "--family", family, "--device", "cpu", "--preset", preset, "--json")[1])
+        assert found["preset"] == preset and set(found["chosen"].values()) == {"cpu"}
+    assert json.loads(run(capsys, "--family", family, "--json")[1])["preset"] in FAMILY_PRESETS[family]
+
+
 def test_tables(capsys, monkeypatch):
     """Print tables with a backend whose package is missing -> its install hint, and what the environment binds."""
     monkeypatch.setenv("MLA_DECODE_BACKEND", "cpu")
@@ -50,7 +95,7 @@ def test_tables(capsys, monkeypatch):
         status, out, err = run(capsys, "--device", "cpu")
     text = " ".join(out.replace("│", " ").split())
     assert status == 0 and not err
-    assert "deepseek-v3 on cpu, float32" in text
+    assert "deepseek-v3 on cpu, float32" in text and "backends without an op of the family mla: torch " in text
     assert "No Such 0 of 1 ops" in text and "needs the package nosuch" in text and "pip install nosuch" in text
     assert "mla_decode cpu bound by MLA_DECODE_BACKEND" in text and text.count("bound by") == 3
 
@@ -80,8 +125,16 @@ def test_missing_artifacts(capsys):
         (["--device", "cuda:9"], "--device: expected cpu or one of the 0 CUDA devices that torch sees, got cuda:9"),
         (["--device", "meta"], "torch sees, got meta"),
         (["--device", "nosuch"], "--device: expected cpu, cuda or cuda:N, got 'nosuch'"),
+        (["--backend", "torch"], "--backend: expected a backend that declares an op of --family mla, got torch"),
+        (["--preset", "llama-3-8b"], "longcat-flash for --family mla, got llama-3-8b"),
+        (["--family", "gqa", "--preset", "deepseek-v3"], "--preset: expected one of llama-3-8b, "),
+        (["--family", "gqa", "--block-size", "8"], "--block-size: expected a positive multiple of 16, got 8"),
+        (["--family", "gqa", "--cache-format", "fp8_ds_mla"],
+         "--cache-format: expected compute_dtype or fp8_e4m3 for a key/value cache, got fp8_ds_mla"),
+        (["--family", "gqa", "--backend", "hopper"],
+         "--backend: expected a backend that declares an op of --family gqa, got hopper"),
     ],
-)
+)  # fmt: skip
 def test_errors(options, message, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     status, out, err = run(capsys, *options)

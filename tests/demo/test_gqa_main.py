@@ -260,6 +260,23 @@ BAD = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("family, model", [("mla", "gqa"), ("gqa", "mla")])
+def test_a_model_of_the_other_family(run, family, model):
+    """Name the checkpoint of the other family -> the error ends with the option that serves it."""
+    done = run("--family", family, "--model", str(ASSETS / f"tiny-{model}"))
+    assert done.status == 2 and done.err.endswith(f"; use --family {model}\n") and done.err.count("\n") == 1
+
+
+def test_a_model_of_neither_family(run, tmp_path):
+    """Name a model that neither family serves -> the error has the reasons of the chosen family and no other family."""
+    import transformers
+
+    transformers.FalconMambaConfig().save_pretrained(tmp_path / "mamba")
+    for family in ("mla", "gqa"):
+        done = run("--family", family, "--model", str(tmp_path / "mamba"))
+        assert done.status == 2 and done.err.count("\n") == 1 and "use --family" not in done.err, done.err
+
+
 @pytest.mark.parametrize("options, message", BAD, ids=[" ".join(options)[:30] for options, _ in BAD])
 def test_bad_input_is_one_line(run, options, message):
     done = run(*options)

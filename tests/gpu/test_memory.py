@@ -12,6 +12,7 @@ import torch
 import fast
 from reference.interfaces import MLAConfig, context_workspace_size
 
+from ..support.backends import own_backends, with_backends
 from ..support.factories import make_layer, make_weights
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -29,6 +30,12 @@ def on_the_gpu(default_device):
     """Make tensors on the GPU, whatever `--device` is."""
     with torch.device("cuda"):
         yield
+
+
+@pytest.fixture(autouse=True)
+def own_kernels(monkeypatch):
+    """Choose only among the backends of `fast`; kernels of other projects allocate memory of their own."""
+    with_backends(monkeypatch, *own_backends())
 
 
 @pytest.fixture(autouse=True)

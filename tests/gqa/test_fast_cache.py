@@ -99,6 +99,8 @@ def test_slots_outside_the_cache(padded, plain_errors):
 
 def test_refused_writes(plain_errors):
     """Write with a latent format, a missing scale or a scale of 0 -> an error, and the cache keeps its bits."""
+    if torch.get_default_device().type != "cpu":
+        pytest.skip("on a GPU the host does not know the values")
     batch = gqa_batch(GROUPED, LENS, dtype=torch.bfloat16, cache_format=FP8_E4M3)
     before = batch.kv_cache.clone()
     one, given = torch.tensor(1.0), (batch.new_k, batch.new_v, batch.kv_cache, batch.slot_mapping)
@@ -162,6 +164,8 @@ def test_swap_blocks(source, target):
 
 def test_refused_copies_write_nothing(plain_errors):
     """Copy to a block outside a cache, or a block twice -> an error before a write."""
+    if torch.get_default_device().type != "cpu":
+        pytest.skip("on a GPU the host does not know the values")
     cache = strided("HND")
     before = cache.clone()
     latent = torch.zeros(9, 16, 32)

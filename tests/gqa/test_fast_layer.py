@@ -253,25 +253,30 @@ import fast
 from dataclasses import replace
 from tests.support.gqa import CONFIGS, gqa_batch, gqa_step
 
-config = replace(CONFIGS["all of them"], alibi_slopes=(0.5, 0.25, 0.0, 1.0, 0.125, 2.0))
-for lens, decodes, name in (
-    (((1, 20), (1, 33), (1, 1)), 3, "fp8_e4m3"), (((1, 20), (1, 33), (1, 0)), 3, "compute_dtype"),
-    (((1, 20), (2, 33), (6, 6)), 2, "compute_dtype"), (((1, 1), (5, 5), (1, 1)), 3, None),
+full = CONFIGS["all of them"]
+chunks = replace(CONFIGS["sinks"], attention_chunk_size=32)
+cross = replace(CONFIGS["sinks"], logits_soft_cap=1.1, attention_type=fast.AttentionType.CROSS)
+decodes = ((1, 20), (1, 33), (1, 1))
+for config, lens, num_decodes, name in (
+    (full, decodes, 3, "fp8_e4m3"), (full, ((1, 20), (1, 33), (1, 0)), 3, "compute_dtype"),
+    (full, ((1, 20), (2, 33), (6, 6)), 2, "compute_dtype"), (full, ((1, 1), (5, 5), (1, 1)), 3, None),
+    (replace(full, alibi_slopes=None), decodes, 3, "compute_dtype"), (chunks, decodes, 3, "compute_dtype"),
+    (cross, decodes, 3, "written before"), (cross, ((1, 20), (2, 33), (6, 6)), 1, "written in this step"),
 ):
     torch._dynamo.reset()
     compiled = None
     for step in range(4):
         torch._dynamo.config.error_on_recompile = step > 1  # at the second step max_seq_len becomes a symbol
-        context = step if name else 0
-        stored = fast.CACHE_FORMATS[name or "compute_dtype"]
+        context = step if name not in (None, "written in this step") else 0  # the number of new keys is constant
+        stored, written = fast.CACHE_FORMATS.get(name, fast.CACHE_FORMATS["compute_dtype"]), name == "written before"
         batch = gqa_batch(
-            config, [(q, s + context if s else 0) for q, s in lens], dtype=torch.float32, new_tokens=False,
+            config, [(q, s + context if s else 0) for q, s in lens], dtype=torch.float32, new_tokens=written,
             free_behind_window=False, cache_format=stored,
         )
         table = torch.full((3, 9), 2147480000, dtype=torch.int32)
         table[:, : batch.metadata.block_table.shape[1]] = batch.metadata.block_table
         batch = replace(batch, metadata=replace(batch.metadata, block_table=table))
-        plan, cache = gqa_step(batch, decodes), torch.zeros(2, 12, 16, 2, 80).to(batch.kv_cache.dtype)
+        plan, cache = gqa_step(batch, num_decodes), torch.zeros(2, 12, 16, 2, 80).to(batch.kv_cache.dtype)
         cache.view(torch.uint8)[:, : batch.kv_cache.shape[1]] = batch.kv_cache.view(torch.uint8)
         caches = [cache.clone(), cache.clone()] if name else [None, None]
         if compiled is None:
@@ -281,6 +286,14 @@ for lens, decodes, name in (
             assert torch.equal(layer.k_scale.value, batch.k_scale)
             layer.k_scale.written = layer.v_scale.written = True
         given = batch.q, batch.new_k, batch.new_v
+        if config is chunks:
+            common = fast.CommonAttentionMetadata.from_lens([1, 1, 1], plan.decode.seq_lens.tolist(), table, 16)
+            plan = fast.build_gqa_metadata(common, 16, config)
+            assert plan.decode.seq_lens.tolist() == [20 + step, 1 + step, 1 + step]  # keys in the last attention chunk
+        if config is cross:
+            slots = torch.tensor([slot for each in batch.slots for slot in each if not written], dtype=torch.int64)
+            plan = replace(plan, slot_mapping=slots)
+            given = (batch.q, None, None) if written else (batch.q, torch.cat(batch.k), torch.cat(batch.v))
         with torch.no_grad():
             wanted = layer(*given, caches[0], plan)
             got = compiled(*given, caches[1], plan)
@@ -295,8 +308,10 @@ print("compiled")
 def test_compile_fullgraph():
     """Compile a layer with `fullgraph=True` -> the bits of eager mode: decodes, a mixed step, a step without a cache.
 
-    While sequences grow, the layer is recompiled once: `max_seq_len` is a constant in the first graph and a symbol in
-    the second graph. The test runs in its own process, because the run-time shape checks of the tests cannot be traced.
+    The configs have windows, sinks and soft caps, with and without ALiBi; attention chunks; and cross attention, whose
+    keys are written in an earlier step or in this one. While sequences grow, the layer is recompiled once:
+    `max_seq_len` is a constant in the first graph and a symbol in the second graph. The test runs in its own process,
+    because the run-time shape checks of the tests cannot be traced.
     """
     done = subprocess.run(
         [sys.executable, "-c", COMPILE], cwd=Path(fast.__file__).parents[1], capture_output=True, text=True, timeout=500

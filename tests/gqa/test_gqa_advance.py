@@ -1,7 +1,9 @@
 """Tests of `advance_step` with grouped-query attention: several steps on the device equal steps from the host.
 
 `advance_step` turns the batch of a step into the batch of the next step: the sampled token of each request becomes its
-one query token. The window of each request moves with its tokens.
+one query token. The window of each request moves with its tokens, and so does its attention chunk. Before each step,
+the blocks that the window or the attention chunk has left behind are freed: their table entries are no blocks
+(NO_BLOCKS), and their numbers in the cache are NaN.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ import torch
 from reference.interfaces import CommonAttentionMetadata, GraphSupport, TokenOwnership
 from reference.interfaces.gqa import CrossAttentionBatch
 
-from ..support.factories import assert_same_bits, integers, make_batch
-from ..support.gqa import CONFIGS
+from ..support.factories import assert_close64, assert_same_bits, integers, make_batch, table_without_blocks
+from ..support.gqa import CONFIGS as ORDINARY
+from ..support.gqa import GROUPED, visible_ranges
 from ..support.gqa_layers import GQAStep, width_of
 from ..support.gqa_plans import CROSS, PLAIN, cross_batch, wanted_ranges
 from ..support.planning import PACKAGES, same
@@ -24,6 +27,12 @@ from ..support.properties import given, st
 BLOCK, WIDTH, VOCABULARY, STEPS = 16, 4, 50, 6
 LENS, IDS = [14, 0, 1, 33, 47], [3, 0, 9, 41, 7]
 NAMES = ("grouped", "window 1", "window of a page", "window of a page + 1", "all of them")
+CHUNKS = {
+    "chunks of a page": replace(GROUPED, attention_chunk_size=16),
+    "chunks of two pages": replace(GROUPED, attention_chunk_size=32, attention_sinks=True),
+    "chunks and a window": replace(GROUPED, attention_chunk_size=32, sliding_window=7, logits_soft_cap=1.1),
+}
+CONFIGS = {name: ORDINARY[name] for name in NAMES} | CHUNKS
 
 
 class Loop:
@@ -44,13 +53,25 @@ class Loop:
     def sample(self, hidden):
         return (hidden @ self.embedding.T).argmax(-1)
 
-    def from_host(self, steps):
+    def free(self, table, lens):
+        """Free the blocks whose keys no query token of a step attends: change the table, and the bytes in the cache."""
+        freed = table_without_blocks(*table.shape)
+        for request, length in enumerate(lens):
+            first, _ = visible_ranges(self.config, 1, length)[0]
+            for column in range(first // BLOCK):
+                self.step.kv_cache[:, int(self.table[request, column])] = torch.nan
+                table[request, column] = freed[request, column]
+
+    def from_host(self, steps, captured=True):
         """Run steps whose batches are made on the host from the lengths; return the outputs and the plans."""
         self.step.kv_cache.copy_(self.context)
+        build = self.builder.build_for_cudagraph_capture if captured else lambda common: self.builder.build(0, common)
         lens, ids, outputs, plans = list(LENS), list(IDS), [], []
         for _ in range(steps):
-            common = CommonAttentionMetadata.from_lens([1] * len(lens), lens, self.table, BLOCK)
-            plans.append(self.builder.build_for_cudagraph_capture(common))
+            table = self.table.clone()
+            self.free(table, lens)
+            common = CommonAttentionMetadata.from_lens([1] * len(lens), lens, table, BLOCK)
+            plans.append(build(common))
             hidden = self.step(self.embedding[torch.tensor(ids)], (common.seq_lens.long() - 1).clamp(min=0), plans[-1])
             outputs.append(hidden)
             ids = [token if length else 0 for token, length in zip(self.sample(hidden).tolist(), lens, strict=True)]
@@ -60,7 +81,8 @@ class Loop:
     def on_device(self, steps):
         """Run the same steps with `advance_step`, over upper bounds of the lengths on the CPU."""
         self.step.kv_cache.copy_(self.context)
-        exact = CommonAttentionMetadata.from_lens([1] * len(LENS), LENS, self.table, BLOCK)
+        lens, table = list(LENS), self.table.clone()
+        exact = CommonAttentionMetadata.from_lens([1] * len(LENS), LENS, table, BLOCK)
         bounds = torch.full((len(LENS),), BLOCK * WIDTH, dtype=torch.int32, device="cpu")
         common = replace(
             exact, seq_lens=exact.seq_lens.clone(), query_start_loc=exact.query_start_loc.clone(), seq_lens_cpu=bounds,
@@ -69,20 +91,22 @@ class Loop:
         ids, positions, outputs, plans = torch.tensor(IDS), (common.seq_lens.long() - 1).clamp(min=0), [], []
         options = {"graph": GraphSupport.ANY} if self.ops.__name__ == "fast" else {}
         for _ in range(steps):
+            self.free(table, lens)
             plan = self.builder.build_for_cudagraph_capture(common)
             hidden = self.step(self.embedding[ids], positions, plan)
             outputs.append(hidden)
-            # the next step overwrites the lengths, offsets and slots that the plan shares with the batch
-            decode = replace(plan.decode, seq_lens=plan.decode.seq_lens.clone())
-            plans.append(replace(plan, decode=decode, slot_mapping=plan.slot_mapping.clone()))
+            # the next step overwrites the lengths, blocks, offsets and slots that the plan shares with the batch
+            held = {name: getattr(plan.decode, name).clone() for name in ("seq_lens", "block_table")}
+            plans.append(replace(plan, decode=replace(plan.decode, **held), slot_mapping=plan.slot_mapping.clone()))
             common = self.ops.advance_step(self.sample(hidden), ids, positions, common, BLOCK, **options)
+            lens = [length + (length > 0) for length in lens]
         return outputs, plans
 
 
 @pytest.mark.parametrize("programs", [0, 3])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_steps(ops, name, programs):
-    """k steps on the device give the bits of k steps from the host; the window follows the tokens."""
+    """k steps on the device give the bits of k steps from the host; window and attention chunk follow the tokens."""
     loop = Loop(ops, CONFIGS[name], programs)
     wanted, plans = loop.from_host(STEPS)
     found, advanced = loop.on_device(STEPS)
@@ -92,17 +116,38 @@ def test_steps(ops, name, programs):
             same(getattr(own.decode, field), getattr(plan.decode, field), field)
         same(own.schedule, plan.schedule)
         same(own.slot_mapping, plan.slot_mapping)
-    if CONFIGS[name].sliding_window == 16:
+    if name == "window of a page":
         assert [int(plan.decode.first_visible[3]) for plan in advanced] == [17, 18, 19, 20, 21, 22]
+        assert [plan.decode.block_table[4, 0] < 0 for plan in advanced] == [True] * 6, "no block was freed"
+    if name == "chunks of a page":
+        assert [int(plan.decode.first_visible[0]) for plan in advanced] == [0, 0, 0, 16, 16, 16]
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40)), min_size=1, max_size=5), st.integers(1, 30),
+@pytest.mark.parametrize("name", CHUNKS)
+def test_captured_attention_chunks(ops, name):
+    """Steps with captured plans give the results of steps with virtual requests, for the same freed blocks."""
+    loop = Loop(ops, CONFIGS[name], 0)
+    wanted, virtual = loop.from_host(STEPS, captured=False)
+    found, captured = loop.on_device(STEPS)
+    for one, other in zip(found, wanted, strict=True):
+        assert_close64(one, other)
+    for one, other in zip(captured, virtual, strict=True):
+        assert one.decode.block_table.shape[1] == WIDTH and other.decode.block_table.shape[1] < WIDTH
+    whole = Loop(ops, replace(CONFIGS[name], attention_chunk_size=None), 0)
+    assert any((one - other).abs().max() > 0.1 for one, other in zip(whole.from_host(STEPS)[0], wanted, strict=True))
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 70)), min_size=1, max_size=5), st.integers(1, 30),
        st.sampled_from([None, TokenOwnership(2, 1), TokenOwnership(3, 0, 4)]), PACKAGES)  # fmt: skip
 def test_windows_follow(pairs, window, ownership, ops):
-    """After `advance_step`, the plan of the new batch has the window of each new token."""
+    """After `advance_step`, the plan of the new batch has the window of each new token; earlier blocks are freed."""
     query_lens, seq_lens = [q for q, _ in pairs], [s and s + q for q, s in pairs]
     config = replace(PLAIN, sliding_window=window)
     table = torch.arange(6 * len(pairs), dtype=torch.int32).view(len(pairs), 6)
+    freed, column_tokens = table_without_blocks(*table.shape), BLOCK * (1 if ownership is None else ownership.size)
+    for request, (query_len, length) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        left_behind = max(0, length - max(1, query_len) + 1 - window) // column_tokens
+        table[request, :left_behind] = freed[request, :left_behind]
     common = CommonAttentionMetadata.from_lens(query_lens, seq_lens, table, BLOCK, ownership)
     tokens = common.slot_mapping.shape[0]
     sampled, ids, positions = torch.arange(len(pairs)), torch.zeros(tokens).long(), torch.zeros(tokens).long()

@@ -196,18 +196,19 @@ def test_prefills_need_bounds(ops, plain_errors):
 # Tests of schedules. A schedule assigns tiles of 64 keys to programs; only the tiles that a decode reads count.
 
 
-@given(batches(), st.sampled_from([None, 1, 5, 63, 64, 65, 100, 2**31 - 1]), st.sampled_from(RANKS),
-       st.integers(0, 300))  # fmt: skip
-def test_scheduled_lens(lens, window, ownership, extra):
+@given(batches(), st.sampled_from([None, 1, 5, 63, 64, 65, 100, 2**31 - 1]), st.sampled_from([None, 16, 48, 64, 128]),
+       st.sampled_from(RANKS), st.integers(0, 300))  # fmt: skip
+def test_scheduled_lens(lens, window, chunk, ownership, extra):
     """The keys that count for a schedule are those from the first tile that a query token reads."""
     query_lens, seq_lens = lens[0], [length and length + extra for length in lens[1]]
-    config = replace(PLAIN, sliding_window=window)
+    config = replace(PLAIN, sliding_window=window, attention_chunk_size=chunk)
     found = [
-        ops.planning.visible_lens.scheduled_lens(offsets(query_lens), integers(*seq_lens), window, ownership)
+        ops.planning.visible_lens.scheduled_lens(offsets(query_lens), integers(*seq_lens), window, ownership, chunk)
         for ops in (reference, fast)
     ]
     same(*found)
-    short = config if window is None or window < 2**20 else PLAIN  # a larger window than every length has no effect
+    # a larger window than every length has no effect
+    short = config if window is None or window < 2**20 else replace(config, sliding_window=None)
     assert found[0].tolist() == wanted_scheduled(short, query_lens, seq_lens, ownership)
     most = reference.interfaces.gqa.longest_scheduled_len
     bound = most(max(seq_lens, default=0), max(query_lens, default=0), window, ownership)
@@ -305,11 +306,12 @@ def test_cross_attention(ops):
 @pytest.mark.parametrize("ownership", [TokenOwnership(2, 1), TokenOwnership(3, 0, 4)], ids=str)
 def test_cross_attention_of_ranks(ops, ownership):
     """A rank's query tokens attend the keys of the encoder that this rank owns."""
-    common = cross_batch(make_batch([2, 1], [9, 5]), [30, 17])
-    plan = ops.build_gqa_metadata(common, 16, CROSS, 2, ownership=ownership)
+    common = cross_batch(make_batch([1, 2], [9, 5]), [30, 17])
+    plan = ops.build_gqa_metadata(common, 16, CROSS, ownership=ownership)
     counts = [sum(token // ownership.interleave % ownership.size == ownership.rank for token in range(length))
               for length in (30, 17)]  # fmt: skip
-    assert plan.decode.visible_lens.tolist() == [counts[0]] * 2 + counts[1:] and plan.decode.seq_lens.tolist() == counts
+    assert plan.decode.visible_lens.tolist() == plan.decode.seq_lens.tolist() == counts[:1]
+    assert plan.prefill.visible_lens.tolist() == counts[1:] * 2 and plan.prefill.seq_lens.tolist() == counts[1:]
 
 
 def test_decodes_of_cross_attention_need_no_lengths(ops):
@@ -333,6 +335,105 @@ def test_encoders(ops):
         same(builder.build(0, narrow, True), plan)
         bare = replace(common, seq_lens_cpu=None, query_start_loc_cpu=None)
         assert ops.build_gqa_metadata(bare, 16, config).max_query_len == common.max_query_len
+
+
+def test_encoders_have_no_context(ops, plain_errors):
+    """A request of an encoder with context is refused if the host has its length, or an upper bound of its length."""
+    common = make_batch([2, 3], [2, 9]).common
+    builder = ops.GQAMetadataBuilder(ENCODER, 16, 100, 8)
+
+    def refused(field, batch):
+        wanted = (
+            f"^common.{field}: expected the query length 3 in an encoder, which has no context, got 9 at request 1$"
+        )
+        for build in (lambda: builder.build(0, batch), lambda: ops.build_gqa_metadata(batch, 16, ENCODER_ONLY)):
+            with pytest.raises(ValueError, match=wanted):
+                build()
+
+    refused("seq_lens", common)
+    bare = without_lens(common, bounds=False)
+    if torch.get_default_device().type == "cpu":
+        refused("seq_lens", bare)
+        refused("seq_lens", without_lens(common, offsets_too=True))
+    else:  # nothing on the host shows the context
+        assert builder.build(0, bare).max_query_len == 3
+    without_context = make_batch([2, 3], [2, 3]).common
+    refused(
+        "seq_lens_cpu_upper_bound",
+        replace(without_lens(without_context), seq_lens_cpu_upper_bound=integers(2, 9).cpu()),
+    )
+    assert builder.build(0, without_lens(without_context)).num_actual_tokens == 5
+
+
+@pytest.mark.parametrize("config", [CROSS, ENCODER, ENCODER_ONLY], ids=lambda config: config.attention_type.value)
+def test_decoders_only(ops, config, plain_errors):
+    """Drafted tokens and a shared prefix are for decoders only; prefills of cross attention stay legal."""
+    sizes, kind = dict(block_size=16, max_model_len=100, max_num_seqs=8), config.attention_type.value
+    several = "decodes of several query tokens are for decoders only"
+    batch = make_batch([1, 3], [1, 3])
+    common = cross_batch(batch, [30, 17], ran=(0, 1)) if config is CROSS else batch.common
+    with pytest.raises(
+        ValueError,
+        match=f"^num_speculative_tokens: expected 0 for attention type {kind}, because {several}, got 3$",
+    ):
+        ops.GQAMetadataBuilder(config, **sizes, num_speculative_tokens=3)
+    with pytest.raises(
+        ValueError, match=f"^decode_threshold: expected 1 for attention type {kind}, because {several}, got 4$"
+    ):
+        ops.build_gqa_metadata(common, 16, config, decode_threshold=4)
+    builder = ops.GQAMetadataBuilder(config, **sizes, num_speculative_tokens=0)
+    assert builder.reorder_batch_threshold == 1
+    wanted = (
+        f"^common_prefix_len: expected 0 for attention type {kind}, because a shared prefix is for decoders only, got"
+    )
+    for fast_build in (False, True):
+        with pytest.raises(ValueError, match=f"{wanted} 16$"):
+            builder.build(16, common, fast_build)
+    plan = builder.build(0, common)
+    assert config is not CROSS or (plan.num_decodes, plan.num_prefills, plan.prefill.max_query_len) == (1, 1, 3)
+    decoders = ops.GQAMetadataBuilder(PLAIN, **sizes, num_speculative_tokens=3)
+    assert decoders.reorder_batch_threshold == 4 and decoders.build(0, common).num_decodes == 2
+
+
+def test_layers_refuse_decodes_of_cross_attention(ops, plain_errors):
+    """A layer of cross attention attends a prefill of 3 tokens, and refuses the same plan as the plan of a decode."""
+    common = cross_batch(make_batch([3], [3]), [30])
+    plan = ops.build_gqa_metadata(common, 16, CROSS)
+    decoding = replace(plan, decode=plan.prefill, prefill=plan.decode, num_decodes=1, num_decode_tokens=3)
+    layer, cache = ops.GQAAttention(CROSS), torch.randn(2, 4, 16, 2, 32)
+    output = torch.full((3, 4, 32), 7.0)
+    wanted = "^metadata.decode.max_query_len: expected at most 1 for attention type cross, because decodes of several"
+    with pytest.raises(ValueError, match=wanted):
+        layer(torch.randn(3, 4, 32), None, None, cache, decoding, output)
+    assert (output == 7).all()
+    assert (layer(torch.randn(3, 4, 32), None, None, cache, plan, output) != 7).all()
+
+
+@pytest.mark.parametrize("config", [PLAIN, WINDOW, LOCAL, CROSS, ENCODER], ids=["plain", "window", "local", "cross",
+                                                                               "encoder"])  # fmt: skip
+def test_numbers_of_tokens(ops, config, plain_errors):
+    """A batch whose number of tokens is not the last of its offsets is refused: only captured plans have padding."""
+    lens = [1, 0, 1] if config is ENCODER else [5, 6, 7]
+    batch = make_batch([1, 0, 1], lens, padding=1)
+    common = cross_batch(batch, [5, 0, 9]) if config is CROSS else batch.common
+    ops.build_gqa_metadata(common, 16, config)
+    builder = ops.GQAMetadataBuilder(config, 16, 100, 8)
+    for tokens in (3, 1):
+        wrong = replace(common, num_actual_tokens=tokens)
+        for build in (lambda wrong=wrong: ops.build_gqa_metadata(wrong, 16, config),
+                      lambda wrong=wrong: builder.build(0, wrong)):  # fmt: skip
+            with pytest.raises(
+                ValueError, match=f"^common.num_actual_tokens: expected 2, the last of the offsets, got {tokens}$"
+            ):
+                build()
+        bare = replace(wrong, seq_lens_cpu=None, query_start_loc_cpu=None)
+        if torch.get_default_device().type == "cpu" and config is not LOCAL:
+            with pytest.raises(ValueError, match="^common.num_actual_tokens: expected 2, the last of the offsets"):
+                builder.build(0, bare)
+    if builder.can_run_in_cudagraph(common):
+        padded = replace(common, num_actual_tokens=3)
+        plan = ops.plan_captured_gqa_decodes(padded, 16, config, 0)
+        assert plan.decode.visible_lens.tolist()[2:] == [0] and plan.decode.query_start_loc.tolist() == [0, 1, 1, 2]
 
 
 @pytest.mark.parametrize("config", [PLAIN, WINDOW, LOCAL], ids=["plain", "window", "local"])
@@ -483,8 +584,8 @@ def test_the_host_does_not_wait_for_the_gpu():
         encoder_block_table=cross.encoder_block_table.cuda(), encoder_slot_mapping=cross.encoder_slot_mapping.cuda(),
     )  # fmt: skip
     builders = [
-        fast.GQAMetadataBuilder(config, 16, 9000, 8, num_speculative_tokens=1, num_programs=3, num_processors=1)
-        for config in (PLAIN, WINDOW, replace(PLAIN, sliding_window=4000), CROSS)
+        fast.GQAMetadataBuilder(config, 16, 9000, 8, num_speculative_tokens=drafted, num_programs=3, num_processors=1)
+        for config, drafted in ((PLAIN, 1), (WINDOW, 1), (replace(PLAIN, sliding_window=4000), 1), (CROSS, 0))
     ]
     pairs = [(builder, common) for builder in builders[:3] for common in ((batch.common, moved(batch.common, "cuda")),
              (own, moved(own, "cuda")))] + [(builders[3], (cross, there))]  # fmt: skip

@@ -14,6 +14,7 @@ import torch
 
 import fast
 import reference
+from fast.kernels.device import device_facts
 from reference.interfaces import FP8_E4M3, CommonAttentionMetadata
 from reference.interfaces.gqa import GQAConfig, PagedAttentionMetadata
 
@@ -161,15 +162,42 @@ def test_ranks_have_no_cascade(ops):
     assert ops.simulate(2, 1, program) == [False, False]
 
 
-def test_processors_of_a_builder():
-    """A builder of `fast` takes the number of processors of a device, or a given number."""
-    lens = on_host(1, 3), on_host(257, 3)
-    given_ones = {"num_processors": 132}
-    assert fast.GQAMetadataBuilder(LLAMA, 16, 8192, 64).use_cascade_attention(256, *lens)
-    assert not fast.GQAMetadataBuilder(LLAMA, 16, 8192, 64, **given_ones).use_cascade_attention(256, *lens)
-    common = shared_batch([1] * 3, [257] * 3, 256)
-    assert fast.GQAMetadataBuilder(LLAMA, 16, 8192, 64).build(256, common).cascade is not None
-    assert fast.GQAMetadataBuilder(LLAMA, 16, 8192, 64, **given_ones).build(256, common).cascade is None
+def both_choices(**options):
+    """Return the choice of `use_cascade_attention`, and of `build`, for 3 requests with a prefix of 256 keys.
+
+    A cascade is faster on one processor, and slower on 132 processors.
+    """
+    builder = fast.GQAMetadataBuilder(LLAMA, 16, 8192, 64, **options)
+    plan = builder.build(256, shared_batch([1] * 3, [257] * 3, 256))
+    return builder.use_cascade_attention(256, on_host(1, 3), on_host(257, 3)), plan.cascade is not None
+
+
+def test_processors_of_a_builder(monkeypatch):
+    """Both methods of a builder of `fast` use the number of processors of one device, or a given number."""
+    assert both_choices(num_processors=1) == (True, True)
+    assert both_choices(num_processors=132) == (False, False)
+    assert both_choices(device="cpu") == (True, True)  # also for a batch on a GPU
+    asked = []
+
+    def facts(device):
+        asked.append(torch.device(device))
+        return device_facts(torch.device("cpu"))._replace(processors=132)
+
+    monkeypatch.setattr(fast.gqa.builder, "device_facts", facts)
+    assert both_choices(device="cuda:3") == (False, False)  # also for a batch on a CPU
+    assert asked == [torch.device("cuda:3")] * 2
+    assert both_choices(device="cuda:3", num_processors=1) == (True, True) and len(asked) == 2
+
+
+def test_default_device_of_a_builder():
+    """Without a device, a builder takes the default device of PyTorch when it is made."""
+    here = torch.get_default_device()
+    processors = torch.cuda.get_device_properties(here).multi_processor_count if here.type == "cuda" else 1
+    assert both_choices() == both_choices(num_processors=processors)
+    with torch.device("meta"):
+        builder = fast.GQAMetadataBuilder(LLAMA, 16, 8192, 64)
+    assert builder.device == torch.device("meta")
+    assert fast.GQAMetadataBuilder(LLAMA, 16, 8192, 64).device == here
 
 
 @given(st.lists(st.tuples(st.sampled_from([1, 1, 2]), st.integers(0, 60)), min_size=1, max_size=6), PACKAGES,

@@ -1,8 +1,8 @@
 """Tests of captured plans and of `DecodeGraph` with layers of grouped-query attention.
 
 On a CPU, `DecodeGraph` captures nothing and runs the step eagerly over its buffers. With `--device cuda`, `fast`
-captures and replays CUDA graphs. Blocks that a window has left behind are freed: their table entries are out of range,
-and no slot of the cache has their keys.
+captures and replays CUDA graphs. Blocks that a window or an attention chunk has left behind are freed: their table
+entries are no blocks, and no slot of the cache has their keys.
 """
 
 from __future__ import annotations
@@ -16,12 +16,19 @@ import torch
 import fast
 import reference
 from fast.parity import compare
-from reference.interfaces import GraphSupport, QueryLenSupport, TokenOwnership, UnsupportedConfiguration
+from reference.interfaces import (
+    CommonAttentionMetadata,
+    GraphSupport,
+    QueryLenSupport,
+    TokenOwnership,
+    UnsupportedConfiguration,
+)
 from reference.interfaces.gqa import GQAConfig
 
 from ..support.context_parallel import of_rank
 from ..support.factories import DIRECT, assert_close64, integers, make_batch, offsets
-from ..support.gqa import CONFIGS, gqa_batch, oracle_batch
+from ..support.gqa import CONFIGS as ORDINARY
+from ..support.gqa import GROUPED, gqa_batch, oracle_batch
 from ..support.gqa_layers import GQAStep, common_of, hidden_of, token_positions, width_of
 from ..support.gqa_plans import (
     CROSS,
@@ -38,7 +45,13 @@ from ..support.planning import batches, same, without_lens
 from ..support.properties import given, st
 
 BLOCK, WIDTH, BLOCKS = 16, 8, 40
-NAMES = ("grouped", "window 1", "window of a page + 1", "soft cap", "ALiBi", "sinks", "all of them")
+CHUNKS = {
+    "chunks of a page": replace(GROUPED, attention_chunk_size=16),
+    "chunks of two pages": replace(GROUPED, attention_chunk_size=32, attention_sinks=True),
+    "chunks and all of them": replace(ORDINARY["all of them"], attention_chunk_size=32),
+}
+CONFIGS = ORDINARY | CHUNKS
+NAMES = ("grouped", "window 1", "window of a page + 1", "soft cap", "ALiBi", "sinks", "all of them", *CHUNKS)
 STEPS = (  # (query length, length) of each request in each step; the largest query length of the graphs is 3
     ((3, 20), (1, 7), (2, 40)),
     ((1, 3),),
@@ -142,17 +155,77 @@ def test_runs_of_one_query_length(ops, query_len):
         graph.run(hidden_of(wrong), token_positions(wrong), common_of(wrong))
 
 
+@pytest.mark.parametrize("programs", [0, 3])
+@pytest.mark.parametrize("name", CHUNKS)
+def test_captured_plans_of_chunks(ops, name, programs):
+    """With attention chunks, captured and updated plans give the results of the plan of a step, and of the oracle."""
+    config, lens = CONFIGS[name], ((3, 34), (1, 33), (0, 20), (2, 64), (1, 0), (3, 66), (1, 16), (2, 17))
+    batch = gqa_batch(config, lens, BLOCK, torch.float64, new_tokens=False, seed=9)
+    step = GQAStep.of(ops, config, batch.kv_cache.shape[1], torch.float64, batch.sinks, BLOCK)
+    builder = ops.GQAMetadataBuilder(config, BLOCK, 200, 8, num_speculative_tokens=2, num_programs=programs,
+                                     dtype=torch.float64)  # fmt: skip
+    common, tokens = common_of(batch), sum(query_len for query_len, _ in lens)
+    table = torch.zeros(len(lens), common.block_table.shape[1], dtype=torch.int32)
+    other = CommonAttentionMetadata.from_lens([3] * 8, [3, 40, 90, 64, 0, 3, 17, 33], table, BLOCK)
+    updated = builder.build_for_cudagraph_capture(replace(other, max_seq_len=90, block_table=common.block_table))
+    builder.update_captured(updated, common)
+    shared = ("block_table", "seq_lens", "query_start_loc")  # the caller of `update_captured` writes these tensors
+    updated = replace(
+        updated, decode=replace(updated.decode, **{field: getattr(common, field) for field in shared}),
+        slot_mapping=torch.nn.functional.pad(common.slot_mapping[:tokens], (0, 24 - tokens), value=-1),
+    )  # fmt: skip
+    plans = {
+        "of a step": builder.build(0, common),
+        "captured": builder.build_for_cudagraph_capture(common),
+        "captured without lengths": builder.build_for_cudagraph_capture(without_lens(common, 9)),
+        "updated": updated,
+    }
+    assert plans["of a step"].num_decodes > len(lens) - 1 and plans["of a step"].decode.block_table.shape[1] <= 2
+    wanted = oracle_batch(batch).out
+    for kind, plan in plans.items():
+        hidden, positions = hidden_of(batch), token_positions(batch)
+        padding = plan.num_actual_tokens - tokens  # tokens of an updated plan that belong to no request
+        step.load(batch.kv_cache)
+        out = step(torch.nn.functional.pad(hidden, (0, 0, 0, padding)),
+                   torch.nn.functional.pad(positions, (0, padding)), plan)  # fmt: skip
+        assert_close64(out[:tokens, : wanted[0].numel()].view(wanted.shape), wanted)
+        assert (out[tokens:] == 0).all() and padding == (24 - tokens if kind == "updated" else 0)
+        if kind != "of a step":
+            assert plan.num_decodes == len(lens) and plan.decode.block_table.shape == common.block_table.shape
+    whole = replace(config, attention_chunk_size=None)
+    assert (oracle_batch(replace(batch, config=whole)).out - wanted).abs().max() > 0.1  # chunks change the result
+
+
+def test_schedules_of_chunks(ops):
+    """The schedule of a captured plan counts the keys from the tile with the begin of the attention chunk on."""
+    config = replace(PLAIN, attention_chunk_size=4096)
+    builder = ops.GQAMetadataBuilder(config, 16, 50_000, 8, num_programs=4)
+    lens = [8000, 9, 8193, 40, 0, 4096]
+    plan = builder.build_for_cudagraph_capture(make_batch([1] * 6, lens).common)
+    same(plan.schedule, ops.plan_decode(integers(8000 - 4096, 9, 1, 40, 0, 4096), 4))
+    window = ops.GQAMetadataBuilder(replace(config, sliding_window=1000), 16, 50_000, 8, num_programs=4)
+    plan = window.build_for_cudagraph_capture(make_batch([1] * 6, lens).common)
+    # the window of the first request begins at key 7000, in tile 109; the one of the last request at key 3096
+    same(plan.schedule, ops.plan_decode(integers(8000 - 109 * 64, 9, 1, 40, 0, 4096 - 48 * 64), 4))
+    small = ops.GQAMetadataBuilder(replace(PLAIN, attention_chunk_size=48), 16, 500, 8, num_programs=4)
+    plan = small.build_for_cudagraph_capture(make_batch([1] * 3, [97, 100, 48]).common)
+    # attention chunks that begin at key 96 are in the tile of the keys 64 to 127
+    same(plan.schedule, ops.plan_decode(integers(97 - 64, 100 - 64, 48), 4))
+
+
 # Tests of captured plans: the same integers as the plan of a step, in both packages.
 
 
-@given(batches(), st.sampled_from([None, 1, 16, 30]), st.sampled_from(RANKS), st.sampled_from([0, 3]), st.booleans(),
-       st.integers(0, 3))  # fmt: skip
-def test_captured_plans(lens, window, ownership, programs, invariant, padding):
+@given(batches(), st.sampled_from([None, 1, 16, 30]), st.sampled_from([None, 16, 32, 48]), st.sampled_from(RANKS),
+       st.sampled_from([0, 3]), st.booleans(), st.integers(0, 3))  # fmt: skip
+def test_captured_plans(lens, window, chunk, ownership, programs, invariant, padding):
     """A captured plan has the lengths on the device, whatever the lengths on the CPU are."""
     query_lens, seq_lens = lens
     if not sum(query_lens):
         return
-    config = replace(PLAIN, sliding_window=window)
+    if ownership is not None:
+        chunk = None  # ranks cannot share the sequences of layers with attention chunks
+    config = replace(PLAIN, sliding_window=window, attention_chunk_size=chunk)
     batch = make_batch(*lens, padding=padding)
     common = batch.common if ownership is None else of_rank(batch.common, 16, ownership)
     tokens = min(batch.num_tokens + padding, len(query_lens) * max(query_lens))
@@ -165,7 +238,10 @@ def test_captured_plans(lens, window, ownership, programs, invariant, padding):
     ranges = wanted_ranges(config, query_lens, seq_lens, ownership) + [(0, 0)] * (tokens - batch.num_tokens)
     plan = plans[0]
     assert plan.decode.visible_lens.tolist() == [end for _, end in ranges]
-    assert window is None or plan.decode.first_visible.tolist() == [first for first, _ in ranges]
+    if window is None and chunk is None:
+        assert plan.decode.first_visible is None
+    else:
+        assert plan.decode.first_visible.tolist() == [first for first, _ in ranges]
     assert plan.decode.seq_lens.tolist() == [held(length, ownership) for length in seq_lens]
     assert plan.num_actual_tokens == plan.num_decode_tokens == tokens and plan.prefill.visible_lens.numel() == 0
     if programs:
@@ -173,12 +249,13 @@ def test_captured_plans(lens, window, ownership, programs, invariant, padding):
         same(plan.schedule, reference.plan_decode(counted, programs, batch_invariant=invariant))
 
 
+@pytest.mark.parametrize("config", [WINDOW, LOCAL, replace(LOCAL, sliding_window=20)], ids=["window", "chunks", "both"])
 @pytest.mark.parametrize("support", [GraphSupport.ANY, GraphSupport.ONE_QUERY_LEN])
-def test_updates(ops, support):
+def test_updates(ops, support, config):
     """`update_captured` gives a captured plan the integers of another batch, without replacing its tensors."""
     first, second = (make_batch([2] * 4, lens) for lens in ([40, 100, 7, 2], [0, 33, 128, 5]))
     builder = ops.GQAMetadataBuilder(
-        WINDOW, 16, 200, 8, num_speculative_tokens=1, num_programs=3, graph_support=support
+        config, 16, 200, 8, num_speculative_tokens=1, num_programs=3, graph_support=support
     )
     captured = builder.build_for_cudagraph_capture(first.common)
     names = [name for name, _ in captured.captured]
@@ -187,13 +264,16 @@ def test_updates(ops, support):
     builder.update_captured(captured, second.common)
     fresh = builder.build_for_cudagraph_capture(second.common)
     assert captured.decode.first_visible is before
-    assert before.tolist() == [first for first, _ in wanted_ranges(WINDOW, second.query_lens, second.seq_lens)]
+    assert before.tolist() == [first for first, _ in wanted_ranges(config, second.query_lens, second.seq_lens)]
     for name in ("visible_lens", "first_visible"):
         same(getattr(captured.decode, name), getattr(fresh.decode, name))
     same(captured.schedule, fresh.schedule)
     if support is GraphSupport.ANY:
-        builder.update_captured(captured, make_batch([1, 2, 0, 1], [9, 20, 0, 33], padding=4).common)
-        assert captured.decode.first_visible.tolist() == [4, 14, 15, 28, 0, 0, 0, 0]
+        mixed = [1, 2, 0, 1], [9, 20, 0, 33]
+        builder.update_captured(captured, make_batch(*mixed, padding=4).common)
+        wanted = [first for first, _ in wanted_ranges(config, *mixed)]
+        assert captured.decode.first_visible.tolist() == wanted + [0] * 4
+        assert config is not WINDOW or wanted == [4, 14, 15, 28]
 
 
 def test_refused_updates(ops, plain_errors):
@@ -232,8 +312,6 @@ REFUSED = {
               "have no blocks and lengths of an encoder)"),
     "encoder": (ENCODER, "config.attention_type: expected decoder for a CUDA graph, got encoder (a graph has"),
     "encoder only": (ENCODER_ONLY, "config.attention_type: expected decoder for a CUDA graph, got encoder_only (a"),
-    "local": (LOCAL, "config.attention_chunk_size: expected None for a CUDA graph, got 32 (virtual requests are "
-              "computed from lengths on the CPU)"),
 }  # fmt: skip
 
 

@@ -62,6 +62,11 @@ def images():
         (lambda model: images(), {}, "config.text_config: models with several parts are not implemented"),
         (lambda model: t5(), {}, "config.model_type: expected one of bart, .* got 't5'"),
         (lambda model: tiny("FalconConfig", alibi=False), {}, "model: expected .*, got FalconForCausalLM"),
+        (lambda model: tiny("BartConfig", d_model=64, decoder_layers=1, decoder_attention_heads=2), {},
+         "model: expected a decoder together with its encoder, got BartForCausalLM, whose decoder has cross attention"),
+        (lambda model: tiny("StableLmConfig", num_key_value_heads=1), {},
+         "layers that pass all keyword arguments on to self_attn, got StableLmDecoderLayer in layer 0"),
+        (lambda model: tiny("NemotronConfig", num_key_value_heads=1), {}, "got NemotronDecoderLayer in layer 0"),
         (lambda model: tiny("LlamaConfig", head_dim=48), {}, "head_dim: expected one of 32, 64, .* got 48"),
         (lambda model: tiny("Gemma3TextConfig", head_dim=HEAD_DIM, num_key_value_heads=1,
                             use_bidirectional_attention=True), {}, "use_bidirectional_attention"),
@@ -90,6 +95,19 @@ def test_use_attention_refuses(ops, change, options, message, plain_errors):
     before = attributes(model)
     with pytest.raises((ValueError, TypeError), match=message):
         use_attention(model, **{"ops": ops, **options})
+    assert attributes(model) == before
+
+
+@pytest.mark.parametrize("module", ["layer", "attention"])
+def test_a_module_without_keyword_arguments_is_refused(module, ops):
+    model = copy.deepcopy(stock("llama"))
+    layer = model.model.layers[1]
+    changed = layer if module == "layer" else layer.self_attn
+    forward = lambda self, hidden_states, attention_mask=None, position_embeddings=None: None  # noqa: E731
+    changed.__class__ = type("Changed", (type(changed),), dict(forward=forward))
+    before = attributes(model)
+    with pytest.raises(UnsupportedConfiguration, match="pass all keyword arguments on to self_attn, got .* in layer 1"):
+        use_attention(model, ops=ops)
     assert attributes(model) == before
 
 
@@ -207,6 +225,66 @@ def test_padding_between_tokens_is_refused_where_it_would_change_a_window(kind, 
     assert torch.equal(value[mask.bool()].argmax(-1), expected[mask.bool()].argmax(-1))
 
 
+RIGHT = r"padding on the left \(on the right only with use_cache=False\), got padding behind the last token of row 1"
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "llama4"])
+def test_right_padding_is_refused_where_a_cache_is_filled(kind, ops):
+    """Pad row 1 on the right -> an error before anything is written; without a cache, the real tokens are as in stock.
+
+    Without the error, `generate` would read the logits of a padding token, whose attention output is 0.
+    """
+    model, cache = served(kind, ops), DynamicCache()
+    inputs = dict(input_ids=torch.tensor(IDS), attention_mask=torch.ones(2, 6, dtype=torch.long))
+    inputs["attention_mask"][1, 4:] = 0
+    for call in (
+        functools.partial(call_of, model, kind, **inputs, past_key_values=cache),
+        functools.partial(call_of, model, kind, **inputs, past_key_values=cache, use_cache=False),
+        functools.partial(call_of, model, kind, **inputs),
+        functools.partial(model.generate, **inputs, past_key_values=cache, **GREEDY),
+        functools.partial(model.generate, **inputs, num_beams=2, **GREEDY),
+    ):
+        with pytest.raises(ValueError, match=f"^attention_mask: expected {RIGHT.replace('row 1', 'row [12]')}$"):
+            call()
+        assert cache.layers == [] and cache.get_seq_length() == 0
+    real = inputs["attention_mask"].bool()
+    value, expected = (call_of(each, kind, **inputs, use_cache=False).logits[real] for each in (model, stock(kind)))
+    assert torch.equal(value.argmax(-1), expected.argmax(-1))
+
+
+def test_right_padding_of_the_prompt_of_a_decoder_with_an_encoder(ops):
+    """Pad row 1 of the decoder's tokens on the right -> an error; the encoder takes padding on the right as before."""
+    model, inputs = served("bart", ops), inputs_of("bart")
+    assert not inputs["attention_mask"][0, -1]
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    inputs |= dict(decoder_input_ids=torch.tensor(IDS), decoder_attention_mask=torch.ones(2, 6, dtype=torch.long))
+    inputs["decoder_attention_mask"][1, 4:] = 0
+    for call in (functools.partial(call_of, model, "bart"), functools.partial(model.generate, **GREEDY)):
+        with pytest.raises(ValueError, match=f"^decoder_attention_mask: expected {RIGHT}$"):
+            call(**inputs, past_key_values=cache)
+        assert cache.get_seq_length() == 0 and cache.cross_attention_cache.layers == [] and not cache.is_updated
+    real = inputs["decoder_attention_mask"].bool()
+    value, expected = (call_of(each, "bart", **inputs, use_cache=False).logits[real] for each in (model, stock("bart")))
+    assert torch.equal(value.argmax(-1), expected.argmax(-1))
+
+
+def test_right_padding_of_a_later_step(ops):
+    """Pad a new row on the right in a later step of several rows -> an error; a row without new tokens is served."""
+    model, inputs = served("llama", ops), inputs_of("llama")
+    cache = call_of(model, "llama", **inputs).past_key_values
+    new = torch.tensor([[3, 4, 5], [6, 7, 8]])
+    tail = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    mask = torch.cat((inputs["attention_mask"], tail), dim=1)
+    with pytest.raises(ValueError, match=f"^attention_mask: expected {RIGHT}$"):
+        call_of(model, "llama", input_ids=new, attention_mask=mask, past_key_values=cache)
+    assert cache.get_seq_length() == inputs["input_ids"].shape[1]
+    mask[1, -3:] = 0  # row 1 has ended
+    value = call_of(model, "llama", input_ids=new, attention_mask=mask, past_key_values=cache).logits[0]
+    ids = torch.cat((inputs["input_ids"], new), dim=1)
+    expected = call_of(stock("llama"), "llama", input_ids=ids, attention_mask=mask).logits[0, -3:]
+    assert torch.equal(value.argmax(-1), expected.argmax(-1))
+
+
 def test_training_mode_and_autocast_are_refused_at_the_forward(ops):
     model = served("llama", ops)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="model: expected no autocast"):
@@ -221,10 +299,16 @@ def test_a_layer_called_alone_is_refused(ops):
     rope = model.model.rotary_emb(torch.zeros(1, 2, 48), torch.arange(2)[None])
     with pytest.raises(ValueError, match="model: expected a call through the model"):
         model.model.layers[0].self_attn(torch.zeros(1, 2, 48), position_embeddings=rope)
+
+
+def test_a_layer_that_begins_to_drop_keyword_arguments_is_found_at_the_next_call(ops):
+    model, cache = served("llama", ops), DynamicCache()
+    layer = model.model.layers[1]
+    forward = layer.forward
+    layer.forward = lambda hidden_states, gqa_step, **kwargs: forward(hidden_states, **kwargs)
     with pytest.raises(ValueError, match="model: expected .* whose layers pass keyword arguments .* without gqa_step"):
-        call_of(
-            use_attention(tiny("NemotronConfig", num_key_value_heads=1), ops=ops), "llama", input_ids=torch.tensor(IDS)
-        )
+        call_of(model, "llama", input_ids=torch.tensor(IDS), past_key_values=cache)
+    assert cache.layers == [] and cache.get_seq_length() == 0
 
 
 def test_another_attention_implementation_is_refused(ops):

@@ -15,6 +15,8 @@ import torch
 pytest.importorskip("transformers", reason="the integration runs transformers models")
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
+from fast.integrations.transformers import use_attention
+
 from ..support.gqa_models import (
     BLOCK,
     CHUNK,
@@ -87,6 +89,67 @@ def test_generate_continues_from_a_passed_cache(kind, ops):
     ids, length = conversation(served(kind, ops))
     stock_ids, stock_length = conversation(stock(kind))
     assert torch.equal(ids, stock_ids) and length == stock_length
+
+
+def test_cached_tokens_cannot_be_hidden_in_a_later_turn(ops):
+    """End row 0 of a first turn early, and hide its padding in the second turn -> an error.
+
+    The padding behind the end is cached, and a plan cannot hide keys between two visible keys. If the padding is
+    visible, the second turn gives the tokens of stock.
+    """
+    ids = torch.tensor([[1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1]])
+    end = int(stock("llama").generate(ids, do_sample=False, max_new_tokens=2)[0, 7])
+    first = dict(do_sample=False, max_new_tokens=4, eos_token_id=end, pad_token_id=0)
+    second = dict(do_sample=False, max_new_tokens=2)
+    found = []
+    for model in (stock("llama"), served("llama", ops)):
+        cache = DynamicCache(config=model.config)
+        both = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **first)
+        assert (both[0, 8:] == 0).all() and both.shape[1] == 10
+        both = torch.cat((both, torch.tensor([[9, 8], [7, 6]])), dim=1)
+        mask = torch.ones_like(both)
+        if model is not stock("llama"):
+            mask[0, 8:10] = 0
+            with pytest.raises(ValueError, match="^attention_mask: expected every cached token visible, got a hidden"):
+                model.generate(both, attention_mask=mask, past_key_values=cache, **second)
+            mask[0, 8:10] = 1
+        found.append(model.generate(both, attention_mask=mask, past_key_values=cache, **second))
+    assert torch.equal(*found)
+
+
+def test_an_assistant_with_a_window_and_a_generated_padding_token(ops):
+    """Let a model generate its padding token -> transformers hides the token from the assistant, between two tokens.
+
+    An assistant with windows refuses such a mask. An assistant without windows takes it.
+    """
+    torch.manual_seed(9)
+    ids = torch.randint(1, VOCAB, (1, BLOCK + 3))
+    inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids), **GREEDY)
+    model = served("gemma2", ops)
+    expected = stock("gemma2").generate(**inputs)
+    inputs["pad_token_id"] = int(expected[0, -5])
+    assert not (ids == inputs["pad_token_id"]).any()
+    assert torch.equal(model.generate(**inputs, assistant_model=served("llama", ops)), expected)
+    with pytest.raises(ValueError, match="attention_mask: expected no padding between the tokens of a row"):
+        model.generate(**inputs, assistant_model=use_attention(build("gemma2", seed=3), ops=ops))
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_a_prompt_in_chunks_with_more_padding_than_a_chunk(kind, ops):
+    """Prefill a prompt in chunks -> the first chunks of row 0 are padding alone, and no error takes it for the end."""
+    inputs = inputs_of(kind)
+    inputs["attention_mask"][0, :9] = 0
+    expected = stock(kind).generate(**inputs, **GREEDY)
+    assert torch.equal(served(kind, ops).generate(**inputs, **GREEDY, prefill_chunk_size=4), expected)
+
+
+def test_a_prompt_of_a_decoder_with_an_encoder(ops):
+    """Pad the tokens with which a decoder begins on the left, and search with beams -> the tokens of stock."""
+    inputs = inputs_of("bart")
+    inputs |= dict(decoder_input_ids=torch.tensor([[2, 4, 5, 6], [2, 7, 8, 9]]))
+    inputs |= dict(decoder_attention_mask=torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]), num_beams=2)
+    expected = stock("bart").generate(**inputs, **GREEDY)
+    assert torch.equal(served("bart", ops).generate(**inputs, **GREEDY), expected)
 
 
 def test_a_copied_cache_is_a_cache_of_its_own(ops):

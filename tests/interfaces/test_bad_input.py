@@ -190,7 +190,7 @@ BAD = [
     ("copy_blocks", "block_mapping", lambda t: torch.tensor([[0, 1], [-1, 2]]), "block_mapping"),
     ("copy_blocks", "block_mapping", lambda t: torch.tensor([[0, 1], [2, 1]]), "block_mapping"),
     ("copy_blocks", "block_mapping", lambda t: torch.tensor([[0, 1], [1, 2]]), "block_mapping"),
-    ("copy_blocks", "kv_caches", lambda c: [c[0], c[1][0]], "kv_cache"),
+    ("copy_blocks", "kv_caches", lambda c: [c[0], c[1][0]], "kv_caches"),
     ("copy_blocks", "kv_caches", lambda c: [c[0], c[1][:1]], "block_mapping"),
     ("swap_blocks", "target", narrow, "target"),
     ("swap_blocks", "target", half, "target"),

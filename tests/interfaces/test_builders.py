@@ -35,7 +35,11 @@ BUILDERS = {  # name: function that makes a builder for 6 requests of at most 25
         )
     )
     for ops in (reference, fast)
-    for name, config in (("all keys", PLAIN), ("window", WINDOW))
+    for name, config in (
+        ("all keys", PLAIN),
+        ("window", WINDOW),
+        ("attention chunks", dataclasses.replace(PLAIN, attention_chunk_size=128)),
+    )
     for invariant in (False, True)
 }
 
@@ -102,7 +106,7 @@ def test_refusals(builder, plain_errors):
         builder.build_for_cudagraph_capture(make_batch([1, 9], [5, 9], BLOCK).common)
 
 
-MASKS = ("decode.visible_lens", "decode.first_visible")  # the second one only in the plan of a layer with a window
+MASKS = ("decode.visible_lens", "decode.first_visible")  # the second one with a window or attention chunks
 
 
 def test_captured_plans(builder):

@@ -23,7 +23,16 @@ from reference.interfaces import CommonAttentionMetadata, GraphSupport, TokenOwn
 
 from ..support.backends import registered
 from ..support.decode_loop import buffers, check_against_the_host, loop_cache, make_loop
-from ..support.factories import CONFIGS, DIRECT, assert_close64, integers, make_layer, make_weights, positions_of
+from ..support.factories import (
+    CONFIGS,
+    DIRECT,
+    assert_close64,
+    integers,
+    make_layer,
+    make_weights,
+    positions_of,
+    table_without_blocks,
+)
 from ..support.planning import PACKAGES, batches, same, without_lens
 from ..support.properties import given, st
 from ..support.ranks import owners
@@ -92,6 +101,33 @@ def test_integers(batch, size, interleave, blocks, padding, ops, ids, steps):
         assert sum(found).tolist() == [int(is_real) for is_real in real]
         on_rank, tokens = after, count
         sampled = torch.randint(1, 1000, sampled.shape, dtype=ids)
+
+
+@given(batch=batches(), size=st.sampled_from([1, 2, 3]), interleave=st.sampled_from([1, 4]), ops=PACKAGES)
+def test_freed_blocks(batch, size, interleave, ops):
+    """Every step reads the blocks of the new tokens alone; a window may have left all earlier blocks behind."""
+    steps, block_size = 3, 4
+    width = -(-(max(batch[1], default=0) + steps) // (block_size * size))
+    whole = buffers(*batch, width, 0, torch.int64, block_size, size)
+    freed, table = copies(whole), whole[-1].block_table
+    *_, batch_of_freed = freed
+    for rank in range(size):
+        ownership, given = TokenOwnership(size, rank, interleave), (copies(whole), copies(freed))
+        for _ in range(steps):
+            lens = given[1][-1].seq_lens.tolist()
+            entries = table_without_blocks(*batch_of_freed.block_table.shape)
+            for request, tokens in enumerate(lens):
+                column = tokens // (block_size * size)  # of the new token, at the position `tokens`
+                entries[request, column] = table[request, column]
+            given[1][-1].block_table.copy_(entries)
+            following = []
+            for sampled, input_ids, positions, common in given:
+                after = ops.advance_step(sampled, input_ids, positions, common, block_size, ownership)
+                count = after.num_actual_tokens
+                following.append((sampled, input_ids[:count], positions[:count], after))
+            given = following
+            same(*(replace(each[-1], block_table=table) for each in given))
+            assert given[0][2].equal(given[1][2])
 
 
 def test_prefills_become_decodes(ops):

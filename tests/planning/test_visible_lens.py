@@ -1,7 +1,7 @@
 """Tests of `compute_visible_lens` and `compute_first_visible`: the keys that each query token sees.
 
 `compute_visible_lens` computes how many keys a query token of a decode sees, and `compute_first_visible` the first key
-in its window.
+in its window and its attention chunk.
 
 On ranks that share sequences, the function counts only keys that this rank owns. Padding tokens are the query tokens
 behind the last request. Without a GPU, one test runs this file again in Triton's interpreter.
@@ -71,12 +71,16 @@ def test_twins(lens, padding):
         same(*(ops.compute_visible_lens(*given_lens, ownership) for ops in (reference, fast)))
 
 
-def first_of_windows(query_lens, seq_lens, padding, window, ownership):
-    """Return for each query token the number of owned keys before the last `window` keys that the token could see."""
+def first_keys(query_lens, seq_lens, padding, window, ownership, chunk=None):
+    """Return for each query token the number of owned keys before the first key that the token sees.
+
+    The token sees the last `window` keys up to its own key, without the keys of other attention chunks (`chunk` keys).
+    """
     firsts = []
     for query_len, length in zip(query_lens, seq_lens, strict=True):
         for position in range(length - query_len, length) if length else [-1] * query_len:
-            seen = list(range(position + 1))[-window:]
+            seen = list(range(position + 1))[-window if window else 0 :]
+            seen = [key for key in seen if chunk is None or key // chunk == position // chunk]
             keys = range(seen[0]) if seen else []
             if ownership is not None:
                 keys = [key for key in keys if key // ownership.interleave % ownership.size == ownership.rank]
@@ -87,25 +91,44 @@ def first_of_windows(query_lens, seq_lens, padding, window, ownership):
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 40, 2**31 - 1])
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 def test_windows(ops, batch, window):
-    """The first visible key of every token is that of `first_of_windows`; 0 for padding tokens."""
+    """The first visible key of every token is that of `first_keys`; 0 for padding tokens."""
     query_lens, seq_lens, padding = batch
     tokens = sum(query_lens) + padding
     for ownership in ON_RANKS:
         found = ops.compute_first_visible(offsets(query_lens), integers(*seq_lens), tokens, window, ownership)
-        wanted = first_of_windows(*batch, window, ownership)
+        wanted = first_keys(*batch, window, ownership)
         assert found.dtype == torch.int32 and found.tolist() == wanted
 
 
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 90)), max_size=8), st.integers(0, 6), st.integers(1, 100))
-def test_twins_of_windows(lens, padding, window):
+@pytest.mark.parametrize("window", [None, 3, 20])
+@pytest.mark.parametrize("chunk", [1, 7, 16, 33, 2**31 - 1])
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+def test_attention_chunks(ops, batch, chunk, window):
+    """With attention chunks, the first visible key is in the attention chunk of the token, and in its window."""
+    query_lens, seq_lens, padding = batch
+    given_lens = offsets(query_lens), integers(*seq_lens), sum(query_lens) + padding
+    for ownership in ON_RANKS:
+        found = ops.compute_first_visible(*given_lens, window, ownership, chunk)
+        assert found.dtype == torch.int32 and found.tolist() == first_keys(*batch, window, ownership, chunk)
+
+
+def test_neither_a_window_nor_chunks(ops):
+    """Without a window and attention chunks, every token sees the keys from 0 on."""
+    found = ops.compute_first_visible(offsets([2, 1]), integers(9, 4), 5, None)
+    assert found.dtype == torch.int32 and found.tolist() == [0] * 5
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 90)), max_size=8), st.integers(0, 6), st.integers(1, 100),
+       st.sampled_from([None, 1, 16, 30]))  # fmt: skip
+def test_twins_of_windows(lens, padding, window, chunk):
     """Both packages give the same integers, and no first key is behind the last one."""
     query_lens = [query_len for query_len, _ in lens]
     seq_lens = [context and context + query_len for query_len, context in lens]
     given_lens = offsets(query_lens), integers(*seq_lens), sum(query_lens) + padding
     for ownership in ON_RANKS:
-        found = [ops.compute_first_visible(*given_lens, window, ownership) for ops in (reference, fast)]
+        found = [ops.compute_first_visible(*given_lens, window, ownership, chunk) for ops in (reference, fast)]
         same(*found)
-        assert found[0].tolist() == first_of_windows(query_lens, seq_lens, padding, window, ownership)
+        assert found[0].tolist() == first_keys(query_lens, seq_lens, padding, window, ownership, chunk)
         assert (found[0] <= reference.compute_visible_lens(*given_lens, ownership)).all()
 
 
@@ -116,6 +139,10 @@ def test_refused_windows(ops, plain_errors):
             ops.compute_first_visible(*given_lens, window)
         with pytest.raises(ValueError, match=f"^sliding_window: expected a positive int, got {window}$"):
             ops.planning.visible_lens.scheduled_lens(*given_lens[:2], window)
+        with pytest.raises(ValueError, match=f"^attention_chunk_size: expected a positive int, got {window}$"):
+            ops.compute_first_visible(*given_lens, None, None, window)
+        with pytest.raises(ValueError, match=f"^attention_chunk_size: expected a positive int, got {window}$"):
+            ops.planning.visible_lens.scheduled_lens(*given_lens[:2], attention_chunk_size=window)
     with pytest.raises(TypeError, match="^ownership: expected a TokenOwnership or None, got int$"):
         ops.compute_first_visible(*given_lens, 3, 2)
     with pytest.raises(ValueError, match=r"^query_start_loc: expected shape \[3\], got \[2\]$"):

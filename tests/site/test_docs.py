@@ -137,6 +137,7 @@ RUN_BY_CI = {
 RUN_HERE = {
     "python -m fast --help": (r"--context-parallel", 1),
     "python -m fast backends --preset deepseek-v3 --device cpu": (r"torch_flash", 1),
+    "python -m fast backends --family gqa --preset gpt-oss-120b --device cpu": (r"gqa_paged_attention", 1),
     'python -m fast --prompt "import os" --max-new-tokens 8 --no-picture': (r"parity", 1),
     'python -m fast --family gqa --prompt "import os" --max-new-tokens 8 --no-picture': (r"parity", 1),
     'python -m fast --prompt "import os" --max-new-tokens 8 --cache-format fp8_e4m3 --no-picture': ("bits per", 1),

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from fast.backends import Backend, register, unregister
+from fast.backends import OWN_BACKENDS, Backend, register, unregister
+from fast.backends import registered as registered_backends
 from fast.backends.checked_calls import forget_calls
 from fast.backends.own import CPU
 
@@ -23,6 +24,11 @@ def with_backends(monkeypatch, *wanted: Backend) -> None:
         function = getattr(plans, kept)
         # replace the cached function by the function without a cache, unless an earlier call has done this
         monkeypatch.setattr(plans, kept, getattr(function, "__wrapped__", function))
+
+
+def own_backends() -> list[Backend]:
+    """Return the registered backends whose kernels belong to `fast`; installed libraries give further backends."""
+    return [backend for backend in registered_backends() if backend.name in OWN_BACKENDS]
 
 
 @contextlib.contextmanager

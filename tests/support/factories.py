@@ -18,6 +18,11 @@ from torch import Tensor, nn
 from reference.interfaces import AttentionState, CommonAttentionMetadata, MLAConfig, RopeConfig, YarnConfig
 
 GARBAGE = 2147480000  # block number far out of range
+NO_BLOCKS = (
+    GARBAGE,
+    -1,
+    -(2**31),
+)  # table entries that are no blocks; an engine may leave any of them in freed entries
 HEADS = (1, 3, 16, 64, 126, 128)
 YARN = YarnConfig(factor=40.0, original_max_position_embeddings=64, mscale=0.707, mscale_all_dim=1.0)
 
@@ -32,6 +37,12 @@ CONFIGS = {"direct": DIRECT, "low-rank": LOW_RANK, "no-rope": NO_ROPE}
 def integers(*values: int) -> Tensor:
     """Return an int32 vector of these values."""
     return torch.tensor(values, dtype=torch.int32)
+
+
+def table_without_blocks(requests: int, columns: int) -> Tensor:
+    """Return a block table [requests, columns] whose entries are the numbers of NO_BLOCKS in turn, in every row."""
+    numbers = torch.arange(requests)[:, None] + torch.arange(columns)
+    return integers(*NO_BLOCKS)[numbers % len(NO_BLOCKS)]
 
 
 def offsets(lengths) -> Tensor:

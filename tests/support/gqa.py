@@ -1,8 +1,8 @@
 """Make random inputs of grouped-query attention (GQA), and compute expected results with an oracle.
 
 The oracle is slow and calls no code of the packages. In the caches, every byte that belongs to no token is 0xFF, which
-is NaN in every dtype of a cache. Table entries after a request's last block are GARBAGE, and so are the entries of
-blocks that a window has left behind.
+is NaN in every dtype of a cache. Table entries after a request's last block are no blocks (NO_BLOCKS), and so are the
+entries of blocks that a window or an attention chunk has left behind.
 
 The letters of shapes: B requests, T query tokens, S keys of a request, Sq query tokens of a request, N heads, Nkv
 key/value heads, Dh head dim.
@@ -24,7 +24,7 @@ from reference.interfaces import (
 )
 from reference.interfaces.gqa import AttentionType, GQAConfig, GQAMetadata, PagedAttentionMetadata
 
-from .factories import GARBAGE, integers, offsets
+from .factories import integers, offsets, table_without_blocks
 
 MHA = GQAConfig(3, 3, 32)
 GROUPED = GQAConfig(6, 2, 80)
@@ -197,7 +197,7 @@ def gqa_batch(
         cache_format: format of the cache. With `fp8_e4m3` a few of the largest numbers saturate.
         padding: number of query tokens behind the last request; 0 if there is no request.
         free_behind_window: whether the blocks before the first key of all query tokens of a request are freed: their
-            table entries are GARBAGE, and their tokens are not in the cache.
+            table entries are no blocks (NO_BLOCKS), and their tokens are not in the cache.
         new_tokens: whether the cache already holds the new tokens.
         spare_blocks: number of blocks that belong to no request.
         seed: seed of torch's generator; None leaves the generator as it is.
@@ -220,7 +220,7 @@ def gqa_batch(
     used = [math.ceil(length / block_size) for _, length in lens]
     num_blocks = sum(used) + spare_blocks
     free_blocks = torch.randperm(num_blocks).tolist()
-    table = torch.full((len(lens), max(used, default=0) + 2), GARBAGE, dtype=torch.int32)
+    table = table_without_blocks(len(lens), max(used, default=0) + 2)
     cache = poisoned_cache(num_blocks, block_size, config, dtype, cache_format, layout)
     slots = []
     for request, (query_len, length) in enumerate(lens):

@@ -31,11 +31,13 @@ _DECODER = dict(
 _HIDDEN_BY_HEADS = {name: value for name, value in _DECODER.items() if name != "head_dim"} | dict(
     hidden_size=4 * HEAD_DIM
 )
+_MULTI_HEAD = {name: value for name, value in _HIDDEN_BY_HEADS.items() if name != "num_key_value_heads"}
 _EXPERTS = dict(num_local_experts=2, num_experts_per_tok=1)
 _CODED = dict(
     vocab_size=VOCAB, d_model=2 * HEAD_DIM, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
     decoder_attention_heads=2, encoder_ffn_dim=40, decoder_ffn_dim=40, init_std=0.3, bos_token_id=1, eos_token_id=None,
     pad_token_id=0, decoder_start_token_id=2, forced_eos_token_id=None, tie_word_embeddings=False,
+    max_position_embeddings=64,
 )  # fmt: skip
 _ALTERNATING = ["sliding_attention", "full_attention"]
 LLAMA3 = dict(
@@ -66,11 +68,23 @@ CONFIGS = {
                                         floor_scale=8)),
     "phi": ("PhiConfig", _HIDDEN_BY_HEADS),
     "phi3": ("Phi3Config", dict(_HIDDEN_BY_HEADS, sliding_window=WINDOW)),
-    "bart": ("BartConfig", dict(_CODED, max_position_embeddings=64)),
+    "mixtral": ("MixtralConfig", dict(_DECODER, **_EXPERTS, sliding_window=None)),
+    "gemma": ("GemmaConfig", _DECODER),
+    "olmo": ("OlmoConfig", dict(_HIDDEN_BY_HEADS, clip_qkv=1.0)),
+    "granite": ("GraniteConfig", dict(_HIDDEN_BY_HEADS, attention_multiplier=0.1, residual_multiplier=0.7)),
+    "opt": ("OPTConfig", dict(_MULTI_HEAD, ffn_dim=40, word_embed_proj_dim=4 * HEAD_DIM, init_std=0.3)),
+    "gpt_neox": ("GPTNeoXConfig", _MULTI_HEAD),
+    "bart": ("BartConfig", _CODED),
+    "mbart": ("MBartConfig", _CODED),
+    "marian": ("MarianConfig", dict(_CODED, decoder_vocab_size=VOCAB, scale_embedding=True)),
+    "pegasus": ("PegasusConfig", _CODED),
+    "blenderbot": ("BlenderbotConfig", _CODED),
+    "m2m_100": ("M2M100Config", dict(_CODED, init_std=0.2)),
+    "plbart": ("PLBartConfig", _CODED),
     "whisper": ("WhisperConfig", dict(_CODED, num_mel_bins=8, max_source_positions=SOURCE, max_target_positions=64,
                                       suppress_tokens=None, begin_suppress_tokens=None)),
 }  # fmt: skip
-DECODERS = tuple(kind for kind in CONFIGS if kind not in ("bart", "whisper"))
+CODED = tuple(kind for kind, (_, fields) in CONFIGS.items() if "encoder_layers" in fields)  # with encoder and decoder
 # {kind: other values of fields with which attention differs}
 CHANGES = {
     "qwen2": [dict(sliding_window=WINDOW + 1)],
@@ -89,10 +103,10 @@ def build(kind: str, seed: int = 0, **fields):
     name, known = CONFIGS[kind]
     config = getattr(transformers, name)(**{**known, **fields})
     torch.manual_seed(seed)
-    if kind == "bart":
-        model = transformers.BartForConditionalGeneration(config)
-    elif kind == "whisper":
+    if kind == "whisper":
         model = transformers.WhisperForConditionalGeneration(config)
+    elif kind in CODED:
+        model = transformers.AutoModelForSeq2SeqLM.from_config(config)
     else:
         model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -101,7 +115,7 @@ def build(kind: str, seed: int = 0, **fields):
                 parameter.uniform_(-0.3, 0.3)
             elif parameter.dim() == 1:  # random norm weights and sinks in place of constants
                 parameter.uniform_(0.5, 1.5)
-            if name.endswith(("o_proj.weight", "out_proj.weight", "self_attn.dense.weight")):
+            if name.endswith(("o_proj.weight", "out_proj.weight", "self_attn.dense.weight", "attention.dense.weight")):
                 parameter.mul_(4.0)  # so that the tokens depend on attention
     if kind == "gemma2":  # scaled_dot_product_attention of PyTorch, the default of some versions, has no soft cap
         model.set_attn_implementation("eager")
@@ -124,16 +138,15 @@ def served(kind: str, ops, **options):
 def inputs_of(kind: str, rows: int = 2, padded: bool = True) -> dict:
     """Return arguments of `generate`: prompts for a decoder, or the input of an encoder.
 
-    If `padded`, the first five tokens of row 0 are padding, for the encoder of BART the last five. Whisper has no
-    padding.
+    If `padded`, the first five tokens of row 0 are padding, for an encoder the last five. Whisper has no padding.
     """
     torch.manual_seed(11)
     if kind == "whisper":
         return dict(input_features=torch.randn(rows, 8, 2 * SOURCE))
-    ids = torch.randint(1, VOCAB, (rows, SOURCE if kind == "bart" else PROMPT))
+    ids = torch.randint(1, VOCAB, (rows, SOURCE if kind in CODED else PROMPT))
     mask = torch.ones_like(ids)
     if padded:
-        mask[0, slice(-5, None) if kind == "bart" else slice(5)] = 0
+        mask[0, slice(-5, None) if kind in CODED else slice(5)] = 0
     return dict(input_ids=ids, attention_mask=mask)
 
 
@@ -152,7 +165,7 @@ def stock_tokens(kind: str, padded: bool = True, **options) -> torch.Tensor:
 
 def call_of(model, kind: str, **arguments):
     """Call a model without gradients and return its output; an encoder-decoder model gets a few tokens to decode."""
-    if kind in ("bart", "whisper"):
+    if kind in CODED:
         arguments.setdefault("decoder_input_ids", torch.arange(3, 11).view(2, 4))
     with torch.no_grad():
         return model(**arguments)

@@ -13,7 +13,7 @@ import torch
 from reference.interfaces import TokenOwnership
 from reference.interfaces.gqa import AttentionType, CrossAttentionBatch, GQAConfig
 
-from .factories import GARBAGE, Batch, integers
+from .factories import Batch, integers, table_without_blocks
 from .gqa import visible_ranges
 from .ranks import owners
 
@@ -49,9 +49,12 @@ def wanted_scheduled(config: GQAConfig, query_lens, seq_lens, ownership=None) ->
     """
     counted = []
     for query_len, length in zip(query_lens, seq_lens, strict=True):
-        first, window = 0, config.sliding_window
-        while window is not None and first < length and first + window < length - query_len + 1:
-            first += 1  # the first query token is at position length - query_len, and its window begins later
+        first, window, chunk = 0, config.sliding_window, config.attention_chunk_size
+        position = length - query_len  # of the first query token
+        while window is not None and first < length and first + window < position + 1:
+            first += 1  # the window of the first query token begins later
+        while chunk is not None and first < position and first // chunk < position // chunk:
+            first += 1  # the attention chunk of the first query token begins later
         first, keys = held(first, ownership), held(length, ownership)
         while first >= TILE:
             first, keys = first - TILE, keys - TILE
@@ -70,7 +73,7 @@ def cross_batch(batch: Batch, encoder_lens, block_size: int = 16, ran=None) -> C
     """
     used = [-(-length // block_size) for length in encoder_lens]
     blocks = torch.randperm(sum(used) + 2).tolist()
-    table = torch.full((len(used), max(used, default=0) + 1), GARBAGE, dtype=torch.int32)
+    table = table_without_blocks(len(used), max(used, default=0) + 1)
     slots = []
     for request, count in enumerate(used):
         own = [blocks.pop() for _ in range(count)]

@@ -16,7 +16,7 @@ from reference.distributed.groups import ContextParallel
 from reference.interfaces import COMPUTE_FORMAT, CacheFormat, CommonAttentionMetadata
 from reference.interfaces.gqa import GQAConfig
 
-from .factories import GARBAGE, integers, offsets
+from .factories import integers, offsets, table_without_blocks
 from .gqa import poisoned_cache
 from .gqa_plans import held
 from .ranks import make_groups, owners
@@ -55,12 +55,13 @@ def free_blocks(
     if config.sliding_window is None:
         return common
     table, query_lens = common.block_table.clone(), common.query_start_loc_cpu.diff().tolist()
+    freed = table_without_blocks(*table.shape)
     for request, (query_len, length) in enumerate(zip(query_lens, common.seq_lens_cpu.tolist(), strict=True)):
         first = held(max(0, length - query_len - config.sliding_window + 1), ownership) if query_len else 0
         for column in range(first // BLOCK):
-            if table[request, column] != GARBAGE:
+            if table[request, column] != freed[request, column]:
                 kv_cache.view(torch.uint8)[:, int(table[request, column])] = 0xFF
-            table[request, column] = GARBAGE
+            table[request, column] = freed[request, column]
     common.block_table.copy_(table)
     return common
 
@@ -88,7 +89,7 @@ def serve_gqa(
     sinks = torch.randn(config.num_heads, dtype=torch.float64).to(dtype) if config.attention_sinks else None
     columns = [-(-length // (BLOCK * size)) for length in longest]  # a column is one block on each rank
     free = torch.randperm(sum(columns) + 2).tolist()
-    table = torch.full((len(longest), max(columns) + 1), GARBAGE, dtype=torch.int32)
+    table = table_without_blocks(len(longest), max(columns) + 1)
     for request, count in enumerate(columns):
         table[request, :count] = integers(*(free.pop() for _ in range(count)))
     local = config if ranks is None else ranks.local_gqa_config(config)

@@ -93,7 +93,8 @@ def contract_calls(ops: Any, call_type: type, call: Callable[..., Any]) -> list[
         call: function that makes a `Call` from the name of a function of `ops`, and its arguments.
     """
     config = GQAConfig(**FIELDS)
-    layers = {"first": config, "second": dataclasses.replace(config, kv_sharing_layer="first")}
+    owner = dataclasses.replace(config, kv_sharing_layer=None)
+    layers = {"first": owner, "second": dataclasses.replace(config, kv_sharing_layer="first")}
     sizes = dict(num_blocks=3, block_size=16, num_kv_heads=2, head_dim=32, num_layers=2)
     from_encoder_decoder = encoder_decoder_configs_from_hf
     return [

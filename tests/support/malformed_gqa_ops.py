@@ -44,6 +44,7 @@ def op_calls(ops: Any, call_type: type, call: Callable[..., Any], backend: dict,
     layer, plan = ops.GQAAttention(CONFIG, sinks=step.sinks), gqa_step(step, 2)
     plan = dataclasses.replace(plan, schedule=ops.plan_decode(plan.decode.seq_lens, 2))
     out = {"out": torch.zeros(stored.q.shape)} if is_fast else {}
+    cascade_out = {"out": torch.zeros(shared.q[:2].shape)} if is_fast else {}
     packed = torch.randn(2, 16, 1, 96)
     lengths = dict(cu_seqlens_q=integers(0, 5, 14), cu_seqlens_k=integers(0, 5, 16), max_seqlen_q=9, max_seqlen_k=11)
     return [
@@ -55,7 +56,7 @@ def op_calls(ops: Any, call_type: type, call: Callable[..., Any], backend: dict,
         call("gqa_varlen_attention", q=torch.randn(14, 4, 96), k=packed[0], v=packed[1], **lengths, config=CONFIG,
              sinks=torch.randn(4), out_dtype=torch.float32, **out, **backend),
         call("gqa_cascade_attention", q=shared.q[:2], kv_cache=shared.kv_cache, cascade=cascade, config=CONFIG,
-             sinks=shared.sinks, out_dtype=torch.float32, **scales, **backend),
+             sinks=shared.sinks, out_dtype=torch.float32, **scales, **cascade_out, **backend),
         call("GQAAttention", config=CONFIG, cache_format=FP8_E4M3, context_parallel=ranks, sinks=torch.randn(4),
              k_scale=0.5, v_scale=0.5, q_scale=0.5, **({"check_every_call": False} if is_fast else {}), **backend),
         call_type("GQAAttention.forward", layer.forward,

@@ -51,7 +51,7 @@ def planning_calls(ops: Any, call_type: type, call: Callable[..., Any], backend:
     scales = {name: torch.tensor(0.25) for name in ("k_scale", "v_scale", "q_scale")}
     return [
         call("compute_first_visible", **lens, num_tokens=16, sliding_window=5, ownership=TokenOwnership(2, 0, 2),
-             **graph),
+             attention_chunk_size=16, **graph),
         call("build_gqa_metadata", common=step, block_size=16, config=WINDOW, decode_threshold=2, require_order=False,
              **settings, **backend),
         call_type("build_gqa_metadata of cross attention", ops.build_gqa_metadata,

@@ -49,8 +49,9 @@ class GQAJob(Job):
         tuned = getattr(hf_config, "attn_temperature_tuning", False)
         check(not tuned, "--model", "a model that takes the positions of tokens from position_ids",
               f"{hf_config.model_type} with attn_temperature_tuning")  # fmt: skip
-        layers = range(hf_config.num_hidden_layers)
-        return tuple(group_layers({str(layer): GQAConfig.from_hf(hf_config, layer) for layer in layers}))
+        # the names with which `kv_sharing_layer` names a layer
+        names = {f"layers.{layer}.self_attn": layer for layer in range(hf_config.num_hidden_layers)}
+        return tuple(group_layers({name: GQAConfig.from_hf(hf_config, layer) for name, layer in names.items()}))
 
     def layer_configs(self) -> list[GQAConfig]:
         """Return the config of each layer."""

@@ -14,6 +14,7 @@ from torch import nn
 from reference.interfaces import CommonAttentionMetadata, check, check_type
 from reference.interfaces.gqa import GQAConfig, check_key_value_block_size, group_layers
 
+from ...backends import check_one_set_of_parameters
 from ..batch_loop import BatchLoop, StepPlan, check_ops, read_eos
 
 NEEDED = ("allocate_key_value_cache", "build_gqa_metadata", "slot_mapping", "split_decodes_and_prefills")
@@ -42,6 +43,8 @@ class GQAServingLoop(BatchLoop):
 
     Raises:
         ValueError: a number is too small, or an argument is invalid. Nothing has been allocated then.
+        UnsupportedConfiguration: layers differ that a backend with one set of parameters would serve. Nothing has been
+            allocated then.
     """
 
     def __init__(
@@ -66,6 +69,9 @@ class GQAServingLoop(BatchLoop):
         super().__init__(model, ops, num_blocks, block_size, max_num_seqs, token_budget, read_eos(eos), block_order)
         self.groups: dict[GQAConfig, tuple[str, ...]] = groups
         self._planning = {} if planning is None else dict(planning)
+        if "backend" in self._planning:  # `reference` has no backends
+            backend = self._planning["backend"]
+            check_one_set_of_parameters(layers, self.device, model.dtype, block_size, backend)
         self.kv_caches = {}
         for name, layer in layers.items():
             config = layer.config

@@ -36,6 +36,7 @@ from .plan_arguments import (
     ROW_BLOCK,
     batch_of_gqa_plan,
     check_cascade_choice,
+    check_decoders_only,
     check_encoder_batch,
     check_gqa_build,
     check_gqa_planning,
@@ -49,11 +50,13 @@ from .rank_config import check_shared_sequences, gathered_config, kv_heads_of_ra
 from .scales import (
     checkpoint_key_value_scales,
     choose_key_value_scales,
+    expand_scale,
     largest_number,
     make_gqa_query_scale,
     make_key_value_scale,
     observe_gqa_queries,
     scale_without_cache,
+    scales_of_write,
 )
 from .step_arguments import (
     PLANNED_FIELDS,
@@ -86,6 +89,7 @@ __all__ = [
     "check_cached_type",
     "check_cascade_choice",
     "check_cross_batch",
+    "check_decoders_only",
     "check_encoder_batch",
     "check_gqa_build",
     "check_gqa_cascade",
@@ -116,6 +120,7 @@ __all__ = [
     "choose_key_value_scales",
     "configs_from_hf",
     "encoder_decoder_configs_from_hf",
+    "expand_scale",
     "gathered_config",
     "get_per_layer_parameters",
     "graph_refusals",
@@ -131,6 +136,7 @@ __all__ = [
     "observe_gqa_queries",
     "rank_config",
     "scale_without_cache",
+    "scales_of_write",
     "supports_cascade",
     "without_encoder_slots",
 ]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..cache_format import COMPUTE_FORMAT, CacheFormat
-from ..checks import MOST_NUMBER, check, check_flag, check_int, check_number, check_type, short_text
+from ..checks import check, check_flag, check_int, check_number, check_type, is_positive_number, short_text
 from ..errors import UnsupportedConfiguration
 from ..layer_parameters import GQAHyperparameters
 from .attention_type import AttentionType
@@ -29,7 +29,7 @@ class GQAConfig:
         num_kv_heads: Nkv, number of key/value heads.
         head_dim: Dh, dim of a query, key or value head; one of `HEAD_DIMS`.
         v_head_dim: dim of a value head, which must equal `head_dim`; None means `head_dim`.
-        scale: factor of the scores; None means head_dim^-1/2.
+        scale: factor of the scores, above 0; None means head_dim^-1/2.
         sliding_window: number of keys that a query token attends: itself and the keys before it. In an encoder the
             window has as many keys after the token as before it. None means no window.
         logits_soft_cap: soft cap of the scores; None means no cap.
@@ -72,8 +72,6 @@ class GQAConfig:
             if self.v_head_dim != self.head_dim:
                 wanted = f"v_head_dim: expected the head dim {self.head_dim}"
                 raise UnsupportedConfiguration([f"{wanted}, got {self.v_head_dim}"])
-        if self.scale is not None:
-            check_number("scale", self.scale, 0)
         for name in ("sliding_window", "attention_chunk_size"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 1, "a positive int or None")
@@ -81,13 +79,14 @@ class GQAConfig:
         check_flag("attention_sinks", self.attention_sinks)
         check_type("attention_type", self.attention_type, AttentionType)
         check_type("kv_sharing_layer", self.kv_sharing_layer, (str, type(None)), "the name of a layer or None")
+        check(self.kv_sharing_layer != "", "kv_sharing_layer", "the name of a layer or None", "an empty name")
         self._check_type()
 
     def _check_scores(self) -> None:
-        """Check the soft cap and the slopes of ALiBi."""
-        if (cap := self.logits_soft_cap) is not None:
-            number = isinstance(cap, int | float) and not isinstance(cap, bool) and 0 < cap < MOST_NUMBER
-            check(number, "logits_soft_cap", "a finite number above 0, or None", short_text(cap))
+        """Check the scale, the soft cap and the slopes of ALiBi."""
+        for name in ("scale", "logits_soft_cap"):
+            if (value := getattr(self, name)) is not None:
+                check(is_positive_number(value), name, "a finite number above 0, or None", short_text(value))
         if (slopes := self.alibi_slopes) is not None:
             check_type("alibi_slopes", slopes, tuple, "a tuple of numbers or None")
             check(len(slopes) == self.num_heads, "alibi_slopes", f"{self.num_heads} slopes, one for each head",
@@ -134,6 +133,7 @@ class GQAConfig:
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             attention_type=self.attention_type.value,
+            alibi_slopes=self.alibi_slopes,
         )
 
     @classmethod

@@ -28,6 +28,34 @@ def _config_of(name: object, layer: Any) -> tuple[GQAConfig, CacheFormat]:
     return config, cache_format
 
 
+def _check_kv_sharing(found: Mapping[str, tuple[GQAConfig, CacheFormat]]) -> None:
+    """Check each layer that reads the cache of another layer against the layer that it names.
+
+    Args:
+        found: config and cache format of each layer by name.
+
+    Raises:
+        ValueError: no layer has the name; the named layer has no cache of its own; the two layers differ in the
+            attention type, the KV heads, the head dim or the cache format.
+    """
+    for name, (config, cache_format) in found.items():
+        source = config.kv_sharing_layer
+        if source is None:
+            continue
+        check(source in found, "layers", f"a layer {source!r}, the kv_sharing_layer of {name!r}", "no such layer")
+        owner, stored = found[source]
+        check(owner.kv_sharing_layer is None, "layers", f"a cache of its own at {source!r}, the kv_sharing_layer of "
+              f"{name!r}", f"kv_sharing_layer {owner.kv_sharing_layer!r}")  # fmt: skip
+        pairs = {
+            "attention_type": (config.attention_type.value, owner.attention_type.value),
+            "num_kv_heads": (config.num_kv_heads, owner.num_kv_heads),
+            "head_dim": (config.head_dim, owner.head_dim),
+            "cache_format": (cache_format.name, stored.name),
+        }
+        for field, (own, wanted) in pairs.items():
+            check(own == wanted, "layers", f"{field} {wanted} of {source!r} at {name!r}, which reads its cache", own)
+
+
 def get_per_layer_parameters(layers: Mapping[str, Any], kind: type) -> dict[str, LayerParameters]:
     """Return the parameters of each layer of a class.
 
@@ -59,7 +87,8 @@ def group_layers(layers: Mapping[str, Any]) -> dict[GQAConfig, tuple[str, ...]]:
     The field `kv_sharing_layer` does not count, because it decides which cache a layer reads and not what it attends.
 
     Args:
-        layers: mapping from the name of each layer to its `GQAConfig`, or to a layer with a config as `.config`.
+        layers: mapping from the name of each layer to its `GQAConfig`, or to a layer with a config as `.config`. It
+            has the layers that `kv_sharing_layer` names.
 
     Returns:
         The names of the layers of each group. The key of a group is the config of its layers, with `kv_sharing_layer`
@@ -67,18 +96,24 @@ def group_layers(layers: Mapping[str, Any]) -> dict[GQAConfig, tuple[str, ...]]:
 
     Raises:
         TypeError: `layers` is not a mapping, or a name is not a str.
-        ValueError: a layer has no `GQAConfig`; layers of a group have different cache formats, so that no plan is for
-            all of them.
+        ValueError: in one of these cases:
+
+            - a layer has no `GQAConfig`;
+            - layers of a group have different cache formats, so that no plan is for all of them;
+            - the `kv_sharing_layer` of a layer is no name in `layers`, or names a layer that reads the cache of another
+              layer itself;
+            - a layer and its `kv_sharing_layer` differ in the attention type, the KV heads, the head dim or the cache
+              format.
         UnsupportedConfiguration: the cache format of a layer is for the latent cache alone.
     """
     check_type("layers", layers, Mapping)
+    found = {name: _config_of(name, layer) for name, layer in layers.items()}
+    _check_kv_sharing(found)
     groups: dict[GQAConfig, list[str]] = {}
-    formats: dict[str, CacheFormat] = {}
-    for name, layer in layers.items():
-        config, formats[name] = _config_of(name, layer)
+    for name, (config, got) in found.items():
         group = groups.setdefault(replace(config, kv_sharing_layer=None), [])
         group.append(name)
-        wanted, got = formats[group[0]], formats[name]
+        wanted = found[group[0]][1]
         check(wanted == got, "layers", f"cache_format {wanted.name} of {group[0]!r} in all layers of its group",
               f"{got.name} at {name!r}")  # fmt: skip
     return {config: tuple(names) for config, names in groups.items()}

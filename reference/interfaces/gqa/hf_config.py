@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..checks import check, check_int, check_number, check_type, short_text
+from ..checks import check, check_int, check_type, is_positive_number, short_text
 from ..errors import UnsupportedConfiguration
 from ..hf_values import enables, is_switched_on
 from .alibi import mpt_alibi_slopes, standard_alibi_slopes
@@ -189,7 +189,7 @@ def _layer_fields(model: _Model, layer: int, reasons: list[str]) -> dict[str, An
         if model.model_type in _NO_SOFT_CAP:
             wanted = f"expected None for {model.model_type!r}, whose attention ignores it"
             reasons.append(f"config.attn_logit_softcapping: {wanted}, got {short_text(cap)}")
-        check_number("config.attn_logit_softcapping", cap, 0)
+        _check_positive("config.attn_logit_softcapping", cap)
         fields["logits_soft_cap"] = float(cap)
     fields |= _mask(model, layer, reasons)
     if _sinks(config, model.model_type, model.layer_types[layer] if model.layer_types else FULL):
@@ -218,20 +218,25 @@ def _nested(config: Any, name: str) -> Any:
     return nested.get(name) if isinstance(nested, Mapping) else getattr(nested, name, None)
 
 
+def _check_positive(argument: str, value: object) -> None:
+    """Check that a field is a finite number above 0."""
+    check(is_positive_number(value), argument, "a finite number above 0", short_text(value))
+
+
 def _scale(config: Any, model_type: str, layer: int, head_dim: int) -> float | None:
     """Return the factor of the scores, or None for head_dim^-1/2."""
     if model_type in _SCALE_ONE:
         return 1.0
     if enables(scalar := getattr(config, "query_pre_attn_scalar", None)):
-        check_number("config.query_pre_attn_scalar", scalar, 0)
+        _check_positive("config.query_pre_attn_scalar", scalar)
         return float(scalar) ** -0.5
     if (factor := getattr(config, "attention_multiplier", None)) is not None:
-        check_number("config.attention_multiplier", factor, 0)
+        _check_positive("config.attention_multiplier", factor)
         return float(factor)
     if model_type == "mpt":
         factor = _nested(config, "softmax_scale")
         if factor is not None:
-            check_number("config.attn_config.softmax_scale", factor, 0)
+            _check_positive("config.attn_config.softmax_scale", factor)
         return factor
     scaled, by_layer = (
         is_switched_on(config, "scale_attn_weights", True),

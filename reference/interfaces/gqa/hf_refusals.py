@@ -20,6 +20,9 @@ _PARTS = (
     "codec_config", "patcher_config", "global_config", "vq_config", "perceiver_config", "encoder", "decoder",
 )  # fmt: skip
 
+_IMAGE_RANGES = "bidirectional ranges of image tokens are not implemented"  # such tokens attend each other
+_IMAGE_TOKENS = ("image_token_index", "image_token_id")  # fields with the token that stands for an image
+
 # {feature that is not implemented: fields of transformers configs that enable the feature}
 _OTHER_ATTENTION: Mapping[str, tuple[str, ...]] = {
     "latent attention is not implemented in this family (use MLAConfig.from_hf)": ("kv_lora_rank",),
@@ -36,6 +39,7 @@ _OTHER_ATTENTION: Mapping[str, tuple[str, ...]] = {
     "attention that is not causal is not implemented": (
         "use_bidirectional_attention", "bidirectional_attention", "prefix_lm", "use_prefix_lm",
     ),
+    _IMAGE_RANGES: ("mm_tokens_per_image",),
     "cross attention is not implemented for decoders without an encoder": (
         "add_cross_attention", "cross_attention_layers", "cross_attention_hidden_size", "cross_attention_frequency",
         "cross_layer_interval",
@@ -87,9 +91,29 @@ def composite_reasons(config: Any, model_type: str) -> list[str]:
         + f", got {type(getattr(config, name)).__name__} in a config of {model_type!r}"
         for name in (["text_config"] if text else parts)
     ]
+    if text:
+        reasons += _image_ranges(config)
     if enables(getattr(config, "is_encoder_decoder", None)):
         reasons.append("config.is_encoder_decoder: expected False, or a call of encoder_decoder_configs_from_hf, got "
                        f"{short_text(config.is_encoder_decoder)}")  # fmt: skip
+    return reasons
+
+
+def _image_ranges(config: Any) -> list[str]:
+    """Return a reason for each field of a config with a text config that makes image tokens attend each other.
+
+    An image token alone is no such field: in models such as Llama 4, image tokens are attended causally.
+    """
+    found = next((name for name in _IMAGE_TOKENS if getattr(config, name, None) is not None), None)
+    token = "" if found is None else f" ({found} {short_text(getattr(config, found))})"
+    reasons = []
+    if enables(count := getattr(config, "mm_tokens_per_image", None)):
+        reasons.append(f"config.mm_tokens_per_image: {_IMAGE_RANGES}, got {short_text(count)}{token}")
+    asked = getattr(config.text_config, "use_bidirectional_attention", None)
+    if asked == "vision" or (enables(asked) and asked != "all" and found is not None):
+        reasons.append(
+            f"config.text_config.use_bidirectional_attention: {_IMAGE_RANGES}, got {short_text(asked)}{token}"
+        )
     return reasons
 
 
@@ -113,8 +137,10 @@ def refused_fields(config: Any, model_type: str, path: str = "config", ignored: 
     ]
     for what, names in _OTHER_ATTENTION.items():
         asked = {name: getattr(config, name, None) for name in names if name not in (*switched_off, *ignored)}
-        reasons += [f"{path}.{name}: {what}, got {short_text(value)}" for name, value in asked.items()
-                    if enables(value)]  # fmt: skip
+        for name, value in asked.items():
+            if enables(value):  # Gemma 4 has "vision" for image tokens, and "all" for all tokens
+                named = _IMAGE_RANGES if name == "use_bidirectional_attention" and value == "vision" else what
+                reasons.append(f"{path}.{name}: {named}, got {short_text(value)}")
     if enables(local := getattr(config, "local_attention", None)) and getattr(config, "sliding_window", None) is None:
         reasons.append(f"{path}.local_attention: windows under this name are not implemented (only sliding_window), "
                        f"got {short_text(local)}")  # fmt: skip

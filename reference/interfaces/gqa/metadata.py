@@ -23,11 +23,12 @@ class PagedAttentionMetadata(DecodeMetadata):
     """Queries of some requests, decodes or prefills, over a paged key/value cache, and the keys that each one attends.
 
     Query token t attends the keys [`first_visible[t]`, `visible_lens[t]`) of its request. `visible_lens` expresses the
-    causal mask (or its absence, in cross attention), and `first_visible` expresses a window.
+    causal mask (or its absence, in cross attention), and `first_visible` expresses a window. In a captured plan,
+    `first_visible` also expresses attention chunks; other plans have virtual requests for the attention chunks.
 
     Attributes:
-        first_visible: [T], first key that each query token attends: max(0, position - W + 1) for a window of W keys.
-            Under context parallelism the number of earlier keys that this rank owns. None means 0 for all tokens.
+        first_visible: [T], first key that each query token attends (`compute_first_visible`). Under context parallelism
+            the number of earlier keys that this rank owns. None means 0 for all tokens.
     """
 
     first_visible: Int32[Tensor, " T"] | None = None
@@ -53,9 +54,9 @@ class GQAMetadata:
         num_decode_tokens: number of query tokens of the decodes.
         decode: the part of the plan for the decodes.
         prefill: the part of the plan for the prefills; its `query_start_loc` starts at 0.
-        schedule: optional schedule of the decodes, which assigns their keys to the programs of a kernel. With a window,
-            the tiles of a request are counted from the tile with the first key that its first query token attends
-            (`scheduled_lens`).
+        schedule: optional schedule of the decodes, which assigns their keys to the programs of a kernel. With
+            `first_visible`, the tiles of a request are counted from the tile with the first key that its first query
+            token attends (`scheduled_lens`).
         cascade: plans over a shared prefix and over the suffixes, which the layer uses in place of `decode`; None if
             the requests share no prefix, or if a cascade would take longer.
         schedule_choice: the decision whether the decodes have a schedule, and the numbers behind this decision.

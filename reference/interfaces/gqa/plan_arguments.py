@@ -7,7 +7,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..batch_arguments import check_batch_block_size, check_common, check_table_width, check_threshold
+from ..batch_arguments import (
+    check_batch_block_size,
+    check_common,
+    check_num_tokens,
+    check_table_width,
+    check_threshold,
+)
 from ..bounds import bounded_batch, check_host_lens, has_host_lens
 from ..cache_arguments import check_ownership, check_rank_local_slots
 from ..cache_format import CacheFormat
@@ -63,29 +69,55 @@ def check_gqa_build(
     """Check the arguments of `build_gqa_metadata` except the batch and the costs of a schedule."""
     check_gqa_planning(config, block_size, ownership, cache_format)
     check_threshold(decode_threshold, query_len_support)
+    check_decoders_only(config, "decode_threshold", decode_threshold, 1)
     check_flag("require_order", require_order)
     if num_programs is not None:
         check_int("num_programs", num_programs, 0, "an int >= 0 or None")
 
 
+def check_decoders_only(config: GQAConfig, argument: str, value: int, least: int) -> None:
+    """Check that an argument of a feature that only decoders have keeps its smallest value for other attention types.
+
+    The features are a shared prefix (prefix caching), and decodes with several query tokens (drafted tokens). The
+    prefills of cross attention may have several query tokens: they are no decodes.
+
+    Args:
+        config: config of the layers.
+        argument: name of the argument.
+        value: the argument.
+        least: the value without the feature.
+    """
+    kind = config.attention_type
+    feature = "a shared prefix is" if argument == "common_prefix_len" else "decodes of several query tokens are"
+    check(kind is AttentionType.DECODER or value == least, argument,
+          f"{least} for attention type {kind.value}, because {feature} for decoders only", value)  # fmt: skip
+
+
 def check_encoder_batch(common: CommonAttentionMetadata) -> None:
     """Check a batch for layers without a cache: every token of a request is a query token, in every request.
 
-    The lengths are checked if the batch has them on the CPU.
+    The lengths are compared with the query lengths on the CPU. Without `seq_lens_cpu` the upper bounds are compared:
+    they must be equal to the query lengths. The lengths of a batch on a CPU are compared in every case. If a batch on a
+    GPU has neither lengths nor upper bounds on the CPU, nothing is compared. The layers then attend the query tokens
+    alone, and ignore context.
     """
     check_common(common, host_lens=False)
-    if has_host_lens(common):
-        _check_no_context(common, "in an encoder, which has no context")
-
-
-def _check_no_context(common: CommonAttentionMetadata, where: str) -> None:
-    """Check that the length of every request is its number of query tokens."""
-    query_lens = common.query_start_loc_cpu.diff()
-    wrong = (common.seq_lens_cpu != query_lens).nonzero()
-    if wrong.numel():
-        request = int(wrong[0])
-        check(False, "common.seq_lens", f"the query length {int(query_lens[request])} {where}",
-              f"{int(common.seq_lens_cpu[request])} at request {request}")  # fmt: skip
+    check_num_tokens(common)
+    fields = {"seq_lens": common.seq_lens_cpu, "seq_lens_cpu_upper_bound": None}
+    if not has_host_lens(common):
+        fields["seq_lens_cpu_upper_bound"] = common.seq_lens_cpu_upper_bound
+        if common.seq_lens.device == CPU:
+            fields["seq_lens"] = common.seq_lens
+    starts = common.query_start_loc if common.query_start_loc_cpu is None else common.query_start_loc_cpu
+    for name, lens in fields.items():
+        if lens is None or starts.device != CPU:
+            continue
+        query_lens = starts.diff()
+        wrong = (lens != query_lens).nonzero()
+        if wrong.numel():
+            request = int(wrong[0])
+            wanted = f"the query length {int(query_lens[request])} in an encoder, which has no context"
+            check(False, f"common.{name}", wanted, f"{int(lens[request])} at request {request}")
 
 
 def batch_of_gqa_plan(
@@ -105,12 +137,14 @@ def batch_of_gqa_plan(
 
     Raises:
         TypeError: the config is for cross attention, and the batch has no fields of the encoder.
-        ValueError: a shape, dtype or device is wrong; the slots were computed for another block size; the block table
-            has too few columns; for tensors on a CPU, a rank has slots for tokens that it does not own; the batch may
-            have prefills, and its offsets or upper bounds are not on the CPU; a padding row has keys of an encoder.
+        ValueError: a shape, dtype or device is wrong; `num_actual_tokens` is not the last of the offsets; the slots
+            were computed for another block size; the block table has too few columns; for tensors on a CPU, a rank has
+            slots for tokens that it does not own; the batch may have prefills, and its offsets or upper bounds are not
+            on the CPU; a padding row has keys of an encoder.
     """
     check_batch_block_size(common, block_size)
     check_common(common, host_lens=False)
+    check_num_tokens(common)
     owned = ONE_RANK if ownership is None else ownership
     column_tokens = block_size * owned.size
     if config.attention_type is AttentionType.CROSS:
@@ -211,18 +245,13 @@ def check_cascade_choice(
 
 def graph_refusals(config: GQAConfig) -> tuple[str, ...]:
     """Return the reasons why no CUDA graph can serve layers of a config; empty if a graph can serve them."""
-    reasons, kind = [], config.attention_type
-    if kind is not AttentionType.DECODER:
+    kind = config.attention_type
+    if kind is AttentionType.DECODER:
+        return ()
+    why = "a graph has decodes alone"
+    if kind.cached:
         why = "the buffers of a graph have no blocks and lengths of an encoder"
-        if not kind.cached:
-            why = "a graph has decodes alone"
-        reasons.append(f"config.attention_type: expected decoder for a CUDA graph, got {kind.value} ({why})")
-    if config.attention_chunk_size is not None:
-        why = "virtual requests are computed from lengths on the CPU"
-        reasons.append(
-            f"config.attention_chunk_size: expected None for a CUDA graph, got {config.attention_chunk_size} ({why})"
-        )
-    return tuple(reasons)
+    return (f"config.attention_type: expected decoder for a CUDA graph, got {kind.value} ({why})",)
 
 
 def check_graph_config(config: GQAConfig) -> None:

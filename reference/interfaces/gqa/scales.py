@@ -12,13 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from ..cache_format import CacheFormat
-from ..checks import check, check_type
+from ..checks import check, check_int, check_tensor, check_type
 from ..kv_scales import KVScale, ScaleSource, scale_number
 from ..quantization import e4m3_scale
 from ..query_scales import QueryScale
+from ..support import is_capturing
 from .config import GQAConfig
 
 
@@ -123,6 +125,33 @@ def choose_key_value_scales(
             scale.before_write(has_prefill, largest)
 
 
+def scales_of_write(
+    layer: nn.Module, slot_mapping: Tensor, has_prefill: bool, key: Tensor, value: Tensor
+) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+    """Return the scales of keys and values that `choose_key_value_scales` would choose; leave the layer as it is.
+
+    A layer calls this function before a write, for a kernel that refuses some scales.
+
+    Args:
+        layer: the `GQAAttention`, whose cache has scales.
+        slot_mapping: slot of each key; keys with slot -1 are ignored.
+        has_prefill: whether the step has tokens of a prefill. In cross attention, every step with keys has.
+        key: [S, Nkv, Dh], the keys that the step writes.
+        value: [S, Nkv, Dh], the values that the step writes.
+
+    Returns:
+        Two float32 tensors [].
+    """
+    found = []
+    for scale, entries in ((layer.k_scale, key), (layer.v_scale, value)):
+        chosen = scale.value  # 1.0 if the scale has no source yet
+        if scale.source is None and has_prefill and entries.shape[0] > 0 and not is_capturing(chosen.device):
+            trial = KVScale(device=chosen.device, name=scale.name)
+            chosen = trial.before_write(has_prefill, _largest_written(layer, slot_mapping, entries))
+        found.append(chosen)
+    return found[0], found[1]
+
+
 def _largest_written(layer: nn.Module, slot_mapping: Tensor, entries: Tensor) -> Callable[[], Tensor]:
     """Return a function that computes the largest absolute number among the entries with a slot, of all ranks."""
 
@@ -137,6 +166,34 @@ def _largest_written(layer: nn.Module, slot_mapping: Tensor, entries: Tensor) ->
 def largest_number(x: Tensor) -> Tensor:
     """Return the largest absolute value of a tensor with elements, float32 []; NaN and infinity are ignored."""
     return torch.nan_to_num(x.float().abs(), nan=0.0, posinf=0.0).amax()
+
+
+def expand_scale(
+    argument: str, scale: Float[Tensor, ""], num_requests: int, num_kv_heads: int
+) -> Float[Tensor, "B Nkv"]:
+    """Return the scale of a layer with one element for each request and KV head, without a copy.
+
+    Some kernels take one scale for each request and KV head: `q_descale`, `k_descale` and `v_descale` of
+    FlashAttention-3. All elements of the result are the memory of `scale`, because both strides are 0. A captured graph
+    that reads the result therefore reads each later value of the scale.
+
+    Args:
+        argument: name of the scale in errors, such as "k_scale".
+        scale: float32 [], such as `KVScale.value` or the `QueryScale.value` of this family.
+        num_requests: B.
+        num_kv_heads: Nkv.
+
+    Returns:
+        float32 [B, Nkv], with the strides (0, 0).
+
+    Raises:
+        TypeError: `scale` is not a tensor, such as the None of a cache format without scales.
+        ValueError: `scale` has another shape or dtype; `num_requests` is negative; `num_kv_heads` is below 1.
+    """
+    check_tensor(argument, scale, (), (torch.float32,))
+    check_int("num_requests", num_requests, 0)
+    check_int("num_kv_heads", num_kv_heads)
+    return scale.expand(num_requests, num_kv_heads)
 
 
 def scale_without_cache(scale: KVScale, entries: Tensor) -> Tensor:

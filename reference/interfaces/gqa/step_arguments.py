@@ -101,7 +101,8 @@ def check_gqa_step(
         metadata: plan of the step; None for a memory profile, in which the layer writes and attends nothing.
         q: [T, N, Dh].
         k: [S, Nkv, Dh], or None: in a layer that reads the cache of another layer, and in cross attention whose encoder
-            did not run in this step.
+            did not run in this step. A layer that reads the cache of another layer needs the keys of that layer if the
+            step has no cache.
         v: [S, Nkv, Dh], or None exactly if `k` is None.
         kv_cache: [2, num_blocks, block_size, Nkv, Dh]; None or a tensor without elements if there is no cache.
         config: config of the layer, with the heads of this rank.
@@ -120,7 +121,9 @@ def check_gqa_step(
     check_gqa_config(config)
     check_key_value_format(cache_format)
     check_tensor("q", q, ("T", config.num_heads, config.head_dim))
-    _check_keys(q, k, v, config)
+    shares = config.kv_sharing_layer is not None
+    if not shares:
+        _check_keys(q, k, v, config)
     check_type("kv_cache", kv_cache, (Tensor, type(None)), "a tensor or None")
     if not config.attention_type.cached:
         empty = kv_cache is None or kv_cache.numel() == 0
@@ -130,6 +133,8 @@ def check_gqa_step(
         heads, dim = config.num_kv_heads, config.head_dim
         check_key_value_cache(kv_cache, heads, dim, q.dtype, q.device, cache_format, k_scale, v_scale)
     if metadata is None:
+        if shares:
+            _check_keys(q, k, v, config)
         return
     if not config.attention_type.cached:
         _check_encoder_plan(metadata, q, config)
@@ -138,6 +143,8 @@ def check_gqa_step(
     check_type("metadata", metadata, GQAMetadata, wanted)
     check_planned_config(config, metadata.config)
     _check_cached_plan(metadata, q, config)
+    if shares:
+        _check_shared_keys(q, k, v, config, has_cache(kv_cache, metadata))
     check(metadata.cache_format == cache_format, "metadata.cache_format", f"{cache_format.name}, the layer's format",
           metadata.cache_format.name)  # fmt: skip
     check(metadata.ownership == ownership, "metadata.ownership", f"{ownership or 'None (one rank)'}",
@@ -154,13 +161,8 @@ def _check_keys(q: Tensor, k: Tensor | None, v: Tensor | None, config: GQAConfig
     """Check which of keys and values are given, and their shapes, dtypes and devices."""
     for name, tensor in (("k", k), ("v", v)):
         check_type(name, tensor, (Tensor, type(None)), "a tensor or None")
-    if config.kv_sharing_layer is not None:
-        for name, tensor in (("k", k), ("v", v)):
-            wanted = f"None for a layer with kv_sharing_layer {config.kv_sharing_layer!r}"
-            check(tensor is None, name, wanted, "a tensor")
-        return
     kind = config.attention_type
-    if kind is not AttentionType.CROSS:
+    if kind is not AttentionType.CROSS and config.kv_sharing_layer is None:
         check(k is not None, "k", f"a tensor for attention type {kind.value}", None)
     tokens = "S" if kind is AttentionType.CROSS else q.shape[0]
     if k is None:
@@ -169,6 +171,20 @@ def _check_keys(q: Tensor, k: Tensor | None, v: Tensor | None, config: GQAConfig
     check_tensor("k", k, (tokens, config.num_kv_heads, config.head_dim), (q.dtype,), q.device)
     check(v is not None, "v", "a tensor, because k is a tensor", None)
     check_tensor("v", v, tuple(k.shape), (q.dtype,), q.device)
+
+
+def _check_shared_keys(q: Tensor, k: Tensor | None, v: Tensor | None, config: GQAConfig, cached: bool) -> None:
+    """Check the keys and values of a layer that reads the cache of another layer: none are given if it has the cache.
+
+    Without the cache, such as in the first prefill of a model that keeps no cache, the layer attends the keys and
+    values of the other layer, which the caller must give.
+    """
+    if not cached:
+        return _check_keys(q, k, v, config)
+    for name, tensor in (("k", k), ("v", v)):
+        check_type(name, tensor, (Tensor, type(None)), "a tensor or None")
+        wanted = f"None for a layer with kv_sharing_layer {config.kv_sharing_layer!r}"
+        check(tensor is None, name, wanted, "a tensor")
 
 
 def _check_encoder_plan(metadata: EncoderMetadata, q: Tensor, config: GQAConfig) -> None:
@@ -193,7 +209,10 @@ def _check_cached_plan(metadata: GQAMetadata, q: Tensor, config: GQAConfig) -> N
     check_tensor("metadata.slot_mapping", metadata.slot_mapping, ("slots",), (torch.int64,), device)
     check_paged_plan(metadata.decode, split, config, device, "metadata.decode")
     check_paged_plan(metadata.prefill, end - split, config, device, "metadata.prefill")
-    requests = metadata.decode.seq_lens.shape[0]
+    requests, longest = metadata.decode.seq_lens.shape[0], metadata.decode.max_query_len
+    check(longest <= 1 or config.attention_type is AttentionType.DECODER, "metadata.decode.max_query_len",
+          f"at most 1 for attention type {config.attention_type.value}, because decodes of several query tokens are for"
+          " decoders only", longest)  # fmt: skip
     check(metadata.num_decodes == requests, "metadata.num_decodes", f"the {requests} requests of metadata.decode",
           metadata.num_decodes)  # fmt: skip
     if metadata.schedule is not None:
@@ -209,27 +228,33 @@ def _check_cached_plan(metadata: GQAMetadata, q: Tensor, config: GQAConfig) -> N
 
 
 def _check_written_keys(metadata: GQAMetadata, k: Tensor | None, config: GQAConfig, kv_cache: Tensor | None) -> None:
-    """Check the number of slots against the keys, and that a layer without keys has a cache; read no values."""
-    slots, cached = metadata.slot_mapping.shape[0], has_cache(kv_cache, metadata)
+    """Check the number of keys against the slots, and that a layer without keys has a cache; read no values.
+
+    A step without a cache needs no keys if it has no query token, or if no query token attends a key: in cross
+    attention, all outputs of the encoder may have length 0.
+    """
+    slots, end, cross = metadata.slot_mapping.shape[0], metadata.num_actual_tokens, AttentionType.CROSS
+    cached, empty = has_cache(kv_cache, metadata), kv_cache is None or kv_cache.numel() == 0
     if config.kv_sharing_layer is not None:
-        empty = kv_cache is None or kv_cache.numel() == 0
-        check(not empty, "kv_cache", f"the cache of the layer {config.kv_sharing_layer!r}", "no cache")
-        check(cached or metadata.num_actual_tokens == 0, "metadata.block_table",
-              f"columns, because the layer reads the cache of {config.kv_sharing_layer!r}", "no column")  # fmt: skip
-    elif config.attention_type is AttentionType.CROSS:
-        if k is None:
-            check(slots == 0, "k", f"the keys of the {slots} slots of metadata.slot_mapping", None)
-            check(cached or metadata.num_actual_tokens == 0, "kv_cache",
-                  "the cache of the encoder's keys, because k is None", "no cache")  # fmt: skip
-        elif cached:
-            check(slots >= k.shape[0], "metadata.slot_mapping", f"a slot for each of the {k.shape[0]} keys", slots)
+        if k is None and not cached and end > 0:
+            owner = repr(config.kv_sharing_layer)
+            check(not empty, "kv_cache", f"the cache of the layer {owner}, because k is None", "no cache")
+            check(False, "metadata.block_table", f"columns, because the layer reads the cache of {owner}", "no column")
+    elif config.attention_type is cross and k is None:
+        check(slots == 0, "k", f"the keys of the {slots} slots of metadata.slot_mapping", None)
+        if not cached and end > 0 and max(metadata.decode.max_seq_len, metadata.prefill.max_seq_len) > 0:
+            wanted = "the encoder's keys, because k is None"
+            check(not empty, "kv_cache", f"the cache of {wanted}", "no cache")
+            check(False, "encoder_block_table", f"columns for the blocks of {wanted}", "no column")
+    elif config.attention_type is cross and cached:
+        check(slots >= k.shape[0], "metadata.slot_mapping", f"a slot for each of the {k.shape[0]} keys", slots)
+        check(k.shape[0] == slots, "k", f"a key for each of the {slots} slots of metadata.slot_mapping", k.shape[0])
     elif cached:
-        end = metadata.num_actual_tokens
         check(slots >= end, "metadata.slot_mapping", f"at least {end} slots", slots)
 
 
 def _parts(metadata: GQAMetadata) -> list[tuple[str, PagedAttentionMetadata]]:
-    """Return the name and the plan of each part of a step that has requests."""
+    """Return the name and the plan of each part of a step."""
     parts = [("decode", metadata.decode), ("prefill", metadata.prefill)]
     if metadata.cascade is not None:
         parts += [("cascade.prefix", metadata.cascade.prefix), ("cascade.suffix", metadata.cascade.suffix)]
@@ -275,6 +300,8 @@ def check_gqa_step_values(
         written = metadata.num_actual_tokens if num_keys is None else num_keys
         check_slots(metadata.slot_mapping[:written], num_blocks * block_size, "metadata.slot_mapping")
     for name, part in _parts(metadata):
+        if part.seq_lens.shape[0] == 0 and part.visible_lens.shape[0] == 0:
+            continue  # nothing reads a part without requests, and the check takes long
         check_paged_values(part, num_blocks, block_size, f"metadata.{name}")
 
 

@@ -54,7 +54,7 @@ def test_defaults():
     config = GQAConfig(8, 2, 64)
     assert config.softmax_scale == 0.125 and config.group_size == 4
     assert config.attention_type is AttentionType.DECODER and not config.attention_sinks
-    assert replace(config, scale=0.3).softmax_scale == 0.3 and replace(config, scale=0.0).softmax_scale == 0.0
+    assert replace(config, scale=0.3).softmax_scale == 0.3
     assert replace(config, v_head_dim=64).v_head_dim == 64
     assert [kind.cached for kind in AttentionType] == [True, False, False, True]
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -84,7 +84,14 @@ def test_head_dims():
         (dict(head_dim=0), "head_dim: expected a positive int, got 0"),
         (dict(v_head_dim=64), "v_head_dim: expected the head dim 32, got 64"),
         (dict(v_head_dim=0), "v_head_dim: expected a positive int or None, got 0"),
-        (dict(scale=-0.5), "scale: expected a number >= 0, got -0.5"),
+        (dict(scale=-0.5), "scale: expected a finite number above 0, or None, got -0.5"),
+        (dict(scale=0), "scale: expected a finite number above 0, or None, got 0"),
+        (dict(scale=0.0), "scale: expected a finite number above 0, or None, got 0.0"),
+        (dict(scale=float("nan")), "scale: expected a finite number above 0, or None, got nan"),
+        (dict(scale=float("inf")), "scale: expected a finite number above 0, or None, got inf"),
+        (dict(scale=True), "scale: expected a finite number above 0, or None, got True"),
+        (dict(scale="1"), "scale: expected a finite number above 0, or None, got '1'"),
+        (dict(kv_sharing_layer=""), "kv_sharing_layer: expected the name of a layer or None, got an empty name"),
         (dict(sliding_window=0), "sliding_window: expected a positive int or None, got 0"),
         (dict(sliding_window=-4), "sliding_window: expected a positive int or None, got -4"),
         (dict(attention_chunk_size=0), "attention_chunk_size: expected a positive int or None, got 0"),

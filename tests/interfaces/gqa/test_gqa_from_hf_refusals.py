@@ -46,7 +46,12 @@ REFUSED = [
     (dict(attn_config=5), "config.attn_config: expected a dict or None, got 5"),
     (dict(is_causal=False), "config.is_causal: attention that is not causal is not implemented, got False"),
     (dict(causal=False), "config.causal: attention that is not causal is not implemented, got False"),
-    (dict(use_bidirectional_attention="vision"), "config.use_bidirectional_attention: attention that is not causal"),
+    (dict(use_bidirectional_attention=True), "config.use_bidirectional_attention: attention that is not causal is not"),
+    (dict(use_bidirectional_attention="all"), "config.use_bidirectional_attention: attention that is not causal is"),
+    (dict(use_bidirectional_attention="vision"),
+     "config.use_bidirectional_attention: bidirectional ranges of image tokens are not implemented, got 'vision'"),
+    (dict(mm_tokens_per_image=256),
+     "config.mm_tokens_per_image: bidirectional ranges of image tokens are not implemented, got 256"),
     (dict(add_cross_attention=True), "config.add_cross_attention: cross attention is not implemented for decoders"),
     (dict(cross_attention_layers=[3]), "config.cross_attention_layers: cross attention is not implemented for"),
     (dict(is_encoder_decoder=True), "config.is_encoder_decoder: expected False, or a call of"),
@@ -129,7 +134,6 @@ def test_a_field_that_is_off_enables_nothing(name, value):
         (dict(attn_logit_softcapping=30), dict(logits_soft_cap=30.0)),
         (dict(query_pre_attn_scalar=144), dict(scale=1 / 12)),
         (dict(attention_multiplier=0.5), dict(scale=0.5)),
-        (dict(attention_multiplier=0), dict(scale=0.0)),
         (dict(attention_sinks=True), dict(attention_sinks=True)),
         (dict(use_attention_sinks=True), dict(attention_sinks=True)),
         (dict(add_full_attention_sink_bias=True), dict(attention_sinks=True)),
@@ -164,6 +168,7 @@ def test_fields_by_layer():
     assert GQAConfig.from_hf(hf(**kinds), 2) == GQAConfig(8, 2, 32, attention_chunk_size=64)
 
 
+POSITIVE = "expected a finite number above 0"
 WINDOW = "config.sliding_window: expected a positive int for layers of type 'sliding_attention'"
 
 
@@ -188,10 +193,14 @@ WINDOW = "config.sliding_window: expected a positive int for layers of type 'sli
         (dict(layer_types=[CHUNKED] * 3), "config.attention_chunk_size: expected a positive int for layers of type "
          "'chunked_attention', got None"),
         (dict(layer_types=[FULL] * 2), "config.layer_types: expected one type for each of 3 layers, got 2"),
-        (dict(attn_logit_softcapping=-30.0), "config.attn_logit_softcapping: expected a number >= 0, got -30.0"),
-        (dict(attn_logit_softcapping="30"), "config.attn_logit_softcapping: expected a number >= 0, got 30"),
-        (dict(query_pre_attn_scalar=-1), "config.query_pre_attn_scalar: expected a number >= 0, got -1"),
-        (dict(attention_multiplier=float("nan")), "config.attention_multiplier: expected a number >= 0, got nan"),
+        (dict(attn_logit_softcapping=-30.0), f"config.attn_logit_softcapping: {POSITIVE}, got -30.0"),
+        (dict(attn_logit_softcapping="30"), f"config.attn_logit_softcapping: {POSITIVE}, got '30'"),
+        (dict(query_pre_attn_scalar=-1), f"config.query_pre_attn_scalar: {POSITIVE}, got -1"),
+        (dict(query_pre_attn_scalar=float("inf")), f"config.query_pre_attn_scalar: {POSITIVE}, got inf"),
+        (dict(attention_multiplier=float("nan")), f"config.attention_multiplier: {POSITIVE}, got nan"),
+        (dict(attention_multiplier=0), f"config.attention_multiplier: {POSITIVE}, got 0"),
+        (dict(model_type="mpt", attn_config=dict(alibi=True, softmax_scale=0.0)),
+         f"config.attn_config.softmax_scale: {POSITIVE}, got 0.0"),
         (dict(max_window_layers=-1, sliding_window=5), "config.max_window_layers: expected an int >= 0, got -1"),
         (dict(num_kv_shared_layers=3, layer_types=[FULL] * 3),
          "config.num_kv_shared_layers: expected an int below num_hidden_layers 3, got 3"),
@@ -264,6 +273,52 @@ CLASSES = [
 @pytest.mark.parametrize("name, fields, reason", CLASSES, ids=[name for name, *_ in CLASSES])
 def test_refused_classes(name, fields, reason):
     assert reasons_of(transformers_config(name, **fields))[0][: len(reason)] == reason
+
+
+RANGES = "bidirectional ranges of image tokens are not implemented, got"
+BIDIRECTIONAL = "config.text_config.use_bidirectional_attention"
+
+
+@pytest.mark.parametrize(
+    "fields, text, reasons",
+    [
+        (dict(mm_tokens_per_image=256, image_token_id=9), {},
+         [f"config.mm_tokens_per_image: {RANGES} 256 (image_token_id 9)"]),
+        (dict(mm_tokens_per_image=256), {}, [f"config.mm_tokens_per_image: {RANGES} 256"]),
+        (dict(mm_tokens_per_image=4, image_token_index=0), dict(use_bidirectional_attention=True),
+         [f"config.mm_tokens_per_image: {RANGES} 4 (image_token_index 0)",
+          f"{BIDIRECTIONAL}: {RANGES} True (image_token_index 0)"]),
+        (dict(image_token_id=9), dict(use_bidirectional_attention="vision"),
+         [f"{BIDIRECTIONAL}: {RANGES} 'vision' (image_token_id 9)"]),
+        ({}, dict(use_bidirectional_attention="vision"), [f"{BIDIRECTIONAL}: {RANGES} 'vision'"]),
+        # the image tokens of these models are attended causally, or the model has none
+        (dict(image_token_id=9), {}, []),
+        (dict(image_token_id=9), dict(use_bidirectional_attention="all"), []),
+        (dict(image_token_id=None), dict(use_bidirectional_attention=True), []),
+        (dict(mm_tokens_per_image=None), dict(use_bidirectional_attention=None), []),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_ranges_of_image_tokens(fields, text, reasons):
+    """A config with a text config is refused in any case; the reasons name image tokens that attend each other."""
+    found = reasons_of(hf(text_config=hf(**text), **fields))
+    assert found[0].startswith("config.text_config: models with several parts are not implemented; pass")
+    assert list(found[1:]) == reasons
+
+
+@pytest.mark.parametrize(
+    "name, reason",
+    [
+        ("Gemma3Config", "config.mm_tokens_per_image: bidirectional ranges of image tokens"),
+        ("ShieldGemma2Config", "config.mm_tokens_per_image: bidirectional ranges of image tokens"),
+        ("PaliGemmaConfig", f"{BIDIRECTIONAL}: bidirectional ranges of image tokens"),
+        ("Llama4Config", None),
+        ("Gemma3nConfig", None),
+    ],
+)
+def test_classes_with_images(name, reason):
+    found = [each for each in reasons_of(transformers_config(name)) if "image tokens" in each]
+    assert len(found) == (reason is not None) and all(each.startswith(reason) for each in found)
 
 
 @pytest.mark.parametrize("name", ["Gemma3Config", "Gemma3nConfig", "Llama4Config"])

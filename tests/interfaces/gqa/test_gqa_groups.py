@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -77,18 +77,29 @@ def test_parameters_refuse(layers, kind, error, message, plain_errors):
     assert str(got.value) == message
 
 
-def test_groups():
-    """Layers with equal configs are one group, in order of first appearance; the shared cache does not count."""
-    shared = replace(WINDOW, kv_sharing_layer="layers.1")
+def check_groups(ops):
+    """Group layers with equal and with different configs; the shared cache of a layer does not count."""
+    shared = replace(WINDOW, kv_sharing_layer="0")
     layers = {"0": WINDOW, "1": Layer(FULL), "2": shared, "3": FULL, "4": replace(FULL, logits_soft_cap=5.0)}
-    found = group_layers(layers)
+    found = ops.group_layers(layers)
     assert list(found.items()) == [
         (WINDOW, ("0", "2")),
         (FULL, ("1", "3")),
         (replace(FULL, logits_soft_cap=5.0), ("4",)),
     ]
-    assert list(group_layers({"2": shared, "0": WINDOW}).items()) == [(WINDOW, ("2", "0"))]
-    assert group_layers({}) == {}
+    assert list(ops.group_layers({"2": shared, "0": WINDOW}).items()) == [(WINDOW, ("2", "0"))]
+    assert ops.group_layers({}) == {}
+
+
+def check_a_field_makes_a_group(ops, change):
+    """Group two layers that differ in one field."""
+    found = ops.group_layers({"a": FULL, "b": replace(FULL, **change)})
+    assert list(found.values()) == [("a",), ("b",)]
+
+
+def test_groups(ops):
+    """Layers with equal configs are one group, in order of first appearance."""
+    check_groups(ops)
 
 
 @pytest.mark.parametrize(
@@ -98,8 +109,11 @@ def test_groups():
      dict(attention_chunk_size=16), dict(attention_type=AttentionType.ENCODER)],
     ids=str,
 )  # fmt: skip
-def test_every_field_makes_a_group(change):
-    assert [names for names in group_layers({"a": FULL, "b": replace(FULL, **change)}).values()] == [("a",), ("b",)]
+def test_every_field_makes_a_group(ops, change):
+    """Layers that differ in a field are two groups, and have no hyperparameters in common."""
+    check_a_field_makes_a_group(ops, change)
+    with pytest.raises(ValueError, match="^layers: expected .* of 'a' in all layers, got .* at 'b'$"):
+        ops.infer_global_hyperparameters({"a": FULL, "b": replace(FULL, **change)})
 
 
 def test_formats_of_a_group():
@@ -128,13 +142,56 @@ def test_groups_refuse(layers, error, message, plain_errors):
     assert str(got.value) == message
 
 
+def test_fields_of_a_config_are_hyperparameters():
+    """Every field of a config is a hyperparameter, except the name of a shared cache and the dim of the value heads.
+
+    Value heads have the dim of the other heads.
+    """
+    names = {field.name for field in fields(GQAConfig)} - {"kv_sharing_layer", "v_head_dim", "scale"}
+    assert {field.name for field in fields(GQAHyperparameters)} == names | {"softmax_scale", "cache_format"}
+
+
+SHARED = replace(FULL, kv_sharing_layer="a")
+
+
+@pytest.mark.parametrize(
+    "layers, message",
+    [
+        ({"b": SHARED}, "a layer 'a', the kv_sharing_layer of 'b', got no such layer"),
+        ({"A": FULL, "b": SHARED}, "a layer 'a', the kv_sharing_layer of 'b', got no such layer"),
+        ({"a": SHARED}, "a cache of its own at 'a', the kv_sharing_layer of 'a', got kv_sharing_layer 'a'"),
+        ({"c": FULL, "a": replace(FULL, kv_sharing_layer="c"), "b": SHARED},
+         "a cache of its own at 'a', the kv_sharing_layer of 'b', got kv_sharing_layer 'c'"),
+        ({"a": replace(FULL, num_kv_heads=4), "b": SHARED},
+         "num_kv_heads 4 of 'a' at 'b', which reads its cache, got 2"),
+        ({"a": FULL, "b": Layer(replace(SHARED, head_dim=32))},
+         "head_dim 64 of 'a' at 'b', which reads its cache, got 32"),
+        ({"b": Layer(SHARED, FP8_E4M3), "a": Layer(FULL)},
+         "cache_format compute_dtype of 'a' at 'b', which reads its cache, got fp8_e4m3"),
+        ({"a": replace(FULL, attention_type=AttentionType.CROSS), "b": SHARED},
+         "attention_type cross of 'a' at 'b', which reads its cache, got decoder"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_shared_caches_refuse(layers, message, plain_errors):
+    with pytest.raises(ValueError) as error:
+        group_layers(layers)
+    assert str(error.value) == f"layers: expected {message}"
+
+
+def test_shared_caches():
+    """A layer may differ from the layer whose cache it reads in what it attends; the order of layers is free."""
+    layers = {"b": replace(SHARED, sliding_window=5, num_heads=4), "a": FULL, "c": Layer(SHARED)}
+    assert list(group_layers(layers).values()) == [("b",), ("a", "c")]
+
+
 # `infer_global_hyperparameters`, for this family.
 
 
 def test_common_hyperparameters():
     layers = {"a": WINDOW, "b": Layer(replace(WINDOW, kv_sharing_layer="a")), "c": SimpleNamespace(config=WINDOW)}
     found = infer_global_hyperparameters(layers)
-    assert found == GQAHyperparameters(5, None, False, 0.125, None, COMPUTE_FORMAT, 8, 2, 64, "decoder")
+    assert found == GQAHyperparameters(5, None, False, 0.125, None, COMPUTE_FORMAT, 8, 2, 64, "decoder", None)
     assert infer_global_hyperparameters({"a": Layer(FULL, FP8_E4M3)}).cache_format is FP8_E4M3
 
 
@@ -151,6 +208,7 @@ def test_common_hyperparameters():
         (dict(num_kv_heads=4), "num_kv_heads", 2, 4),
         (dict(head_dim=128, scale=0.125), "head_dim", 64, 128),
         (dict(attention_type=AttentionType.ENCODER), "attention_type", "decoder", "encoder"),
+        (dict(alibi_slopes=(0.5,) * 8), "alibi_slopes", None, "(0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5)"),
     ],
     ids=str,
 )
@@ -160,6 +218,20 @@ def test_a_layer_that_differs_is_named(change, field, wanted, got):
         infer_global_hyperparameters(layers)
     message = f"layers: expected {field} {wanted} of 'layers.0' in all layers, got {got} at 'layers.2'"
     assert str(error.value) == message
+
+
+def test_slopes_that_differ_are_named():
+    """Layers that differ in their slopes alone are refused; the message has the begin of a long tuple."""
+    slopes = tuple(0.5 / (head + 1) for head in range(32))
+    layers = {name: GQAConfig(32, 8, 64, alibi_slopes=each) for name, each in
+              (("layers.0", slopes), ("layers.1", slopes), ("layers.2", slopes[::-1]))}  # fmt: skip
+    with pytest.raises(ValueError) as error:
+        infer_global_hyperparameters(layers)
+    assert str(error.value).startswith("layers: expected alibi_slopes (0.5, 0.25, 0.1666")
+    assert "... of 'layers.0' in all layers, got (0.015625," in str(error.value)
+    assert str(error.value).endswith("... at 'layers.2'") and len(str(error.value)) < 220
+    del layers["layers.2"]
+    assert infer_global_hyperparameters(layers).alibi_slopes == slopes
 
 
 def test_a_format_that_differs_is_named():

@@ -79,6 +79,8 @@ STEPS = {
     "encoder": encoder_step(), "encoder only": encoder_step(ONLY), "cross": cross_step(),
     "cross, later": cross_step(None), "profile": step() | dict(metadata=None, kv_cache=None),
     "no cache": step(lens=[(1, 1), (2, 2), (5, 5)]) | dict(kv_cache=None),
+    "shared, no cache": step(SHARED, [(1, 1), (2, 2), (5, 5)])
+    | dict(kv_cache=None, k=torch.zeros(8, 2, 32), v=torch.zeros(8, 2, 32)),
     "empty cache": step(lens=[(1, 1), (2, 2), (5, 5)]) | dict(kv_cache=torch.zeros(0)),
 }  # fmt: skip
 
@@ -92,16 +94,21 @@ def test_good_steps(name):
         check_gqa_step_values(good["metadata"], good["kv_cache"], good["config"], cross_keys)
 
 
+def without_columns(plan):
+    """Return the plan of a step whose block tables have no column."""
+    parts = {name: replace(getattr(plan, name), block_table=getattr(plan, name).block_table[:, :0])
+             for name in ("decode", "prefill")}  # fmt: skip
+    return replace(plan, **parts)
+
+
 def test_steps_without_a_cache():
     good = STEPS["decoder"]
     assert has_cache(good["kv_cache"], good["metadata"])
     for none in (None, torch.zeros(0), good["kv_cache"][:, :0]):
         assert not has_cache(none, good["metadata"])
     plan = good["metadata"]
-    parts = {name: replace(getattr(plan, name), block_table=getattr(plan, name).block_table[:, :0])
-             for name in ("decode", "prefill")}  # fmt: skip
-    assert has_cache(good["kv_cache"], replace(plan, decode=parts["decode"]))
-    assert not has_cache(good["kv_cache"], replace(plan, **parts))
+    assert has_cache(good["kv_cache"], replace(plan, decode=without_columns(plan).decode))
+    assert not has_cache(good["kv_cache"], without_columns(plan))
 
 
 COMBINATIONS = [
@@ -143,13 +150,19 @@ COMBINATIONS = [
     ("cross", dict(k=None, v=None), "k: expected the keys of the 6 slots of metadata.slot_mapping, got None"),
     ("cross, later", dict(k=torch.zeros(4, 2, 32), v=torch.zeros(4, 2, 32)),
      "metadata.slot_mapping: expected a slot for each of the 4 keys, got 0"),
+    ("cross", dict(k=torch.zeros(5, 2, 32), v=torch.zeros(5, 2, 32)),
+     "k: expected a key for each of the 6 slots of metadata.slot_mapping, got 5"),
+    ("cross, later", dict(metadata=without_columns(STEPS["cross, later"]["metadata"])),
+     "encoder_block_table: expected columns for the blocks of the encoder's keys, because k is None, got no column"),
     ("cross, later", dict(kv_cache=None),
      "kv_cache: expected the cache of the encoder's keys, because k is None, got no cache"),
     ("shared", dict(k=torch.zeros(7, 2, 32)),
      "k: expected None for a layer with kv_sharing_layer 'layers.3.self_attn', got a tensor"),
     ("shared", dict(v=torch.zeros(7, 2, 32)),
      "v: expected None for a layer with kv_sharing_layer 'layers.3.self_attn', got a tensor"),
-    ("shared", dict(kv_cache=None), "kv_cache: expected the cache of the layer 'layers.3.self_attn', got no cache"),
+    ("shared", dict(kv_cache=None),
+     "kv_cache: expected the cache of the layer 'layers.3.self_attn', because k is None, got no cache"),
+    ("shared", dict(kv_cache=None, k=torch.zeros(7, 2, 32)), "v: expected a tensor, because k is a tensor, got None"),
     ("decoder", dict(k=torch.zeros(6, 2, 32)), "k: expected shape [7, 2, 32], got [6, 2, 32]"),
     ("decoder", dict(v=torch.zeros(7, 4, 32)), "v: expected shape [7, 2, 32], got [7, 4, 32]"),
     ("decoder", dict(k=torch.zeros(7, 2, 32).double()), "k: expected dtype torch.float32, got torch.float64"),
@@ -205,14 +218,11 @@ def test_no_cascade_where_ranks_share_sequences():
 
 def test_a_shared_cache_needs_a_block_table():
     good = STEPS["shared"]
-    plan = good["metadata"]
-    parts = {name: replace(getattr(plan, name), block_table=getattr(plan, name).block_table[:, :0])
-             for name in ("decode", "prefill")}  # fmt: skip
     wanted = (
         "^metadata.block_table: expected columns, because the layer reads the cache of 'layers.3.self_attn', got no"
     )
     with pytest.raises(ValueError, match=wanted):
-        check_gqa_step(**good | dict(metadata=replace(plan, **parts)))
+        check_gqa_step(**good | dict(metadata=without_columns(good["metadata"])))
 
 
 # Values.

@@ -23,7 +23,7 @@ from .cache import OpenCache
 from .configs import ReplacedConfigs
 from .interface import INTERFACE, Step
 from .models import Stack, entry_of
-from .steps import EncoderOutput, EncoderStep, Options, check_local_padding, plan_decoder
+from .steps import EncoderOutput, EncoderStep, Options, check_local_padding, check_right_padding, plan_decoder
 
 OTHER_BATCHES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "cache", "block_table")
 
@@ -149,6 +149,8 @@ class DecoderAdapter(StackAdapter):
         rows, queries = inputs.shape[:2]
         check(record.length == 0 or rows == record.rows, "input_ids", f"{record.rows} rows as in past_key_values", rows)
         mask = read_mask(kwargs.get("attention_mask"), rows, queries, record)
+        if past is not None:
+            check_right_padding(mask, record.length, "decoder_attention_mask" if has_encoder else "attention_mask")
         check_local_padding(mask, self.options)
         positions = kwargs.get("position_ids")
         if positions is not None:

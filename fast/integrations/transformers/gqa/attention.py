@@ -77,7 +77,8 @@ def use_attention(
 
     Raises:
         UnsupportedConfiguration: the model has Multi-head Latent Attention (`use_mla` serves it), several parts such as
-            text and images, or attention that is not implemented; the error lists every reason.
+            text and images, or attention that is not implemented; layers that differ would be served by a backend that
+            holds one set of parameters (`check_one_set_of_parameters`). The error lists every reason.
         ValueError: the model is in training mode or already under `use_attention`; the `forward` of a module was
             replaced on the instance; an option is invalid. The model is unchanged then.
     """
@@ -112,8 +113,10 @@ def use_attention(
     replaced = ReplacedConfigs(model, (*bases, *modules.values()))
     adapters = []
     for stack in stacks:
-        groups = group_layers({name: layers[name] for name in stack.modules})
-        served = Options(ops, block_size, cache_format, groups, planning_options(ops, layers))
+        own = {name: layers[name] for name in stack.modules}
+        planning = planning_options(ops, own)
+        served = Options(ops, block_size, cache_format, group_layers(own), planning, own, stack.base.dtype)
+        served.check_backends(stack.base.device)
         kind = DecoderAdapter if stack.is_decoder else EncoderAdapter
         adapters.append(kind(stack, served, replaced))
     for name, module in modules.items():

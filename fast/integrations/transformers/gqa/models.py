@@ -6,6 +6,10 @@ encoder-decoder model such as BART or Whisper is two.
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
+import textwrap
 from typing import Any, NamedTuple
 
 import torch
@@ -44,8 +48,9 @@ def stacks_of(model: Any) -> tuple[Stack, ...]:
     """Return the decoder of a model, in front of it the encoder if there is one, with the config of every layer.
 
     Raises:
-        UnsupportedConfiguration: the model is no transformers model for text or speech, or its attention is not
-            implemented or does not use the attention interface of transformers; every reason is listed.
+        UnsupportedConfiguration: the model is no transformers model for text or speech; its attention is not
+            implemented; its attention does not use the attention interface of transformers; or its layers do not pass
+            keyword arguments on to their attention. If the config has several reasons, all of them are listed.
         ValueError: a field of the model's config has an invalid value.
     """
     if not isinstance(model, PreTrainedModel):
@@ -79,6 +84,31 @@ def _layers_of(model: PreTrainedModel, base: Any) -> nn.ModuleList:
     return layers
 
 
+@functools.cache
+def _passes_keyword_arguments(layer: type[nn.Module], attention: type[nn.Module], name: str) -> bool:
+    """Return whether a layer passes keyword arguments that it does not know on to its attention module.
+
+    Both `forward`s must have `**kwargs`, and the layer must pass keyword arguments with `**` wherever its source calls
+    the attention module. If the source cannot be read or has no such call, the answer is True; the first call of the
+    model then finds a layer that does not pass them on (`interface.gqa_attention`).
+
+    Args:
+        layer: class of the layer.
+        attention: class of the attention module.
+        name: name of the attention module in the layer.
+    """
+    for forward in (layer.forward, attention.forward):
+        kinds = {parameter.kind for parameter in inspect.signature(forward).parameters.values()}
+        if inspect.Parameter.VAR_KEYWORD not in kinds:
+            return False
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(layer.forward))))
+    except (OSError, SyntaxError):
+        return True
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{name}"]
+    return all(any(keyword.arg is None for keyword in call.keywords) for call in calls)
+
+
 def _attention_of(layer: nn.Module, index: int, count: int) -> dict[str, nn.Module]:
     """Return the attention modules of a layer by their names in the layer; the layer must have `count` of them."""
     found = {name: child for name, child in layer.named_children() if hasattr(child, "is_causal")}
@@ -86,6 +116,10 @@ def _attention_of(layer: nn.Module, index: int, count: int) -> dict[str, nn.Modu
         got = ", ".join(found) or "none"
         wanted = f"model: expected {count} attention module{'s' if count > 1 else ''} in layer {index}"
         raise UnsupportedConfiguration([f"{wanted}, got {got}"])
+    for name, module in found.items():
+        if not _passes_keyword_arguments(type(layer), type(module), name):
+            wanted = f"model: expected layers that pass all keyword arguments on to {name}"
+            raise UnsupportedConfiguration([f"{wanted}, got {type(layer).__name__} in layer {index}"])
     return found
 
 
@@ -96,6 +130,10 @@ def _decoder_stack(model: PreTrainedModel, base: Any) -> Stack:
         GQAConfig.from_hf(model.config)  # raises for a model with several parts, such as text and images
     modules, configs = {}, {}
     for index, layer in enumerate(layers):
+        if getattr(layer, "encoder_attn", None) is not None:
+            wanted = "model: expected a decoder together with its encoder"
+            got = f"{type(model).__name__}, whose decoder has cross attention (encoder_attn) but no encoder"
+            raise UnsupportedConfiguration([f"{wanted}, got {got}"])
         (name, module), *_ = _attention_of(layer, index, 1).items()
         name = f"layers.{index}.{name}"
         modules[name], configs[name] = module, GQAConfig.from_hf(base.config, index)

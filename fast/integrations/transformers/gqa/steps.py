@@ -6,14 +6,15 @@ The layers of a model are divided into groups with equal configs (`group_layers`
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int32, Int64
-from torch import Tensor
+from torch import Tensor, nn
 
+from fast.backends import check_one_set_of_parameters
 from reference.interfaces import CacheFormat, CommonAttentionMetadata, check, check_tensor
 from reference.interfaces.gqa import AttentionType, CrossAttentionBatch, EncoderMetadata, GQAConfig, GQAMetadata
 
@@ -32,6 +33,9 @@ class Options:
         cache_format: format of the caches.
         groups: config of each group of layers, and the names of its layers.
         planning: further keyword arguments of `ops.build_gqa_metadata`.
+        layers: the layers by name.
+        dtype: dtype of queries and keys.
+        checked: devices for which `check_backends` has accepted the layers.
     """
 
     ops: ModuleType
@@ -39,12 +43,30 @@ class Options:
     cache_format: CacheFormat
     groups: Mapping[GQAConfig, tuple[str, ...]]
     planning: Mapping[str, Any]
+    layers: Mapping[str, nn.Module]
+    dtype: torch.dtype
+    checked: set[torch.device] = field(default_factory=set)
 
     def __deepcopy__(self, memo: dict) -> Options:
         return self
 
+    def check_backends(self, device: torch.device) -> None:
+        """Check the layers against backends that hold one set of parameters; do nothing if `ops` has no backends.
+
+        Args:
+            device: device of the layers.
+
+        Raises:
+            UnsupportedConfiguration: layers differ that such a backend would serve.
+        """
+        if "backend" in self.planning and device not in self.checked:
+            backend = self.planning["backend"]
+            check_one_set_of_parameters(self.layers, device, self.dtype, self.block_size, backend)
+        self.checked.add(device)
+
     def plan(self, batch: CommonAttentionMetadata) -> dict[str, GQAMetadata | EncoderMetadata]:
         """Return the plan of each layer by name, one plan for each group."""
+        self.check_backends(batch.query_start_loc.device)  # the model may have moved after `use_attention`
         plans = {}
         for config, names in self.groups.items():
             plan = self.ops.build_gqa_metadata(
@@ -122,6 +144,28 @@ def check_local_padding(mask: Bool[Tensor, "B S"] | None, options: Options) -> N
     several = begins.sum(1) + mask[:, 0] > 1
     check(not several.any(), "attention_mask", "no padding between the tokens of a row, because layers have windows or "
           "attention chunks", f"padding between tokens in row {int(several.int().argmax())}")  # fmt: skip
+
+
+def check_right_padding(mask: Bool[Tensor, "B S"] | None, cached: int, argument: str) -> None:
+    """Check that no row of a call with a cache ends with padding behind a new token (right padding).
+
+    `generate` reads the logits of the last position of each row. If this position is padding, its attention output is
+    0, and the generated tokens would be wrong.
+
+    A call with one row may end with padding if tokens are already cached: transformers infers the mask of an assistant
+    model from its tokens, and an assistant may get a token that equals the padding token.
+
+    Args:
+        mask: [B, cached tokens + Q], True for real tokens; None if no token is padding.
+        cached: number of cached tokens of each row, padding included.
+        argument: name of the mask in the message.
+    """
+    if mask is None or (cached > 0 and mask.shape[0] == 1):
+        return
+    new = mask[:, cached:]
+    wrong = new.any(1) & ~new[:, -1]
+    check(not wrong.any(), argument, "padding on the left (on the right only with use_cache=False)",
+          f"padding behind the last token of row {int(wrong.int().argmax())}")  # fmt: skip
 
 
 class Planned(NamedTuple):
