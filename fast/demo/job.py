@@ -307,11 +307,7 @@ def read(load: Callable[[], Any]) -> Any:
 
 
 def read_config(job_type: type[Job], hf_config: Any, other_types: Mapping[str, type[Job]]) -> Any:
-    """Return the configuration of the model's attention; the error names another family that can read it.
-
-    Raises:
-        ValueError: the attention family of the job cannot serve the model. The message is one line.
-    """
+    """Return the configuration of the model's attention; a ValueError names another family that can read it."""
 
     def can_read(other: type[Job]) -> bool:
         try:
