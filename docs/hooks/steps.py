@@ -19,10 +19,6 @@ NOT_MEASURED = {  # results file that is allowed to be missing: command that wri
     "h200-step.json": "python -m tests.benchmarks.step --json docs/results/h200-step.json",
     "h200-decode-fp8-ds-mla.json": "python -m tests.benchmarks.decode --cache-format fp8_ds_mla --time 60 "
     "--json docs/results/h200-decode-fp8-ds-mla.json",
-    "h200-movement.json": "python -m tests.benchmarks.bytes --rows "
-    + " ".join(f"{op}{name},65536" for op in ("gather", "cache_write", "fused_write")
-               for name in ("", "_fp8_e4m3", "_fp8_ds_mla"))
-    + " --json docs/results/h200-movement.json",
     "h200-weights.json": "python -m tests.benchmarks.weights --time 100 --json docs/results/h200-weights.json",
 }  # fmt: skip
 

@@ -175,6 +175,16 @@ def test_every_e4m3_number():
     )
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_budget_of_the_lse_has_no_relative_term(dtype):
+    """Change the LSE by a factor 1 + 2^-14, as a kernel in base 2 might -> the verdict fails."""
+    batch = gqa_batch(GROUPED, LENS, dtype=dtype)
+    gold, low = attend(reference, in_float64(batch)), attend(reference, batch)
+    verdict("gqa_paged_attention", low, low, gold)
+    with pytest.raises(AssertionError):
+        verdict("gqa_paged_attention", replace(low, lse=low.lse * (1 + 2.0**-14)), low, gold)
+
+
 def test_out_dtype():
     """Attend 16-bit queries with an output in float32 -> within the budgets; the LSE is float32."""
     batch = gqa_batch(GROUPED, LENS, dtype=torch.bfloat16)

@@ -64,21 +64,28 @@ def use_attention(
         ops: `fast`, `reference`, or another module with the same functions.
         block_size: tokens per block of the cache, a multiple of 16.
         cache_format: format of the caches, as a `CacheFormat` or by its name, such as "fp8_e4m3".
-        kv_scales: scales of the caches, only for a format with one scale for each layer. The value is a mapping from
-            the name of each layer with a cache of its own, such as "layers.0.self_attn", to the scale of its keys and
-            the scale of its values; the result of a calibration; or the path of a file of `save_kv_scales`. A layer
-            takes its scales from the first of these sources that has them: mapping, checkpoint, file, first prefill.
-        q_scales: scales with which queries are rounded to e4m3, only for such a format: a mapping from the name of each
-            layer to its scale, a calibration, or the path of its file. None means queries in the dtype of the model.
+        kv_scales: scales of the caches, only for a format with one scale for each layer. Pass one of these values:
+
+            - a mapping from the name of each layer with a cache of its own, such as "layers.0.self_attn", to the scale
+              of its keys and the scale of its values;
+            - the result of a calibration;
+            - the path of a file of `save_kv_scales`.
+
+            A layer takes its scales from the first of these sources that has them: mapping, checkpoint, file, first
+            prefill. A result of a calibration counts as a mapping.
+        q_scales: scales with which queries are rounded to e4m3, only for a format with one scale for each layer. Pass a
+            mapping from the name of each layer to its scale, a calibration, or the path of its file. None means queries
+            in the dtype of the model.
         options: keyword arguments for `ops.GQAAttention` (for example `backend` of `fast`).
 
     Returns:
         The same model.
 
     Raises:
-        UnsupportedConfiguration: the model has Multi-head Latent Attention (`use_mla` serves it), several parts such as
-            text and images, or attention that is not implemented; layers that differ would be served by a backend that
-            holds one set of parameters (`check_one_set_of_parameters`). The error lists every reason.
+        UnsupportedConfiguration: the model cannot be served; the error lists the reasons. The model has Multi-head
+            Latent Attention (`use_mla` serves it), several parts such as text and images, or attention that is not
+            implemented. Or its layers do not pass keyword arguments on to their attention. Or layers that differ would
+            be served by a backend that holds one set of parameters (`check_one_set_of_parameters`).
         ValueError: the model is in training mode or already under `use_attention`; the `forward` of a module was
             replaced on the instance; an option is invalid. The model is unchanged then.
     """

@@ -43,10 +43,10 @@ def read_layer_scales(
     the first prefill. A layer that reads the cache of another layer gets the scales of this layer.
 
     Args:
-        kv_scales: mapping from the name of each layer with a cache of its own to the scale of its keys and the scale of
-            its values; the result of a calibration; the path of a file that `save_kv_scales` wrote; or None.
-        q_scales: mapping from the name of each layer with a cache to the scale of its queries; a calibration or its
-            file; or None, which means queries in the dtype of the model.
+        kv_scales: the argument of `use_attention`. A mapping has a pair for each layer with a cache of its own: the
+            scale of its keys and the scale of its values.
+        q_scales: the argument of `use_attention`. A mapping has a scale for each layer with a cache. None means queries
+            in the dtype of the model.
         cache_format: format of the caches.
         modules: attention modules by name.
         configs: configs of the layers, by the same names.
@@ -54,8 +54,9 @@ def read_layer_scales(
     Raises:
         TypeError: an argument has another type.
         OSError: a file cannot be read.
-        ValueError: scales are given for a format without scales, for a name that is no layer, or not for every layer; a
-            value of `kv_scales` is not a pair; a calibration has no scales of values or of queries.
+        ValueError: scales are given for a format without scales, for a name that is no layer, or not for every layer.
+            The error is also raised if a value of `kv_scales` is not a pair, and if a calibration has no scales of
+            values or of queries.
     """
     cached = [name for name, config in configs.items() if config.attention_type.cached]
     own = [name for name in cached if configs[name].kv_sharing_layer is None]
