@@ -17,6 +17,7 @@ docs:
 
 bench:
 	python -m tests.benchmarks.decode_vs_transformers
+	python -m tests.benchmarks.gqa_vs_transformers
 
 # needs a CUDA device; `make gpu PEERS=folder` also times the kernels of other projects that the folder wraps
 gpu:

@@ -42,7 +42,9 @@ from reference.interfaces import (
     check_flag,
     check_int,
     check_mode_of_format,
+    check_type,
 )
+from reference.interfaces.gqa import GQAConfig
 
 from . import backends
 from .backends import BackendChoice
@@ -100,7 +102,8 @@ def warmup(
     scale 1.0; the function does not set the scale (`KVScale`) of any other layer.
 
     Args:
-        config: configuration of the layer.
+        config: configuration of the layer. A `GQAConfig` is an error: the ops of grouped-query attention alone are
+            PyTorch operations, which nothing compiles.
         device: device of the layer.
         dtype: dtype of the layer.
         block_size: tokens of a cache block.
@@ -121,10 +124,14 @@ def warmup(
         One line for each kernel that this call compiled or loaded from Triton's cache on disk.
 
     Raises:
+        TypeError: the config is not an `MLAConfig`.
         ValueError: a size or `threads` is below 1, the dtype is not supported, or the CUDA device does not exist.
         UnsupportedConfiguration: no backend that `backend` allows can serve an op.
     """
     check_dtype("dtype", dtype)
+    if isinstance(config, GQAConfig):
+        wanted = "an MLAConfig, because the ops of grouped-query attention have no kernels to compile"
+        check_type("config", config, MLAConfig, wanted)
     check_config(config)
     check_int("block_size", block_size, 1, "at least 1")
     check_int("decode_threshold", decode_threshold, 1, "at least 1")

@@ -79,6 +79,11 @@ def gain(times: dict[str, Any]) -> str:
     return f"{times[peer]['median_us'] / times[ours]['median_us']:.2f}{way}"
 
 
+def ratio(value: float) -> str:
+    """Return a ratio of two speeds as text: with two digits behind the point below 10, and otherwise with one."""
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
 def spread(rows: Iterable[dict[str, Any]], way: str) -> float:
     """Return the largest value of |quartile - median| / median over all times of the rows."""
     times = [time for row in rows for time in row["times"][way].values()]
@@ -274,14 +279,22 @@ class Results:
         """Return a table of decode steps on one GPU and on several GPUs: speedup, times, MB that a rank receives."""
         return f"{ranks_table(self._load(name)['between_gpus'])}\n\nTimes are medians in us."
 
+    def decoded_tokens(self, name: str) -> str:
+        """Return facts, table, chart and command of a results file of tests.benchmarks.gqa_vs_transformers."""
+        return self._whole(name, lambda report: self.contexts(name))
+
     def contexts(self, name: str) -> str:
-        """Return a table and a chart of the time to decode one token at several context lengths."""
+        """Return a table and a chart of the time to decode one token at several context lengths.
+
+        The chart has no variants of `fast`, because they would have the colour of `fast`.
+        """
         rows = self._load(name)["rows"]
         who = list(dict.fromkeys(row["who"] for row in rows))
         at = {(row["context"], row["who"]): row for row in rows}
         contexts = sorted({row["context"] for row in rows})
+        drawn = [name for name in who if name == OURS or not is_ours(name)]
         lines = [
-            [str(context), f"{at[context, OURS]['times_faster_than_transformers']:.1f}",
+            [str(context), ratio(at[context, OURS]["times_faster_than_transformers"]),
              *(f"{at[context, name]['ms_median']:.1f}" for name in who)]
             for context in contexts
         ]  # fmt: skip
@@ -292,11 +305,11 @@ class Results:
         ]
         lines_drawn = [
             Line(name, style_of(name), [(context, at[context, name]["ms_median"]) for context in contexts])
-            for name in who
+            for name in drawn
         ]
         chart = Chart(
             "Milliseconds for one decoded token against the length of the context, both logarithmic: "
-            + "; ".join(f"{name} {at[contexts[-1], name]['ms_median']:.0f} at {contexts[-1]} tokens" for name in who)
+            + "; ".join(f"{name} {at[contexts[-1], name]['ms_median']:.0f} at {contexts[-1]} tokens" for name in drawn)
             + ".",
             "tokens of context",
             "ms per token",
@@ -308,7 +321,7 @@ class Results:
                     at[context, name]["ms_median"],
                     f"{name}, {context} tokens: {at[context, name]['ms_median']:.1f} ms",
                 )
-                for name in who
+                for name in drawn
                 for context in contexts
             ],
         )  # fmt: skip

@@ -80,7 +80,7 @@ def kernels(job: Job) -> dict[str, list[str]]:
     if "fast" not in job.packages:
         return {"lines": REFERENCE_ALONE, "summary": REFERENCE_ALONE}
     c, block = job.config, job.args.block_size
-    told = backends.explain(
+    lines = backends.explain(
         c, device=job.device, dtype=job.dtype, block_size=block, cache_format=job.cache_format,
         fp8_mode=job.fp8_mode, backend=job.args.backend,
     )  # fmt: skip
@@ -88,4 +88,4 @@ def kernels(job: Job) -> dict[str, list[str]]:
         job.device, job.dtype, c.kv_lora_rank, c.qk_rope_head_dim, block, QueryLenSupport.VARLEN,
         cache_format=job.cache_format, fp8_mode=job.fp8_mode,
     )  # fmt: skip
-    return summarize_kernels(told.splitlines(), decode)
+    return summarize_kernels(lines.splitlines(), decode)

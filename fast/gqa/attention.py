@@ -5,9 +5,6 @@
 
 from __future__ import annotations
 
-import operator
-import threading
-
 import torch
 from jaxtyping import Float, Int32, Shaped
 from torch import Tensor
@@ -18,7 +15,6 @@ from reference.interfaces import (
     VISIBLE_LENS,
     AttentionState,
     CacheFormat,
-    DecodeMetadata,
     DecodeSchedule,
     GraphSupport,
     check_causal_mask,
@@ -42,6 +38,7 @@ from reference.interfaces.gqa import (
 from .. import backends
 from ..backends import BackendChoice
 from .backend_choice import Attention, choose_paged_backend
+from .checked_plans import is_checked
 
 
 def gqa_paged_attention(
@@ -134,51 +131,6 @@ def gqa_paged_attention(
     return AttentionState(out, _PAGED_INTO.run(signature, chosen, *arguments, out))
 
 
-class CheckedPlans:
-    """Context manager for attention over one cache with plans whose values (`check_paged_values`) were checked.
-
-    Inside, `gqa_paged_attention` on CPU tensors does not check the values of these plans again. A plan is recognised by
-    its tensors. The values of all other plans are checked, such as those of a kernel that calls `gqa_paged_attention`.
-
-    Args:
-        kv_cache: the cache.
-        plans: the plans.
-    """
-
-    __slots__ = ("_checked", "_outer")
-
-    def __init__(self, kv_cache: Tensor, *plans: DecodeMetadata):
-        self._checked = kv_cache, plans
-
-    def __enter__(self) -> None:
-        self._outer, _PER_THREAD.checked = _PER_THREAD.checked, self._checked
-
-    def __exit__(self, *_: object) -> None:
-        _PER_THREAD.checked = self._outer
-
-
-class _PerThread(threading.local):
-    """State of the current thread: the cache and the plans of the innermost `CheckedPlans`."""
-
-    checked: tuple[Tensor | None, tuple[DecodeMetadata, ...]] = None, ()
-
-
-_PER_THREAD = _PerThread()
-_CHECKED_TENSORS = operator.attrgetter("block_table", "seq_lens", "query_start_loc", "visible_lens")
-
-
-def _is_checked(plan: PagedAttentionMetadata, kv_cache: Tensor) -> bool:
-    """Return whether the values of a plan over a cache were checked (`CheckedPlans`)."""
-    cache, plans = _PER_THREAD.checked
-    return cache is kv_cache and any(
-        plan.max_query_len == known.max_query_len
-        and plan.max_seq_len == known.max_seq_len
-        and plan.first_visible is getattr(known, "first_visible", None)
-        and all(map(operator.is_, _CHECKED_TENSORS(plan), _CHECKED_TENSORS(known)))
-        for known in plans
-    )
-
-
 def _launch_paged(
     q, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, first_visible, max_query_len, max_seq_len,
     softmax_scale, soft_cap, alibi_slopes, sinks, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule,
@@ -190,7 +142,7 @@ def _launch_paged(
             # allows padding tokens; `gqa_paged_attention` has rejected them where they are not allowed
             GraphSupport.ANY, first_visible=first_visible,
         )  # fmt: skip
-        if not _is_checked(plan, kv_cache):
+        if not is_checked(plan, kv_cache):
             check_paged_values(plan, kv_cache.shape[1], kv_cache.shape[2])
         if VISIBLE_LENS not in backends.support_of(backend, "gqa_paged_attention").masks:
             check_causal_mask(plan)

@@ -94,7 +94,8 @@ def gqa_cascade_attention(
     return AttentionState(state.out.to(out_dtype) if out is None else out.copy_(state.out), state.lse)
 
 
-def check_cascade_call(
+@backends.CheckedOnce
+def _check_cascade(
     q: Tensor,
     kv_cache: Tensor,
     cascade: CascadeMetadata,
@@ -112,9 +113,6 @@ def check_cascade_call(
     wanted = q.dtype if out_dtype is None else out_dtype
     call = Attention(q.device, q.dtype, config, wanted, cache_format, q_scale is not None, backend)
     choose_cascade_backends(call, cascade)
-
-
-_check_cascade = backends.CheckedOnce(check_cascade_call)
 
 
 def _tensors_of(plan: DecodeMetadata) -> tuple[Tensor, ...]:

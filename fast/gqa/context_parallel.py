@@ -119,7 +119,8 @@ def gqa_dcp_attention(
     return merged if out is None else AttentionState(out.copy_(merged.out), merged.lse)
 
 
-def check_rank_call(
+@backends.CheckedOnce
+def _check_call(
     q: Tensor,
     kv_cache: Tensor,
     metadata: PagedAttentionMetadata,
@@ -148,6 +149,3 @@ def check_rank_call(
     wanted = q.dtype if out_dtype is None else out_dtype
     call = Attention(q.device, q.dtype, config, wanted, cache_format, q_scale is not None, backend)
     choose_rank_backend(call, metadata, schedule, *ranks)
-
-
-_check_call = backends.CheckedOnce(check_rank_call)

@@ -53,9 +53,10 @@ from reference.interfaces.gqa import (
 from .. import backends
 from ..backends import BackendChoice
 from ..cache.key_value import reshape_and_cache
-from .attention import CheckedPlans, gqa_paged_attention, gqa_varlen_attention
+from .attention import gqa_paged_attention, gqa_varlen_attention
 from .backend_choice import StepBackends, check_layer_step
 from .cascade import CASCADE_OPS, gqa_cascade_attention
+from .checked_plans import CheckedPlans
 from .context_parallel import GQA_DCP_OPS, gqa_dcp_attention
 
 GQA_LAYER_OPS = tuple(sorted({"gqa_varlen_attention", "reshape_and_cache", *CASCADE_OPS, *GQA_DCP_OPS}))
@@ -240,8 +241,7 @@ class GQAAttention(nn.Module):
     ) -> tuple[Float[Tensor, "B Nkv"] | None, Float[Tensor, "B Nkv"] | None, Float[Tensor, "B Nkv"] | None]:
         """Return the scales of queries, keys and values with one element for each request and KV head, without copies.
 
-        A kernel such as FlashAttention-3 takes them as `q_descale`, `k_descale` and `v_descale` (`expand_scale`). The
-        scale of keys or values is 1 until a step or an argument chooses it.
+        `reference.gqa.layer.GQAAttention.descales` explains which kernels take these tensors.
 
         Args:
             num_requests: B, number of requests of the call of the kernel.

@@ -481,6 +481,15 @@ def test_explain_lists_what_is_bound_and_what_is_chosen(capability, monkeypatch)
     assert found["apply_rope"] == chosen
 
 
+def test_warmup_refuses_the_other_family(plain_errors):
+    """Warm up a layer of grouped-query attention -> one line that says that nothing is compiled for this family."""
+    wanted = "an MLAConfig, because the ops of grouped-query attention have no kernels to compile, got GQAConfig"
+    with pytest.raises(TypeError, match=f"^config: expected {wanted}$"):
+        fast.warmup(fast.GQAConfig(4, 2, 32), device="cpu", dtype=torch.float32)
+    with pytest.raises(TypeError, match="^config: expected an MLAConfig, got str$"):
+        fast.warmup("deepseek-v3", device="cpu", dtype=torch.float32)
+
+
 def test_a_device_without_kernels_is_refused():
     """A call on a device that no backend serves raises the reason of every backend."""
     with pytest.raises(UnsupportedConfiguration, match="cpu: serves device cpu, got meta"):

@@ -22,6 +22,8 @@ from ..mutants import KILLED, ROOT, SURVIVED, TABLE, TIMED_OUT, Mutant, Session,
 def test_table():
     """Read the table of source files and their tests -> it lists every file of the mutated folders; all files exist."""
     subjects = [*ROOT.glob("fast/kernels/cpu/*.py"), *ROOT.glob("fast/integrations/transformers/*.py")]
+    for folder in ("reference/gqa", "fast/gqa", "reference/interfaces/gqa", "fast/kernels/torch"):
+        subjects += ROOT.glob(f"{folder}/[!_]*.py")
     subjects += [path for package in ("reference", "fast") for folder in ("planning", "distributed")
                  for path in (ROOT / package / folder).glob("[!_]*.py")]  # fmt: skip
     modules = ("choose_path", "cascade", "metadata", "builder", "captured", "context_parallel")

@@ -16,6 +16,7 @@ import pytest
 from ..benchmarks import contest, host, layers, weights
 from ..benchmarks.kernel_times import OTHER, PARTS
 
+SCATTERED = "fast, scattered blocks"  # name of a variant in tests.benchmarks.gqa_vs_transformers
 ROOT = Path(__file__).resolve().parents[2]
 HEAD = {
     "command": "python -m tests.benchmarks.step", "hardware": "NVIDIA H200", "driver": "1", "threads": 1,
@@ -71,6 +72,37 @@ def test_not_measured_yet(performance, docs):
     for missing in ("steps h200-stepp.json", "host h200-host.json"):
         with pytest.raises(FileNotFoundError):
             performance.filled(f"<!-- results: {missing} -->", docs)
+
+
+def test_decoded_tokens(performance, docs):
+    """Draw the section of one layer on a CPU -> a note if its file is missing, otherwise table, chart and command."""
+    marker, name = "<!-- results: decoded_tokens gqa-cpu-2-cores.json -->", "gqa-cpu-2-cores.json"
+    command = (
+        "python -m tests.benchmarks.gqa_vs_transformers --contexts 1024 4096 --threads 2 --steps 25 "
+        f"--reference-steps 3 --json docs/results/{name}"
+    )
+    page = performance.filled(marker, docs)
+    assert page.startswith("*Not measured yet.") and f"\n{command}\n" in page and "<svg" not in page
+    rows = [
+        {"context": context, "who": who, "ms_median": ms * context / 1024, "times_faster_than_transformers": 8.4 / ms}
+        for context in (1024, 4096)
+        for who, ms in (("transformers", 8.4), ("reference", 95.5), ("fast", 6.0), (SCATTERED, 6.7))
+    ]
+    write(docs, name, {**HEAD, "command": command, "rows": rows})
+    page = performance.filled(marker, docs)
+    assert "Not measured" not in page and "2031-02-03" in page and f"```sh\n{command}\n```" in page
+    assert "| context | `fast`, x transformers' speed | transformers | `reference` | `fast` | " in page
+    assert "| 1024 | 1.40 | 8.4 | 95.5 | 6.0 | 6.7 |" in page and "| 4096 | 1.40 | 33.6 | 382.0 | 24.0 | 26.8 |" in page
+    assert "fast, 4096 tokens: 24.0 ms" in page and f"{SCATTERED}, 4096 tokens" not in page
+
+
+def test_the_page_has_the_section_of_ordinary_models(performance):
+    """Draw the page Performance -> its section has either the note or the facts of the file, as the file exists."""
+    page = performance.filled((ROOT / "docs" / "performance.md").read_text(encoding="utf-8"), ROOT / "docs")
+    section = page.split("## Ordinary models in transformers, on a CPU\n")[1].split("\n## ")[0]
+    measured = (ROOT / "docs" / "results" / "gqa-cpu-2-cores.json").exists()
+    assert ("Not measured yet" in section) != measured and ("(results/gqa-cpu-2-cores.json)" in section) == measured
+    assert "python -m tests.benchmarks.gqa_vs_transformers --contexts 1024 4096 --threads 2" in section
 
 
 def test_rows_that_lack_a_way(performance, docs):

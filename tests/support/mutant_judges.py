@@ -102,8 +102,72 @@ KERNELS = Judge(
     ),
     "not (preset or any_cut or chunked_is_whole or same_bits_again)",
 )
-GQA_KERNELS = Judge(("gqa/test_fast_attention", "gqa/test_fast_cache"))
-SOFTMAX = Judge((*KERNELS.modules, "gqa/test_fast_attention"), KERNELS.selection)
+# Of the tests of whole grids of dtypes, configs and layouts, the selections keep few tests, because all take too long.
+_SOME_ATTENTION = (
+    "not (test_features or test_grid or test_packed or small_tiles or batch_invariance or test_queries_in_e4m3)"
+    " or test_packed[them-torch.float64 or test_packed[grouped-torch.float64 or test_packed[encoder-torch.float64"
+    " or (test_features and them-torch.float64) or test_queries_in_e4m3[torch.float64"
+)
+GQA_KERNELS = Judge(("gqa/test_fast_attention", "gqa/test_fast_cache"), _SOME_ATTENTION)
+SOFTMAX = Judge(
+    (*KERNELS.modules, "gqa/test_fast_attention"), f"({KERNELS.selection}) and ({_SOME_ATTENTION})"
+)
+GQA_CONFIG = Judge(("interfaces/gqa/test_gqa_config", "interfaces/gqa/test_gqa_groups"))
+GQA_GROUPS = Judge(("interfaces/gqa/test_gqa_groups",))
+GQA_CACHE = Judge(("interfaces/gqa/test_gqa_cache_shapes",))
+GQA_SCALES = Judge(
+    ("interfaces/gqa/test_gqa_scales", "gqa/test_reference_layer"),
+    "test_gqa_scales or scales or calibration or checkpoint or queries_in_e4m3",
+)
+GQA_FROM_HF = Judge(("interfaces/gqa/test_gqa_from_hf", "interfaces/gqa/test_gqa_from_hf_refusals"))
+GQA_STEP = Judge(("interfaces/gqa/test_gqa_step_arguments", "gqa/test_layer_keys"))
+GQA_ARGUMENTS = Judge(
+    ("interfaces/gqa/test_gqa_config", "gqa/test_reference_attention"),
+    "test_gqa_config or bad or refuse or rows_without_keys or freed_blocks",
+)
+
+
+def gqa_judges(package: str) -> dict[str, Judge]:
+    """Return the judges of the files of `reference.gqa` or `fast.gqa`, which leave out the tests of the other package.
+
+    The selections also leave out most tests of whole layers and of many lengths, because these tests take the most
+    time.
+    """
+    other = "[fast" if package == "reference" else "[reference"
+    plans = Judge(
+        (
+            "gqa/test_gqa_builder",
+            "gqa/test_gqa_cascade_choice",
+            "gqa/test_gqa_local_attention",
+            "gqa/test_gqa_graphs",
+        ),
+        f"not ({other} or test_runs or test_replays or test_layer[ or test_prefill_in_steps or graphs_of_ranks"
+        " or (captured_plans_of_chunks and not them))",
+    )
+    attention = Judge(
+        ("gqa/test_reference_attention", "identities/test_gqa_identities"),
+        f"not ({other} or test_dtypes or test_inputs or any_lengths or test_encoder[ or test_chunked or test_prefill_is"
+        " or test_paged_is or (test_stored_formats and not (NHD and them)) or (test_masked_softmax[ and not them))",
+    )
+    step = "test_step[ or test_steps or test_step_over or test_output_scale or test_ranks_are_one_rank or compile"
+    layer = Judge(
+        ("gqa/test_reference_layer", "gqa/test_layer_keys", *(("gqa/test_fast_layer",) if package == "fast" else ())),
+        f"not ({other} or (({step}) and not test_step[{package}-all))",
+    )
+    ranks = Judge(
+        ("gqa/test_gqa_context_parallel",),
+        f"not ({other} or test_ranks_equal or processes or test_decode_graphs or test_fp8_caches)",
+    )
+    judges = {
+        "attention": attention, "builder": plans, "captured": plans, "cascade": attention, "choose_cascade": plans,
+        "context_parallel": ranks, "layer": layer, "metadata": plans,
+    }  # fmt: skip
+    if package == "fast":
+        judges["backend_choice"] = Judge(("gqa/test_layer_backends",), "not values_are_checked_once[True")
+    return {f"{package}/gqa/{module}.py": judge for module, judge in judges.items()}
+
+
+GQA_PLANS = gqa_judges("reference")["reference/gqa/metadata.py"]
 ADAPTER = Judge(
     (
         "integrations/test_adapter_bounds",
@@ -121,6 +185,16 @@ ADAPTER_FORMATS = Judge(
 )
 PRODUCTS = Judge(("mla/test_quantized_weights", "mla/test_fp8_weights_of_a_layer"))
 TABLE = {
+    **gqa_judges("reference"), **gqa_judges("fast"),
+    **{f"reference/interfaces/gqa/{module}.py": judge for module, judge in {
+        "alibi": GQA_FROM_HF, "arguments": GQA_ARGUMENTS, "attention_type": GQA_STEP, "cache": GQA_CACHE,
+        "config": GQA_CONFIG, "dims": GQA_CONFIG, "encoder_decoder": GQA_FROM_HF, "groups": GQA_GROUPS,
+        "hf_config": GQA_FROM_HF, "hf_refusals": GQA_FROM_HF,
+        "layer_arguments": Judge(("gqa/test_reference_layer",), "refuse"),
+        "metadata": GQA_PLANS, "plan_arguments": GQA_PLANS,
+        "rank_config": gqa_judges("reference")["reference/gqa/context_parallel.py"],
+        "scales": GQA_SCALES, "step_arguments": GQA_STEP,
+    }.items()},
     **{f"{package}/{module}.py": judge for package in ("fast", "reference") for module, judge in {
         "planning/batch": BATCH, "planning/local_attention": BATCH, "planning/slots": SLOT_MAPPING,
         "planning/context_chunks": SCHEDULE, "planning/decode_schedule": SCHEDULE, "planning/shared_prefix": CASCADE,
@@ -156,6 +230,8 @@ TABLE = {
     "fast/kernels/cpu/softmax.py": SOFTMAX,
     "fast/kernels/cpu/visible_lens.py": VISIBLE_LENS,
     "fast/kernels/cpu/weights.py": PRODUCTS,
+    "fast/kernels/torch/attention.py": GQA_KERNELS,
+    "fast/kernels/torch/cache.py": GQA_KERNELS,
     "fast/kernels/rotation.py": KERNELS,
     "fast/integrations/transformers/__init__.py": ADAPTER,
     "fast/integrations/transformers/attention.py": ADAPTER,
@@ -167,6 +243,9 @@ TABLE = {
     "fast/integrations/transformers/restoring.py": ADAPTER,
 }  # fmt: skip
 SUBJECTS = {  # text: subject of the files whose paths contain the text; the first text that a path contains counts
+    "gqa": "grouped-query attention",
+    "fast/kernels/cpu/key_value": "grouped-query attention",
+    "fast/kernels/torch/": "grouped-query attention",
     "fast/kernels/cpu/advance": "planning",
     "fast/kernels/cpu/schedule": "planning",
     "fast/kernels/cpu/": "cpu kernels",

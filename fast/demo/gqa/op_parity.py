@@ -56,10 +56,10 @@ class KeyValueStorage:
         return poisoned.view(dtype).to(like.device)
 
 
-def without_left_behind(batch: Batch, config: GQAConfig, query_lens: list[int]) -> Batch:
-    """Return the batch with GARBAGE as the block-table entries that no query token of a step attends in a window.
+def with_freed_blocks(batch: Batch, config: GQAConfig, query_lens: list[int]) -> Batch:
+    """Return the batch with GARBAGE as the block-table entries of its freed blocks.
 
-    An engine may free these blocks. The first query token of a request attends no key before the window.
+    An engine may free all blocks in front of the window of a request's first query token.
     """
     if config.sliding_window is None:
         return batch
@@ -111,8 +111,8 @@ def compare_layers(
 
 def called(layer: Activations, op: str, *words: str) -> str:
     """Return the name of a row: the op, and in parentheses the words and the label of the layer."""
-    told = ", ".join(word for word in (*words, layer.label) if word)
-    return f"{op} ({told})" if told else op
+    details = ", ".join(word for word in (*words, layer.label) if word)
+    return f"{op} ({details})" if details else op
 
 
 def compare_batches(compared: Comparison, batch: Batch) -> None:
@@ -138,7 +138,7 @@ def compare_batches(compared: Comparison, batch: Batch) -> None:
 def compare_plans(compared: Comparison, batch: Batch, layer: Activations, storage: KeyValueStorage) -> None:
     """Compare the functions that compute the integers of a layer: first visible keys, plans, a schedule."""
     config, block = layer.config, batch.block_size
-    common = without_left_behind(batch, config, batch.query_lens).common(compared.oracle, batch.query_lens)
+    common = with_freed_blocks(batch, config, batch.query_lens).common(compared.oracle, batch.query_lens)
     if (window := config.sliding_window) is not None:
         compared.exact(
             called(layer, "compute_first_visible"),
@@ -198,7 +198,7 @@ def make_plan(
     compared: Comparison, batch: Batch, layer: Activations, storage: KeyValueStorage, query_lens: list[int], most: int
 ) -> tuple[Any, CommonAttentionMetadata]:
     """Return the plan of a step, and its batch; a request with at most `most` query tokens decodes."""
-    common = without_left_behind(batch, layer.config, query_lens).common(compared.oracle, query_lens)
+    common = with_freed_blocks(batch, layer.config, query_lens).common(compared.oracle, query_lens)
     plan = compared.oracle.build_gqa_metadata(
         common, batch.block_size, layer.config, decode_threshold=most, cache_format=storage.cache_format
     )
