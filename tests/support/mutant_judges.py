@@ -109,9 +109,7 @@ _SOME_ATTENTION = (
     " or (test_features and them-torch.float64) or test_queries_in_e4m3[torch.float64"
 )
 GQA_KERNELS = Judge(("gqa/test_fast_attention", "gqa/test_fast_cache"), _SOME_ATTENTION)
-SOFTMAX = Judge(
-    (*KERNELS.modules, "gqa/test_fast_attention"), f"({KERNELS.selection}) and ({_SOME_ATTENTION})"
-)
+SOFTMAX = Judge((*KERNELS.modules, "gqa/test_fast_attention"), f"({KERNELS.selection}) and ({_SOME_ATTENTION})")
 GQA_CONFIG = Judge(("interfaces/gqa/test_gqa_config", "interfaces/gqa/test_gqa_groups"))
 GQA_GROUPS = Judge(("interfaces/gqa/test_gqa_groups",))
 GQA_CACHE = Judge(("interfaces/gqa/test_gqa_cache_shapes",))
