@@ -77,8 +77,10 @@ def verdict(op, value, low, gold) -> None:
     assert value.out.dtype == low.out.dtype and value.lse.dtype == low.lse.dtype
     if value.out.dtype == torch.float64:
         return assert_states64(value, gold)
-    # the kernels of the backends "cpu" and "torch" compute with exp and log, not with base 2
-    for parity in compare_states(op, value, low, gold, lse_relative=0.0):
+    # The kernels of the backends "cpu" and "torch" compute with exp and log, not with base 2. They may add the head_dim
+    # terms of a score in another order than the reference: the rounding error grows with the root of their number.
+    rounding = value.out.shape[-1] ** 0.5 * torch.finfo(value.lse.dtype).eps
+    for parity in compare_states(op, value, low, gold, lse_relative=rounding):
         assert parity.passed, parity
 
 
@@ -176,13 +178,13 @@ def test_every_e4m3_number():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_budget_of_the_lse_has_no_relative_term(dtype):
-    """Change the LSE by a factor 1 + 2^-14, as a kernel in base 2 might -> the verdict fails."""
+def test_the_budget_of_the_lse_is_small(dtype):
+    """Change the LSE by a factor 1 + 2^-16, an error that `LSE_RELATIVE` allows -> the verdict fails."""
     batch = gqa_batch(GROUPED, LENS, dtype=dtype)
     gold, low = attend(reference, in_float64(batch)), attend(reference, batch)
     verdict("gqa_paged_attention", low, low, gold)
     with pytest.raises(AssertionError):
-        verdict("gqa_paged_attention", replace(low, lse=low.lse * (1 + 2.0**-14)), low, gold)
+        verdict("gqa_paged_attention", replace(low, lse=low.lse * (1 + 2.0**-16)), low, gold)
 
 
 def test_out_dtype():

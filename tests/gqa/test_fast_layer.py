@@ -241,8 +241,9 @@ def test_layers_of_a_plan_with_a_cascade():
     low = reference.gqa_cascade_attention(batch.q, *given, batch.sinks)
     value = fast.gqa_cascade_attention(batch.q, *given, batch.sinks)
     verdict(value.out, low.out, gold.out)
+    rounding = value.out.shape[-1] ** 0.5 * torch.finfo(value.lse.dtype).eps  # as in test_fast_attention.py
     on_cpu = value.lse.device.type == "cpu"  # a GPU merges with approximate exp and log
-    parity = compare("lse", value.lse, low.lse, gold.lse, relative=0.0 if on_cpu else fast.parity.LSE_RELATIVE)
+    parity = compare("lse", value.lse, low.lse, gold.lse, relative=rounding if on_cpu else fast.parity.LSE_RELATIVE)
     assert parity.passed, parity
     whole = fast.gqa_paged_attention(batch.q, batch.kv_cache, batch.metadata, config, batch.sinks)
     assert compare("cascade", value.out, low.out, whole.out.double()).passed
