@@ -104,8 +104,8 @@ def compare_states(
         low: the reference's state in the kernel's dtype.
         gold: the reference's state in float64.
         relative: additional relative error that the budget of the output allows.
-        lse_relative: additional relative error that the budget of the LSE allows; 0 for kernels that compute with
-            exp and log.
+        lse_relative: additional relative error that the budget of the LSE allows. Kernels that compute with exp and
+            log need less than the default.
 
     Returns:
         The comparisons of the output and of the LSE.
