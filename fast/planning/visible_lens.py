@@ -1,4 +1,7 @@
-"""Compute masks as numbers of each query token: how many keys it attends, and the first one of these keys."""
+"""Compute masks as numbers of each query token: how many keys it attends, and the first one of these keys.
+
+`reference.planning.visible_lens` explains what determines these numbers.
+"""
 
 from __future__ import annotations
 

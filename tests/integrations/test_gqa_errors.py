@@ -212,6 +212,25 @@ def test_a_packed_batch_that_does_not_fit(ops, changes, message, plain_errors):
     assert not any(cache.any() for cache in caches.values())
 
 
+@pytest.mark.parametrize(("lens", "got"), [((4, 4), 8), ((1, 1), 9)])
+def test_a_packed_batch_whose_queries_would_get_another_scale(lens, got, ops):
+    """Pack 8 tokens, or the ninth token of a request, for a Llama 4 that scales queries from the eighth token on.
+
+    transformers takes the index in the batch for the position, so that the queries would silently get a wrong scale.
+    """
+    model = served("llama4", ops)
+    layers = gqa_layers(model)
+    assert model.model.layers[3].self_attn.floor_scale == 8 and not model.model.layers[3].self_attn.use_rope
+    seq_lens = lens if lens == (4, 4) else (9, 5)
+    batch = CommonAttentionMetadata.from_lens(lens, seq_lens, torch.tensor([[0], [1]], dtype=torch.int32), BLOCK)
+    plans = {name: ops.build_gqa_metadata(batch, BLOCK, layer.config) for name, layer in layers.items()}
+    caches = {name: torch.zeros(2, 2, BLOCK, 2, HEAD_DIM) for name in layers}
+    ids = torch.ones(1, sum(lens), dtype=torch.long)
+    with pytest.raises(ValueError, match=f"gqa_metadata: expected .* of less than 8 tokens, because .*, got {got}$"):
+        model(ids, position_ids=ids, use_cache=False, gqa_metadata=plans, gqa_kv_caches=caches)
+    assert not any(cache.any() for cache in caches.values())
+
+
 @pytest.mark.parametrize("kind", ["mistral", "llama4"])
 def test_padding_between_tokens_is_refused_where_it_would_change_a_window(kind, ops):
     """Call a model with padding between two tokens -> an error: transformers counts the padding in windows."""

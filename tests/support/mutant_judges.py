@@ -104,12 +104,17 @@ KERNELS = Judge(
 )
 # Of the tests of whole grids of dtypes, configs and layouts, the selections keep few tests, because all take too long.
 _SOME_ATTENTION = (
-    "not (test_features or test_grid or test_packed or small_tiles or batch_invariance or test_queries_in_e4m3)"
-    " or test_packed[them-torch.float64 or test_packed[grouped-torch.float64 or test_packed[encoder-torch.float64"
-    " or (test_features and them-torch.float64) or test_queries_in_e4m3[torch.float64"
+    "not (test_features or test_grid or test_packed or small_tiles or batch_invariance or test_queries_in_e4m3"
+    " or test_nan_stays or test_the_budget) or (test_packed[ and float64 and (them or grouped or encoder))"
+    " or test_features[grouped-torch.float64-compute or (test_features and them-torch.float64-fp8)"
+    " or test_nan_stays_in_its_request[all"
 )
-GQA_KERNELS = Judge(("gqa/test_fast_attention", "gqa/test_fast_cache"), _SOME_ATTENTION)
-SOFTMAX = Judge((*KERNELS.modules, "gqa/test_fast_attention"), f"({KERNELS.selection}) and ({_SOME_ATTENTION})")
+GQA_KERNELS = Judge(("gqa/test_fast_attention",), _SOME_ATTENTION)
+GQA_CACHE_KERNELS = Judge(("gqa/test_fast_cache",))
+SOFTMAX = Judge(
+    ("kernels/test_cpu_pieces", "identities/test_identities", "gqa/test_fast_attention"),
+    f"({KERNELS.selection}) and ({_SOME_ATTENTION})",
+)
 GQA_CONFIG = Judge(("interfaces/gqa/test_gqa_config", "interfaces/gqa/test_gqa_groups"))
 GQA_GROUPS = Judge(("interfaces/gqa/test_gqa_groups",))
 GQA_CACHE = Judge(("interfaces/gqa/test_gqa_cache_shapes",))
@@ -147,7 +152,10 @@ def gqa_judges(package: str) -> dict[str, Judge]:
         f"not ({other} or test_dtypes or test_inputs or any_lengths or test_encoder[ or test_chunked or test_prefill_is"
         " or test_paged_is or (test_stored_formats and not (NHD and them)) or (test_masked_softmax[ and not them))",
     )
-    step = "test_outputs_in_place[True or test_step[ or test_steps or test_step_over or test_output_scale or test_ranks_are_one_rank or compile"
+    step = (
+        "test_outputs_in_place[True or test_step[ or test_steps or test_step_over or test_output_scale or compile"
+        " or test_ranks_are_one_rank"
+    )
     layer = Judge(
         ("gqa/test_reference_layer", "gqa/test_layer_keys", *(("gqa/test_fast_layer",) if package == "fast" else ())),
         f"not ({other} or (({step}) and not test_step[{package}-all))",
@@ -221,7 +229,7 @@ TABLE = {
     "fast/kernels/cpu/context_parallel.py": CONTEXT_PARALLEL,
     "fast/kernels/cpu/decode.py": KERNELS,
     "fast/kernels/cpu/gqa.py": GQA_KERNELS,
-    "fast/kernels/cpu/key_value.py": GQA_KERNELS,
+    "fast/kernels/cpu/key_value.py": GQA_CACHE_KERNELS,
     "fast/kernels/cpu/merge.py": KERNELS,
     "fast/kernels/cpu/padding_tokens.py": PADDING_TOKENS,
     "fast/kernels/cpu/rope.py": KERNELS,
@@ -230,7 +238,7 @@ TABLE = {
     "fast/kernels/cpu/visible_lens.py": VISIBLE_LENS,
     "fast/kernels/cpu/weights.py": PRODUCTS,
     "fast/kernels/torch/attention.py": GQA_KERNELS,
-    "fast/kernels/torch/cache.py": GQA_KERNELS,
+    "fast/kernels/torch/cache.py": GQA_CACHE_KERNELS,
     "fast/kernels/rotation.py": KERNELS,
     "fast/integrations/transformers/__init__.py": ADAPTER,
     "fast/integrations/transformers/attention.py": ADAPTER,

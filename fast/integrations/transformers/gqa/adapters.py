@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.masking_utils import find_packed_sequence_indices
 from transformers.modeling_utils import PreTrainedModel
@@ -26,6 +26,24 @@ from .models import Stack, entry_of
 from .steps import EncoderOutput, EncoderStep, Options, check_local_padding, check_right_padding, plan_decoder
 
 OTHER_BATCHES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "cache", "block_table")
+
+
+def _check_query_scale(module: nn.Module, plan: GQAMetadata, tokens: int) -> None:
+    """Check that an attention module of Llama 4 scales no query of a packed batch.
+
+    With `attn_temperature_tuning`, transformers scales the queries in layers without rope. The scale is 1 for the first
+    tokens, and then depends on the index of the token in the row. In a packed batch, this index is not the position.
+
+    Args:
+        module: the attention module.
+        plan: its plan.
+        tokens: T, tokens of the batch.
+    """
+    if not getattr(module, "attn_temperature_tuning", None) or getattr(module, "use_rope", True):
+        return
+    longest = max(tokens, plan.decode.max_seq_len, plan.prefill.max_seq_len)
+    check(longest < module.floor_scale, "gqa_metadata", f"a batch and requests of less than {module.floor_scale:g} "
+          "tokens, because attn_temperature_tuning scales queries by their index in the batch", longest)  # fmt: skip
 
 
 class StackAdapter:
@@ -190,10 +208,11 @@ class DecoderAdapter(StackAdapter):
         modules, configs = self.stack.modules, self.stack.configs
         for name, given in (("gqa_metadata", metadata), ("gqa_kv_caches", kv_caches)):
             check(isinstance(given, Mapping), name, "a mapping by the names of gqa_layers", type(given).__name__)
-        for name in modules:
+        for name, module in modules.items():
             plan = metadata.get(name)
             check(isinstance(plan, GQAMetadata), f"gqa_metadata[{name!r}]", "the plan of ops.build_gqa_metadata",
                   type(plan).__name__)  # fmt: skip
+            _check_query_scale(module, plan, inputs.shape[1])
         owned = {name: module for name, module in modules.items() if configs[name].kv_sharing_layer is None}
         for name, module in owned.items():
             entry = entry_of(module, self.base.dtype)
