@@ -214,7 +214,7 @@ def stale_last_block(plan):
     table = plan.block_table.clone()
     for request, length in enumerate(plan.seq_lens.tolist()):
         last = (length - 1) // plan.block_size
-        if last > 0 and table[request, last - 1] < 1000:
+        if last > 0 and 0 <= table[request, last - 1] < 1000:
             table[request, last] = table[request, last - 1]
     return replace(plan, block_table=table)
 

@@ -113,7 +113,8 @@ GQA_KERNELS = Judge(("gqa/test_fast_attention",), _SOME_ATTENTION)
 GQA_CACHE_KERNELS = Judge(("gqa/test_fast_cache",))
 SOFTMAX = Judge(
     ("kernels/test_cpu_pieces", "identities/test_identities", "gqa/test_fast_attention"),
-    f"({KERNELS.selection}) and ({_SOME_ATTENTION})",
+    f"({KERNELS.selection}) and ({_SOME_ATTENTION}) and not test_layer"
+    " and (not test_fast_attention or test_features or test_packed or test_empty)",
 )
 GQA_CONFIG = Judge(("interfaces/gqa/test_gqa_config", "interfaces/gqa/test_gqa_groups"))
 GQA_GROUPS = Judge(("interfaces/gqa/test_gqa_groups",))
@@ -171,6 +172,7 @@ def gqa_judges(package: str) -> dict[str, Judge]:
     if package == "fast":
         few = "not (values_are_checked_once or (test_a_missing_feature and compute_dtype))"
         judges["backend_choice"] = Judge(("gqa/test_layer_backends",), few)
+        judges["checked_plans"] = Judge(("gqa/test_layer_backends",), "values")
     return {f"{package}/gqa/{module}.py": judge for module, judge in judges.items()}
 
 
