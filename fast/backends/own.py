@@ -29,6 +29,7 @@ ENTRY_OPS = (  # ops that write or read cache entries; they serve every cache fo
 FORMATS = (COMPUTE_FORMAT.name, FP8_E4M3.name, FP8_DS_MLA.name)
 STORED_DTYPES = (FP8_E4M3.storage_dtype, FP8_DS_MLA.storage_dtype)  # dtypes of caches only, not of queries
 QUANTIZING_OPS = ("apply_rope", "merge_attn_states", "multiply_heads")  # ops whose output may be in e4m3
+GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 READS = {"pack_attn_state": "merge_packed_attn_states"}  # op that writes a message: op that reads the message
 
 
@@ -67,11 +68,12 @@ def _ops_of_all(package: str, dtypes: tuple[torch.dtype, ...]) -> dict[str, OpSu
     )
 
 
-def _gqa_ops(package: str, batch_invariant: bool) -> dict[str, OpSupport]:
-    """Declare the support for `GQA_OPS`: every dtype, format of a key/value cache and feature."""
-    declared = {"batch_invariant": batch_invariant, "features": FEATURES, "cache_formats": KEY_VALUE_FORMATS,
-                "fp8_modes": (CONVERTED, "fp8_query")}  # fmt: skip
-    return _ops_of(package, GQA_OPS, **declared)
+def _gqa_ops(package: str, **declared) -> dict[str, OpSupport]:
+    """Declare the support for `GQA_OPS`: every format of a key/value cache, every feature, and what is given."""
+    return _ops_of(
+        package, GQA_OPS, features=FEATURES, cache_formats=KEY_VALUE_FORMATS, fp8_modes=(CONVERTED, "fp8_query"),
+        **declared,
+    )  # fmt: skip
 
 
 CPU = Backend(
@@ -85,7 +87,9 @@ TRITON = Backend(
     priority=10,
     device_type="cuda",
     capability=(8, 0),
-    ops=_ops_of_all("triton", (torch.float32, torch.bfloat16, torch.float16)),
+    # The kernels of grouped-query attention were compiled for GPUs, but have run in Triton's interpreter only. Their
+    # priority is therefore below that of the backend "torch", so that an automatic choice never takes them.
+    ops=_ops_of_all("triton", GPU_DTYPES) | _gqa_ops("triton", dtypes=GPU_DTYPES, priority=-1),
     missing_package=missing("triton"),
 )
 HOPPER = Backend(
@@ -98,7 +102,7 @@ HOPPER = Backend(
         "hopper",
         DECODES,
         dtypes=(torch.bfloat16, torch.float16),
-        out_dtypes=(torch.float32, torch.bfloat16, torch.float16),
+        out_dtypes=GPU_DTYPES,
         head_dims={"kv_lora_rank": (256, 512), "qk_rope_head_dim": (0, 32, 64)},
         block_sizes=(16, 32, 64, 128),
         needs_words=True,

@@ -19,6 +19,11 @@ def enables(value: object) -> bool:
     return True
 
 
+def is_given(value: object) -> bool:
+    """Return whether a field has a value: as `enables`, but the number 0 is a value, which the caller may refuse."""
+    return enables(value) or (isinstance(value, int | float) and not isinstance(value, bool))
+
+
 def is_switched_on(config: Any, name: str, missing: bool = False) -> bool:
     """Return whether a switch of a config, such as `use_sliding_window`, is on.
 

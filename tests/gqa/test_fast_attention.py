@@ -30,6 +30,7 @@ from reference.interfaces import (
     UnsupportedConfiguration,
 )
 from reference.interfaces.gqa import AttentionType, GQAConfig
+from reference.interfaces.gqa.dims import HEAD_DIMS
 
 from ..support.backends import registered
 from ..support.factories import assert_same_bits, assert_states64, offsets
@@ -103,6 +104,14 @@ def test_grid(kv_heads, group, head_dim):
     config = GQAConfig(kv_heads * group, kv_heads, head_dim, sliding_window=(None, 16, 5)[number % 3])
     batch = gqa_batch(config, GRID_LENS, BLOCK_SIZES[number % 4], DTYPES[(number // 2) % 4], LAYOUTS[number % 2])
     check_parity(batch)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_head_dims(head_dim, padded):
+    """Attend with every head dim that the family supports -> both kernel sets are within the budgets."""
+    batch = gqa_batch(GQAConfig(4, 2, head_dim, sliding_window=20), ((1, 1), (2, 40)), dtype=torch.float32)
+    for backend in (None, padded):
+        check_parity(batch, backend=backend)
 
 
 def test_grid_has_every_value():

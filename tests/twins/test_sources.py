@@ -93,6 +93,7 @@ COUNTS_BYTES = {
     "fast/kernels/triton/context_parallel.py": "rows of a program have a fixed number of bytes; messages of ranks",
     "fast/kernels/triton/decode.py": "alignment to the words of the copy engine",
     "fast/kernels/triton/decode_shapes.py": "shared memory of tiles",
+    "fast/kernels/triton/gqa/sizes.py": "shared memory of tiles",
 }
 
 

@@ -45,50 +45,13 @@ multiprocessor may still hold the schedule of an earlier step.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple, no_type_check
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-LN_2 = tl.constexpr(math.log(2))
-# `add_partial` replaces a reference score only if the new reference score is larger by more than this number. Otherwise
-# exp2(new reference score - old one) is at most 2^64, far below the largest float32, which is almost 2^128.
-REFERENCE_GROWTH = tl.constexpr(64.0)
-
-
-class Partials(NamedTuple):
-    """Pointers to partial outputs and partial LSEs.
-
-    The fields are Triton values inside a kernel, for which no Python type exists.
-
-    Attributes:
-        out: pointer to all partial outputs.
-        lse: pointer to all partial LSEs: reference scores of all partial indices, then sums of all partial indices.
-        indices: number of partial indices.
-        rows: number of rows at each partial index.
-    """
-
-    out: Any
-    lse: Any
-    indices: Any
-    rows: Any
-
-
-class RowState(NamedTuple):
-    """State of the online softmax of ROWS rows over some keys.
-
-    Attributes:
-        largest: [ROWS], reference score of each row, in base 2.
-        total: [ROWS], sum of exp2(score - largest).
-        weighted: [ROWS, columns], sum of exp2(score - largest) * value. The name `values` is taken: Triton's
-            tuples have an attribute of this name.
-    """
-
-    largest: Any
-    total: Any
-    weighted: Any
+from .states import LN_2, REFERENCE_GROWTH, Partials, RowState, add_partial, add_rounded, add_sinks, load_partial
 
 
 class Rows(NamedTuple):
@@ -170,61 +133,6 @@ def _combine_partials(
 
 @triton.jit
 @no_type_check
-def load_partial(partials, index, held, partial_row, columns, LATENT: tl.constexpr):
-    """Load the `RowState` of ROWS rows at one partial index.
-
-    A row whose `held` is False gets the state of a row without keys.
-    """
-    row = index.to(tl.int64) * partials.rows + partial_row
-    largest = tl.load(partials.lse + row, mask=held, other=float("-inf"))
-    total = tl.load(partials.lse + partials.indices.to(tl.int64) * partials.rows + row, mask=held, other=0.0)
-    offsets = (row * LATENT)[:, None] + columns[None, :]
-    values = tl.load(partials.out + offsets, mask=held[:, None] & (columns < LATENT)[None, :], other=0.0)
-    return RowState(largest, total, values)
-
-
-@triton.jit
-@no_type_check
-def add_partial(before, split):
-    """Combine two states of the same rows: `before` over the earlier splits, and `split` over the next split.
-
-    A row keeps the reference score of `before`, unless the reference score of `split` is larger by more than
-    REFERENCE_GROWTH.
-
-    The `fma` calls fix the rounding: the product of `split` and its weight is rounded before it is added. Without
-    `fma`, the compiler could fuse this product and the sum in one kernel but not in another, with different bits.
-    """
-    grown = split.largest > before.largest + REFERENCE_GROWTH
-    reference = tl.where(grown, split.largest, before.largest)
-    old = tl.where(grown, tl.exp2(before.largest - tl.where(grown, split.largest, 0.0)), 1.0)
-    new = tl.where(grown, 1.0, tl.exp2(split.largest - tl.where(before.largest == float("-inf"), 0.0, before.largest)))
-    total = tl.fma(before.total, old, split.total * new)
-    weight = tl.broadcast_to(old[:, None], before.weighted.shape)
-    values = tl.fma(before.weighted, weight, split.weighted * new[:, None])
-    return RowState(reference, total, values)
-
-
-@triton.jit
-@no_type_check
-def _add_rounded(before, split, shift, one, held):
-    """Add one split to rows whose reference score does not change; return the same bits as `add_partial`.
-
-    Args:
-        before: state of the earlier splits.
-        split: state of the split to add.
-        shift: [ROWS], reference score of `before`, or 0 for a row without keys so far.
-        one: 1.0, computed at run time. With a constant, the compiler would fuse the product and the sum.
-        held: [ROWS], False for rows that keep the state `before`.
-    """
-    new = tl.exp2(split.largest - shift)
-    added = tl.fma(before.total, tl.broadcast_to(one, before.total.shape), split.total * new)
-    total = tl.where(held, added, before.total)
-    added = tl.fma(before.weighted, tl.broadcast_to(one, before.weighted.shape), split.weighted * new[:, None])
-    return RowState(before.largest, total, tl.where(held[:, None], added, before.weighted))
-
-
-@triton.jit
-@no_type_check
 def _place_of_tile(number, rank, first_request, row_tiles, column_tiles):
     """Return the `TilePlace` of one combine tile in a chunk of CHUNK consecutive requests.
 
@@ -260,9 +168,15 @@ def _rows_of_request(
 @triton.jit
 @no_type_check
 def _write_rows(
-    state, token, head, real, columns, column_tile, num_tokens, out, lse, HEADS: tl.constexpr, LATENT: tl.constexpr
-):
-    """Write COLUMNS columns of the output of ROWS rows, and for column tile 0 also the LSE of these rows."""
+    state, token, head, real, columns, column_tile, num_tokens, out, lse, sinks, HEADS: tl.constexpr,
+    LATENT: tl.constexpr,
+):  # fmt: skip
+    """Write COLUMNS columns of the output of ROWS rows, and for column tile 0 also the LSE of these rows.
+
+    Unless `sinks` is None, add the attention sinks first.
+    """
+    if sinks is not None:
+        state = add_sinks(state, sinks, head, real)
     divisor = tl.where(state.total == 0, 1.0, state.total)  # a row without keys gets output 0 and LSE -inf
     offsets = (token.to(tl.int64) * HEADS + head) * LATENT
     combined = (state.weighted * (1.0 / divisor)[:, None]).to(out.dtype.element_ty)
@@ -273,14 +187,20 @@ def _write_rows(
         tl.store(lse_row, (state.largest + tl.log2(divisor)) * LN_2, mask=real)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_splits"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_splits", "num_requests"],
+    do_not_specialize_on_alignment=["sinks", "query_start_loc"],
+)  # fmt: skip
 @no_type_check
 def _combine_splits_kernel(
-    partial_out, partial_lse, out, lse, num_tokens, num_splits,
+    partial_out, partial_lse, out, lse, sinks, query_start_loc, num_tokens, num_splits, num_requests,
     HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Combine COLUMNS columns of ROWS rows, if all requests have the same number of splits."""
+    """Combine COLUMNS columns of ROWS rows, if all requests have the same number of splits.
+
+    Unless `query_start_loc` is None, tokens behind the last request get output 0 and LSE -inf.
+    """
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
@@ -291,14 +211,19 @@ def _combine_splits_kernel(
     num_rows = num_tokens.to(tl.int64) * HEADS
     real = row < num_rows
     partials = Partials(partial_out, partial_lse, num_splits, num_rows)
-    state = _combine_partials(partials, num_splits, 0, row, real, columns, LATENT, ROWS, COLUMNS, SPLITS)
-    _write_rows(state, row // HEADS, row % HEADS, real, columns, column_tile, num_tokens, out, lse, HEADS, LATENT)
+    held = real
+    if query_start_loc is not None:  # the decode has written no partial outputs of padding tokens
+        held = real & (row // HEADS < tl.load(query_start_loc + num_requests))
+    state = _combine_partials(partials, num_splits, 0, row, held, columns, LATENT, ROWS, COLUMNS, SPLITS)
+    if sinks is not None:
+        state = add_sinks(state, sinks, row % HEADS, held)
+    _write_rows(state, row // HEADS, row % HEADS, real, columns, column_tile, num_tokens, out, lse, None, HEADS, LATENT)
 
 
 @triton.jit
 @no_type_check
 def _combine_tile(
-    tile, split_offsets, query_start_loc, partials, num_tokens, out, lse,
+    tile, split_offsets, query_start_loc, partials, num_tokens, out, lse, sinks,
     HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -315,15 +240,18 @@ def _combine_tile(
             ROWS, COLUMNS, SPLITS,
         )  # fmt: skip
         _write_rows(
-            state, rows.token, rows.number % HEADS, rows.real, columns, tile.column_tile, num_tokens, out, lse, HEADS,
-            LATENT,
+            state, rows.token, rows.number % HEADS, rows.real, columns, tile.column_tile, num_tokens, out, lse, sinks,
+            HEADS, LATENT,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_tokens", "request_rows", "num_partials", "num_requests", "row_tiles"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "request_rows", "num_partials", "num_requests", "row_tiles"],
+    do_not_specialize_on_alignment=["sinks"],
+)  # fmt: skip
 @no_type_check
 def _combine_scheduled_kernel(
-    split_offsets, query_start_loc, partial_out, partial_lse, out, lse,
+    split_offsets, query_start_loc, partial_out, partial_lse, out, lse, sinks,
     num_tokens, request_rows, num_partials, num_requests, row_tiles,
     HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
     CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -344,8 +272,8 @@ def _combine_scheduled_kernel(
             tile_number // (row_tiles * column_tiles), tile_number // column_tiles % row_tiles,
             tile_number % column_tiles,
         )  # fmt: skip
-        _combine_tile(tile, split_offsets, query_start_loc, partials, num_tokens, out, lse, HEADS, LATENT, COLUMNS,
-                      ROWS, SPLITS, DEPENDENT)  # fmt: skip
+        _combine_tile(tile, split_offsets, query_start_loc, partials, num_tokens, out, lse, sinks, HEADS, LATENT,
+                      COLUMNS, ROWS, SPLITS, DEPENDENT)  # fmt: skip
     else:
         number = tl.program_id(0).to(tl.int64)  # the next tile of this program
         chunk_start = tl.full([], 0, tl.int64)  # index of the first combine tile of the chunk
@@ -364,18 +292,21 @@ def _combine_scheduled_kernel(
                     tile = _place_of_tile(
                         (number - chunk_start).to(tl.int32), rank, first_request, row_tiles, column_tiles
                     )
-                    _combine_tile(tile, split_offsets, query_start_loc, partials, num_tokens, out, lse, HEADS, LATENT,
-                                  COLUMNS, ROWS, SPLITS, DEPENDENT)  # fmt: skip
+                    _combine_tile(tile, split_offsets, query_start_loc, partials, num_tokens, out, lse, sinks, HEADS,
+                                  LATENT, COLUMNS, ROWS, SPLITS, DEPENDENT)  # fmt: skip
                     number += tl.num_programs(0)
             chunk_start = chunk_end
     if DEPENDENT:
         gdc_wait()  # programs without a tile wait too: the end of this kernel must imply the end of the decode
 
 
-@triton.jit(do_not_specialize=["num_tokens", "request_rows", "num_partials", "num_requests", "row_tiles"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "request_rows", "num_partials", "num_requests", "row_tiles"],
+    do_not_specialize_on_alignment=["sinks"],
+)  # fmt: skip
 @no_type_check
 def _combine_invariant_kernel(
-    split_offsets, query_start_loc, partial_out, partial_lse, out, lse,
+    split_offsets, query_start_loc, partial_out, partial_lse, out, lse, sinks,
     num_tokens, request_rows, num_partials, num_requests, row_tiles,
     HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
     SCHEDULED: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -409,7 +340,7 @@ def _combine_invariant_kernel(
         partials = Partials(partial_out, partial_lse, num_partials, request_rows)
         state = load_partial(partials, first_partial, readable, rows.number, columns, LATENT)
         if has_splits:
-            one = tl.where(num_requests > 0, 1.0, 0.0)  # 1.0, but unknown to the compiler: see `_add_rounded`
+            one = tl.where(num_requests > 0, 1.0, 0.0)  # 1.0, but unknown to the compiler: see `add_rounded`
             first, end = (request * 0 + 1, request_partials) if AHEAD else (combined, splits)
             more = (first > 0) if AHEAD else (first < splits)
             while more:
@@ -431,7 +362,7 @@ def _combine_invariant_kernel(
                     for offset in tl.static_range(SPLITS):
                         is_split = (first + offset >= combined) & (first + offset < splits)
                         split_state = RowState(largests[offset], totals[offset], weighteds[offset])
-                        state = _add_rounded(state, split_state, shift, one, rows.real & is_split)
+                        state = add_rounded(state, split_state, shift, one, rows.real & is_split)
                 else:  # the rare case that a reference score changes; this loop need not be fast
                     for split in range(tl.maximum(first, combined), tl.minimum(first + SPLITS, splits)):
                         one_split = load_partial(
@@ -442,5 +373,5 @@ def _combine_invariant_kernel(
                 more = first < splits
         _write_rows(
             state, rows.token, rows.number % HEADS, rows.real & remaining, columns, column_tile, num_tokens, out, lse,
-            HEADS, LATENT,
+            sinks, HEADS, LATENT,
         )  # fmt: skip

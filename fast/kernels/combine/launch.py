@@ -64,6 +64,8 @@ def combine_partial_outputs(
     batch_invariant: bool,
     out: Tensor,
     lse: Tensor,
+    sinks: Tensor | None = None,
+    padding_tokens: bool = False,
 ) -> None:
     """Combine the partial outputs of a decode into `out` and `lse`; do nothing if there is no partial output.
 
@@ -84,6 +86,9 @@ def combine_partial_outputs(
             and there is no schedule, all requests have the same number of splits.
         out: [T, N, Lkv], contiguous, written in place.
         lse: [N, T], contiguous, written in place.
+        sinks: [N], contiguous; attention sinks that are added to the rows which this function writes. None adds none.
+        padding_tokens: if True and all requests have the same number of splits, tokens behind the last request get
+            output 0 and LSE -inf. Otherwise the result for these tokens is undefined.
     """
     if partial_out.numel() == 0:
         return
@@ -101,7 +106,8 @@ def combine_partial_outputs(
         with device_of(out):
             launch(
                 _combine_splits_kernel, (cdiv(tokens * heads, tile.rows) * cdiv(latent, columns),),
-                partial_out, partial_lse, out, lse, tokens, splits,
+                partial_out, partial_lse, out, lse, sinks, query_start_loc.contiguous() if padding_tokens else None,
+                tokens, splits, requests,
                 COLUMNS=columns, ROWS=tile.rows, SPLITS=tile.splits, num_warps=tile.warps, **written, **following,
             )  # fmt: skip
         return
@@ -129,17 +135,17 @@ def combine_partial_outputs(
         if batch_invariant:
             launch(
                 _combine_invariant_kernel, grid,
-                offsets, query_start_loc, partial_out, partial_lse, out, lse, tokens, request_rows, partials, requests,
-                row_tiles, SCHEDULED=tile_ranges is not None, AHEAD=requests == 1 and tile_ranges is None, **tiles,
-                **written, **following,
+                offsets, query_start_loc, partial_out, partial_lse, out, lse, sinks, tokens, request_rows, partials,
+                requests, row_tiles, SCHEDULED=tile_ranges is not None, AHEAD=requests == 1 and tile_ranges is None,
+                **tiles, **written, **following,
             )  # fmt: skip
         else:
             warps = WARPS_OF_A_PROCESSOR[tile_ranges.shape[0] >= 2 * requests]
             programs = min(*grid, facts.processors * (warps // tile.warps))
             launch(
                 _combine_scheduled_kernel, (programs,),
-                offsets, query_start_loc, partial_out, partial_lse, out, lse, tokens, request_rows, partials, requests,
-                row_tiles, CHUNK=CHUNK, **tiles, **written, **following,
+                offsets, query_start_loc, partial_out, partial_lse, out, lse, sinks, tokens, request_rows, partials,
+                requests, row_tiles, CHUNK=CHUNK, **tiles, **written, **following,
             )  # fmt: skip
 
 

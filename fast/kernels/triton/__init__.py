@@ -7,6 +7,9 @@ from .cache import concat_and_cache_mla, copy_blocks, gather_and_maybe_dequant_c
 from .cache_formats import dequantize_entries, quantize_entries
 from .context_parallel import merge_packed_attn_states, pack_attn_state, reorg_kvcache, weight_attn_out
 from .decode import decode_programs, mla_decode, schedule_costs
+from .gqa.key_value import reshape_and_cache
+from .gqa.packed import gqa_varlen_attention
+from .gqa.paged import gqa_paged_attention
 from .merge import merge_attn_states
 from .padding_tokens import zero_padding_tokens
 from .rope import apply_rope, rope_norm_and_cache
@@ -24,6 +27,8 @@ KERNELS = {
     "dequantize_entries": dequantize_entries,
     "flash_attn_varlen": flash_attn_varlen,
     "gather_and_maybe_dequant_cache": gather_and_maybe_dequant_cache,
+    "gqa_paged_attention": gqa_paged_attention,
+    "gqa_varlen_attention": gqa_varlen_attention,
     "merge_attn_states": merge_attn_states,
     "merge_packed_attn_states": merge_packed_attn_states,
     "mla_decode": mla_decode,
@@ -32,6 +37,7 @@ KERNELS = {
     "plan_decode": plan_decode,
     "quantize_entries": quantize_entries,
     "reorg_kvcache": reorg_kvcache,
+    "reshape_and_cache": reshape_and_cache,
     "rope_norm_and_cache": rope_norm_and_cache,
     "schedule_costs": schedule_costs,
     "swap_blocks": swap_blocks,

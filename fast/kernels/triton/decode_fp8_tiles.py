@@ -55,8 +55,8 @@ from typing import Any, NamedTuple, no_type_check
 import triton
 import triton.language as tl
 
-from ..combine.kernels import RowState
-from .decode_tiles import SoftmaxStep, _products, _softmax_step, attend_tiles, keys_of_tile
+from ..combine.states import RowState
+from .decode_tiles import SoftmaxStep, attend_tiles, keys_of_tile, products, softmax_step
 from .fp8 import e4m3_to, float16_of_words, float32_to_e4m3, pinned
 
 # In float16, the product of a probability and a scale could overflow or be rounded to 0. The product is therefore
@@ -225,9 +225,9 @@ def _attend_stored(
     if scores.shape[0] == 64:  # hides a dependence from the compiler, as `decode_tiles._attend_tile` explains
         step = SoftmaxStep(state.largest, state.largest, state.total, tl.zeros(scores.shape, WEIGHTS))
         if tile >= 0:
-            step = _softmax_step(scores, seen, state, WEIGHTS)
+            step = softmax_step(tl.where(seen, scores, float("-inf")), state, WEIGHTS)
     else:
-        step = _softmax_step(scores, seen, state, WEIGHTS)
+        step = softmax_step(tl.where(seen, scores, float("-inf")), state, WEIGHTS)
     # 3. sums of weighted latents
     decay, exponent, inverse = step.decay, state.exponent, 1.0
     if IN_UNITS:
@@ -282,10 +282,10 @@ def _key_products(q, k, c):
     """Return the products [ROWS, TILE] of `q` [ROWS, columns] and `k` [TILE, columns], which have the same dtype."""
     COLUMNS: tl.constexpr = q.shape[1]
     if q.dtype == tl.float8e4nv:
-        products = tl.dot(q, tl.trans(k), max_num_imprecise_acc=COLUMNS)
+        scores = tl.dot(q, tl.trans(k), max_num_imprecise_acc=COLUMNS)
     else:
-        products = _products(q, k, c.SUM_COLUMNS)
-    return products
+        scores = products(q, k, c.SUM_COLUMNS)
+    return scores
 
 
 @triton.jit

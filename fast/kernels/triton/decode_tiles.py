@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, no_type_check
 import triton
 import triton.language as tl
 
-from ..combine.kernels import RowState
+from ..combine.states import RowState
 from .fp8 import e4m3_to, pinned
 
 LN_2 = tl.constexpr(math.log(2))
@@ -31,7 +31,7 @@ class Constants(NamedTuple):
         TILE: keys of a tile.
         LATENT_PAD: Lkv, padded to a power of two.
         ROPE_PAD: R, padded to a power of two.
-        SUM_COLUMNS: columns of each partial sum of a float32 dot product (`_products`); 0 for other dtypes.
+        SUM_COLUMNS: columns of each partial sum of a float32 dot product (`products`); 0 for other dtypes.
         PAGED_COPY: True if TMA (the GPU's bulk copy engine) loads the tiles.
         E4M3: True if the latents of the cache are e4m3 numbers (`decode_fp8_tiles`); the cache is then read as bytes.
             The constants below are for such a cache alone.
@@ -170,9 +170,11 @@ class SoftmaxStep(NamedTuple):
 
 @triton.jit
 @no_type_check  # the tests' type checker skips this kernel, because Triton's interpreter must read its source
-def _softmax_step(scores, seen, state, dtype: tl.constexpr):
-    """Return the `SoftmaxStep` of a tile with scores [ROWS, TILE] and mask `seen`; `probabilities` are in `dtype`."""
-    scores = tl.where(seen, scores, float("-inf"))
+def softmax_step(scores, state, dtype: tl.constexpr):
+    """Return the `SoftmaxStep` of a tile with scores [ROWS, TILE]; `probabilities` are in `dtype`.
+
+    The score of a key that a row does not attend is -inf.
+    """
     largest = tl.maximum(state.largest, tl.max(scores, 1))
     shift = tl.where(largest == float("-inf"), 0.0, largest)  # no key so far: -inf - (-inf) would be NaN
     weights = tl.exp2(scores - shift[:, None])
@@ -182,7 +184,7 @@ def _softmax_step(scores, seen, state, dtype: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _products(q, k, SUM_COLUMNS: tl.constexpr):
+def products(q, k, SUM_COLUMNS: tl.constexpr):
     """Return the scores [ROWS, TILE] of `q` [ROWS, columns] and `k` [TILE, columns].
 
     If SUM_COLUMNS is not 0, compute one sum for every SUM_COLUMNS columns, and then add these sums. Short sums have a
@@ -241,7 +243,7 @@ def _attend_tile(state, queries, row_keys, tile, cache, scale_log2, c, PARTIAL: 
         else:
             latent = tl.load(pointers, mask=held[:, None] & (columns < c.LATENT)[None, :], other=0.0)
 
-    scores = _products(queries.latent, latent, c.SUM_COLUMNS)
+    scores = products(queries.latent, latent, c.SUM_COLUMNS)
     if c.ROPE > 0:
         if c.PAGED_COPY:  # NaN past the last key does no harm here, because the scores of these keys are masked
             rope = cache.rope_pages.load([block, first, c.LATENT]).reshape(c.TILE, c.ROPE)
@@ -254,9 +256,9 @@ def _attend_tile(state, queries, row_keys, tile, cache, scale_log2, c, PARTIAL: 
             else:
                 rope = tl.load(pointers, mask=held[:, None] & (columns < c.ROPE)[None, :], other=0.0)
         if ONE_WARPGROUP_ROWS:
-            scores = scores * scale_log2 + _products(queries.rope, rope, c.SUM_COLUMNS) * scale_log2
+            scores = scores * scale_log2 + products(queries.rope, rope, c.SUM_COLUMNS) * scale_log2
         elif c.SUM_COLUMNS > 0:
-            scores = (scores + _products(queries.rope, rope, c.SUM_COLUMNS)) * scale_log2
+            scores = (scores + products(queries.rope, rope, c.SUM_COLUMNS)) * scale_log2
         else:
             scores = tl.dot(queries.rope, tl.trans(rope), acc=scores, input_precision="ieee") * scale_log2
     else:
@@ -272,9 +274,9 @@ def _attend_tile(state, queries, row_keys, tile, cache, scale_log2, c, PARTIAL: 
         # below hides the dependence from the compiler. Its condition is always true.
         step = SoftmaxStep(state.largest, state.largest, state.total, tl.zeros(scores.shape, latent.dtype))
         if tile >= 0:
-            step = _softmax_step(scores, seen, state, latent.dtype)
+            step = softmax_step(tl.where(seen, scores, float("-inf")), state, latent.dtype)
     else:
-        step = _softmax_step(scores, seen, state, latent.dtype)
+        step = softmax_step(tl.where(seen, scores, float("-inf")), state, latent.dtype)
     weighted = state.weighted * step.decay[:, None]
     weighted = tl.dot(step.probabilities, latent, acc=weighted, input_precision="ieee")
     return RowState(step.largest, step.total, weighted)

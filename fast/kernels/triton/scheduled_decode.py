@@ -22,7 +22,7 @@ from torch import Tensor
 from reference.interfaces import DECODE_TILE, InvariantSplitRule, most_invariant_splits
 
 from ...backends import launch
-from ..combine.kernels import Partials, add_partial, load_partial
+from ..combine.states import Partials, add_partial, load_partial
 from ..device import device_of
 from ..integers import cdiv
 from .arguments import DecodeInputs, DecodeOutputs, DecodeStrides
@@ -71,7 +71,7 @@ def _scheduled_decode_kernel(
     else:
         request, last_request, range_end = program // programs_per_request, program // programs_per_request, 0
         length = tl.maximum(tl.load(seq_lens + request), 0)
-        split_tiles, splits = _split_by_length(length, tl.minimum(length, max_keys), rule, SCHEDULE_TILE)
+        split_tiles, splits = split_by_length(length, tl.minimum(length, max_keys), rule, SCHEDULE_TILE)
         split = program % programs_per_request * tl.cdiv(splits, programs_per_request)
         first_tile, range_end = split * split_tiles, (split + tl.cdiv(splits, programs_per_request)) * split_tiles
         has_first_split = program % programs_per_request == 0
@@ -87,7 +87,7 @@ def _scheduled_decode_kernel(
         real = (token < query_end) & (request_row < request_rows)
         length = tl.maximum(tl.load(seq_lens + request), 0)
         readable = tl.minimum(length, max_keys)
-        request_tiles = _tiles(length, SCHEDULE_TILE)
+        request_tiles = number_of_tiles(length, SCHEDULE_TILE)
         request_end = request_tiles  # end (exclusive) of the program's tiles in this request
         if request == last_request:
             request_end = tl.minimum(range_end, request_tiles)
@@ -95,7 +95,7 @@ def _scheduled_decode_kernel(
         has_tiles = first_tile < last_tile
         splits = 1
         if BY_LENGTH:
-            split_tiles, splits = _split_by_length(length, readable, rule, SCHEDULE_TILE)
+            split_tiles, splits = split_by_length(length, readable, rule, SCHEDULE_TILE)
             last_tile = tl.minimum(request_end, (split + 1) * split_tiles)
             has_tiles = split < splits
             if SCHEDULED:
@@ -181,19 +181,19 @@ def _scheduled_decode_kernel(
 
 @triton.jit
 @no_type_check
-def _split_by_length(length, readable, rule, TILE: tl.constexpr):
+def split_by_length(length, readable, rule, TILE: tl.constexpr):
     """Return for a request of a batch-invariant decode the number of tiles of one split, and the number of splits.
 
     `length` is the length of the request, and determines the tiles of one split. `readable` is the number of keys that
     the kernel reads, and determines the number of splits. A request without keys has one split.
     """
-    split_tiles = invariant_split_tiles(_tiles(length, TILE), rule)
-    return split_tiles, tl.maximum(tl.cdiv(_tiles(readable, TILE), split_tiles), 1)
+    split_tiles = invariant_split_tiles(number_of_tiles(length, TILE), rule)
+    return split_tiles, tl.maximum(tl.cdiv(number_of_tiles(readable, TILE), split_tiles), 1)
 
 
 @triton.jit
 @no_type_check
-def _tiles(length, TILE: tl.constexpr):
+def number_of_tiles(length, TILE: tl.constexpr):
     """Return the number of tiles of a request, cdiv(length, TILE), without overflow for a length near 2^31."""
     return (tl.maximum(length, 1) - 1) // TILE + (length > 0).to(tl.int32)
 

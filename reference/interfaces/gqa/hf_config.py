@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ..checks import check, check_int, check_type, is_positive_number, short_text
 from ..errors import UnsupportedConfiguration
-from ..hf_values import enables, is_switched_on
+from ..hf_values import enables, is_given, is_switched_on
 from .alibi import mpt_alibi_slopes, standard_alibi_slopes
 from .attention_type import AttentionType
 from .dims import head_dim_reason
@@ -185,7 +185,7 @@ def _layer_fields(model: _Model, layer: int, reasons: list[str]) -> dict[str, An
         fields["attention_type"] = model.attention_type
     if (scale := _scale(config, model.model_type, layer, head_dim)) is not None:
         fields["scale"] = scale
-    if enables(cap := getattr(config, "attn_logit_softcapping", None)):
+    if is_given(cap := getattr(config, "attn_logit_softcapping", None)):
         if model.model_type in _NO_SOFT_CAP:
             wanted = f"expected None for {model.model_type!r}, whose attention ignores it"
             reasons.append(f"config.attn_logit_softcapping: {wanted}, got {short_text(cap)}")
@@ -227,7 +227,7 @@ def _scale(config: Any, model_type: str, layer: int, head_dim: int) -> float | N
     """Return the factor of the scores, or None for head_dim^-1/2."""
     if model_type in _SCALE_ONE:
         return 1.0
-    if enables(scalar := getattr(config, "query_pre_attn_scalar", None)):
+    if is_given(scalar := getattr(config, "query_pre_attn_scalar", None)):
         _check_positive("config.query_pre_attn_scalar", scalar)
         return float(scalar) ** -0.5
     if (factor := getattr(config, "attention_multiplier", None)) is not None:
@@ -260,7 +260,7 @@ def _mask(model: _Model, layer: int, reasons: list[str]) -> dict[str, int]:
         return dict(attention_chunk_size=size)
     if kind == SLIDING:
         check_int("config.sliding_window", window, 1, f"a positive int for layers of type {SLIDING!r}")
-    elif kind is not None or not enables(window):
+    elif kind is not None or not is_given(window):
         return {}
     elif (first := getattr(config, "max_window_layers", None)) is not None:
         check_int("config.max_window_layers", first, 0)

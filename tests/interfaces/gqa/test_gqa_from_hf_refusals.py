@@ -108,6 +108,7 @@ def test_all_reasons_at_once():
     ]  # fmt: skip
 
 
+NOT_ZERO = ("sliding_window", "attn_logit_softcapping", "query_pre_attn_scalar")  # 0 is an error, and does not mean off
 OFF = [
     "sliding_window", "kv_lora_rank", "index_topk", "alibi", "use_alibi", "attn_logit_softcapping", "v_head_dim",
     "layer_types", "attention_chunk_size", "num_kv_shared_layers", "attn_config", "query_pre_attn_scalar", "head_dim",
@@ -120,7 +121,16 @@ OFF = [
 @pytest.mark.parametrize("value", [None, False, 0, [], {}], ids=str)
 @pytest.mark.parametrize("name", OFF)
 def test_a_field_that_is_off_enables_nothing(name, value):
-    assert configs(hf(**{name: value})) == [WANTED] * 3
+    if value == 0 and value is not False and name in NOT_ZERO:
+        with pytest.raises(ValueError, match=f"^config.{name}: expected a .*, got 0$"):
+            configs(hf(**{name: value}))
+    else:
+        assert configs(hf(**{name: value})) == [WANTED] * 3
+
+
+def test_a_window_of_zero_that_is_switched_off():
+    """Read a window of 0 next to `use_sliding_window=False`, as in Qwen2-MoE -> no window."""
+    assert configs(hf(sliding_window=0, use_sliding_window=False)) == [WANTED] * 3
 
 
 @pytest.mark.parametrize(

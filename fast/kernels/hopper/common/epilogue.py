@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, no_type_check
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...combine.kernels import REFERENCE_GROWTH
+from ...combine.states import REFERENCE_GROWTH
 from .loads import rows_at
 from .records import CombineWeights, PartialRows
 
@@ -190,7 +190,7 @@ def partial_rows(partial, block, ROWS: gl.constexpr, LAYOUT: gl.constexpr, OF_RE
 def combine_weights(before, largest):
     """Return the `CombineWeights` of two states: the state of the earlier splits, and the state of the next split.
 
-    The operations are those of `add_partial` in `fast.kernels.combine.kernels`, so a decode kernel and the combine
+    The operations are those of `add_partial` in `fast.kernels.combine.states`, so a decode kernel and the combine
     kernel compute the same bits.
 
     Args:

@@ -1,0 +1,1 @@
+"""Triton kernels of grouped-query attention, and their launchers."""

@@ -1,0 +1,102 @@
+"""Arguments that the launchers of grouped-query attention pass to their kernels."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from reference.interfaces import CacheFormat
+
+from ...gqa_scores import slopes_on
+from .records import Scores, Strides
+
+
+class PagedCall(NamedTuple):
+    """Tensors, scores and strides of a call that attends a paged cache.
+
+    Attributes:
+        q: [T, N, Dh].
+        k_cache: [num_blocks, block_size, Nkv, Dh], the keys; as bytes if the cache is in e4m3.
+        v_cache: the values, like `k_cache`.
+        block_table: [B, W].
+        seq_lens: [B].
+        query_start_loc: [B + 1].
+        visible_lens: [T].
+        first_visible: [T], or None.
+        out: [T, N, Dh].
+        lse: [N, T].
+        scores: how scores are computed.
+        strides: strides of queries, keys, values and output.
+    """
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    visible_lens: Tensor
+    first_visible: Tensor | None
+    out: Tensor
+    lse: Tensor
+    scores: Scores
+    strides: Strides
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        kv_cache: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        query_start_loc: Tensor,
+        visible_lens: Tensor,
+        first_visible: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        scores: Scores,
+        cache_format: CacheFormat,
+    ) -> PagedCall:
+        """Return the record for the tensors of a call; see the attributes, and `kv_cache` [2, num_blocks, ..]."""
+        k_cache, v_cache = (kv_cache.view(torch.uint8) if cache_format.scaled else kv_cache).unbind(0)
+        strides = Strides(*q.stride(), *k_cache.stride(), *v_cache.stride(), *out.stride())
+        return cls(
+            q, k_cache, v_cache, block_table, seq_lens.contiguous(), query_start_loc.contiguous(),
+            visible_lens.contiguous(), None if first_visible is None else first_visible.contiguous(), out, lse, scores,
+            strides,
+        )  # fmt: skip
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The tensors that each kernel over a paged cache takes first."""
+        return self[:8]
+
+
+def scores_of(
+    q: Tensor,
+    softmax_scale: float,
+    soft_cap: float | None,
+    alibi_slopes: Sequence[float] | None,
+    sinks: Tensor | None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    q_scale: Tensor | None = None,
+) -> Scores:
+    """Return the `Scores` of a call with queries `q`."""
+    factor = softmax_scale / (math.log(2) if soft_cap is None else soft_cap)
+    slopes = None if alibi_slopes is None else _slopes_on(q.device, tuple(alibi_slopes))
+    sinks = None if sinks is None else sinks.contiguous()
+    cap = 0.0 if soft_cap is None else soft_cap / math.log(2)
+    return Scores(factor, cap, slopes, sinks, k_scale, v_scale, q_scale)
+
+
+@functools.lru_cache(64)
+def _slopes_on(device: torch.device, slopes: tuple[float, ...]) -> Tensor:
+    """Return the slopes [N] in float32 on a device. The copy to a GPU waits, so it is made once, before a capture."""
+    with torch.inference_mode(False):  # an inference tensor could not be used in other modes
+        return slopes_on(device, slopes).float()

@@ -1,0 +1,162 @@
+"""Launch sizes of the attention kernels of grouped-query attention: rows, tiles, warps and pipeline stages."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from reference.interfaces import E4M3, CacheFormat, UnsupportedConfiguration
+
+from ...device import DeviceFacts
+from ...integers import next_power_of_2
+from ..fp8 import NATIVE_CAPABILITY
+from .records import Constants
+
+PADDING_TOKENS = 64  # padding tokens that a program writes
+SMALLEST_DOT = 16  # fewest columns of an operand of `tl.dot`
+FLOAT32_SUM_COLUMNS = 16  # a float32 dot product adds partial sums over 16 columns each (smaller rounding error)
+MOST_SPLIT_ROWS = 64  # a request with more rows per KV head has row blocks like a prefill
+COMPILER_BYTES = 4096  # shared memory that the compiler may need in addition
+
+
+class Shape(NamedTuple):
+    """Launch shape of a program.
+
+    Attributes:
+        rows: rows of the program.
+        tile: keys of a tile.
+        warps: warps of the program.
+        stages: pipeline stages of the tiles.
+    """
+
+    rows: int
+    tile: int
+    warps: int
+    stages: int
+
+
+# Launch shapes, the preferred shape first. If possible, the tiles of SMALL_SHAPES leave shared memory for two programs
+# on an SM: with few rows, the speed of memory limits the kernel, and two programs have more loads in flight.
+SMALL_SHAPES = {
+    16: (Shape(16, 64, 4, 3), Shape(16, 64, 4, 2), Shape(16, 32, 4, 3), Shape(16, 32, 4, 2)),
+    32: (Shape(32, 64, 4, 3), Shape(32, 64, 4, 2), Shape(32, 32, 4, 3), Shape(32, 32, 4, 2)),
+    64: (Shape(64, 64, 4, 3), Shape(64, 64, 4, 2), Shape(64, 32, 4, 2)),
+}
+LARGE_SHAPES = (
+    Shape(128, 64, 8, 3), Shape(128, 64, 8, 2), Shape(64, 64, 4, 2), Shape(64, 32, 4, 2), Shape(32, 32, 4, 2)
+)  # fmt: skip
+SMALLEST_SHAPES = (Shape(16, 32, 4, 1), Shape(16, 16, 4, 1))
+FLOAT32_SHAPES = (Shape(32, 32, 8, 1), Shape(16, 16, 4, 1))  # small: IEEE float32 products need many registers
+INTERPRETER_SHAPES = {16: Shape(16, 32, 1, 1), 32: Shape(32, 32, 1, 1), 64: Shape(32, 32, 1, 1)}
+
+
+class LaunchSizes(NamedTuple):
+    """Properties of a launch that depend on dims, dtypes and device alone.
+
+    Attributes:
+        shape: launch shape.
+        constants: compile-time constants of the kernel.
+        resident: programs that run on the device at the same time.
+        finds_requests: whether the row blocks of all requests are numbered (`row_blocks.find_request`). Otherwise every
+            request has as many row blocks as the longest request.
+    """
+
+    shape: Shape
+    constants: Constants
+    resident: int
+    finds_requests: bool
+
+    @property
+    def options(self) -> dict[str, object]:
+        """Constants and options of the launch, as keyword arguments."""
+        return {"c": self.constants, "num_warps": self.shape.warps, "num_stages": self.shape.stages}
+
+
+@functools.lru_cache(maxsize=1024)
+def launch_sizes(
+    group: int,
+    kv_heads: int,
+    width: int,
+    query_len: int,
+    block_size: int,
+    window: bool,
+    soft_cap: bool,
+    dtype: torch.dtype,
+    cache_format: CacheFormat,
+    q_in_e4m3: bool,
+    facts: DeviceFacts,
+    splits: bool,
+) -> LaunchSizes:
+    """Return the `LaunchSizes` of a call.
+
+    Args:
+        group: query heads of a KV head.
+        kv_heads: Nkv.
+        width: Dh.
+        query_len: upper bound of the query tokens of a request.
+        block_size: tokens of a cache block; 0 for packed keys.
+        window: whether a row may have keys before its first key.
+        soft_cap: whether scores have a soft cap.
+        dtype: dtype of the queries.
+        cache_format: format of the cache.
+        q_in_e4m3: whether the queries are rounded to e4m3 first.
+        facts: properties of the device.
+        splits: whether a schedule or a batch-invariant decode determines the splits. Every request then has as many row
+            blocks as the longest request.
+
+    Raises:
+        UnsupportedConfiguration: no tile fits into the device's shared memory.
+    """
+    e4m3, rows = cache_format.scaled, group * query_len
+    columns = max(SMALLEST_DOT, next_power_of_2(width))
+    half = e4m3 and dtype == torch.bfloat16
+    small = rows <= MOST_SPLIT_ROWS
+    shape = _shape(min(rows, MOST_SPLIT_ROWS) if small or splits else rows, columns, dtype, e4m3, facts)
+    # on Blackwell, the compiler cannot pipeline the instruction of `pinned` around products of 64 rows or more
+    pinned = e4m3 and dtype != torch.float32 and (facts.capability < (10, 0) or shape.rows < 64)
+    constants = Constants(
+        DIM=width, COLUMNS=columns, GROUP=group, KV_HEADS=kv_heads, ROWS=shape.rows, TILE=shape.tile,
+        BLOCK_SIZE=block_size, WINDOW=window, SOFT_CAP=soft_cap, WHOLE_TILES=not (small or splits),
+        SUM_COLUMNS=FLOAT32_SUM_COLUMNS if dtype == torch.float32 else 0, E4M3=e4m3,
+        NATIVE=facts.capability >= NATIVE_CAPABILITY and not facts.interpreted,
+        PINNED=pinned and not facts.interpreted, HALF=half, Q_E4M3=q_in_e4m3,
+    )  # fmt: skip
+    resident = 2 if 2 * _shared_bytes(shape, columns, dtype, e4m3, facts) <= facts.shared else 1
+    return LaunchSizes(shape, constants, resident * facts.processors, not (small or splits))
+
+
+def _shape(rows: int, columns: int, dtype: torch.dtype, e4m3: bool, facts: DeviceFacts) -> Shape:
+    """Return the first launch shape that fits into shared memory, for `rows` rows of a request and a KV head."""
+    least = next(size for size in SMALL_SHAPES if rows <= size or size == MOST_SPLIT_ROWS)
+    if facts.interpreted:
+        return INTERPRETER_SHAPES[least]
+    candidates = [(shape, facts.shared) for shape in (*LARGE_SHAPES, *SMALLEST_SHAPES)]
+    if dtype == torch.float32:
+        candidates = [(shape, facts.shared) for shape in FLOAT32_SHAPES]
+    elif rows <= MOST_SPLIT_ROWS:
+        wanted = SMALL_SHAPES[least]
+        candidates = [(shape, facts.shared // 2) for shape in wanted]
+        candidates += [(shape, facts.shared) for shape in (*wanted, *SMALLEST_SHAPES)]
+    for shape, shared in candidates:
+        if _shared_bytes(shape, columns, dtype, e4m3, facts) <= shared:
+            return shape
+    raise UnsupportedConfiguration(
+        [f"triton: no tile for heads of {columns} columns ({dtype}) fits into {facts.shared} bytes of shared memory"]
+    )
+
+
+def _shared_bytes(shape: Shape, columns: int, dtype: torch.dtype, e4m3: bool, facts: DeviceFacts) -> int:
+    """Return an estimate of the bytes of shared memory of a launch shape.
+
+    It counts the queries and the probabilities, and a tile of keys and a tile of values for each stage. The last stage
+    needs no tiles, unless the GPU multiplies 64 rows directly from shared memory. One tile in e4m3 is in shared memory
+    a second time, in the dtype of the products.
+    """
+    tile = shape.tile * columns
+    direct = facts.capability[0] in (9, 10) and shape.rows >= 64
+    stages = shape.stages if direct else max(1, shape.stages - 1)
+    loaded = 2 * stages * tile * (E4M3 if e4m3 else dtype).itemsize
+    converted = tile * dtype.itemsize * (2 if direct else 1) if e4m3 else 0
+    return loaded + converted + shape.rows * (columns + shape.tile) * dtype.itemsize + COMPILER_BYTES
