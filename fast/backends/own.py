@@ -68,12 +68,11 @@ def _ops_of_all(package: str, dtypes: tuple[torch.dtype, ...]) -> dict[str, OpSu
     )
 
 
-def _gqa_ops(package: str, **declared) -> dict[str, OpSupport]:
+def _gqa_ops(package: str, schedule_programs: str | None = None, **declared) -> dict[str, OpSupport]:
     """Declare the support for `GQA_OPS`: every format of a key/value cache, every feature, and what is given."""
-    return _ops_of(
-        package, GQA_OPS, features=FEATURES, cache_formats=KEY_VALUE_FORMATS, fp8_modes=(CONVERTED, "fp8_query"),
-        **declared,
-    )  # fmt: skip
+    declared |= {"features": FEATURES, "cache_formats": KEY_VALUE_FORMATS, "fp8_modes": (CONVERTED, "fp8_query")}
+    found = _ops_of(package, GQA_OPS, **declared)
+    return found | _ops_of(package, ("gqa_paged_attention",), schedule_programs=schedule_programs, **declared)
 
 
 CPU = Backend(
@@ -89,7 +88,8 @@ TRITON = Backend(
     capability=(8, 0),
     # The kernels of grouped-query attention were compiled for GPUs, but have run in Triton's interpreter only. Their
     # priority is therefore below that of the backend "torch", so that an automatic choice never takes them.
-    ops=_ops_of_all("triton", GPU_DTYPES) | _gqa_ops("triton", dtypes=GPU_DTYPES, priority=-1),
+    ops=_ops_of_all("triton", GPU_DTYPES)
+    | _gqa_ops("triton", "fast.kernels.triton.gqa.sizes:schedule_programs", dtypes=GPU_DTYPES, priority=-1),
     missing_package=missing("triton"),
 )
 HOPPER = Backend(

@@ -65,6 +65,9 @@ class OpSupport:
             gets queries in the dtype of the model; in the mode "fp8_query" it rounds them to e4m3 first.
         features: supported features of grouped-query attention, from `FEATURES`. A kernel without "scales" ignores the
             scales of a cache. It serves only calls that name its backend, and raises if a scale is not 1.
+        schedule_programs: for `gqa_paged_attention`: function, or its dotted path, that returns how many programs a
+            schedule should have. Its arguments are device, dtype of the queries, N, Nkv, Dh, block size, length of the
+            longest query, and cache format. None means that the kernel ignores schedules.
         one_set_of_parameters: whether the backend plans the op once for all layers of a step, so that they must have
             the same window, soft cap, scale and so on. `check_one_set_of_parameters` refuses a model whose layers
             differ.
@@ -91,13 +94,15 @@ class OpSupport:
     family_priorities: Mapping[str, int] = field(default_factory=dict)
     fp8_modes: tuple[str, ...] = (CONVERTED,)
     features: tuple[str, ...] = ()
+    schedule_programs: str | Callable | None = None
     one_set_of_parameters: bool = False
 
     def __post_init__(self):
-        path = isinstance(self.launcher, str) and re.fullmatch(r"[\w.]+:\w+", self.launcher)
-        check(
-            bool(path) or callable(self.launcher), "launcher", 'a function or "package.module:function"', self.launcher
-        )
+        for name in ("launcher", "schedule_programs"):
+            value = getattr(self, name)
+            path = isinstance(value, str) and re.fullmatch(r"[\w.]+:\w+", value)
+            missing = value is None and name != "launcher"
+            check(bool(path) or callable(value) or missing, name, 'a function or "package.module:function"', value)
         for name in ("dtypes", "cache_formats", "masks", "fp8_modes"):
             check_type(name, getattr(self, name), tuple, "a tuple")
         for name in ("out_dtypes", "block_sizes"):

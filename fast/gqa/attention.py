@@ -119,9 +119,9 @@ def gqa_paged_attention(
     )  # fmt: skip
     slopes = None if config.alibi_slopes is None else list(config.alibi_slopes)
     arguments = (
-        q, kv_cache, *plan, metadata.max_query_len, metadata.max_seq_len, config.softmax_scale,
-        config.logits_soft_cap, slopes, sinks, out_dtype, tile_ranges, split_offsets, batch_invariant,
-        list(split_rule.numbers), cache_format.name, *scales, list(metadata.prepared),
+        q, kv_cache, *plan, metadata.max_query_len, metadata.max_seq_len, _most_visible(metadata, config),
+        config.softmax_scale, config.logits_soft_cap, slopes, sinks, out_dtype, tile_ranges, split_offsets,
+        batch_invariant, list(split_rule.numbers), cache_format.name, *scales, list(metadata.prepared),
     )  # fmt: skip
     if out is None:
         return AttentionState(*_PAGED.run(signature, chosen, *arguments))
@@ -131,10 +131,18 @@ def gqa_paged_attention(
     return AttentionState(out, _PAGED_INTO.run(signature, chosen, *arguments, out))
 
 
+def _most_visible(metadata: PagedAttentionMetadata, config: GQAConfig) -> int:
+    """Return an upper bound of the keys that one query token attends; a window or an attention chunk lowers it."""
+    if metadata.first_visible is None:
+        return metadata.max_seq_len
+    bounds = config.sliding_window, config.attention_chunk_size
+    return min(metadata.max_seq_len, *[bound for bound in bounds if bound is not None])
+
+
 def _launch_paged(
     q, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, first_visible, max_query_len, max_seq_len,
-    softmax_scale, soft_cap, alibi_slopes, sinks, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule,
-    cache_format, k_scale, v_scale, q_scale, prepared, backend, *out,
+    max_visible_len, softmax_scale, soft_cap, alibi_slopes, sinks, out_dtype, tile_ranges, split_offsets,
+    batch_invariant, split_rule, cache_format, k_scale, v_scale, q_scale, prepared, backend, *out,
 ):  # fmt: skip
     if q.device.type == "cpu":
         plan = PagedAttentionMetadata(
@@ -152,8 +160,9 @@ def _launch_paged(
     more = {"prepared": tuple(prepared)} if prepared else {}
     state = backends.kernel(backend, "gqa_paged_attention")(
         q, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, first_visible, max_query_len, max_seq_len,
-        softmax_scale, soft_cap, alibi_slopes, sinks, out_dtype, tile_ranges, split_offsets, batch_invariant,
-        invariant_split_rule(*split_rule), format_named(cache_format), k_scale, v_scale, q_scale, *out, **more,
+        max_visible_len, softmax_scale, soft_cap, alibi_slopes, sinks, out_dtype, tile_ranges, split_offsets,
+        batch_invariant, invariant_split_rule(*split_rule), format_named(cache_format), k_scale, v_scale, q_scale,
+        *out, **more,
     )  # fmt: skip
     return _checked(backend, "gqa_paged_attention", state, q, out_dtype, *out)
 
@@ -181,8 +190,9 @@ def _new_lse(q, out_dtype):
 
 _PAGED_SCHEMA = (
     "Tensor q, Tensor kv_cache, Tensor block_table, Tensor seq_lens, Tensor query_start_loc, Tensor visible_lens,"
-    " Tensor? first_visible, SymInt max_query_len, SymInt max_seq_len, float softmax_scale, float? soft_cap,"
-    " float[]? alibi_slopes, Tensor? sinks, ScalarType out_dtype, Tensor? tile_ranges, Tensor? split_offsets,"
+    " Tensor? first_visible, SymInt max_query_len, SymInt max_seq_len, SymInt max_visible_len, float softmax_scale,"
+    " float? soft_cap, float[]? alibi_slopes, Tensor? sinks, ScalarType out_dtype, Tensor? tile_ranges,"
+    " Tensor? split_offsets,"
     " bool batch_invariant, SymInt[] split_rule, str cache_format, Tensor? k_scale, Tensor? v_scale, Tensor? q_scale,"
     " Tensor[] prepared"
 )
@@ -198,8 +208,8 @@ _PAGED = backends.CheckedCalls(torch.ops.mla_twins.gqa_paged_attention, _launch_
 @_gqa_paged_attention.register_fake
 def _(
     q, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, first_visible, max_query_len, max_seq_len,
-    softmax_scale, soft_cap, alibi_slopes, sinks, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule,
-    cache_format, k_scale, v_scale, q_scale, prepared, backend,
+    max_visible_len, softmax_scale, soft_cap, alibi_slopes, sinks, out_dtype, tile_ranges, split_offsets,
+    batch_invariant, split_rule, cache_format, k_scale, v_scale, q_scale, prepared, backend,
 ):  # fmt: skip
     return _new_state(q, out_dtype)
 
@@ -210,14 +220,14 @@ _gqa_paged_attention_out = torch.library.custom_op(
     mutates_args=("out",),
     schema=f"({_PAGED_SCHEMA}, Tensor(a!) out, str backend) -> Tensor",
 )
-_PAGED_INTO = backends.CheckedCalls(torch.ops.mla_twins.gqa_paged_attention_out, _launch_paged_into, mutates=(23,))
+_PAGED_INTO = backends.CheckedCalls(torch.ops.mla_twins.gqa_paged_attention_out, _launch_paged_into, mutates=(24,))
 
 
 @_gqa_paged_attention_out.register_fake
 def _(
     q, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, first_visible, max_query_len, max_seq_len,
-    softmax_scale, soft_cap, alibi_slopes, sinks, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule,
-    cache_format, k_scale, v_scale, q_scale, prepared, out, backend,
+    max_visible_len, softmax_scale, soft_cap, alibi_slopes, sinks, out_dtype, tile_ranges, split_offsets,
+    batch_invariant, split_rule, cache_format, k_scale, v_scale, q_scale, prepared, out, backend,
 ):  # fmt: skip
     return _new_lse(q, out_dtype)
 

@@ -60,6 +60,7 @@ from ..planning.shared_prefix import split_shared_prefix
 from .captured import plan_captured_gqa_decodes
 from .choose_cascade import use_gqa_cascade_attention
 from .metadata import PLANNING_OPS, _plan, _plan_encoder, _Planned, _with_schedule
+from .schedule_programs import OP, ScheduledLayer, schedule_programs
 
 
 class GQAMetadataBuilder:
@@ -78,7 +79,8 @@ class GQAMetadataBuilder:
         num_programs: number of programs of a schedule. `build` makes a schedule only if `choose_schedule` expects that
             the schedule saves time. The value is one of these:
 
-            - None: 1, because no backend of this package has programs for this family yet;
+            - None: the number of programs that the device runs at the same time, for the backend that attends the
+              cache (`backend`, or an automatic choice); 1 if this backend ignores schedules;
             - 0: no decode gets a schedule;
             - a positive int: this number;
             - a function: it takes the length of the longest query in the decode and returns the number.
@@ -101,7 +103,8 @@ class GQAMetadataBuilder:
             the call. Only the number of processors depends on it. `build` and `use_cascade_attention` use the same
             number, also for a batch on another device.
         backend: backend of the ops `compute_visible_lens` and `plan_decode`: a name, a mapping from op to backend name,
-            or None. The environment may bind these ops (`fast.backends.environment`).
+            or None. The environment may bind these ops (`fast.backends.environment`). A name or a mapping may also name
+            the backend of `gqa_paged_attention`, from which the number of programs follows.
 
     Attributes:
         device: device whose processors count in the estimate of a cascade.
@@ -153,8 +156,8 @@ class GQAMetadataBuilder:
         check_type("query_len_support", query_len_support, (QueryLenSupport, type(None)), "a QueryLenSupport or None")
         query_len_support = QueryLenSupport.VARLEN if query_len_support is None else query_len_support
         graph_support = check_graph_support(graph_support, query_len_support)
-        if context_parallel is not None:
-            context_parallel.local_gqa_config(config)  # raises if the ranks cannot share the heads
+        # raises if the ranks cannot share the heads
+        local = config if context_parallel is None else context_parallel.local_gqa_config(config)
         if num_programs is not None and not callable(num_programs):
             check_int("num_programs", num_programs, 0, "an int >= 0, a function or None")
         self.config, self.block_size = config, block_size
@@ -169,6 +172,7 @@ class GQAMetadataBuilder:
         self.backend = bind_with_environment(backend, PLANNING_OPS)
         self.graph_refusals = graph_refusals(config)
         self._graph_support = GraphSupport.NONE if self.graph_refusals else graph_support
+        self._layer = ScheduledLayer(local, self.device, dtype, block_size, cache_format)
         self.reorder_batch_threshold = reorder_batch_threshold(query_len_support, num_speculative_tokens)
         check_decoders_only(config, "num_speculative_tokens", num_speculative_tokens, 0)
 
@@ -233,7 +237,8 @@ class GQAMetadataBuilder:
     def _programs_for(self, query_len: int) -> int:
         """Return the number of programs of a schedule; 0 makes no schedule."""
         if self.num_programs is None:
-            return 1
+            named = None if self.backend is None else self.backend.get(OP)
+            return schedule_programs(self._layer, query_len, named)
         if callable(self.num_programs):
             programs = self.num_programs(query_len)
             check_int("num_programs", programs, 0, "a function that gives at least 0")

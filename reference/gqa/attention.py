@@ -124,7 +124,7 @@ def gqa_paged_attention(
     decoder is `visible_lens[t]` - 1, and the position of a key is its index in the request.
 
     The function reads only the blocks that some query token can see. The other entries of the block table, such as the
-    entries of blocks that a window has left behind, may have any value.
+    entries of freed blocks before a window, may have any value.
 
     Args:
         q: [T, N, Dh], queries; their rope part, if any, is rotated.

@@ -82,7 +82,7 @@ class CommonAttentionMetadata:
         query_start_loc_cpu: [B + 1], copy of `query_start_loc` on the CPU. It may be None if `seq_lens_cpu` is None and
             the step has no prefills.
         block_table: [B, W], block ids of each request. Two kinds of entries may have any value: entries after the last
-            block of a request, and entries of blocks that a window has left behind.
+            block of a request, and entries of freed blocks before a window.
         slot_mapping: [T], cache slot (place in the paged cache) of each token; -1 for a token that is not written to
             the cache. Tokens from index `num_actual_tokens` on are padding and have slot -1.
         max_query_len: upper bound of the query lengths.

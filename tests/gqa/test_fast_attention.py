@@ -346,7 +346,8 @@ def test_invalid_values_on_a_gpu_are_masked():
     def run(plan):
         return launch(
             batch.q, batch.kv_cache, plan.block_table, plan.seq_lens, plan.query_start_loc, plan.visible_lens, None, 2,
-            plan.max_seq_len, 0.1, None, None, None, torch.float64, None, None, False, NEUTRAL_SPLIT_RULE,
+            plan.max_seq_len, plan.max_seq_len, 0.1, None, None, None, torch.float64, None, None, False,
+            NEUTRAL_SPLIT_RULE,
         )  # fmt: skip
 
     right = run(plan)

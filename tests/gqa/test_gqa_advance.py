@@ -2,7 +2,7 @@
 
 `advance_step` turns the batch of a step into the batch of the next step: the sampled token of each request becomes its
 one query token. The window of each request moves with its tokens, and so does its attention chunk. Before each step,
-the blocks that the window or the attention chunk has left behind are freed: their table entries are no blocks
+the blocks that the window or the attention chunk no longer reaches are freed: their table entries are no blocks
 (NO_BLOCKS), and their numbers in the cache are NaN.
 """
 

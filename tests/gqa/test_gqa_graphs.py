@@ -1,7 +1,7 @@
 """Tests of captured plans and of `DecodeGraph` with layers of grouped-query attention.
 
 On a CPU, `DecodeGraph` captures nothing and runs the step eagerly over its buffers. With `--device cuda`, `fast`
-captures and replays CUDA graphs. Blocks that a window or an attention chunk has left behind are freed: their table
+captures and replays CUDA graphs. Blocks that a window or an attention chunk no longer reaches are freed: their table
 entries are no blocks, and no slot of the cache has their keys.
 """
 

@@ -85,7 +85,7 @@ def test_paged_is_contiguous(ops, name, layout):
 def check_masked_softmax(ops, config: GQAConfig, lens=LENS, freed: bool = True):
     """Compare attention over a cache with the oracle; two tokens are behind the last request.
 
-    If `freed` is true, blocks that a window has left behind are freed.
+    If `freed` is true, blocks that a window no longer reaches are freed.
     """
     batch = gqa_batch(config, lens, padding=2 if lens else 0, free_behind_window=freed)
     assert_states64(paged(ops, batch), oracle_batch(batch))

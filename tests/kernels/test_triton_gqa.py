@@ -204,8 +204,8 @@ def test_invalid_values_are_masked(lens, triton):
         changed = replace(plan, **changes)
         given = (
             batch.q, batch.kv_cache, changed.block_table, changed.seq_lens, changed.query_start_loc,
-            changed.visible_lens, None, changed.max_query_len, changed.max_seq_len, 0.1, None, None, None,
-            torch.float32, None, None, False, NEUTRAL_SPLIT_RULE,
+            changed.visible_lens, None, changed.max_query_len, changed.max_seq_len, changed.max_seq_len, 0.1, None,
+            None, None, torch.float32, None, None, False, NEUTRAL_SPLIT_RULE,
         )  # fmt: skip
         (out, lse), (wanted, wanted_lse) = paged.gqa_paged_attention(*given), padded_kernels.gqa_paged_attention(*given)
         torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)

@@ -2,7 +2,7 @@
 
 The oracle is slow and calls no code of the packages. In the caches, every byte that belongs to no token is 0xFF, which
 is NaN in every dtype of a cache. Table entries after a request's last block are no blocks (NO_BLOCKS), and so are the
-entries of blocks that a window or an attention chunk has left behind.
+entries of blocks that a window or an attention chunk no longer reaches.
 
 The letters of shapes: B requests, T query tokens, S keys of a request, Sq query tokens of a request, N heads, Nkv
 key/value heads, Dh head dim.

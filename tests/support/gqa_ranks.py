@@ -51,7 +51,7 @@ def rank_batch(lens, table: Tensor, ranks: ContextParallel | None) -> CommonAtte
 def free_blocks(
     common: CommonAttentionMetadata, kv_cache: Tensor, config: GQAConfig, ownership
 ) -> CommonAttentionMetadata:
-    """Return the batch after the blocks that a window has left behind were freed; their bytes become NaN."""
+    """Return the batch after the blocks that a window no longer reaches were freed; their bytes become NaN."""
     if config.sliding_window is None:
         return common
     table, query_lens = common.block_table.clone(), common.query_start_loc_cpu.diff().tolist()

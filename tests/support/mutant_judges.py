@@ -173,6 +173,7 @@ def gqa_judges(package: str) -> dict[str, Judge]:
         few = "not (values_are_checked_once or (test_a_missing_feature and compute_dtype))"
         judges["backend_choice"] = Judge(("gqa/test_layer_backends",), few)
         judges["checked_plans"] = Judge(("gqa/test_layer_backends",), "values")
+        judges["schedule_programs"] = Judge(("gqa/test_schedule_programs",))
     return {f"{package}/gqa/{module}.py": judge for module, judge in judges.items()}
 
 

@@ -43,8 +43,8 @@ def paged_samples(dtype: torch.dtype, config: GQAConfig, out_dtype: torch.dtype,
     plan, slopes = batch.metadata, config.alibi_slopes
     return (
         batch.q, batch.kv_cache, plan.block_table, plan.seq_lens, plan.query_start_loc, plan.visible_lens,
-        plan.first_visible, 2, 33, 0.3, config.logits_soft_cap, None if slopes is None else list(slopes), batch.sinks,
-        out_dtype, None, None, False, list(SCHEDULE.split_rule.numbers), cache_format.name, batch.k_scale,
+        plan.first_visible, 2, 33, 33, 0.3, config.logits_soft_cap, None if slopes is None else list(slopes),
+        batch.sinks, out_dtype, None, None, False, list(SCHEDULE.split_rule.numbers), cache_format.name, batch.k_scale,
         batch.v_scale, batch.k_scale, [], backend_here(dtype),
     )  # fmt: skip
 
@@ -77,7 +77,7 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
     return {
         "mla_twins::gqa_paged_attention": paged,
         "mla_twins::gqa_paged_attention_out": [
-            (*given[:-1], torch.zeros(given[0].shape, dtype=given[13]), given[-1]) for given in paged
+            (*given[:-1], torch.zeros(given[0].shape, dtype=given[14]), given[-1]) for given in paged
         ],
         "mla_twins::gqa_varlen_attention": packed,
         "mla_twins::gqa_varlen_attention_out": [

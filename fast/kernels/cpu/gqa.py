@@ -74,6 +74,7 @@ def gqa_paged_attention(
     first_visible: Tensor | None,
     max_query_len: int,
     max_seq_len: int,
+    max_visible_len: int,
     softmax_scale: float,
     soft_cap: float | None,
     alibi_slopes: Sequence[float] | None,
@@ -105,6 +106,7 @@ def gqa_paged_attention(
         first_visible: [T], first key of each query token; None means 0.
         max_query_len: not used by this backend.
         max_seq_len: not used by this backend.
+        max_visible_len: not used by this backend.
         softmax_scale: factor of the scores.
         soft_cap: soft cap of the scores, or None.
         alibi_slopes: N slopes, or None.

@@ -82,6 +82,7 @@ def gqa_paged_attention(
     first_visible: Tensor | None,
     max_query_len: int,
     max_seq_len: int,
+    max_visible_len: int,
     softmax_scale: float,
     soft_cap: float | None,
     alibi_slopes: Sequence[float] | None,
@@ -100,8 +101,8 @@ def gqa_paged_attention(
     """Attend the cached keys of each request with its query tokens.
 
     A length is clamped to [0, min(max_seq_len, W * block_size)], and the tokens of a block outside the cache are
-    masked. See `fast.kernels.cpu.gqa.gqa_paged_attention` for the arguments. `tile_ranges`, `split_offsets`,
-    `batch_invariant` and `split_rule` are not used.
+    masked. See `fast.kernels.cpu.gqa.gqa_paged_attention` for the arguments. `max_visible_len`, `tile_ranges`,
+    `split_offsets`, `batch_invariant` and `split_rule` are not used.
 
     Returns:
         out [T, N, Dh] and lse [N, T]. Padding tokens get output 0 and LSE -inf.

@@ -39,7 +39,15 @@ from ..integers import cdiv, next_power_of_2
 from ..schedule_costs import measured_schedule_costs
 from .arguments import DecodeInputs, DecodeSources, DecodeStrides, SourceStrides
 from .decode_fp8_tiles import attend
-from .decode_shapes import E4M3_COLUMNS, RESIDENT, column_blocks, launch_shape, prefetch_shape, stored_constants
+from .decode_shapes import (
+    E4M3_COLUMNS,
+    RESIDENT,
+    best_programs,
+    column_blocks,
+    launch_shape,
+    prefetch_shape,
+    stored_constants,
+)
 from .decode_tiles import LN_2, Cache, Constants, Queries, RowKeys, load_queries
 from .scheduled_decode import launch_scheduled
 
@@ -48,10 +56,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PROGRAM_COST = 256
 ROWS_COMBINED_PER_KEY = 64  # rows of partial outputs that the combine kernel adds in the time to attend one key
 FLOAT32_SUM_COLUMNS = 16  # a float32 dot product adds partial sums over 16 columns each (smaller rounding error)
-# A wave is a set of programs that run on the GPU at the same time. With n waves, the estimated time of a decode is
-# longer by n times this fraction, because programs must start and must write partial outputs.
-WAVE_COST = 0.35
-MOST_WAVES = 4  # a schedule has at most as many programs as run in 4 waves
 
 
 @triton.jit(
@@ -315,8 +319,7 @@ def decode_programs(
     """Return how many programs a schedule should have on this device.
 
     A row block is ROWS rows of a request. For each program of the schedule, the launch starts one Triton program for
-    every row block. The returned number gives the lowest estimated time of a decode: more programs fill the last wave
-    better, but each further wave costs `WAVE_COST`.
+    every row block. The returned number gives the lowest estimated time of a decode (`best_programs`).
     """
     facts = device_facts(device)
     width = _padded(kv_lora_rank, fp8_mode) + _padded(qk_rope_head_dim, fp8_mode)
@@ -329,13 +332,7 @@ def decode_programs(
     )  # fmt: skip
     # programs that run on the GPU at the same time
     resident = (2 if shape["ROWS"] == 16 else 1) * facts.processors
-    row_blocks = cdiv(rows, shape["ROWS"])
-
-    def time(programs: int) -> float:
-        num_waves = cdiv(programs * row_blocks, resident)
-        return num_waves / programs * (1 + WAVE_COST * num_waves)
-
-    return min(range(1, max(1, MOST_WAVES * resident // row_blocks) + 1), key=time)
+    return best_programs(cdiv(rows, shape["ROWS"]), resident)
 
 
 def schedule_costs(

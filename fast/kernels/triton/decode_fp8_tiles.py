@@ -225,9 +225,9 @@ def _attend_stored(
     if scores.shape[0] == 64:  # hides a dependence from the compiler, as `decode_tiles._attend_tile` explains
         step = SoftmaxStep(state.largest, state.largest, state.total, tl.zeros(scores.shape, WEIGHTS))
         if tile >= 0:
-            step = softmax_step(tl.where(seen, scores, float("-inf")), state, WEIGHTS)
+            step = softmax_step(scores, seen, state, WEIGHTS)
     else:
-        step = softmax_step(tl.where(seen, scores, float("-inf")), state, WEIGHTS)
+        step = softmax_step(scores, seen, state, WEIGHTS)
     # 3. sums of weighted latents
     decay, exponent, inverse = step.decay, state.exponent, 1.0
     if IN_UNITS:

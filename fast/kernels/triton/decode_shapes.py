@@ -9,7 +9,7 @@ import torch
 from reference.interfaces import CONVERTED, E4M3, CacheFormat, UnsupportedConfiguration
 
 from ..device import DeviceFacts
-from ..integers import next_power_of_2
+from ..integers import cdiv, next_power_of_2
 from .fp8 import NATIVE_CAPABILITY
 
 LEAST_IN_FOUR_BLOCKS = 64  # smallest padded Lkv for which a latent without scales of its own gets four column blocks
@@ -19,6 +19,28 @@ E4M3_COLUMNS = 32  # smallest number of columns (or keys) in a product of e4m3 n
 # For fewer rows, the assembler converts every operand to float16, each time that the operand is used.
 CONVERTING_GENERATIONS = (9, 10)
 RESIDENT = 2  # programs that run on an SM at the same time, if the kernel prefetches tiles (`prefetch_shape`)
+
+# A wave is a set of programs that run on the GPU at the same time. With n waves, the estimated time of a decode is
+# longer by n times this fraction, because programs must start and must write partial outputs.
+WAVE_COST = 0.35
+MOST_WAVES = 4  # a schedule has at most as many programs as run in 4 waves
+
+
+def best_programs(row_blocks: int, resident: int) -> int:
+    """Return the number of programs of a schedule for which the estimated time of a decode is lowest.
+
+    More programs fill the last wave better, but each further wave costs `WAVE_COST`.
+
+    Args:
+        row_blocks: number of Triton programs that the launch starts for each program of the schedule.
+        resident: number of Triton programs that run on the device at the same time.
+    """
+
+    def time(programs: int) -> float:
+        num_waves = cdiv(programs * row_blocks, resident)
+        return num_waves / programs * (1 + WAVE_COST * num_waves)
+
+    return min(range(1, max(1, MOST_WAVES * resident // row_blocks) + 1), key=time)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -170,11 +170,9 @@ class SoftmaxStep(NamedTuple):
 
 @triton.jit
 @no_type_check  # the tests' type checker skips this kernel, because Triton's interpreter must read its source
-def softmax_step(scores, state, dtype: tl.constexpr):
-    """Return the `SoftmaxStep` of a tile with scores [ROWS, TILE]; `probabilities` are in `dtype`.
-
-    The score of a key that a row does not attend is -inf.
-    """
+def softmax_step(scores, seen, state, dtype: tl.constexpr):
+    """Return the `SoftmaxStep` of a tile with scores [ROWS, TILE] and mask `seen`; `probabilities` are in `dtype`."""
+    scores = tl.where(seen, scores, float("-inf"))
     largest = tl.maximum(state.largest, tl.max(scores, 1))
     shift = tl.where(largest == float("-inf"), 0.0, largest)  # no key so far: -inf - (-inf) would be NaN
     weights = tl.exp2(scores - shift[:, None])
@@ -274,9 +272,9 @@ def _attend_tile(state, queries, row_keys, tile, cache, scale_log2, c, PARTIAL: 
         # below hides the dependence from the compiler. Its condition is always true.
         step = SoftmaxStep(state.largest, state.largest, state.total, tl.zeros(scores.shape, latent.dtype))
         if tile >= 0:
-            step = softmax_step(tl.where(seen, scores, float("-inf")), state, latent.dtype)
+            step = softmax_step(scores, seen, state, latent.dtype)
     else:
-        step = softmax_step(tl.where(seen, scores, float("-inf")), state, latent.dtype)
+        step = softmax_step(scores, seen, state, latent.dtype)
     weighted = state.weighted * step.decay[:, None]
     weighted = tl.dot(step.probabilities, latent, acc=weighted, input_precision="ieee")
     return RowState(step.largest, step.total, weighted)

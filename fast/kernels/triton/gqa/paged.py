@@ -123,6 +123,7 @@ def gqa_paged_attention(
     first_visible: Tensor | None,
     max_query_len: int,
     max_seq_len: int,
+    max_visible_len: int,
     softmax_scale: float,
     soft_cap: float | None,
     alibi_slopes: Sequence[float] | None,
@@ -141,9 +142,10 @@ def gqa_paged_attention(
     """Attend the cached keys of each request with its query tokens.
 
     A length is clamped to [0, min(max_seq_len, W * block_size)], and the tokens of a block outside the cache are
-    masked. `max_query_len` determines the number of programs, and `max_seq_len` the number of splits. A schedule
-    (`tile_ranges` and `split_offsets`) replaces these splits. If `batch_invariant` is True, the splits of each request
-    depend on its length alone (`split_rule`). See `fast.kernels.cpu.gqa.gqa_paged_attention` for the other arguments.
+    masked. `max_query_len` determines the number of programs. `max_visible_len`, an upper bound of the keys that one
+    query token attends, determines the number of splits. A schedule (`tile_ranges` and `split_offsets`) replaces these
+    splits. If `batch_invariant` is True, the splits of each request depend on its length alone (`split_rule`). See
+    `fast.kernels.cpu.gqa.gqa_paged_attention` for the other arguments.
 
     Returns:
         out [T, N, Dh] and lse [N, T]. Padding tokens get output 0 and LSE -inf.
@@ -174,7 +176,9 @@ def gqa_paged_attention(
     num_splits = 1
     if not scheduled:
         programs = row_blocks * kv_heads * (1 if sizes.finds_requests else block_table.shape[0])
-        num_splits = _num_splits(programs, tokens * heads, whole_tiles(max_keys), sizes.resident)
+        # the tokens of a row block attend at most this number of keys
+        keys = min(max_keys, max_visible_len + sizes.shape.rows // group)
+        num_splits = _num_splits(programs, tokens * heads, whole_tiles(keys), sizes.resident)
     written = out
     if (scheduled or num_splits > 1) and not out.is_contiguous():  # the combine kernel needs a contiguous tensor
         written = torch.empty(q.shape, dtype=out_dtype, device=q.device)

@@ -9,8 +9,9 @@ import torch
 
 from reference.interfaces import E4M3, CacheFormat, UnsupportedConfiguration
 
-from ...device import DeviceFacts
-from ...integers import next_power_of_2
+from ...device import DeviceFacts, device_facts
+from ...integers import cdiv, next_power_of_2
+from ..decode_shapes import best_programs
 from ..fp8 import NATIVE_CAPABILITY
 from .records import Constants
 
@@ -125,6 +126,28 @@ def launch_sizes(
     )  # fmt: skip
     resident = 2 if 2 * _shared_bytes(shape, columns, dtype, e4m3, facts) <= facts.shared else 1
     return LaunchSizes(shape, constants, resident * facts.processors, not (small or splits))
+
+
+def schedule_programs(
+    device: torch.device,
+    dtype: torch.dtype,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    query_len: int,
+    cache_format: CacheFormat,
+) -> int:
+    """Return how many programs a schedule should have on a device.
+
+    For each program of the schedule, the launch starts one Triton program for every row block of every KV head.
+    """
+    group = num_heads // num_kv_heads
+    sizes = launch_sizes(
+        group, num_kv_heads, head_dim, query_len, block_size, False, False, dtype, cache_format, False,
+        device_facts(device), True,
+    )  # fmt: skip
+    return best_programs(cdiv(group * query_len, sizes.shape.rows) * num_kv_heads, sizes.resident)
 
 
 def _shape(rows: int, columns: int, dtype: torch.dtype, e4m3: bool, facts: DeviceFacts) -> Shape:

@@ -169,12 +169,12 @@ def _attend_tile(state, queries, rows, source, tile, scores, strides, c, MASKED:
         step = SoftmaxStep(largest, decay, state.total * decay + tl.sum(weights, 1), weights.to(dtype))
     else:
         finished = _finish_scores(dots, queries, rows, tile_keys, scores, c)
+        seen = tile_keys.held[None, :]
         if MASKED:
-            seen = tile_keys.held[None, :] & (tile_keys.keys[None, :] < rows.end)
+            seen = seen & (tile_keys.keys[None, :] < rows.end)
             if c.WINDOW:
                 seen = seen & (tile_keys.keys[None, :] >= rows.first)
-            finished = tl.where(seen, finished, float("-inf"))
-        step = softmax_step(finished, state, dtype)
+        step = softmax_step(finished, seen, state, dtype)
     values = _load_tile(
         source.v, tile_keys, strides.v_block, strides.v_token, strides.v_column, dtype, c, MASKED
     )  # fmt: skip

@@ -1,0 +1,68 @@
+"""Number of programs of a schedule, which depends on the device and on the backend that attends the cache."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from reference.interfaces import CacheFormat, QueryLenSupport, UnsupportedConfiguration
+from reference.interfaces.gqa import GQAConfig
+
+from ..backends import imported, on_change, paged_attention_request, select, support_of
+
+OP = "gqa_paged_attention"
+
+
+class ScheduledLayer(NamedTuple):
+    """Properties of the layers of a builder from which the number of programs follows.
+
+    Attributes:
+        config: config of the layers; the config of a rank under context parallelism.
+        device: device of the batches.
+        dtype: dtype of the queries.
+        block_size: tokens per block.
+        cache_format: format of the cache.
+    """
+
+    config: GQAConfig
+    device: torch.device
+    dtype: torch.dtype
+    block_size: int
+    cache_format: CacheFormat
+
+
+@functools.lru_cache(maxsize=1024)
+def schedule_programs(layer: ScheduledLayer, query_len: int, named: str | None) -> int:
+    """Return how many programs a schedule should have; 1 for a backend that ignores schedules.
+
+    Args:
+        layer: properties of the layers.
+        query_len: length of the longest query in the decode.
+        named: name of the backend that attends the cache; None for an automatic choice.
+
+    Raises:
+        UnsupportedConfiguration: the named backend cannot attend such a cache.
+    """
+    config = layer.config
+    request = paged_attention_request(
+        config, layer.device, layer.dtype, layer.block_size, QueryLenSupport.VARLEN, layer.cache_format
+    )
+    try:
+        chosen = select(request, named).name
+    except UnsupportedConfiguration:
+        if named is not None:
+            raise
+        return 1
+    function = support_of(chosen, OP).schedule_programs
+    if function is None:
+        return 1
+    function = imported(function) if isinstance(function, str) else function
+    return function(
+        layer.device, layer.dtype, config.num_heads, config.num_kv_heads, config.head_dim, layer.block_size, query_len,
+        layer.cache_format,
+    )  # fmt: skip
+
+
+on_change(schedule_programs.cache_clear)
