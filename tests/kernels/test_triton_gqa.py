@@ -36,6 +36,8 @@ if ON_GPU or INTERPRETED:
 
 FORMATS = (COMPUTE_FORMAT, FP8_E4M3)
 DTYPES = (torch.float32, torch.float16) + (torch.bfloat16,) * ON_GPU
+SHORT = LENS if ON_GPU else ((1, 1), (1, 37), (0, 20), (1, 0), (2, 17), (17, 53), (1, 31))
+FEW = LENS if ON_GPU else ((1, 37), (2, 17), (0, 5), (1, 0), (1, 1), (4, 31))
 LONG = ((1, 100), (25, 90), (1, 33), (40, 40), (0, 5), (1, 0))  # several tiles of keys, and several blocks of rows
 ALL = CONFIGS["all of them"]
 
@@ -82,7 +84,7 @@ def test_features(number, name, triton):
         pytest.skip("the interpreter needs long for many heads")
     pairs = list(itertools.product(DTYPES, FORMATS))
     for dtype, cache_format in pairs if ON_GPU else pairs[number % len(pairs) :][:1]:
-        batch = gqa_batch(CONFIGS[name], LENS, dtype=dtype, cache_format=cache_format, padding=2)
+        batch = gqa_batch(CONFIGS[name], SHORT, dtype=dtype, cache_format=cache_format, padding=2)
         check_parity(batch, backend=triton)
 
 
@@ -91,8 +93,9 @@ def test_features(number, name, triton):
 @pytest.mark.parametrize("heads, kv_heads", [(8, 8), (3, 1), (28, 4), (71, 1)] if ON_GPU else [(3, 1), (14, 2)])
 def test_dims(heads, kv_heads, head_dim, triton):
     """Attend with groups of any size, head dims that are padded, and block sizes above and below a tile."""
-    for block_size, layout in ((16, "HND"), (64, "NHD"), (48, "HND")):
-        lens = ((1, 40), (3, 70), (2, 2))
+    layouts = (16, "HND"), (64, "NHD"), (48, "HND")
+    for block_size, layout in layouts if ON_GPU else layouts[(heads + head_dim // 16) % 3 :][:1]:
+        lens = ((1, 40), (3, 70))
         batch = gqa_batch(GQAConfig(heads, kv_heads, head_dim), lens, block_size, torch.float16, layout)
         check_parity(batch, backend=triton)
 
@@ -110,7 +113,7 @@ def test_long_prefills(number, name, triton):
 
 
 @runs
-@pytest.mark.parametrize("splits, config, lens", [(2, ALL, LONG), (9, ALL, LENS), (3, GROUPED, LENS)])
+@pytest.mark.parametrize("splits, config, lens", [(2, ALL, LONG if ON_GPU else FEW), (9, ALL, FEW), (3, GROUPED, FEW)])
 def test_splits(splits, config, lens, triton, monkeypatch):
     """Divide requests into splits, some of which have no keys -> within the budgets; padding tokens stay 0."""
     monkeypatch.setattr(paged, "_num_splits", lambda *_: splits)
@@ -119,11 +122,11 @@ def test_splits(splits, config, lens, triton, monkeypatch):
 
 @runs
 @pytest.mark.parametrize("config", [MQA, ALL], ids=["multi-query", "all of them"])
-@pytest.mark.parametrize("programs", [1, 3, 8])
+@pytest.mark.parametrize("programs", [1, 3, 8] if ON_GPU else [3, 8])
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_schedules(batch_invariant, programs, config, triton):
     """Follow a schedule of few and many programs -> within the budgets, also for requests without keys."""
-    batch = gqa_batch(config, ((1, 300), (2, 67), (1, 1), (1, 0), (0, 9), (3, 200)), 16, torch.float16, padding=2)
+    batch = gqa_batch(config, ((1, 300), (2, 67), (1, 0), (0, 9), (3, 150)), 16, torch.float16, padding=2)
     check_parity(batch, schedule=schedule_for(batch, programs, batch_invariant), backend=triton)
 
 
@@ -155,7 +158,7 @@ def test_batch_invariance(name, programs, triton):
 def test_queries_in_e4m3(triton):
     """Round the queries to e4m3 first -> within the budgets of the reference with the same scale."""
     for dtype in (*DTYPES, torch.bfloat16):
-        batch = gqa_batch(SINKS_AND_CAP, LENS, dtype=dtype, cache_format=FP8_E4M3)
+        batch = gqa_batch(SINKS_AND_CAP, FEW, dtype=dtype, cache_format=FP8_E4M3)
         check_parity(batch, q_scale=torch.tensor(0.013), backend=triton)
 
 
@@ -173,11 +176,11 @@ def test_bfloat16_queries_over_e4m3(size, triton):
 def test_nan_stays_in_its_request(splits, triton, monkeypatch):
     """Make all keys and values of one request NaN -> the other requests keep their bits."""
     monkeypatch.setattr(paged, "_num_splits", lambda *_: splits)
-    batch = gqa_batch(ALL, LENS, 16, torch.float32, padding=1)
+    batch = gqa_batch(ALL, FEW, 16, torch.float32, padding=1)
     starts = batch.metadata.query_start_loc.tolist()
     before = attend(fast, batch, backend=triton)
     assert before.out.isfinite().all()
-    for request in (2, 7):
+    for request in (2, 7) if ON_GPU else (1, 5):
         cache = batch.kv_cache.clone()
         cache[:, sorted({slot // 16 for slot in batch.slots[request] if slot >= 0})] = torch.nan
         state = attend(fast, replace(batch, kv_cache=cache), backend=triton)
@@ -219,7 +222,7 @@ def test_invalid_values_are_masked(lens, triton):
 def test_out(splits, triton, monkeypatch):
     """Attend into a tensor with any strides -> the same bits, and the tensor itself is returned."""
     monkeypatch.setattr(paged, "_num_splits", lambda *_: splits)
-    batch = gqa_batch(SINKS_AND_CAP, LENS, dtype=torch.float32, padding=2)
+    batch = gqa_batch(SINKS_AND_CAP, FEW, dtype=torch.float32, padding=2)
     wanted = attend(fast, batch, backend=triton)
     for out in (torch.empty_like(batch.q), torch.empty(6, len(batch.q), 160)[..., ::2].transpose(0, 1)):
         state = attend(fast, batch, out=out, backend=triton)
@@ -252,6 +255,8 @@ def test_packed(number, name, triton):
         gold, low = reference.gqa_varlen_attention(*doubled(arguments)), reference.gqa_varlen_attention(*arguments)
         found = fast.gqa_varlen_attention(*arguments, backend=triton)
         verdict("gqa_varlen_attention", found, low, gold)
+        if number % 5 and INTERPRETED:
+            continue
         out = torch.empty(found.out.shape[1], found.out.shape[0], found.out.shape[2], dtype=dtype).transpose(0, 1)
         assert_same_bits(fast.gqa_varlen_attention(*arguments, out=out, backend=triton).out, found.out)
 
@@ -263,5 +268,5 @@ def test_packed(number, name, triton):
 def test_writes(dtype, layout, cache_format, triton):
     """Write tokens, some of them with slot -1 -> the bits of the reference."""
     for config, block_size in ((GROUPED, 16), (WIDE, 48)):
-        batch = gqa_batch(config, LENS, block_size, dtype, layout, cache_format, padding=3, new_tokens=False)
+        batch = gqa_batch(config, FEW, block_size, dtype, layout, cache_format, padding=3, new_tokens=False)
         assert_same_bits(written(fast, batch, backend=triton), written(reference, batch))

@@ -50,7 +50,7 @@ LARGE_SHAPES = (
 )  # fmt: skip
 SMALLEST_SHAPES = (Shape(16, 32, 4, 1), Shape(16, 16, 4, 1))
 FLOAT32_SHAPES = (Shape(32, 32, 8, 1), Shape(16, 16, 4, 1))  # small: IEEE float32 products need many registers
-INTERPRETER_SHAPES = {16: Shape(16, 32, 1, 1), 32: Shape(32, 32, 1, 1), 64: Shape(32, 32, 1, 1)}
+INTERPRETER_SHAPES = {16: Shape(16, 32, 1, 1), 32: Shape(32, 32, 1, 1), 64: Shape(64, 32, 1, 1)}
 
 
 class LaunchSizes(NamedTuple):
