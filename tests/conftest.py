@@ -18,7 +18,9 @@ if (WORKERS := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // WORKERS)))
 
-if importlib.util.find_spec("beartype") is not None:
+# The hook needs about 15 s in each process. The runs in Triton's interpreter test kernels, and other tests run the code
+# around the kernels too, so that these runs do without the hook.
+if importlib.util.find_spec("beartype") is not None and os.environ.get("TRITON_INTERPRET") != "1":
     from jaxtyping import install_import_hook
 
     install_import_hook(["reference", "fast"], "beartype.beartype")  # must precede the first import of either package
@@ -119,7 +121,11 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(autouse=True)
 def default_device(request):
     """Create tensors on the device of `--device` by default, so that the kernels of this device serve the test."""
-    with torch.device(request.config.getoption("--device")):
+    device = request.config.getoption("--device")
+    if device == "cpu":  # the context would add several us to every call of torch, and a CPU is the default device
+        yield
+        return
+    with torch.device(device):
         yield
 
 
