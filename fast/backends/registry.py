@@ -59,6 +59,7 @@ class OpSupport:
         reads: for an op that writes a message for other ranks: name of the op that reads the message. The backend must
             declare this reading op too. None for all other ops.
         priority: priority for this op; None for the priority of the backend.
+        only_named: whether the backend serves this op only for calls that name the backend (`Backend.only_named`).
         family_priorities: mapping from a family of devices to the priority for this op on such a device, in place of
             `priority`. A family is "9.x" for all GPUs of compute capability 9, and so on.
         fp8_modes: supported modes of a decode over a cache in e4m3, from `FP8_MODES`. An op of grouped-query attention
@@ -91,6 +92,7 @@ class OpSupport:
     needs_words: bool = False
     reads: str | None = None
     priority: int | None = None
+    only_named: bool = False
     family_priorities: Mapping[str, int] = field(default_factory=dict)
     fp8_modes: tuple[str, ...] = (CONVERTED,)
     features: tuple[str, ...] = ()
@@ -116,7 +118,7 @@ class OpSupport:
         check(set(self.masks) <= set(MASKS), "masks", f"some of {', '.join(MASKS)}", self.masks)
         check_flag("batch_invariant", self.batch_invariant)
         for name in ("lse", "needs_words", "same_out_dtype", "whole_keys", "narrow_values", "mixes_nan",
-                     "one_set_of_parameters"):  # fmt: skip
+                     "one_set_of_parameters", "only_named"):  # fmt: skip
             check_flag(name, getattr(self, name))
         check_type("query_lens", self.query_lens, QueryLenSupport)
         check_type("graph", self.graph, GraphSupport)
@@ -224,6 +226,10 @@ class Backend:
             path = isinstance(given, str) and re.fullmatch(r"[\w.]+:\w+", given)
             check(given is None or bool(path) or callable(given), name, f'None, a {what.lower()} or "package.module:'
                   f'{what}"', given)  # fmt: skip
+
+    def is_only_named(self, op: str) -> bool:
+        """Return whether the backend serves an op only for calls that name it."""
+        return self.only_named or (op in self.ops and self.ops[op].only_named)
 
     def priority_of(self, op: str, family: str | None = None) -> int:
         """Return the priority for an op: of the family of devices, else of the op, else of the backend.
@@ -368,7 +374,7 @@ def family_of(device: torch.device) -> str | None:
 
 def by_priority(op: str, device: torch.device) -> tuple[Backend, ...]:
     """Return the backends that may be chosen automatically, the largest priority for the op and the device first."""
-    candidates = [candidate for candidate in registered() if not candidate.only_named]
+    candidates = [candidate for candidate in registered() if not candidate.is_only_named(op)]
     family = None
     if any(op in each.ops and each.ops[op].family_priorities for each in candidates):
         family = family_of(device)

@@ -135,8 +135,8 @@ def _most_visible(metadata: PagedAttentionMetadata, config: GQAConfig) -> int:
     """Return an upper bound of the keys that one query token attends; a window or an attention chunk lowers it."""
     if metadata.first_visible is None:
         return metadata.max_seq_len
-    bounds = config.sliding_window, config.attention_chunk_size
-    return min(metadata.max_seq_len, *[bound for bound in bounds if bound is not None])
+    bounds = metadata.max_seq_len, config.sliding_window, config.attention_chunk_size
+    return min(bound for bound in bounds if bound is not None)
 
 
 def _launch_paged(

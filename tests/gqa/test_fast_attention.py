@@ -441,7 +441,7 @@ def test_the_host_never_waits():
     plan, c = batch.metadata, batch.config
     given = (
         batch.q, batch.kv_cache, plan.block_table, plan.seq_lens, plan.query_start_loc, plan.visible_lens,
-        plan.first_visible, 17, 53, 0.1, c.logits_soft_cap, None, batch.sinks, torch.float32, None, None, False,
+        plan.first_visible, 17, 53, 53, 0.1, c.logits_soft_cap, None, batch.sinks, torch.float32, None, None, False,
         NEUTRAL_SPLIT_RULE,
         FP8_E4M3, batch.k_scale, batch.v_scale, batch.k_scale,
     )  # fmt: skip
@@ -490,8 +490,10 @@ def test_devices(monkeypatch):
         ops = ("gqa_paged_attention", "gqa_varlen_attention", "reshape_and_cache")
         assert found == {f"{op}: {name}, chosen by priority" for op in ops}
         assert not [line for line in said if ": none" in line]
+    invariant = replace(requests[0], batch_invariant=True)
     with pytest.raises(UnsupportedConfiguration, match="torch: is not batch-invariant"):
-        backends.select(replace(requests[0], batch_invariant=True))
+        backends.select(invariant)
+    assert backends.select(invariant, "triton").name == "triton"  # serves only calls that name it
 
 
 @pytest.mark.parametrize("feature, config", [

@@ -56,7 +56,9 @@ def triton():
         yield "triton"
     else:
         ops = {
-            op: replace(support, priority=None) for op, support in TRITON.ops.items() if "gqa" in op or "reshape" in op
+            op: replace(support, only_named=False)
+            for op, support in TRITON.ops.items()
+            if "gqa" in op or "reshape" in op
         }
         with registered(Backend("interpreted", -1, "cpu", ops)):
             yield "interpreted"

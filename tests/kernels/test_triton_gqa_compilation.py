@@ -64,7 +64,11 @@ def built(chip: str, kind: str, name: str, stored: str, dtype: torch.dtype = tor
     scales = [torch.ones(())] * 2 if cache_format.scaled else [None, None]
     ranges = (integers(*[0] * 15).view(3, 5), starts) if kind == "schedule" else (None, None)
     with pytest.MonkeyPatch.context() as patch:
-        for module, kernel in ((paged, "_paged_kernel"), (scheduled, "_scheduled_kernel"), (packed, "_packed_kernel")):
+        for module, kernel in (
+            (paged, "_gqa_paged_kernel"),
+            (scheduled, "_gqa_scheduled_kernel"),
+            (packed, "_gqa_packed_kernel"),
+        ):
             patch.setattr(module, kernel, Recorded(getattr(module, kernel), launches))
         for module in (paged, packed):
             patch.setattr(module, "device_facts", lambda _: DeviceFacts(132, capability, shared))

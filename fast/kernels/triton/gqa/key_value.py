@@ -47,7 +47,7 @@ def reshape_and_cache(
     heads = min(next_power_of_2(kv_heads), max(1, ELEMENTS // columns))
     with device_of(kv_cache):
         launch(
-            _write_kernel, (tokens, 2),
+            _key_value_write_kernel, (tokens, 2),
             key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale, num_blocks, *key.stride(), *value.stride(),
             *k_cache.stride(), slot_mapping.stride(0), KV_HEADS=kv_heads, DIM=width, COLUMNS=columns, HEADS=heads,
             BLOCK_SIZE=block_size, E4M3=cache_format.scaled, NATIVE=converts_natively(kv_cache.device), num_warps=4,
@@ -59,7 +59,7 @@ def reshape_and_cache(
     do_not_specialize_on_alignment=["slot_mapping", "k_scale", "v_scale"],
 )  # fmt: skip
 @no_type_check  # otherwise the tests' type checker wraps the kernel, and Triton's interpreter finds no module globals
-def _write_kernel(
+def _key_value_write_kernel(
     key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale, num_blocks,
     key_token_stride, key_head_stride, key_column_stride, value_token_stride, value_head_stride, value_column_stride,
     block_stride, entry_stride, head_stride, column_stride, slot_stride,

@@ -69,7 +69,7 @@ def _packed_keys(rows, query_start, query_len, key_len, most_queries, most_keys,
     do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "slopes", "sinks"],
 )  # fmt: skip
 @no_type_check
-def _packed_kernel(
+def _gqa_packed_kernel(
     q, k, v, cu_seqlens_q, cu_seqlens_k, factor, cap, slopes, sinks, k_scale, v_scale, q_scale, out, lse,
     num_tokens, num_keys, num_requests, most_queries, most_keys, row_blocks, num_programs, strides,
     PADDING_TOKENS: tl.constexpr, mask: tl.constexpr, c: tl.constexpr,
@@ -151,7 +151,7 @@ def gqa_varlen_attention(
     strides = Strides(*q.stride(), 0, *k.stride(), 0, *v.stride(), *out.stride())
     with device_of(q):
         launch(
-            _packed_kernel, (programs + cdiv(tokens, PADDING_TOKENS),),
+            _gqa_packed_kernel, (programs + cdiv(tokens, PADDING_TOKENS),),
             q, k, v, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(),
             *scores_of(q, softmax_scale, soft_cap, alibi_slopes, sinks), out, lse, tokens, keys, requests,
             max_seqlen_q, max_seqlen_k, row_blocks, programs, strides, PADDING_TOKENS=PADDING_TOKENS, mask=mask,

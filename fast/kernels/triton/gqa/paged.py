@@ -56,7 +56,7 @@ ROWS_COMBINED_PER_KEY = 64  # rows of partial outputs that the combine kernel ad
     ],
 )  # fmt: skip
 @no_type_check
-def _paged_kernel(
+def _gqa_paged_kernel(
     q, k_cache, v_cache, block_table, seq_lens, query_start_loc, visible_lens, first_visible,
     factor, cap, slopes, sinks, k_scale, v_scale, q_scale, out, lse, partial_out, partial_lse,
     num_tokens, num_requests, num_blocks, max_query_len, max_keys, num_splits, row_blocks, num_programs,
@@ -209,7 +209,7 @@ def _launch(
     Args:
         call: tensors, scores and strides.
         sizes: launch sizes.
-        row_blocks: number of row blocks of all requests, or of each request (`_paged_kernel`).
+        row_blocks: number of row blocks of all requests, or of each request (`_gqa_paged_kernel`).
         num_splits: number of splits of each request.
         max_query_len: upper bound of the query tokens of a request.
         max_keys: upper bound of the keys of a request.
@@ -228,7 +228,7 @@ def _launch(
     padding_programs = cdiv(tokens, PADDING_TOKENS) if num_splits == 1 else 0
     with device_of(call.q):
         launch(
-            _paged_kernel, (programs + padding_programs,),
+            _gqa_paged_kernel, (programs + padding_programs,),
             *call.tensors, *call.scores, call.out, call.lse, partial_out, partial_lse, tokens, requests,
             call.k_cache.shape[0], max_query_len, max_keys, num_splits, row_blocks, programs, call.strides,
             *call.block_table.stride(), FIND_REQUEST=sizes.finds_requests, SPLIT=num_splits > 1,

@@ -85,7 +85,7 @@ def _scheduled_range(tile_ranges, program, num_requests):
     ],
 )  # fmt: skip
 @no_type_check
-def _scheduled_kernel(
+def _gqa_scheduled_kernel(
     q, k_cache, v_cache, block_table, seq_lens, query_start_loc, visible_lens, first_visible,
     factor, cap, slopes, sinks, k_scale, v_scale, q_scale, out, lse, partial_out, partial_lse, tile_ranges,
     split_offsets, num_tokens, num_requests, num_blocks, max_query_len, max_keys, row_blocks, request_rows,
@@ -240,7 +240,7 @@ def launch_scheduled(
     programs = ranges * row_blocks * kv_heads
     with device_of(call.q):
         launch(
-            _scheduled_kernel, (programs + cdiv(tokens, PADDING_TOKENS),),
+            _gqa_scheduled_kernel, (programs + cdiv(tokens, PADDING_TOKENS),),
             *call.tensors, *call.scores, call.out, call.lse, partial_out, partial_lse, tile_ranges, split_offsets,
             tokens, requests, call.k_cache.shape[0], max_query_len, max_keys, row_blocks, request_rows, num_partials,
             programs, programs_per_request, *split_rule.numbers, call.strides, *call.block_table.stride(),
