@@ -18,8 +18,8 @@ if (WORKERS := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // WORKERS)))
 
-# The hook needs about 15 s in each process. The runs in Triton's interpreter test kernels, and other tests run the code
-# around the kernels too, so that these runs do without the hook.
+# The hook needs about 15 s in each process. Runs in Triton's interpreter do without it: other tests run the code around
+# the kernels with the hook.
 if importlib.util.find_spec("beartype") is not None and os.environ.get("TRITON_INTERPRET") != "1":
     from jaxtyping import install_import_hook
 

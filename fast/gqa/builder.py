@@ -79,8 +79,8 @@ class GQAMetadataBuilder:
         num_programs: number of programs of a schedule. `build` makes a schedule only if `choose_schedule` expects that
             the schedule saves time. The value is one of these:
 
-            - None: the number of programs that the device runs at the same time, for the backend that attends the
-              cache (`backend`, or an automatic choice); 1 if this backend ignores schedules;
+            - None: the number that the backend which attends the cache declares for the device
+              (`OpSupport.schedule_programs`); 1 if this backend ignores schedules;
             - 0: no decode gets a schedule;
             - a positive int: this number;
             - a function: it takes the length of the longest query in the decode and returns the number.

@@ -6,6 +6,7 @@ A tile is consecutive keys. The query heads that share a KV head are a group. Sc
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -123,3 +124,10 @@ def visible_range(
 def slopes_on(device: torch.device, slopes: Sequence[float] | None) -> Tensor | None:
     """Return ALiBi slopes as a float64 tensor [N] on a device; None stays None."""
     return None if slopes is None else torch.tensor(list(slopes), dtype=torch.float64, device=device)
+
+
+@functools.lru_cache(64)
+def kept_slopes(device: torch.device, slopes: tuple[float, ...], dtype: torch.dtype = torch.float64) -> Tensor:
+    """Return ALiBi slopes [N] on a device, and keep them: the copy to a GPU waits, so a capture must not repeat it."""
+    with torch.inference_mode(False):  # an inference tensor could not be used in other modes
+        return slopes_on(device, slopes).to(dtype)

@@ -20,7 +20,7 @@ def enables(value: object) -> bool:
 
 
 def is_given(value: object) -> bool:
-    """Return whether a field has a value: as `enables`, but the number 0 is a value, which the caller may refuse."""
+    """Return what `enables` returns, but True for the number 0, which the caller then refuses."""
     return enables(value) or (isinstance(value, int | float) and not isinstance(value, bool))
 
 

@@ -140,9 +140,9 @@ def test_batch_invariance(name, programs, triton):
     lens = ((1, 300), (2, 67), (1, 1)) if INTERPRETED else ((1, 300), (2, 67), (1, 1), (1, 150), (3, 200))
     features = {"all of them": dict(sliding_window=150, attention_sinks=True, logits_soft_cap=1.1)}.get(name, {})
     batch = gqa_batch(replace(MHA, **features), lens, 16, torch.float16)
-    rule = replace(NEUTRAL_SPLIT_RULE, small_tiles=2, large_tiles=2)
-    schedule = replace(schedule_for(batch, programs, True), split_rule=rule) if programs == 0 else None
-    schedule = schedule_for(batch, programs, True) if schedule is None else schedule
+    schedule = schedule_for(batch, programs, True)
+    if programs == 0:
+        schedule = replace(schedule, split_rule=replace(NEUTRAL_SPLIT_RULE, small_tiles=2, large_tiles=2))
     whole, starts = attend(fast, batch, schedule=schedule, backend=triton), batch.metadata.query_start_loc.tolist()
     for request in range(len(lens)):
         rows = slice(starts[request], starts[request + 1])
@@ -197,24 +197,29 @@ def test_nan_stays_in_its_request(splits, triton, monkeypatch):
 @pytest.mark.parametrize("lens", [((1, 33), (2, 20)), ((40, 130), (1, 20))], ids=["decodes", "a prefill"])
 def test_invalid_values_are_masked(lens, triton):
     """Attend with invalid blocks, lengths and offsets -> the states of the backend "torch", which masks these keys."""
+
+    def launch(arguments):
+        return padded_kernels.gqa_paged_attention(*arguments)
+
     batch = gqa_batch(MQA, lens, 16, torch.float32)
     batch = replace(batch, kv_cache=batch.kv_cache.nan_to_num())  # longer lengths attend memory without tokens
     plan = batch.metadata
     table = plan.block_table.clone()
     table[0, 1], table[1, 1] = 2**31 - 1, -7
     long = dict(seq_lens=plan.seq_lens + 10**6, visible_lens=plan.visible_lens + 10**6, max_seq_len=10**9)
-    wide = plan.block_table.clone()
-    wide[:, 3:] = 2**30
-    for changes in (dict(block_table=table), dict(block_table=wide, **long), dict(seq_lens=plan.seq_lens * 0 - 3)):
+    beyond = plan.block_table.clone()
+    beyond[:, 3:] = 2**30
+    for changes in (dict(block_table=table), dict(block_table=beyond, **long), dict(seq_lens=plan.seq_lens * 0 - 3)):
         changed = replace(plan, **changes)
         given = (
             batch.q, batch.kv_cache, changed.block_table, changed.seq_lens, changed.query_start_loc,
             changed.visible_lens, None, changed.max_query_len, changed.max_seq_len, changed.max_seq_len, 0.1, None,
             None, None, torch.float32, None, None, False, NEUTRAL_SPLIT_RULE,
         )  # fmt: skip
-        (out, lse), (wanted, wanted_lse) = paged.gqa_paged_attention(*given), padded_kernels.gqa_paged_attention(*given)
-        torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(lse, wanted_lse, rtol=1e-4, atol=1e-5)
+        wide = [each.double() if torch.is_tensor(each) and each.is_floating_point() else each for each in given]
+        wide = [torch.float64 if each is torch.float32 else each for each in wide]
+        found = [paged.gqa_paged_attention(*given), *map(launch, (given, wide))]
+        verdict("gqa_paged_attention", *(fast.AttentionState(*state) for state in found))
     starts = torch.tensor([0, -5, 10**6], dtype=torch.int32)
     assert paged.gqa_paged_attention(*given[:4], starts, *given[5:])[0].shape == batch.q.shape
 
@@ -245,7 +250,8 @@ def test_empty_batches(triton):
         alone = replace(batch, q=batch.q[3:4], kv_cache=batch.kv_cache[:, :0], metadata=row)
         state = attend(fast, alone, schedule=schedule, backend=triton)
         assert state.out.eq(0).all()
-        torch.testing.assert_close(state.lse[:, 0], batch.sinks, rtol=1e-6, atol=1e-6)
+        # the kernel divides a sink by ln 2 and multiplies it by ln 2: two roundings
+        torch.testing.assert_close(state.lse[:, 0], batch.sinks, rtol=2 * torch.finfo(torch.float32).eps, atol=0)
 
 
 @runs

@@ -88,7 +88,8 @@ def combine_partial_outputs(
         lse: [N, T], contiguous, written in place.
         sinks: [N], contiguous; attention sinks that are added to the rows which this function writes. None adds none.
         padding_tokens: if True and all requests have the same number of splits, tokens behind the last request get
-            output 0 and LSE -inf. Otherwise the result for these tokens is undefined.
+            output 0 and LSE -inf. With a schedule or in a batch-invariant decode, this function never writes the rows
+            of these tokens. In the remaining case, their values are undefined.
     """
     if partial_out.numel() == 0:
         return

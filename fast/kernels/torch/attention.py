@@ -15,7 +15,6 @@ zeros, because a cache may hold NaN where no request has a token.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -25,7 +24,7 @@ from torch import Tensor
 from reference.interfaces import COMPUTE_FORMAT, CacheFormat, InvariantSplitRule, to_e4m3, wide_dtype
 
 from ..cpu.softmax import OnlineSoftmax
-from ..gqa_scores import ScoreRule, slopes_on, visible_range
+from ..gqa_scores import ScoreRule, kept_slopes, visible_range
 
 TILE_BYTES = 256 << 20
 SCORE_BYTES = 256 << 20
@@ -183,15 +182,8 @@ def _rule(
     scale: float, soft_cap: float | None, slopes: Sequence[float] | None, sinks: Tensor | None, kv_heads: int, q: Tensor
 ) -> ScoreRule:
     """Return the rule for the scores of queries `q`."""
-    found = None if slopes is None else _slopes_on(q.device, tuple(slopes))
+    found = None if slopes is None else kept_slopes(q.device, tuple(slopes))
     return ScoreRule.of(scale, soft_cap, found, sinks, kv_heads, q.dtype)
-
-
-@functools.lru_cache(64)
-def _slopes_on(device: torch.device, slopes: tuple[float, ...]) -> Tensor:
-    """Return the slopes on a device. The copy to a GPU waits, so that it is made once, before a graph is captured."""
-    with torch.inference_mode(False):  # an inference tensor could not be used in other modes
-        return slopes_on(device, slopes)
 
 
 def _finished(state: Tensor, lse: Tensor, out_dtype: torch.dtype, out: Tensor | None) -> tuple[Tensor, Tensor]:

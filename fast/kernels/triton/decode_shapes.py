@@ -43,6 +43,31 @@ def best_programs(row_blocks: int, resident: int) -> int:
     return min(range(1, max(1, MOST_WAVES * resident // row_blocks) + 1), key=time)
 
 
+def best_splits(
+    programs: int, rows: int, keys: int, resident: int, program_cost: int, combine_cost: int, rows_per_key: int
+) -> int:
+    """Return into how many splits to divide each request, so that the estimated time is lowest; the fewest in a tie.
+
+    The unit of time is the time in which a program attends one key.
+
+    Args:
+        programs: number of programs that one split for each request would need.
+        rows: rows of all requests.
+        keys: upper bound of the keys of a request.
+        resident: number of programs that run on the device at the same time.
+        program_cost: time that a program needs to start, load queries and store its output.
+        combine_cost: time to start the combine kernel.
+        rows_per_key: rows of partial outputs that the combine kernel adds in one unit of time.
+    """
+
+    def cost(splits: int) -> int:
+        waves = -(-programs * splits // resident)
+        combine = combine_cost + splits * rows // rows_per_key if splits > 1 else 0
+        return waves * (-(-keys // splits) + program_cost) + combine
+
+    return min(range(1, max(1, min(keys // 64, 2 * resident)) + 1), key=cost)
+
+
 @functools.lru_cache(maxsize=1024)
 def prefetch_shape(
     request_rows: int,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from reference.interfaces import CacheFormat
 
-from ...gqa_scores import slopes_on
+from ...gqa_scores import kept_slopes
 from .records import Scores, Strides
 
 
@@ -74,7 +73,10 @@ class PagedCall(NamedTuple):
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """The tensors that each kernel over a paged cache takes first."""
-        return self[:8]
+        return (
+            self.q, self.k_cache, self.v_cache, self.block_table, self.seq_lens, self.query_start_loc,
+            self.visible_lens, self.first_visible,
+        )  # fmt: skip
 
 
 def scores_of(
@@ -89,14 +91,7 @@ def scores_of(
 ) -> Scores:
     """Return the `Scores` of a call with queries `q`."""
     factor = softmax_scale / (math.log(2) if soft_cap is None else soft_cap)
-    slopes = None if alibi_slopes is None else _slopes_on(q.device, tuple(alibi_slopes))
+    slopes = None if alibi_slopes is None else kept_slopes(q.device, tuple(alibi_slopes), torch.float32)
     sinks = None if sinks is None else sinks.contiguous()
     cap = 0.0 if soft_cap is None else soft_cap / math.log(2)
     return Scores(factor, cap, slopes, sinks, k_scale, v_scale, q_scale)
-
-
-@functools.lru_cache(64)
-def _slopes_on(device: torch.device, slopes: tuple[float, ...]) -> Tensor:
-    """Return the slopes [N] in float32 on a device. The copy to a GPU waits, so it is made once, before a capture."""
-    with torch.inference_mode(False):  # an inference tensor could not be used in other modes
-        return slopes_on(device, slopes).float()

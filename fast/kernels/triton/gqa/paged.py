@@ -23,6 +23,7 @@ from ....backends import launch
 from ...combine import combine_partial_outputs, readable_keys, whole_tiles
 from ...device import device_facts, device_of
 from ...integers import cdiv
+from ..decode_shapes import best_splits
 from .launch_arguments import PagedCall, scores_of
 from .records import Scores
 from .row_blocks import (
@@ -239,20 +240,5 @@ def _launch(
 
 @functools.lru_cache(maxsize=4096)
 def _num_splits(programs: int, rows: int, keys: int, resident: int) -> int:
-    """Return into how many splits to divide each request, so that the estimated time is lowest.
-
-    If several numbers give the same time, the function returns the smallest of these numbers.
-
-    Args:
-        programs: number of programs that one split for each request would need.
-        rows: rows of all requests.
-        keys: upper bound of the keys of a request.
-        resident: number of programs that run on the device at the same time.
-    """
-
-    def cost(splits: int) -> int:
-        waves = -(-programs * splits // resident)
-        combine = COMBINE_COST + splits * rows // ROWS_COMBINED_PER_KEY if splits > 1 else 0
-        return waves * (-(-keys // splits) + PROGRAM_COST) + combine
-
-    return min(range(1, max(1, min(keys // 64, 2 * resident)) + 1), key=cost)
+    """Return `best_splits` with the costs of this kernel."""
+    return best_splits(programs, rows, keys, resident, PROGRAM_COST, COMBINE_COST, ROWS_COMBINED_PER_KEY)
