@@ -123,7 +123,7 @@ def test_splits(splits, config, lens, triton, monkeypatch):
 
 
 @runs
-@pytest.mark.parametrize("config", [MQA, ALL], ids=["multi-query", "all of them"])
+@pytest.mark.parametrize("config", [MQA, replace(ALL, sliding_window=150)], ids=["multi-query", "all of them"])
 @pytest.mark.parametrize("programs", [1, 3, 8] if ON_GPU else [3, 8])
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_schedules(batch_invariant, programs, config, triton):
@@ -142,7 +142,7 @@ def test_batch_invariance(name, programs, triton):
     batch = gqa_batch(replace(MHA, **features), lens, 16, torch.float16)
     schedule = schedule_for(batch, programs, True)
     if programs == 0:
-        schedule = replace(schedule, split_rule=replace(NEUTRAL_SPLIT_RULE, small_tiles=2, large_tiles=2))
+        schedule = replace(schedule, split_rule=replace(NEUTRAL_SPLIT_RULE, small_tiles=2, small_splits=2))
     whole, starts = attend(fast, batch, schedule=schedule, backend=triton), batch.metadata.query_start_loc.tolist()
     for request in range(len(lens)):
         rows = slice(starts[request], starts[request + 1])
