@@ -116,11 +116,11 @@ def examine(args: argparse.Namespace) -> dict[str, Any]:
         - `family`, `preset`, `device`, `dtype`, `cache_format` and `block_size`;
         - `environment`: a mapping from op to the variable that binds the op;
         - `backends`: a list with name, library, what is missing on the machine, and for each op of the backend the
-          reasons against it;
+            reasons against it;
         - `chosen`: a mapping from op to the name of a backend, or None;
         - `chosen_by`: a mapping from op to how the backend was chosen, as in `explain`: `how` and `in_words`; `gpu`, on
-          which the times were measured, or None; and `shapes`, a mapping from each other backend that measured times
-          choose to the shapes for which they choose it.
+            which the times were measured, or None; and `shapes`, a mapping from each other backend that measured times
+            choose to the shapes for which they choose it.
 
     Raises:
         ValueError: the device, the preset, the block size, the cache format, the backend or a variable of the

@@ -42,7 +42,7 @@ def serve_in_parallel(args: argparse.Namespace, ops: ModuleType, oracle: ModuleT
 
         - 0: success.
         - 1: another rank did not answer; or, on the first rank, the compared tokens differ where they must agree
-          (`tokens_must_agree`).
+            (`tokens_must_agree`).
         - 2: an option is invalid, or a file cannot be read or written.
     """
     who = f"rank {os.environ.get('RANK', 0)}"
