@@ -104,7 +104,9 @@ def flash_attn_varlen(
             *[x if x.stride(-1) == 1 else x.contiguous() for x in inputs], attn_mask=mask,
             is_causal=causal and mask is None, scale=softmax_scale,
         )  # fmt: skip
-        out[rows] = made[0, :, :, : v.shape[2]].transpose(0, 1)
+        # with fewer than 16 keys, the kernel gives 0 to a query that is NaN, on a CPU with AVX-512
+        poisoned = q[rows].isnan().any(-1, keepdim=True)
+        out[rows] = made[0, :, :, : v.shape[2]].transpose(0, 1).masked_fill(poisoned, torch.nan)
     return out, None
 
 
