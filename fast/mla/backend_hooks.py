@@ -35,6 +35,7 @@ from reference.interfaces import (
     check_type,
     wide_dtype,
 )
+from reference.interfaces.support import constant_when_traced
 
 from .. import backends
 from ..attention.varlen import AttentionInputs, attend
@@ -132,7 +133,7 @@ class BackendHooks:
         )  # fmt: skip
 
 
-@torch.compiler.assume_constant_result  # `torch.compile` calls this function and does not trace it
+@constant_when_traced
 def declared_hooks(name: str) -> type[BackendHooks] | None:
     """Return the class of the hooks that a registered backend declares; None if it declares no hooks."""
     given = named(name, "metadata.prefill.backend").hooks

@@ -33,7 +33,7 @@ from .cache_format import CACHE_FORMATS, E4M3_MAX, FP8_E4M3, CacheFormat, check_
 from .checks import check, check_device, check_readable, check_tensor, check_type
 from .metadata import MLAMetadata
 from .quantization import KeepsDtypes, e4m3_scale
-from .support import is_capturing
+from .support import constant_when_traced, is_capturing
 
 
 class ScaleSource(Enum):
@@ -168,7 +168,7 @@ class KVScale(KeepsDtypes):
         return torch.full_like(self.value, self._number, device=device) if self.value.is_meta else self.value.to(device)
 
 
-@torch.compiler.assume_constant_result  # `torch.compile` calls this function and does not trace it
+@constant_when_traced
 def _changes_of(buffer: Tensor) -> int:
     """Return how often PyTorch has seen a change of the buffer in place."""
     return buffer._version

@@ -1,10 +1,14 @@
-"""Capabilities of kernels and builders: the query lengths and the CUDA graphs that they support."""
+"""Capabilities of kernels and builders: the query lengths and the CUDA graphs that they support; marks for tracing."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 CAUSAL, VISIBLE_LENS = "causal", "visible_lens"
 DECODE_MASKS = (CAUSAL, VISIBLE_LENS)  # values of `DecodeMetadata.mask`
@@ -54,3 +58,13 @@ _WIDTH = {member: width for kind in (QueryLenSupport, GraphSupport) for width, m
 def is_capturing(device: torch.device) -> bool:
     """Return whether a CUDA graph is being captured on the current stream of a device; False for a CPU."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def constant_when_traced(function: _Function) -> _Function:
+    """Let `torch.compile` call a function while it traces, and take the result as a constant.
+
+    `torch.compiler.assume_constant_result` sets the same mark, but imports the compiler for this, which takes more than
+    a second.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
