@@ -14,7 +14,8 @@ name, such as "triton". A backend declares its ops, and the calls of each op tha
   `dcp_decode(.., backend="hopper")` decodes with "hopper" and merges the states of the ranks with another backend.
   `forward_prefill(.., backend="hopper")` raises, because "hopper" has no op of a prefill.
 - A mapping: each op in the mapping is bound to the given backend. The backends of the other ops are chosen as with
-  None. An unknown op, an unknown name, or an op that the given backend does not declare raises an error at once.
+  None. An unknown op, an unknown name, or an op that the given backend does not declare raises an error at once. The
+  keys "gqa_decode" and "gqa_prefill" bind `gqa_paged_attention` for one part of a layer's step alone.
 
 In each of these two groups, all ops must be served by the same backend:
 

@@ -37,6 +37,7 @@ from .selection import (
     all_ops,
     candidates,
     decode_request,
+    labelled_by_part,
     name_for,
     named,
     reasons_against,
@@ -225,7 +226,9 @@ def explain(
       that the line names first has the highest priority; it also serves calls whose sizes are not known. A step with
       several calls takes the backend with the smallest sum of times.
 
-    The line of `flash_attn_varlen` is about a call with the LSE; a prefill without context needs no LSE.
+    The line of `flash_attn_varlen` is about a call with the LSE; a prefill without context needs no LSE. If different
+    backends may serve the decodes and the prefills of grouped-query attention, the lines "gqa_decode" and "gqa_prefill"
+    stand in the place of the line "gqa_paged_attention".
 
     Args:
         config: configuration of the layer; its type determines the attention family.
@@ -251,16 +254,21 @@ def explain(
         check_key_value_format(cache_format)
         check(fp8_mode != "fp8_product", "fp8_mode", f"{CONVERTED} or fp8_query for a GQAConfig", fp8_mode)
     bound, lines = bind_with_environment(backend), []
-    for request in layer_requests(config, device, dtype, block_size, cache_format, fp8_mode):
-        choice, refused = choice_of(request, bound), []
+    calls = [
+        (label, request, named_backends)
+        for request in layer_requests(config, device, dtype, block_size, cache_format, fp8_mode)
+        for label, named_backends in labelled_by_part(request.op, request.op, bound).items()
+    ]
+    for label, request, named_backends in calls:
+        choice, refused = choice_of(request, named_backends), []
         if choice.name is None:
             try:
-                select(request, bound)
+                select(request, named_backends)
             except UnsupportedConfiguration as error:
                 refused = list(error.reasons)
         elif choice.how != BOUND:
             refused = [reason for candidate in registered() for reason in reasons_against(candidate, request)]
         because = f" ({'; '.join(refused)})" if refused else ""
         how = f", {choice.in_words}" if choice.in_words else ""
-        lines.append(f"{request.op}: {choice.name or 'none'}{how}{because}")
+        lines.append(f"{label}: {choice.name or 'none'}{how}{because}")
     return "\n".join(lines)

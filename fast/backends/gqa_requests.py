@@ -40,7 +40,7 @@ def paged_attention_request(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     *,
     out_dtype: torch.dtype | None = None,
-    window: bool | None = None,
+    first_visible: bool | None = None,
     q_in_e4m3: bool = False,
     batch_invariant: bool = False,
     graph: GraphSupport = GraphSupport.NONE,
@@ -57,7 +57,8 @@ def paged_attention_request(
         query_lens: kind of the query lengths of the batch.
         cache_format: format of the cache.
         out_dtype: dtype of the output; None means `dtype`.
-        window: whether the plan has first visible keys; None means: if the config has a window.
+        first_visible: whether the plan has first visible keys; None means: if the config has a window. Without a
+            window in the config, they need the feature "attention_chunk".
         q_in_e4m3: whether the queries are rounded to e4m3 first.
         batch_invariant: whether the other requests of a batch must not change the result of a request.
         graph: kind of the CUDA graph that captures the call.
@@ -65,8 +66,8 @@ def paged_attention_request(
         backend: the call's `backend=`. A kernel that ignores scales may serve a call that names its backend.
     """
     features = _score_features(config)
-    if config.sliding_window is not None if window is None else window:
-        features.append("window")
+    if config.sliding_window is not None if first_visible is None else first_visible:
+        features.append("attention_chunk" if config.sliding_window is None else "window")
     return KernelRequest(
         "gqa_paged_attention", device, dtype, (("head_dim", config.head_dim),), block_size, query_lens,
         out_dtype=dtype if out_dtype is None else out_dtype, cache_format=cache_format,

@@ -30,7 +30,7 @@ from .environment import bind_with_environment
 from .explanation import choice_of, layer_requests
 from .kernel_request import KernelRequest
 from .registry import registered
-from .selection import BackendChoice, BoundOps
+from .selection import BackendChoice, BoundOps, labelled_by_part
 
 
 def check_one_set_of_parameters(
@@ -106,5 +106,8 @@ def _fp8_mode(layer: Any, config: Any) -> str:
 
 def _backends_of(request: KernelRequest, bound: BoundOps | None) -> set[str]:
     """Return the backends that may serve calls with the properties of a request; several if measured times choose."""
-    choice = choice_of(request, bound)
-    return set(choice.shapes) | ({choice.name} if choice.name is not None else set())
+    found: set[str] = set()
+    for named_backends in labelled_by_part(request.op, request.op, bound).values():
+        choice = choice_of(request, named_backends)
+        found |= set(choice.shapes) | ({choice.name} if choice.name is not None else set())
+    return found

@@ -25,6 +25,7 @@ from reference.interfaces import (
     check_int,
     check_type,
 )
+from reference.interfaces.support import constant_when_traced
 
 from .kernel_request import HEAD_DIMS, MASKS, KernelRequest, check_features
 
@@ -54,7 +55,7 @@ class OpSupport:
             of each head, and a rope part that all heads share. Only for `flash_attn_varlen`.
         narrow_values: whether values may not be wider than keys. Only for `flash_attn_varlen`.
         mixes_nan: whether a NaN or an infinity in a value of one request may reach the output of another request of the
-            batch. The kernels of this package never do this. Only for `flash_attn_varlen`.
+            batch. The kernels of this package never do this. Only for `flash_attn_varlen` and `gqa_varlen_attention`.
         needs_words: whether the cache must consist of 16-byte words (`KernelRequest.cache_in_words`).
         reads: for an op that writes a message for other ranks: name of the op that reads the message. The backend must
             declare this reading op too. None for all other ops.
@@ -334,7 +335,7 @@ def unregister(name: str) -> None:
     _changed()
 
 
-@torch.compiler.assume_constant_result  # `torch.compile` calls this function and does not trace it
+@constant_when_traced
 def _read_entry_points() -> bool:
     """Register the backends of other packages. If an entry point fails, skip it and warn with its name."""
     if _ENTRY_POINTS_READ:  # an entry point may call `registered` while it is loaded
@@ -381,7 +382,7 @@ def by_priority(op: str, device: torch.device) -> tuple[Backend, ...]:
     return tuple(sorted(candidates, key=lambda candidate: -candidate.priority_of(op, family)))
 
 
-@torch.compiler.assume_constant_result  # `torch.compile` calls this function and does not trace it
+@constant_when_traced
 def _artifacts_missing(function: str | Callable[[], list[str]]) -> tuple[str, ...]:
     """Return the result of `Backend.missing_artifacts`; call the function once in a process."""
     if function not in _ARTIFACTS:

@@ -30,6 +30,9 @@ from .own import DECODES, MESSAGES
 from .registry import Backend, by_priority, registered
 
 BackendChoice = str | Mapping[str, str] | None  # a name, a mapping from op to name, or None
+# The parts of a step that a layer of grouped-query attention attends in separate calls of one op. A mapping from op to
+# name may have a part in the place of an op; it then binds the op in the calls of this part alone.
+STEP_PARTS = {"gqa_decode": "gqa_paged_attention", "gqa_prefill": "gqa_paged_attention"}
 
 
 def query_lens_of(num_tokens: int, num_requests: int, max_query_len: int) -> QueryLenSupport:
@@ -195,8 +198,41 @@ def all_ops() -> list[str]:
     return sorted({op for candidate in registered() for op in candidate.ops})
 
 
+def for_part(bound: BoundOps | None, part: str) -> BoundOps | None:
+    """Return the mapping with which a layer calls the ops of one part of a step.
+
+    Args:
+        bound: result of `bind`.
+        part: a key of `STEP_PARTS`. If `bound` has this key, the result binds the op of the part to the same backend.
+    """
+    if bound is None or part not in bound:
+        return bound
+    op, found = STEP_PARTS[part], BoundOps(bound)
+    found[op], found.variables = bound[part], dict(bound.variables)
+    if part in bound.variables:
+        found.variables[op] = bound.variables[part]
+    else:
+        found.variables.pop(op, None)
+    return found
+
+
+def labelled_by_part(op: str, label: str, bound: BoundOps | None) -> dict[str, BoundOps | None]:
+    """Return the mappings with which a layer calls an op, by labels: one for each part of a step if they may differ.
+
+    Args:
+        op: name of the op.
+        label: the label of all calls of the op, if the parts of a step do not differ.
+        bound: result of `bind`.
+    """
+    parts = [part for part, served in STEP_PARTS.items() if served == op]
+    if bound is None or bound.keys().isdisjoint(parts):
+        return {label: bound}
+    return {part: for_part(bound, part) for part in parts}
+
+
 def _has(name: object, op: object = None) -> bool:
-    """Return whether a backend of that name exists and, if an op is given, declares this op."""
+    """Return whether a backend of that name exists and, if an op or a part is given, declares this op."""
+    op = STEP_PARTS.get(op, op)
     return any(each.name == name and (op is None or op in each.ops) for each in registered())
 
 
@@ -206,10 +242,11 @@ def _check_mapping(backend: object) -> None:
         check(False, "backend", "None, a name or a mapping from op to name", type(backend).__name__)
     unserved = [(op, name) for op, name in backend.items() if not _has(name, op)]
     for op, name in unserved:
-        check(op in all_ops(), "backend", f"a mapping whose keys are among {', '.join(all_ops())}", op)
+        known = sorted((*all_ops(), *STEP_PARTS))
+        check(op in known, "backend", f"a mapping whose keys are among {', '.join(known)}", op)
         check(_has(name), f"backend[{op!r}]", _names_for(name), name)
     if unserved:
-        raise UnsupportedConfiguration([f"{name}: has no kernel for {op}" for op, name in unserved])
+        raise UnsupportedConfiguration([f"{name}: has no kernel for {STEP_PARTS.get(op, op)}" for op, name in unserved])
     for together in (DECODES, MESSAGES):
         names = sorted({backend[op] for op in together if op in backend})
         if len(names) > 1:

@@ -26,7 +26,7 @@ from reference.interfaces.gqa import GQAConfig, check_key_value_block_size, chec
 
 from .. import backends
 from ..backends.explanation import choice_of
-from ..backends.selection import reasons_against
+from ..backends.selection import labelled_by_part, reasons_against
 from .job import DTYPES, one_line
 
 NO_CONTEXT = "flash_attn_varlen, without context"  # attention of prompts without context, which needs no LSE
@@ -111,7 +111,9 @@ def examine(args: argparse.Namespace) -> dict[str, Any]:
 
     Returns:
         A dict with these keys. For the family mla, the attention of prefills has two entries in each mapping from ops:
-        with the LSE, for prompts with context, and NO_CONTEXT.
+        with the LSE, for prompts with context, and NO_CONTEXT. For the family gqa, the attention of decodes and of
+        prefills has two entries in `chosen` and `chosen_by`, "gqa_decode" and "gqa_prefill", if a variable or a mapping
+        names a backend for one of them alone.
 
         - `family`, `preset`, `device`, `dtype`, `cache_format` and `block_size`;
         - `environment`: a mapping from op to the variable that binds the op;
@@ -147,7 +149,11 @@ def examine(args: argparse.Namespace) -> dict[str, Any]:
     bound = backends.bind_with_environment(args.backend, tuple(requests))
     if args.family == "mla":
         requests[NO_CONTEXT] = dataclasses.replace(requests["flash_attn_varlen"], lse=False, out_dtype=DTYPES[dtype])
-    choices = {label: choice_of(request, bound) for label, request in requests.items()}
+    choices = {
+        part: choice_of(request, named_backends)
+        for label, request in requests.items()
+        for part, named_backends in labelled_by_part(request.op, label, bound).items()
+    }
     rows = []
     for candidate in backends.registered():
         ops = {

@@ -43,7 +43,7 @@ from reference.interfaces.gqa import (
 
 from .. import backends
 from ..backends import BackendChoice, KernelRequest
-from ..backends.selection import check_same_backend, named
+from ..backends.selection import check_same_backend, for_part, named
 
 MERGES = {"ag_rs": "weight_attn_out", "a2a": "pack_attn_state"}  # op of a merge over ranks: the op that is chosen first
 _OF_CALL, _OF_LAYER = "the backend of the call", "the backend of the layer"
@@ -95,21 +95,22 @@ def choose_paged_backend(
     if plan.graph is GraphSupport.ANY:  # a replay may have other query lengths, which only the device knows
         query_lens = QueryLenSupport.VARLEN
     batch_invariant = schedule is not None and schedule.batch_invariant
-    window = getattr(plan, "first_visible", None) is not None
+    first_visible = getattr(plan, "first_visible", None) is not None
     return _choose_paged(
-        call, plan.block_size, query_lens, window, batch_invariant, plan.graph, plan.mask, plan.backend, argument, whose
-    )
+        call, plan.block_size, query_lens, first_visible, batch_invariant, plan.graph, plan.mask, plan.backend,
+        argument, whose,
+    )  # fmt: skip
 
 
 @backends.CheckedOnce
 def _choose_paged(
-    call, block_size, query_lens, window, batch_invariant, graph, mask, planned, argument, whose
+    call, block_size, query_lens, first_visible, batch_invariant, graph, mask, planned, argument, whose
 ) -> str:  # fmt: skip
     check_same_backend("gqa_paged_attention", planned, call.backend, argument, whose)
     wanted = call.backend if planned is None else named(planned, argument).name
     request = backends.paged_attention_request(
         call.config, call.device, call.dtype, block_size, query_lens, call.cache_format, out_dtype=call.out_dtype,
-        window=window, q_in_e4m3=call.q_in_e4m3, batch_invariant=batch_invariant, graph=graph, mask=mask,
+        first_visible=first_visible, q_in_e4m3=call.q_in_e4m3, batch_invariant=batch_invariant, graph=graph, mask=mask,
         backend=wanted,
     )  # fmt: skip
     if planned is None:
@@ -242,20 +243,22 @@ def choose_step_backends(
         name = _choose_for_write(call, kv_cache.shape[2], metadata.decode.graph)
         chosen.append(("", "reshape_and_cache", name))
 
-    def choose(name: str, plan: DecodeMetadata, schedule: DecodeSchedule | None) -> None:
+    decodes, prefills = (call._replace(backend=for_part(call.backend, part)) for part in ("gqa_decode", "gqa_prefill"))
+
+    def choose(name: str, call: Attention, plan: DecodeMetadata, schedule: DecodeSchedule | None) -> None:
         given, names = (call, plan, schedule), (f"metadata.{name}.backend", _OF_LAYER)
         found = choose_paged_backend(*given, *names) if ranks is None else choose_rank_backend(*given, *ranks, *names)
         chosen.append((name, "gqa_paged_attention", found))
 
     split, end = metadata.num_decode_tokens, metadata.num_actual_tokens
     if split > 0 and metadata.cascade is not None:
-        found = choose_cascade_backends(call, metadata.cascade, "metadata.cascade", _OF_LAYER)
+        found = choose_cascade_backends(decodes, metadata.cascade, "metadata.cascade", _OF_LAYER)
         for name, backend in zip(("cascade.prefix", "cascade.suffix"), found, strict=True):
             chosen.append((name, "gqa_paged_attention", backend))
     elif split > 0:
-        choose("decode", metadata.decode, metadata.schedule)
+        choose("decode", decodes, metadata.decode, metadata.schedule)
     if end > split:
-        choose("prefill", metadata.prefill, None)
+        choose("prefill", prefills, metadata.prefill, None)
     scaled = call.cache_format.layer_scale
     ignoring = [
         (op, name) for _, op, name in chosen if scaled and "scales" not in backends.support_of(name, op).features

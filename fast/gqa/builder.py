@@ -54,6 +54,7 @@ from reference.interfaces.gqa import (
 )
 
 from ..backends import BackendChoice, bind_with_environment
+from ..backends.selection import for_part, name_for
 from ..kernels.device import device_facts
 from ..planning.batch import reorder_batch_to_split_decodes_and_prefills
 from ..planning.shared_prefix import split_shared_prefix
@@ -103,8 +104,9 @@ class GQAMetadataBuilder:
             the call. Only the number of processors depends on it. `build` and `use_cascade_attention` use the same
             number, also for a batch on another device.
         backend: backend of the ops `compute_visible_lens` and `plan_decode`: a name, a mapping from op to backend name,
-            or None. The environment may bind these ops (`fast.backends.environment`). A name or a mapping may also name
-            the backend of `gqa_paged_attention`, from which the number of programs follows.
+            or None. A name or a mapping may also name the backend of `gqa_paged_attention`, or of its part
+            "gqa_decode", from which the number of programs follows. The environment may name it too
+            (`fast.backends.environment`).
 
     Attributes:
         device: device whose processors count in the estimate of a cascade.
@@ -169,10 +171,10 @@ class GQAMetadataBuilder:
             check_int("num_processors", num_processors, 1, "a positive int or None")
         self.num_processors = num_processors
         self.device = torch.get_default_device() if device is None else check_device("device", device)
-        self.backend = bind_with_environment(backend, PLANNING_OPS)
+        self.backend = bind_with_environment(backend, (*PLANNING_OPS, OP))
         self.graph_refusals = graph_refusals(config)
         self._graph_support = GraphSupport.NONE if self.graph_refusals else graph_support
-        self._layer = ScheduledLayer(local, self.device, dtype, block_size, cache_format)
+        self._layer = ScheduledLayer(local, self.device, dtype, block_size, cache_format, self.ownership)
         self.reorder_batch_threshold = reorder_batch_threshold(query_len_support, num_speculative_tokens)
         check_decoders_only(config, "num_speculative_tokens", num_speculative_tokens, 0)
 
@@ -237,8 +239,7 @@ class GQAMetadataBuilder:
     def _programs_for(self, query_len: int) -> int:
         """Return the number of programs of a schedule; 0 makes no schedule."""
         if self.num_programs is None:
-            named = None if self.backend is None else self.backend.get(OP)
-            return schedule_programs(self._layer, query_len, named)
+            return schedule_programs(self._layer, query_len, name_for(OP, for_part(self.backend, "gqa_decode")))
         if callable(self.num_programs):
             programs = self.num_programs(query_len)
             check_int("num_programs", programs, 0, "a function that gives at least 0")

@@ -52,6 +52,7 @@ from reference.interfaces.gqa import (
 
 from .. import backends
 from ..backends import BackendChoice
+from ..backends.selection import for_part
 from ..cache.key_value import reshape_and_cache
 from .attention import gqa_paged_attention, gqa_varlen_attention
 from .backend_choice import StepBackends, check_layer_step
@@ -112,7 +113,9 @@ class GQAAttention(nn.Module):
         check_every_call: if True, every op checks all its arguments in every call. If False, an op may skip a check
             that an earlier call with the same shapes, strides and dtypes has passed (`fast.backends.checked_calls`).
         backend: name of a backend, mapping from op to backend name, or None. A name applies to the ops that the backend
-            declares. For every other op, the backend is chosen automatically in each call (`fast.backends`).
+            declares. For every other op, the backend is chosen automatically in each call (`fast.backends`). A mapping
+            may have the keys "gqa_decode" and "gqa_prefill", which name the backends of `gqa_paged_attention` for the
+            decodes and for the prefills of a step. The environment may name these too (`fast.backends.environment`).
 
     Attributes:
         k_scale: the scale of the keys as a `KVScale`, a buffer of the layer; None if the format has no scales.
@@ -322,25 +325,28 @@ class GQAAttention(nn.Module):
         )  # fmt: skip
         sinks = self.sinks if self.sinks is None or ranks is None else ranks.heads_of_group(self.sinks)
         options = target.dtype, self.cache_format, *self._scales()
+        of_decodes, of_prefills = (for_part(self.backend, part) for part in ("gqa_decode", "gqa_prefill"))
 
-        def attend(start: int, stop: int, plan: PagedAttentionMetadata, schedule: DecodeSchedule | None) -> None:
+        def attend(
+            start: int, stop: int, plan: PagedAttentionMetadata, schedule: DecodeSchedule | None, backend: BackendChoice
+        ) -> None:
             given, out = (q[start:stop], kv_cache, plan, config), target.rows(start, stop)
             if ranks is None:
-                state = gqa_paged_attention(*given, sinks, schedule, *options, out=out, backend=self.backend)
+                state = gqa_paged_attention(*given, sinks, schedule, *options, out=out, backend=backend)
             else:
-                state = gqa_dcp_attention(*given, ranks, sinks, schedule, *options, out=out, backend=self.backend)
+                state = gqa_dcp_attention(*given, ranks, sinks, schedule, *options, out=out, backend=backend)
             if out is None:
                 target.store(start, stop, state.out)
 
         if split > 0 and metadata.cascade is not None:
             given, out = (q[:split], kv_cache, metadata.cascade, config, sinks), target.rows(0, split)
-            state = gqa_cascade_attention(*given, *options, out=out, backend=self.backend)
+            state = gqa_cascade_attention(*given, *options, out=out, backend=of_decodes)
             if out is None:
                 target.store(0, split, state.out)
         elif split > 0:
-            attend(0, split, metadata.decode, metadata.schedule)
+            attend(0, split, metadata.decode, metadata.schedule, of_decodes)
         if end > split:
-            attend(split, end, metadata.prefill, None)
+            attend(split, end, metadata.prefill, None, of_prefills)
 
     def _attend_new_keys(self, target: _Output, q: Tensor, k: Tensor, v: Tensor, metadata: GQAMetadata) -> None:
         """Attend the given keys and values in a step without a cache, with one call for decodes and prefills.

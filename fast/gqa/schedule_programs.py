@@ -7,8 +7,15 @@ from typing import NamedTuple
 
 import torch
 
-from reference.interfaces import CacheFormat, QueryLenSupport, UnsupportedConfiguration
-from reference.interfaces.gqa import GQAConfig
+from reference.interfaces import (
+    VISIBLE_LENS,
+    CacheFormat,
+    QueryLenSupport,
+    TokenOwnership,
+    UnsupportedConfiguration,
+    decode_mask,
+)
+from reference.interfaces.gqa import AttentionType, GQAConfig
 
 from ..backends import imported, on_change, paged_attention_request, select, support_of
 
@@ -24,6 +31,7 @@ class ScheduledLayer(NamedTuple):
         dtype: dtype of the queries.
         block_size: tokens per block.
         cache_format: format of the cache.
+        ownership: the tokens that this rank owns, or None; it determines the mask of the plans.
     """
 
     config: GQAConfig
@@ -31,6 +39,7 @@ class ScheduledLayer(NamedTuple):
     dtype: torch.dtype
     block_size: int
     cache_format: CacheFormat
+    ownership: TokenOwnership | None = None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -46,9 +55,11 @@ def schedule_programs(layer: ScheduledLayer, query_len: int, named: str | None) 
         UnsupportedConfiguration: the named backend cannot attend such a cache.
     """
     config = layer.config
+    is_cross = config.attention_type is AttentionType.CROSS
     request = paged_attention_request(
-        config, layer.device, layer.dtype, layer.block_size, QueryLenSupport.VARLEN, layer.cache_format
-    )
+        config, layer.device, layer.dtype, layer.block_size, QueryLenSupport.VARLEN, layer.cache_format,
+        mask=VISIBLE_LENS if is_cross else decode_mask(query_len, layer.ownership),
+    )  # fmt: skip
     try:
         chosen = select(request, named).name
     except UnsupportedConfiguration:

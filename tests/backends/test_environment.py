@@ -1,20 +1,24 @@
-"""Tests of the environment variables MLA_PREFILL_BACKEND and MLA_DECODE_BACKEND."""
+"""Tests of the environment variables that name backends, and of the parts of a step that a mapping may name."""
 
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 
 import fast
 from fast import backends
-from fast.backends import DECODES
+from fast.backends import DECODES, Backend
+from fast.backends.own import CPU
 from reference.interfaces import UnsupportedConfiguration
 
-from ..support.factories import DIRECT, make_layer, make_weights
+from ..support.backends import registered
+from ..support.factories import DIRECT, assert_same_bits, make_layer, make_weights
+from ..support.gqa import GROUPED, LENS, gqa_batch, gqa_step
 
-PREFILL, DECODE = backends.VARIABLES
+PREFILL, DECODE, GQA_PREFILL, GQA_DECODE = backends.VARIABLES
 
 
 def layer(**options):
@@ -95,3 +99,121 @@ def test_most_similar_name():
         backends.bind("tritn")
     with pytest.raises(ValueError, match=r"trtllm_ragged \(the most similar name: torch_flash\), got torch_flsh$"):
         backends.bind({"flash_attn_varlen": "torch_flsh"})
+
+
+def gqa_builder(**options):
+    return fast.GQAMetadataBuilder(GROUPED, 16, 128, 4, **options)
+
+
+def test_parts_of_a_step(monkeypatch):
+    """Name one backend for decodes and another one for prefills -> each part of a step takes its own backend."""
+    monkeypatch.setenv(GQA_PREFILL, "prefills")
+    monkeypatch.setenv(GQA_DECODE, "decodes")
+    called = []
+
+    def noting(name, op):
+        def launch(*arguments, **options):
+            called.append((name, op))
+            return backends.kernel("cpu", op)(*arguments, **options)
+
+        return replace(CPU.ops[op], launcher=launch)
+
+    attends = ("gqa_paged_attention", "gqa_varlen_attention")
+    made = [Backend(name, -1, "cpu", {op: noting(name, op) for op in attends}) for name in ("decodes", "prefills")]
+    batch = gqa_batch(GROUPED, LENS)
+    with registered(made[0]), registered(made[1]):
+        layer = fast.GQAAttention(GROUPED)
+        wanted = {"gqa_prefill": "prefills", "gqa_varlen_attention": "prefills", "gqa_decode": "decodes"}
+        assert layer.backend == wanted
+        assert layer.backend.variables == {
+            "gqa_prefill": GQA_PREFILL, "gqa_varlen_attention": GQA_PREFILL, "gqa_decode": GQA_DECODE
+        }  # fmt: skip
+        plan = gqa_step(batch, 2)
+        assert plan.num_decodes > 0 and plan.num_prefills > 0
+        found = layer(batch.q, batch.new_k, batch.new_v, batch.kv_cache.clone(), plan)
+        assert called == [("decodes", "gqa_paged_attention"), ("prefills", "gqa_paged_attention")]
+        assert_same_bits(found, fast.GQAAttention(GROUPED, backend="cpu")(
+            batch.q, batch.new_k, batch.new_v, batch.kv_cache.clone(), plan
+        ))  # fmt: skip
+        called.clear()
+        named = fast.GQAAttention(GROUPED, backend={"gqa_prefill": "decodes", "gqa_decode": "prefills"})
+        assert named.backend == {"gqa_prefill": "decodes", "gqa_decode": "prefills", "gqa_varlen_attention": "prefills"}
+        named(batch.q, batch.new_k, batch.new_v, batch.kv_cache.clone(), plan)
+        assert called == [("prefills", "gqa_paged_attention"), ("decodes", "gqa_paged_attention")]
+        called.clear()
+        whole = fast.GQAAttention(GROUPED, backend={"gqa_paged_attention": "cpu"})
+        assert whole.backend == {"gqa_paged_attention": "cpu", "gqa_varlen_attention": "prefills"}
+        whole(batch.q, batch.new_k, batch.new_v, batch.kv_cache.clone(), plan)
+        assert called == []
+
+
+def test_a_refusal_names_the_part(monkeypatch):
+    """Name a backend without a window for the prefills -> a step with prefills is refused, and a decode is served."""
+    config = replace(GROUPED, sliding_window=19)
+    plain = Backend("plain", -1, "cpu", {"gqa_paged_attention": replace(CPU.ops["gqa_paged_attention"], features=())})
+    monkeypatch.setenv(GQA_PREFILL, "plain")
+    with registered(plain):
+        layer, batch = fast.GQAAttention(config), gqa_batch(config, LENS)
+        cache = batch.kv_cache.clone()
+        with pytest.raises(UnsupportedConfiguration, match="plain: has no window"):
+            layer(batch.q, batch.new_k, batch.new_v, cache, gqa_step(batch, 2))
+        assert_same_bits(cache, batch.kv_cache)
+        layer(batch.q, batch.new_k, batch.new_v, cache, gqa_step(batch, len(batch.lens)))
+
+
+def test_the_builder_asks_the_backend_of_the_decodes(monkeypatch):
+    """Name backends with other numbers of programs -> a builder takes the number of the backend of the decodes."""
+    support = CPU.ops["gqa_paged_attention"]
+    made = [
+        Backend(f"with_{count}", -1, "cpu", {support_op: replace(support, schedule_programs=lambda *_, n=count: n)})
+        for support_op, count in (("gqa_paged_attention", 5), ("gqa_paged_attention", 7))
+    ]
+    with registered(made[0]), registered(made[1]):
+        monkeypatch.setenv(GQA_DECODE, "with_5")
+        monkeypatch.setenv(GQA_PREFILL, "with_7")
+        assert gqa_builder()._programs_for(1) == 5
+        assert gqa_builder(backend={"gqa_paged_attention": "with_7"})._programs_for(1) == 7
+        assert gqa_builder(backend={"gqa_decode": "with_7"})._programs_for(1) == 7
+
+
+@pytest.mark.parametrize("make", [lambda: fast.GQAAttention(GROUPED), gqa_builder])
+@pytest.mark.parametrize(
+    ("variable", "value", "error", "message"),
+    [
+        (GQA_DECODE, "tritn", ValueError, "(the most similar name: triton), got tritn"),
+        (GQA_DECODE, "hopper", UnsupportedConfiguration, f"{GQA_DECODE}: hopper has no kernel for gqa_paged_attention"),
+    ],
+)
+def test_rubbish_of_gqa(make, variable, value, error, message, monkeypatch):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(error) as raised:
+        make()
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_the_other_family_does_not_read_a_variable(monkeypatch):
+    for variable in (GQA_PREFILL, GQA_DECODE):
+        monkeypatch.setenv(variable, "nosuch")
+    assert layer().backend is None and builder().backend is None
+    for variable in (GQA_PREFILL, GQA_DECODE):
+        monkeypatch.delenv(variable)
+    for variable in (PREFILL, DECODE):
+        monkeypatch.setenv(variable, "nosuch")
+    assert fast.GQAAttention(GROUPED).backend is None and gqa_builder().backend is None
+
+
+def test_rubbish_in_a_mapping():
+    with pytest.raises(UnsupportedConfiguration, match="^hopper: has no kernel for gqa_paged_attention$"):
+        backends.bind({"gqa_prefill": "hopper"})
+    with pytest.raises(ValueError, match=r"^backend\['gqa_decode'\]: expected one of .*, got nosuch$"):
+        backends.bind({"gqa_decode": "nosuch"})
+    with pytest.raises(ValueError, match="gqa_decode, .*gqa_prefill, .*, got gqa_decodes$"):
+        backends.bind({"gqa_decodes": "cpu"})
+
+
+def test_explain_has_a_line_for_each_part(monkeypatch):
+    monkeypatch.setenv(GQA_DECODE, "cpu")
+    lines = backends.explain(GROUPED, device="cpu", dtype=torch.float32).splitlines()
+    said = dict(line.split(": ", 1) for line in lines)
+    assert said["gqa_decode"] == f"cpu, bound by {GQA_DECODE}" and "gqa_paged_attention" not in said
+    assert said["gqa_prefill"].startswith("cpu, chosen by priority (")

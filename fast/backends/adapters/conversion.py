@@ -5,6 +5,7 @@ The state law of this project: natural-log LSE, [N, T]; a row that attends no ke
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -68,3 +69,28 @@ def without_empty_rows(out: Tensor, lse: Tensor) -> Tensor:
         lse: [N, T], LSE of the library, natural log.
     """
     return torch.where(lse == torch.inf, out[..., 0].T - torch.inf, lse)  # 0 - inf is -inf, and NaN stays NaN
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Add the attention sinks to a state: each head gets one more key with the value 0.
+
+    Args:
+        out: [T, N, Dh], output without the sinks.
+        lse: [N, T], natural-log LSE without the sinks.
+        sinks: [N], scores of the sinks; None leaves the state unchanged.
+
+    Returns:
+        out [T, N, Dh], in float32 if there are sinks, and lse [N, T].
+    """
+    if sinks is None:
+        return out, lse
+    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    kept = torch.where(lse == -torch.inf, 0, torch.exp(lse - total))  # share of the keys in the sum
+    return out * kept.T[..., None], total
+
+
+@functools.lru_cache(maxsize=256)
+def slopes_on_device(device: torch.device, slopes: tuple[float, ...]) -> Tensor:
+    """Return ALiBi slopes on a device, [N] in float32, and keep them, because the copy to a GPU waits."""
+    with torch.inference_mode(False):  # an inference tensor could not be used in other modes
+        return torch.tensor(slopes, dtype=torch.float32, device=device)

@@ -6,7 +6,8 @@
 | `flash_attn_3` | `flash_attn_interface`; `fa3_fwd_interface` (bfloat16 only); vLLM's `vllm_flash_attn` | 9.x |
 | `flash_attn_4` | `flash_attn.cute`; vLLM's `vllm_flash_attn.cute` | 9.x to 11.x, never chosen without its name |
 
-`flash_attn_decode` has the absorbed decode of flash-attn 3.
+`flash_attn_decode` has the absorbed decode of flash-attn 3, and `flash_attn_gqa` has grouped-query attention of
+flash-attn 2 and 3.
 
 NaN in values: flash-attn 2 reads the keys and values of one request only. flash-attn 3 and 4 read values in whole tiles
 of up to 176 tokens, and multiply the values after the last key of a request by 0. These values belong to the next
@@ -24,7 +25,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from reference.interfaces import NEUTRAL_COSTS, QueryLenSupport, ScheduleCosts
+from reference.interfaces import NEUTRAL_COSTS, GraphSupport, QueryLenSupport, ScheduleCosts
 
 from ..registry import Backend, OpSupport
 from .conversion import in_words, is_in_words, pad_columns, without_empty_rows
@@ -221,6 +222,35 @@ def decode_ops(launcher: str | Callable, **declared) -> dict[str, OpSupport]:
     }
 
 
+def gqa_ops(version: int) -> dict[str, OpSupport]:
+    """Declare the ops of grouped-query attention of flash-attn 2 or 3 (`flash_attn_gqa`).
+
+    The package fa3-fwd has neither float16 kernels nor kernels for a paged cache. Page sizes of flash-attn 2 are
+    multiples of 16 tokens with vLLM's copy, and multiples of 256 tokens with the package `flash_attn`.
+    """
+    module, narrow = "fast.backends.adapters.flash_attn_gqa", version == 3 and _only_fa3_fwd()
+    declared = dict(
+        out_dtypes=STATE_DTYPES,
+        head_dims={"head_dim": tuple(range(8, 257, 8))},
+        masks=("causal",),
+        features=("sinks", "soft_cap", "window", *(("alibi",) if version == 2 else ())),
+        batch_invariant=False,  # tiles and splits depend on the longest query and on the number of requests
+        graph=GraphSupport.NONE,
+        only_named=True,
+    )
+    packed = OpSupport(
+        f"{module}:gqa_varlen_attention_{version}", dtypes=HALF[:1] if narrow else HALF, mixes_nan=version == 3,
+        **declared,
+    )  # fmt: skip
+    if narrow:
+        return {"gqa_varlen_attention": packed}
+    step = 16 if version == 3 or is_installed(VLLM) else 256
+    paged = OpSupport(
+        f"{module}:gqa_paged_attention_{version}", dtypes=HALF, block_sizes=tuple(range(step, 1025, step)), **declared
+    )
+    return {"gqa_paged_attention": paged, "gqa_varlen_attention": packed}
+
+
 def _only_fa3_fwd() -> bool:
     """Return whether fa3-fwd is the only installed source of flash-attn 3."""
     return is_installed(FA3_FWD.module) and missing_package(SOURCES_3_OF_ALL) is not None
@@ -243,7 +273,7 @@ FLASH_ATTN_2 = Backend(
     name="flash_attn_2",
     priority=-5,
     device_type="cuda",
-    ops=_prefill("flash_attn_varlen_2", HALF),
+    ops=_prefill("flash_attn_varlen_2", HALF) | gqa_ops(2),
     capability=(8, 0),
     missing_package=missing_package(SOURCES_2),
     library="flash-attn 2",
@@ -254,7 +284,9 @@ FLASH_ATTN_3 = Backend(
     name="flash_attn_3",
     priority=-5,
     device_type="cuda",
-    ops=_prefill("flash_attn_varlen_3", HALF[:1] if _only_fa3_fwd() else HALF, mixes_nan=True, priority=30) | _DECODE_3,
+    ops=_prefill("flash_attn_varlen_3", HALF[:1] if _only_fa3_fwd() else HALF, mixes_nan=True, priority=30)
+    | _DECODE_3
+    | gqa_ops(3),
     capability=(9, 0),
     capability_end=(10, 0),
     missing_package=missing_package(SOURCES_3),

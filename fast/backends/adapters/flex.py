@@ -14,6 +14,8 @@ and of requests need no new graph, except where PyTorch has assumed that two num
 each combination takes many seconds. The copies and the block mask are not compiled: PyTorch 2.11 compiled the places of
 the queries wrongly.
 
+`flex_gqa` has grouped-query attention.
+
 The library returns the state law of this project: a natural-log LSE, output 0 and LSE -inf for a row without keys.
 """
 
@@ -27,6 +29,8 @@ from typing import NamedTuple, no_type_check
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from reference.interfaces import GraphSupport
 
 from ..own import missing as missing_package
 from ..registry import Backend, OpSupport
@@ -274,6 +278,14 @@ def mask_tensors(queries: Blocks, keys: Blocks, causal: bool) -> MaskTensors:
     return MaskTensors(partial[None, None], lists[0], full[None, None], lists[1], first_key, first_key + own, late)
 
 
+_GQA = dict(
+    dtypes=(torch.bfloat16, torch.float16),
+    out_dtypes=(torch.bfloat16, torch.float16, torch.float32),
+    head_dims={"head_dim": tuple(range(16, 257))},
+    features=("alibi", "attention_chunk", "sinks", "soft_cap", "window"),
+    batch_invariant=False,  # a batch with one request has a graph of its own
+    graph=GraphSupport.NONE,
+)
 FLEX = Backend(
     name="flex",
     priority=-10,
@@ -287,7 +299,11 @@ FLEX = Backend(
             head_dims={"qk_head_dim": tuple(range(16, 257)), "v_head_dim": tuple(range(16, 257))},
             whole_keys=True,
             masks=("causal",),
-        )
+        ),
+        **{
+            op: OpSupport(f"fast.backends.adapters.flex_gqa:{op}", **_GQA)
+            for op in ("gqa_paged_attention", "gqa_varlen_attention")
+        },
     },
     missing_package=missing_package("triton"),
     library="PyTorch",

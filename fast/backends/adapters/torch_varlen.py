@@ -11,6 +11,9 @@ The adapter converts what differs:
 - The kernel writes the dtype of the queries. For a float32 output, the adapter converts this output.
 - The kernel gives the LSE +inf to a row without keys (`conversion.without_empty_rows`).
 
+Grouped-query attention is served over packed keys alone, not over a paged cache. Attention sinks are added from the
+LSE, which is one more pass over the output.
+
 The declarations describe the kernel that is built into PyTorch. A program can replace this kernel for the whole process
 (`torch.nn.attention.activate_flash_attention_impl`).
 """
@@ -19,13 +22,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from ..registry import Backend, OpSupport
-from .conversion import in_words, pad_columns, without_empty_rows
+from .conversion import in_words, pad_columns, with_sinks, without_empty_rows
 
 ALL_KEYS, CAUSAL = (-1, -1), (-1, 0)  # windows of `varlen_attn`: keys before and after a query; -1 for no limit
 
@@ -119,6 +122,72 @@ def flash_attn_varlen(
     return out.copy_(made[..., :width]), lse
 
 
+def gqa_varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    attention_type: str,
+    sliding_window: int | None,
+    attention_chunk_size: int | None,
+    soft_cap: float | None,
+    alibi_slopes: Sequence[float] | None,
+    sinks: Tensor | None,
+    out_dtype: torch.dtype,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend packed keys of grouped-query attention, which are in no cache, without waiting for the GPU.
+
+    Args:
+        q: [T, N, Dh], bfloat16 or float16; Dh is a multiple of 8, at most 256.
+        k: [S, Nkv, Dh].
+        v: [S, Nkv, Dh].
+        cu_seqlens_q: [B + 1], int32, first query token of each request.
+        cu_seqlens_k: [B + 1], int32, first key of each request.
+        max_seqlen_q: upper bound of the query lengths.
+        max_seqlen_k: upper bound of the key lengths.
+        softmax_scale: factor of the dot products.
+        attention_type: value of an `AttentionType`; a decoder has a causal mask.
+        sliding_window: number of keys of a window, the query's own key included; None for no window.
+        attention_chunk_size: None, because the declaration excludes attention chunks.
+        soft_cap: None.
+        alibi_slopes: None.
+        sinks: [N], or None. The adapter adds them from the LSE.
+        out_dtype: dtype of `q`, or float32.
+        out: [T, N, Dh] in `out_dtype`, any strides, written in place; None allocates a tensor.
+
+    Returns:
+        out [T, N, Dh] and lse [N, T], natural log, float32.
+    """
+    tokens, heads, _ = q.shape
+    if tokens == 0 or k.shape[0] == 0:  # the kernel takes no empty tensors
+        out = q.new_zeros(q.shape, dtype=out_dtype) if out is None else out.zero_()
+        lse = torch.full((heads, tokens), -torch.inf, dtype=torch.float32, device=q.device)
+        return out, lse if sinks is None else lse.copy_(sinks[:, None])
+    causal, before = attention_type == "decoder", -1 if sliding_window is None else sliding_window - 1
+    grouped = {"enable_gqa": True} if _takes_groups() else {}
+    if not grouped:
+        k, v = (each.repeat_interleave(heads // each.shape[1], 1) for each in (k, v))
+    made, lse = _library()(
+        in_words(q), in_words(k), in_words(v), cu_seqlens_q, cu_seqlens_k, max(max_seqlen_q, 2), max_seqlen_k,
+        scale=softmax_scale, window_size=(before, 0 if causal else before), **grouped,
+    )  # fmt: skip
+    made, lse = with_sinks(made, without_empty_rows(made, lse), sinks)
+    return (made.to(out_dtype) if out is None else out.copy_(made)), lse.contiguous()
+
+
+@functools.cache
+def _takes_groups() -> bool:
+    """Return whether `varlen_attn` takes fewer heads of keys than of queries; that of an older PyTorch does not."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
 TORCH_VARLEN = Backend(
     name="torch_varlen",
     priority=-5,
@@ -133,7 +202,16 @@ TORCH_VARLEN = Backend(
             whole_keys=True,
             narrow_values=True,
             masks=("causal",),
-        )
+        ),
+        "gqa_varlen_attention": OpSupport(
+            f"{__name__}:gqa_varlen_attention",
+            dtypes=(torch.bfloat16, torch.float16),
+            out_dtypes=(torch.bfloat16, torch.float16, torch.float32),
+            head_dims={"head_dim": tuple(range(8, 257, 8))},
+            masks=("causal",),
+            features=("sinks", "window"),
+            only_named=True,
+        ),
     },
     library="PyTorch",
     install="pip install 'torch>=2.11'",

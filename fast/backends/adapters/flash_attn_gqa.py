@@ -1,0 +1,319 @@
+"""Adapters of grouped-query attention to flash-attn 2 and 3, over a paged cache and over packed keys.
+
+Both versions have a causal mask with a window, and a soft cap. flash-attn 2 also has ALiBi. The adapter adds attention
+sinks itself, from the LSE, which is one more pass over the output.
+
+The page sizes of a cache:
+
+- flash-attn 2: multiples of 16 tokens with vLLM's copy, multiples of 256 tokens with the package `flash_attn`.
+- flash-attn 3: any. The library has two ways to load pages. The first way loads whole pages, also the entries after the
+  last token of a request, and multiplies them by 0, so that a NaN in such an entry makes the output NaN. The library
+  takes it only if a page has as many tokens as a tile of the kernel. The adapter therefore gives the library pages of
+  at most 32 tokens, which are parts of the blocks.
+
+A window: the library reads whole tiles of keys, also the keys before the window in the same tile. The entries of the
+block table for blocks before the window may have any value. The adapter replaces them by the first block that a query
+of the request can see.
+
+flash-attn 3 reads values of packed requests in whole tiles (`flash_attn` says what this means for NaN).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from reference.interfaces import COMPUTE_FORMAT, CacheFormat, InvariantSplitRule, UnsupportedConfiguration
+
+from .conversion import in_words, is_in_words, slopes_on_device, with_sinks, without_empty_rows
+from .flash_attn import SOURCES_2, SOURCES_3, SOURCES_3_OF_ALL, VLLM, with_poison
+from .sources import Source, loaded
+
+PAGE = 32  # most tokens of a page of flash-attn 3
+SOURCES_2_PAGED = tuple(
+    sorted(SOURCES_2, key=lambda source: source.module != VLLM)
+)  # vLLM's copy takes more page sizes
+SOURCES = {2: SOURCES_2, 3: SOURCES_3}  # sources of kernels over packed keys
+SOURCES_PAGED = {2: SOURCES_2_PAGED, 3: SOURCES_3_OF_ALL}
+
+
+class Scores(NamedTuple):
+    """How the library computes scores, and which keys a query attends.
+
+    Attributes:
+        softmax_scale: factor of the dot products.
+        causal: whether the last query of a request sees all keys, and each earlier query sees one key less.
+        window: number of keys before and after the query's own key that the query attends; -1 for no limit.
+        soft_cap: soft cap of the scores; 0 for none.
+        slopes: [N], float32 slopes of ALiBi, or None.
+    """
+
+    softmax_scale: float
+    causal: bool
+    window: tuple[int, int]
+    soft_cap: float
+    slopes: Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        device: torch.device,
+        softmax_scale: float,
+        causal: bool,
+        keys_of_window: int | None,
+        soft_cap: float | None,
+        alibi_slopes: Sequence[float] | None,
+    ) -> Scores:
+        """Return the scores of a call.
+
+        Args:
+            device: device of the tensors.
+            softmax_scale: factor of the dot products.
+            causal: whether the mask is causal.
+            keys_of_window: number of keys of the window, the query's own key included; None for no window. Without a
+                causal mask, a window has as many keys after the query as before it.
+            soft_cap: soft cap, or None.
+            alibi_slopes: N slopes, or None.
+        """
+        before = -1 if keys_of_window is None else keys_of_window - 1
+        slopes = None if alibi_slopes is None else slopes_on_device(device, tuple(alibi_slopes))
+        return cls(softmax_scale, causal, (before, 0 if causal else before), soft_cap or 0.0, slopes)
+
+    def arguments(self, version: int) -> dict:
+        """Return the library's arguments."""
+        given = dict(
+            softmax_scale=self.softmax_scale, causal=self.causal, window_size=self.window, softcap=self.soft_cap
+        )
+        return given | {"alibi_slopes": self.slopes} if version == 2 else given
+
+
+def _attend_cache(
+    version: int,
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    visible_lens: Tensor,
+    first_visible: Tensor | None,
+    max_query_len: int,
+    max_seq_len: int,
+    max_visible_len: int,
+    softmax_scale: float,
+    soft_cap: float | None,
+    alibi_slopes: Sequence[float] | None,
+    sinks: Tensor | None,
+    out_dtype: torch.dtype,
+    tile_ranges: Tensor | None = None,
+    split_offsets: Tensor | None = None,
+    batch_invariant: bool = False,
+    split_rule: InvariantSplitRule | None = None,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend the cached keys of each request with its query tokens, under a causal mask.
+
+    Args:
+        version: 2 or 3.
+        q: [T, N, Dh], bfloat16 or float16.
+        kv_cache: [2, num_blocks, block_size, Nkv, Dh] in the dtype of the queries.
+        block_table: [B, W].
+        seq_lens: [B], keys of each request.
+        query_start_loc: [B + 1], first query token of each request; no token is behind the last request.
+        visible_lens: not used, because query i of Sq sees the keys before S - Sq + i + 1.
+        first_visible: [T], first key of each query token, which follows from the window; None without a window.
+        max_query_len: upper bound of the query tokens of a request.
+        max_seq_len: upper bound of the keys of a request.
+        max_visible_len: with a window, the number of keys of the window, or `max_seq_len` if that is smaller.
+        softmax_scale: factor of the dot products.
+        soft_cap: soft cap of the scores, or None.
+        alibi_slopes: N slopes, or None; None for flash-attn 3.
+        sinks: [N], or None.
+        out_dtype: dtype of the output.
+        tile_ranges: not used, because the library makes its own schedule.
+        split_offsets: not used.
+        batch_invariant: False, because the declaration excludes True.
+        split_rule: not used.
+        cache_format: `compute_dtype`.
+        k_scale: None, because the format has no scales.
+        v_scale: None.
+        q_scale: None.
+        out: [T, N, Dh] in `out_dtype`, any strides, written in place; None allocates a tensor.
+
+    Returns:
+        out [T, N, Dh] and lse [N, T], natural log, float32.
+
+    Raises:
+        UnsupportedConfiguration: the library cannot load the pages of a cache with these strides.
+    """
+    if q.shape[0] == 0 or seq_lens.shape[0] == 0 or kv_cache.shape[1] == 0:
+        return _without_keys(q, sinks, out_dtype, out)
+    source, module = loaded(SOURCES_PAGED[version])
+    table = block_table if first_visible is None else visible_blocks(
+        block_table, first_visible, query_start_loc, kv_cache.shape[2]
+    )  # fmt: skip
+    keys, values, table = _pages(version, kv_cache, table)
+    window = None if first_visible is None else max_visible_len
+    scores = Scores.of(q.device, softmax_scale, True, window, soft_cap, alibi_slopes)
+    lens = seq_lens.contiguous()
+    most = min(max_seq_len, table.shape[1] * keys.shape[1])
+    starts = query_start_loc.contiguous()
+    if source.module == VLLM:
+        made = module.flash_attn_varlen_func(
+            in_words(q), keys, values, max_seqlen_q=max_query_len, cu_seqlens_q=starts, max_seqlen_k=most,
+            seqused_k=lens, block_table=table, return_softmax_lse=True, num_splits=0, fa_version=version,
+            **scores.arguments(version),
+        )  # fmt: skip
+    elif version == 2:
+        made = module.flash_attn_varlen_func(
+            in_words(q), keys, values, starts, pad(lens.cumsum(0, dtype=torch.int32), (1, 0)), max_query_len, most,
+            block_table=table, return_attn_probs=True, **scores.arguments(version),
+        )  # fmt: skip
+    else:
+        made = module.flash_attn_with_kvcache(
+            in_words(q), keys, values, cache_seqlens=lens, page_table=table, cu_seqlens_q=starts,
+            max_seqlen_q=max_query_len, num_splits=0, return_softmax_lse=True, **scores.arguments(version),
+        )  # fmt: skip
+    return _state(version, *made[:2], sinks, out_dtype, out)
+
+
+def _attend_packed(
+    version: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    attention_type: str,
+    sliding_window: int | None,
+    attention_chunk_size: int | None,
+    soft_cap: float | None,
+    alibi_slopes: Sequence[float] | None,
+    sinks: Tensor | None,
+    out_dtype: torch.dtype,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend packed keys, which are in no cache, with the query tokens of the same request.
+
+    Args:
+        version: 2 or 3.
+        q: [T, N, Dh], bfloat16 or float16.
+        k: [S, Nkv, Dh].
+        v: [S, Nkv, Dh].
+        cu_seqlens_q: [B + 1], first query token of each request.
+        cu_seqlens_k: [B + 1], first key of each request.
+        max_seqlen_q: upper bound of the query lengths.
+        max_seqlen_k: upper bound of the key lengths.
+        softmax_scale: factor of the dot products.
+        attention_type: value of an `AttentionType`; a decoder has a causal mask.
+        sliding_window: number of keys of a window, the query's own key included; None for no window.
+        attention_chunk_size: None, because the declaration excludes attention chunks.
+        soft_cap: soft cap of the scores, or None.
+        alibi_slopes: N slopes, or None; None for flash-attn 3.
+        sinks: [N], or None.
+        out_dtype: dtype of the output.
+        out: [T, N, Dh] in `out_dtype`, any strides, written in place; None allocates a tensor.
+
+    Returns:
+        out [T, N, Dh] and lse [N, T], natural log, float32.
+    """
+    if q.shape[0] == 0 or k.shape[0] == 0:
+        return _without_keys(q, sinks, out_dtype, out)
+    source, module = loaded(_sources_packed(version, q.dtype))
+    causal = attention_type == "decoder"
+    scores = Scores.of(q.device, softmax_scale, causal, sliding_window, soft_cap, alibi_slopes)
+    given = dict(
+        cu_seqlens_q=cu_seqlens_q.contiguous(), cu_seqlens_k=cu_seqlens_k.contiguous(), max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k, **scores.arguments(version),
+    )  # fmt: skip
+    if source.module == VLLM:
+        given |= dict(return_softmax_lse=True, num_splits=1, fa_version=version)
+    else:
+        given |= dict(return_attn_probs=True) | ({} if version == 2 else dict(num_splits=1))
+    made, lse, *_ = module.flash_attn_varlen_func(in_words(q), in_words(k), in_words(v), **given)
+    return _state(version, made, lse, sinks, out_dtype, out)
+
+
+def _sources_packed(version: int, dtype: torch.dtype) -> tuple[Source, ...]:
+    """Return the modules that have the kernel for packed keys of a dtype."""
+    return SOURCES_3_OF_ALL if version == 3 and dtype != torch.bfloat16 else SOURCES[version]
+
+
+def visible_blocks(block_table: Tensor, first_visible: Tensor, query_start_loc: Tensor, block_size: int) -> Tensor:
+    """Return the block table with the first visible block of each request in the place of the blocks before it.
+
+    Args:
+        block_table: [B, W].
+        first_visible: [T], first key of each query token; it does not decrease within a request.
+        query_start_loc: [B + 1], first query token of each request.
+        block_size: tokens of a block.
+
+    Returns:
+        [B, W], int32. The entries of a request without query tokens have no meaning, and are not read.
+    """
+    token = query_start_loc[:-1].long().clamp(max=first_visible.shape[0] - 1)
+    column = (first_visible[token] // block_size)[:, None].clamp(max=block_table.shape[1] - 1)
+    columns = torch.arange(block_table.shape[1], dtype=torch.int32, device=block_table.device)
+    return block_table.gather(1, torch.maximum(columns, column).long())
+
+
+def _pages(version: int, kv_cache: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the pages of keys and of values, [pages, page size, Nkv, Dh], without a copy, and the table of pages.
+
+    Raises:
+        UnsupportedConfiguration: rows of the cache are not aligned words of 16 bytes, or flash-attn 3 needs smaller
+            pages and the blocks do not follow each other in memory.
+    """
+    keys, values = kv_cache.unbind(0)
+    _, num_blocks, block_size, heads, width = kv_cache.shape
+    if not (is_in_words(keys) and is_in_words(values)):
+        raise UnsupportedConfiguration([
+            f"flash_attn_{version}: needs a cache of aligned 16-byte words, got strides {kv_cache.stride()}"
+        ])  # fmt: skip
+    page = block_size if version == 2 or block_size <= PAGE else next(
+        size for size in (PAGE, PAGE // 2) if block_size % size == 0
+    )  # fmt: skip
+    parts = block_size // page
+    if parts == 1:
+        return keys, values, block_table if block_table.stride(-1) == 1 else block_table.contiguous()
+    if num_blocks > 1 and keys.stride(0) != block_size * keys.stride(1):
+        raise UnsupportedConfiguration([
+            f"flash_attn_3: serves blocks of more than {PAGE} tokens only if they follow each other in memory, got "
+            f"blocks of {block_size} tokens with strides {kv_cache.stride()[1:]}"
+        ])  # fmt: skip
+    offsets = torch.arange(parts, dtype=torch.int32, device=block_table.device)
+    table = torch.add(offsets, block_table[:, :, None], alpha=parts).flatten(1)
+    return keys.view(-1, page, heads, width), values.view(-1, page, heads, width), table
+
+
+def _state(
+    version: int, made: Tensor, lse: Tensor, sinks: Tensor | None, out_dtype: torch.dtype, out: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Convert what the library returned to an attention state with the sinks."""
+    lse = without_empty_rows(made, lse) if version == 2 else with_poison(made, lse)
+    made, lse = with_sinks(made, lse, sinks)
+    return made.to(out_dtype) if out is None else out.copy_(made), lse.contiguous()
+
+
+def _without_keys(q: Tensor, sinks: Tensor | None, out_dtype: torch.dtype, out: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the state of queries that attend no key: output 0, and the sinks as LSE."""
+    out = q.new_zeros(q.shape, dtype=out_dtype) if out is None else out.zero_()
+    lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float32, device=q.device)
+    return out, lse if sinks is None else lse.copy_(sinks[:, None])
+
+
+gqa_paged_attention_2 = functools.partial(_attend_cache, 2)
+gqa_paged_attention_3 = functools.partial(_attend_cache, 3)
+gqa_varlen_attention_2 = functools.partial(_attend_packed, 2)
+gqa_varlen_attention_3 = functools.partial(_attend_packed, 3)
