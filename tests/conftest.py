@@ -8,6 +8,7 @@ run in the pytest process.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import os
 import sys
@@ -23,6 +24,9 @@ if (WORKERS := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
 if importlib.util.find_spec("beartype") is not None and os.environ.get("TRITON_INTERPRET") != "1":
     from jaxtyping import install_import_hook
 
+    from tests.support.runtime_types import check_types_without_shapes
+
+    check_types_without_shapes()
     install_import_hook(["reference", "fast"], "beartype.beartype")  # must precede the first import of either package
 
 import jaxtyping
@@ -116,6 +120,12 @@ def pytest_collection_modifyitems(config, items):
     first, end = (number - 1) * len(items) // count, number * len(items) // count
     config.hook.pytest_deselected(items=items[:first] + items[end:])
     items[:] = items[first:end]
+
+
+def pytest_collection_finish():
+    """Leave modules and collected tests out of garbage collections; a full collection then takes 10 ms, not 0.2 s."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -33,6 +33,7 @@ from reference.interfaces import (
     FP8_DS_MLA,
     FP8_E4M3,
     AttentionState,
+    ContextWorkspace,
     GraphSupport,
     InvariantSplitRule,
     MLAConfig,
@@ -574,6 +575,7 @@ def report_of(made: list[Call], make: Callable[[], list[Call]] | None = None) ->
                 failed[name] = f"{kind}: {message}"
                 continue
         annotations = annotations_of(call)
+        kept_arguments = [(tensor, tensor.clone()) for good in call.arguments.values() for tensor in tensors_of(good)]
         for argument, good in call.arguments.items():
             for path, label, value, well in malformed(annotations[argument], good):
                 if well and not call.runs:
@@ -583,10 +585,20 @@ def report_of(made: list[Call], make: Callable[[], list[Call]] | None = None) ->
                 kind, message = outcome(call.function, given)
                 written = bool(kind) and not all(same_bits(tensor, was) for tensor, was in kept)
                 rows.append((name, argument + path, label, well, kind, message, written))
-                if (not kind or written) and make is not None and writes(call):
-                    made = make()  # this call wrote to its arguments, so the next call needs new arguments
-                    call = made[index]
+                if (not kind or written) and make is not None and writes(call):  # the next call needs the old arguments
+                    if has_state(call):
+                        made = make()
+                        call = made[index]
+                    else:
+                        for tensor, was in kept_arguments:
+                            tensor.copy_(was)
     return {"failed": failed, "arguments": arguments, "calls": rows}
+
+
+def has_state(call: Call) -> bool:
+    """Return whether a call may change more than tensors of its arguments: an object's state, such as a scale's."""
+    states = [call.function, *call.arguments.values()]
+    return any(inspect.ismethod(each) or isinstance(each, nn.Module | ContextWorkspace) for each in states)
 
 
 def writes(call: Call) -> bool:
