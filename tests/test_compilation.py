@@ -37,12 +37,9 @@ from .support.format_caches import FORMATS, SMALL, poisoned_cache
 gpu_only = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-@pytest.mark.parametrize("between_ranks", [False, True])
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_every_kernel_of_a_set_is_launched(monkeypatch, config, between_ranks):
-    """Warm up a layer -> every kernel is launched; those of context parallelism do not depend on the config."""
-    if between_ranks and config is not DIRECT:
-        pytest.skip("one config is enough for the kernels between ranks")
+@pytest.mark.parametrize("config, num_ranks", [*((each, 1) for each in CONFIGS.values()), (DIRECT, 2)])
+def test_every_kernel_of_a_set_is_launched(monkeypatch, config, num_ranks):
+    """Warm up a layer -> every kernel is launched, those of context parallelism by ranks that share sequences."""
     launched = set()
 
     def noting(name, launch):
@@ -54,15 +51,12 @@ def test_every_kernel_of_a_set_is_launched(monkeypatch, config, between_ranks):
 
     kernels = {name: noting(name, launch) for name, launch in cpu.KERNELS.items()}
     with_backends(monkeypatch, cpu_backend(kernels))
+    config = replace(config, num_heads=num_ranks * config.num_heads)
+    groups = fast.simulate(num_ranks, 8, lambda ranks: ranks)[0] if num_ranks > 1 else None
     settings = dict(device="cpu", dtype=torch.float32, block_size=16, decode_threshold=2, fp8_weights=True)
-    ranks = {}
-    if between_ranks:
-        config = replace(config, num_heads=2 * config.num_heads)
-        ranks = {"context_parallel": fast.simulate(2, 8, lambda ranks: ranks)[0]}
-    assert fast.warmup(config, **settings, **ranks) == []
+    assert fast.warmup(config, **settings, context_parallel=groups) == []
     of_ranks = {"merge_packed_attn_states", "pack_attn_state", "reorg_kvcache", "weight_attn_out"}
-    wanted = set(cpu.KERNELS) - {*GQA_OPS}
-    assert (launched >= of_ranks) == between_ranks and launched | of_ranks == wanted
+    assert launched == set(cpu.KERNELS) - {*GQA_OPS} - (of_ranks if groups is None else set())
 
 
 def test_refusals(plain_errors):
