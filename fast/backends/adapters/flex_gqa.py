@@ -260,7 +260,7 @@ def attend_rows(
     def score_mod(score, batch, head, query, key):
         if soft_cap:
             score = soft_cap * torch.tanh(score / soft_cap)
-        return score if slopes is None else score + slopes[head] * (mask.position[query] - key).abs()
+        return score if slopes is None else score - slopes[head] * (mask.position[query] - key).abs()
 
     blocks = BlockMask.from_kv_blocks(
         mask.partial,
