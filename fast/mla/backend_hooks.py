@@ -134,7 +134,7 @@ class BackendHooks:
 
 
 @constant_when_traced
-def declared_hooks(name: str) -> type[BackendHooks] | None:
+def declared_hooks(name: str) -> type | None:
     """Return the class of the hooks that a registered backend declares; None if it declares no hooks."""
     given = named(name, "metadata.prefill.backend").hooks
     return backends.imported(given) if isinstance(given, str) else given
