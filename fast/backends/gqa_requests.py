@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from reference.interfaces import (
+    CAUSAL,
     COMPUTE_FORMAT,
     CONVERTED,
     VISIBLE_LENS,
@@ -168,7 +169,13 @@ def gqa_layer_requests(
     if config.attention_type.cached:
         requests += [
             paged_attention_request(
-                config, device, dtype, block_size, cache_format=cache_format, q_in_e4m3=fp8_mode == "fp8_query"
+                config,
+                device,
+                dtype,
+                block_size,
+                cache_format=cache_format,
+                q_in_e4m3=fp8_mode == "fp8_query",
+                mask=VISIBLE_LENS if config.attention_type is AttentionType.CROSS else CAUSAL,
             ),
             key_value_write_request(device, dtype, config.head_dim, block_size, cache_format),
         ]

@@ -70,6 +70,8 @@ class OpSupport:
         schedule_programs: for `gqa_paged_attention`: function, or its dotted path, that returns how many programs a
             schedule should have. Its arguments are device, dtype of the queries, N, Nkv, Dh, block size, length of the
             longest query, and cache format. None means that the kernel ignores schedules.
+        cache_reasons: for `gqa_paged_attention`: function, or its dotted path, that returns why the kernel cannot read
+            a cache with such strides, as a list of texts. Its argument is the cache. A layer asks before it writes.
         one_set_of_parameters: whether the backend plans the op once for all layers of a step, so that they must have
             the same window, soft cap, scale and so on. `check_one_set_of_parameters` refuses a model whose layers
             differ.
@@ -98,10 +100,11 @@ class OpSupport:
     fp8_modes: tuple[str, ...] = (CONVERTED,)
     features: tuple[str, ...] = ()
     schedule_programs: str | Callable | None = None
+    cache_reasons: str | Callable | None = None
     one_set_of_parameters: bool = False
 
     def __post_init__(self):
-        for name in ("launcher", "schedule_programs"):
+        for name in ("launcher", "schedule_programs", "cache_reasons"):
             value = getattr(self, name)
             path = isinstance(value, str) and re.fullmatch(r"[\w.]+:\w+", value)
             missing = value is None and name != "launcher"

@@ -230,6 +230,17 @@ def labelled_by_part(op: str, label: str, bound: BoundOps | None) -> dict[str, B
     return {part: for_part(bound, part) for part in parts}
 
 
+def refusals_of(request: KernelRequest, bound: BoundOps | None) -> list[str]:
+    """Return why no backend that `bound` allows can serve a request in some part of a step; empty if one can."""
+    found: list[str] = []
+    for allowed in labelled_by_part(request.op, request.op, bound).values():
+        try:
+            select(request, allowed)
+        except UnsupportedConfiguration as error:
+            found += error.reasons
+    return found
+
+
 def _has(name: object, op: object = None) -> bool:
     """Return whether a backend of that name exists and, if an op or a part is given, declares this op."""
     op = STEP_PARTS.get(op, op)

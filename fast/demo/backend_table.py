@@ -47,8 +47,8 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m fast backends",
         description="Print which backends can serve the ops of a model on this machine, why others cannot, and which "
         "backend is chosen for each op. The command launches no kernel.",
-        epilog="Exit status: 0, or 2 for bad input. The environment variables MLA_PREFILL_BACKEND and "
-        "MLA_DECODE_BACKEND are read as by a layer of the family mla.",
+        epilog="Exit status: 0, or 2 for bad input. The environment variables MLA_PREFILL_BACKEND, "
+        "MLA_DECODE_BACKEND, GQA_PREFILL_BACKEND and GQA_DECODE_BACKEND are read as by a layer of the family.",
     )
     parser.add_argument(
         "--family",

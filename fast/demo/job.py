@@ -32,6 +32,7 @@ from reference.interfaces import (
 )
 
 from .. import backends
+from ..backends.selection import refusals_of
 from ..integrations._required import missing_transformers
 from .batch_loop import BatchLoop
 from .serving import ServingLoop
@@ -405,10 +406,7 @@ def choose_device(
         for each in configs:
             layer = each, device, dtype_on(device), args.block_size, cache_format, args.fp8_mode
             for request in backends.layer_requests(*layer):
-                try:
-                    backends.select(request, bound)
-                except UnsupportedConfiguration as error:
-                    found += error.reasons
+                found += refusals_of(request, bound)
         return list(dict.fromkeys(found))
 
     if args.device is None:

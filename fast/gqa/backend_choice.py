@@ -200,6 +200,15 @@ def _choose_for_packed(call: Attention) -> str:
     return backends.select(request, call.backend).name
 
 
+def check_cache_strides(backend: str, kv_cache: Tensor) -> None:
+    """Raise UnsupportedConfiguration if a backend cannot read a cache with such strides."""
+    declared = backends.support_of(backend, "gqa_paged_attention").cache_reasons
+    if declared is not None and not torch.compiler.is_compiling():  # a traced tensor has no address
+        reasons = (backends.imported(declared) if isinstance(declared, str) else declared)(kv_cache)
+        if reasons:
+            raise UnsupportedConfiguration(reasons)
+
+
 class StepBackends(NamedTuple):
     """What a layer must check in the values of each step, because of the backends that serve the step.
 
@@ -248,12 +257,14 @@ def choose_step_backends(
     def choose(name: str, call: Attention, plan: DecodeMetadata, schedule: DecodeSchedule | None) -> None:
         given, names = (call, plan, schedule), (f"metadata.{name}.backend", _OF_LAYER)
         found = choose_paged_backend(*given, *names) if ranks is None else choose_rank_backend(*given, *ranks, *names)
+        check_cache_strides(found, kv_cache)
         chosen.append((name, "gqa_paged_attention", found))
 
     split, end = metadata.num_decode_tokens, metadata.num_actual_tokens
     if split > 0 and metadata.cascade is not None:
         found = choose_cascade_backends(decodes, metadata.cascade, "metadata.cascade", _OF_LAYER)
         for name, backend in zip(("cascade.prefix", "cascade.suffix"), found, strict=True):
+            check_cache_strides(backend, kv_cache)
             chosen.append((name, "gqa_paged_attention", backend))
     elif split > 0:
         choose("decode", decodes, metadata.decode, metadata.schedule)

@@ -17,11 +17,13 @@ from reference.distributed.arguments import check_invariant_merge
 from reference.distributed.groups import ContextParallel
 from reference.interfaces import (
     COMPUTE_FORMAT,
+    VISIBLE_LENS,
     CacheFormat,
     CommonAttentionMetadata,
     GraphSupport,
     QueryLenSupport,
     ScheduleCosts,
+    UnsupportedConfiguration,
     batch_of_capture,
     batch_of_update,
     captured_tensors,
@@ -53,7 +55,7 @@ from reference.interfaces.gqa import (
     supports_cascade,
 )
 
-from ..backends import BackendChoice, bind_with_environment
+from ..backends import BackendChoice, bind_with_environment, support_of
 from ..backends.selection import for_part, name_for
 from ..kernels.device import device_facts
 from ..planning.batch import reorder_batch_to_split_decodes_and_prefills
@@ -157,7 +159,6 @@ class GQAMetadataBuilder:
         cache_format.dtype_for(dtype)  # raises if the format does not support the dtype
         check_type("query_len_support", query_len_support, (QueryLenSupport, type(None)), "a QueryLenSupport or None")
         query_len_support = QueryLenSupport.VARLEN if query_len_support is None else query_len_support
-        graph_support = check_graph_support(graph_support, query_len_support)
         # raises if the ranks cannot share the heads
         local = config if context_parallel is None else context_parallel.local_gqa_config(config)
         if num_programs is not None and not callable(num_programs):
@@ -172,11 +173,34 @@ class GQAMetadataBuilder:
         self.num_processors = num_processors
         self.device = torch.get_default_device() if device is None else check_device("device", device)
         self.backend = bind_with_environment(backend, (*PLANNING_OPS, OP))
+        self._decode_backend = name_for(OP, for_part(self.backend, "gqa_decode"))
+        self._decode_support = None if self._decode_backend is None else support_of(self._decode_backend, OP)
+        graph_support = self._supported_graphs(check_graph_support(graph_support, query_len_support), graph_support)
         self.graph_refusals = graph_refusals(config)
         self._graph_support = GraphSupport.NONE if self.graph_refusals else graph_support
         self._layer = ScheduledLayer(local, self.device, dtype, block_size, cache_format, self.ownership)
         self.reorder_batch_threshold = reorder_batch_threshold(query_len_support, num_speculative_tokens)
         check_decoders_only(config, "num_speculative_tokens", num_speculative_tokens, 0)
+
+    def _supported_graphs(self, wanted: GraphSupport, given: GraphSupport | None) -> GraphSupport:
+        """Return which graphs the builder serves with the named decode backend.
+
+        Args:
+            wanted: graphs that the query lengths of the builder allow.
+            given: argument of the constructor; None lets the backend limit the graphs.
+
+        Raises:
+            UnsupportedConfiguration: the named decode backend is not batch-invariant, or does not support the graphs.
+        """
+        support, name = self._decode_support, self._decode_backend
+        if support is None:
+            return wanted
+        reasons = [f"{name}: is not batch-invariant"] * (self.batch_invariant and not support.batch_invariant)
+        if not support.graph.covers(wanted) and given is not None:
+            reasons.append(f"{name}: has graph support '{support.graph.value}', got graph_support '{wanted.value}'")
+        if reasons:
+            raise UnsupportedConfiguration(reasons)
+        return wanted if support.graph.covers(wanted) else support.graph
 
     def build(
         self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool = False
@@ -234,12 +258,14 @@ class GQAMetadataBuilder:
 
     def _may_cascade(self) -> bool:
         """Return whether any step may have a cascade."""
-        return supports_cascade(self.config) and not self.batch_invariant and self.ownership is None
+        support = self._decode_support
+        any_mask = support is None or VISIBLE_LENS in support.masks  # the decodes attend their prefix without a mask
+        return supports_cascade(self.config) and not self.batch_invariant and self.ownership is None and any_mask
 
     def _programs_for(self, query_len: int) -> int:
         """Return the number of programs of a schedule; 0 makes no schedule."""
         if self.num_programs is None:
-            return schedule_programs(self._layer, query_len, name_for(OP, for_part(self.backend, "gqa_decode")))
+            return schedule_programs(self._layer, query_len, self._decode_backend)
         if callable(self.num_programs):
             programs = self.num_programs(query_len)
             check_int("num_programs", programs, 0, "a function that gives at least 0")

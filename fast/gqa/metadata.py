@@ -198,7 +198,7 @@ def _plan(
                 visible_lens=visible[row:stop],
                 max_seq_len=longest if ownership is None else ownership.most(longest),
                 block_size=block_size,
-                mask=VISIBLE_LENS if is_cross else decode_mask(longest_query_len, ownership),
+                mask=VISIBLE_LENS if is_cross else decode_mask(longest_query_len, ownership, first is not None),
                 first_visible=None if first is None else first[row:stop],
             )
         )

@@ -58,7 +58,7 @@ def schedule_programs(layer: ScheduledLayer, query_len: int, named: str | None) 
     is_cross = config.attention_type is AttentionType.CROSS
     request = paged_attention_request(
         config, layer.device, layer.dtype, layer.block_size, QueryLenSupport.VARLEN, layer.cache_format,
-        mask=VISIBLE_LENS if is_cross else decode_mask(query_len, layer.ownership),
+        mask=VISIBLE_LENS if is_cross else decode_mask(query_len, layer.ownership, config.sliding_window is not None),
     )  # fmt: skip
     try:
         chosen = select(request, named).name

@@ -137,7 +137,7 @@ def plan_captured_gqa_decodes(
             max_seq_len=longest,
             block_size=block_size,
             graph=graph,
-            mask=decode_mask(query_len, ownership),
+            mask=decode_mask(query_len, ownership, config.sliding_window is not None),
             first_visible=first_visible,
         ),
         prefill=PagedAttentionMetadata(

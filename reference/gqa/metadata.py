@@ -242,7 +242,7 @@ def _part(
         visible_lens=visible_lens[rows],
         max_seq_len=longest,
         block_size=block_size,
-        mask=VISIBLE_LENS if is_cross else decode_mask(longest_query_len, ownership),
+        mask=VISIBLE_LENS if is_cross else decode_mask(longest_query_len, ownership, first_visible is not None),
         first_visible=None if first_visible is None else first_visible[rows],
     )
 

@@ -242,15 +242,18 @@ def dcp_gather_bytes(
     return (context_parallel_size - 1) * padded_tokens * cache_format.entry_bytes(kv_lora_rank, qk_rope_head_dim, dtype)
 
 
-def decode_mask(max_query_len: int, ownership: TokenOwnership | None) -> str:
+def decode_mask(max_query_len: int, ownership: TokenOwnership | None, has_window: bool = False) -> str:
     """Return the mask that a plan can promise for its `visible_lens` (`DecodeMetadata.mask`).
 
     A kernel that has only a causal mask can serve a decode whose plan promises this mask. Under context parallelism, a
     rank has a part of a request's keys. With several query tokens in a request, `visible_lens` is then no causal mask
-    of these keys: with 10 keys, 3 query tokens and 2 ranks, the tokens see 4, 5 and 5 of the 5 keys of rank 0.
+    of these keys: with 10 keys, 3 query tokens and 2 ranks, the tokens see 4, 5 and 5 of the 5 keys of rank 0. A window
+    has other numbers of keys on each rank, too.
 
     Args:
         max_query_len: upper bound of the query tokens of a request.
         ownership: the tokens that this rank owns; None if one rank owns all tokens.
+        has_window: whether the layers have a sliding window.
     """
-    return CAUSAL if ownership is None or ownership.size == 1 or max_query_len <= 1 else VISIBLE_LENS
+    one_rank = ownership is None or ownership.size == 1
+    return CAUSAL if one_rank or (max_query_len <= 1 and not has_window) else VISIBLE_LENS

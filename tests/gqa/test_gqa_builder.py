@@ -77,7 +77,8 @@ def check_plan(plan, batch, config, threshold, uniform=False, ownership=None):
         assert part.query_start_loc.tolist() == offsets(own).tolist()
         assert part.max_query_len == max(own, default=0) and part.max_seq_len >= max(lens[rows], default=0)
         assert part.block_size == batch.block_size and part.graph is GraphSupport.NONE
-        shared = ownership is not None and ownership.size > 1 and max(own, default=0) > 1
+        several = max(own, default=0) > 1 or config.sliding_window is not None
+        shared = ownership is not None and ownership.size > 1 and several
         assert part.mask == ("visible_lens" if shared else "causal")
         assert_same_bits(part.block_table, common.block_table[rows])
     return plan

@@ -246,8 +246,9 @@ def gqa_ops(version: int) -> dict[str, OpSupport]:
         return {"gqa_varlen_attention": packed}
     step = 16 if version == 3 or is_installed(VLLM) else 256
     paged = OpSupport(
-        f"{module}:gqa_paged_attention_{version}", dtypes=HALF, block_sizes=tuple(range(step, 1025, step)), **declared
-    )
+        f"{module}:gqa_paged_attention_{version}", dtypes=HALF, block_sizes=tuple(range(step, 1025, step)),
+        cache_reasons=f"{module}:cache_reasons_{version}", **declared,
+    )  # fmt: skip
     return {"gqa_paged_attention": paged, "gqa_varlen_attention": packed}
 
 

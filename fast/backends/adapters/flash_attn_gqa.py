@@ -8,12 +8,12 @@ The page sizes of a cache:
 - flash-attn 2: multiples of 16 tokens with vLLM's copy, multiples of 256 tokens with the package `flash_attn`.
 - flash-attn 3: any. The library has two ways to load pages. The first way loads whole pages, also the entries after the
   last token of a request, and multiplies them by 0, so that a NaN in such an entry makes the output NaN. The library
-  takes it only if a page has as many tokens as a tile of the kernel. The adapter therefore gives the library pages of
-  at most 32 tokens, which are parts of the blocks.
+  takes it only if the tokens of a page are a multiple of the keys of a tile. The adapter therefore gives the library
+  pages of at most 32 tokens, which are parts of the blocks.
 
 A window: the library reads whole tiles of keys, also the keys before the window in the same tile. The entries of the
-block table for blocks before the window may have any value. The adapter replaces them by the first block that a query
-of the request can see.
+block table for blocks before the window may have any value. The adapter therefore removes these blocks from the table
+and from the lengths.
 
 flash-attn 3 reads values of packed requests in whole tiles (`flash_attn` says what this means for NaN).
 """
@@ -31,7 +31,7 @@ from torch.nn.functional import pad
 from reference.interfaces import COMPUTE_FORMAT, CacheFormat, InvariantSplitRule, UnsupportedConfiguration
 
 from .conversion import in_words, is_in_words, slopes_on_device, with_sinks, without_empty_rows
-from .flash_attn import SOURCES_2, SOURCES_3, SOURCES_3_OF_ALL, VLLM, with_poison
+from .flash_attn import LEAST_QUERY_BOUND, SOURCES_2, SOURCES_3, SOURCES_3_OF_ALL, VLLM, with_poison
 from .sources import Source, loaded
 
 PAGE = 32  # most tokens of a page of flash-attn 3
@@ -68,6 +68,7 @@ class Scores(NamedTuple):
         keys_of_window: int | None,
         soft_cap: float | None,
         alibi_slopes: Sequence[float] | None,
+        max_key_len: int,
     ) -> Scores:
         """Return the scores of a call.
 
@@ -79,8 +80,12 @@ class Scores(NamedTuple):
                 causal mask, a window has as many keys after the query as before it.
             soft_cap: soft cap, or None.
             alibi_slopes: N slopes, or None.
+            max_key_len: upper bound of the keys of a request.
         """
         before = -1 if keys_of_window is None else keys_of_window - 1
+        if causal and alibi_slopes is not None and not 0 <= before < max_key_len:
+            # Without a window, a causal kernel adds slope * key in place of -slope * distance. This changes the LSE.
+            before = max(max_key_len - 1, 0)
         slopes = None if alibi_slopes is None else slopes_on_device(device, tuple(alibi_slopes))
         return cls(softmax_scale, causal, (before, 0 if causal else before), soft_cap or 0.0, slopes)
 
@@ -157,14 +162,14 @@ def _attend_cache(
     if q.shape[0] == 0 or seq_lens.shape[0] == 0 or kv_cache.shape[1] == 0:
         return _without_keys(q, sinks, out_dtype, out)
     source, module = loaded(SOURCES_PAGED[version])
-    table = block_table if first_visible is None else visible_blocks(
-        block_table, first_visible, query_start_loc, kv_cache.shape[2]
-    )  # fmt: skip
+    table, lens = block_table, seq_lens
+    if first_visible is not None:
+        table, lens = without_hidden_blocks(table, lens, first_visible, query_start_loc, kv_cache.shape[2])
     keys, values, table = _pages(version, kv_cache, table)
     window = None if first_visible is None else max_visible_len
-    scores = Scores.of(q.device, softmax_scale, True, window, soft_cap, alibi_slopes)
-    lens = seq_lens.contiguous()
     most = min(max_seq_len, table.shape[1] * keys.shape[1])
+    scores = Scores.of(q.device, softmax_scale, True, window, soft_cap, alibi_slopes, most)
+    lens = lens.contiguous()
     starts = query_start_loc.contiguous()
     if source.module == VLLM:
         made = module.flash_attn_varlen_func(
@@ -232,10 +237,11 @@ def _attend_packed(
         return _without_keys(q, sinks, out_dtype, out)
     source, module = loaded(_sources_packed(version, q.dtype))
     causal = attention_type == "decoder"
-    scores = Scores.of(q.device, softmax_scale, causal, sliding_window, soft_cap, alibi_slopes)
+    scores = Scores.of(q.device, softmax_scale, causal, sliding_window, soft_cap, alibi_slopes, max_seqlen_k)
     given = dict(
-        cu_seqlens_q=cu_seqlens_q.contiguous(), cu_seqlens_k=cu_seqlens_k.contiguous(), max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k, **scores.arguments(version),
+        cu_seqlens_q=cu_seqlens_q.contiguous(), cu_seqlens_k=cu_seqlens_k.contiguous(),
+        max_seqlen_q=max(max_seqlen_q, LEAST_QUERY_BOUND[version]), max_seqlen_k=max_seqlen_k,
+        **scores.arguments(version),
     )  # fmt: skip
     if source.module == VLLM:
         given |= dict(return_softmax_lse=True, num_splits=1, fa_version=version)
@@ -250,48 +256,73 @@ def _sources_packed(version: int, dtype: torch.dtype) -> tuple[Source, ...]:
     return SOURCES_3_OF_ALL if version == 3 and dtype != torch.bfloat16 else SOURCES[version]
 
 
-def visible_blocks(block_table: Tensor, first_visible: Tensor, query_start_loc: Tensor, block_size: int) -> Tensor:
-    """Return the block table with the first visible block of each request in the place of the blocks before it.
+def without_hidden_blocks(
+    block_table: Tensor, seq_lens: Tensor, first_visible: Tensor, query_start_loc: Tensor, block_size: int
+) -> tuple[Tensor, Tensor]:
+    """Return the block table and the lengths of the requests without the blocks before their first visible key.
+
+    A causal mask and a window count from the last key, so the library attends the same keys.
 
     Args:
         block_table: [B, W].
+        seq_lens: [B], keys of each request.
         first_visible: [T], first key of each query token; it does not decrease within a request.
         query_start_loc: [B + 1], first query token of each request.
         block_size: tokens of a block.
 
     Returns:
-        [B, W], int32. The entries of a request without query tokens have no meaning, and are not read.
+        The table [B, W], whose entries after the last block of a request may have any value, and the lengths [B], both
+        int32. The results of a request without query tokens have no meaning, and are not used.
     """
     token = query_start_loc[:-1].long().clamp(max=first_visible.shape[0] - 1)
-    column = (first_visible[token] // block_size)[:, None].clamp(max=block_table.shape[1] - 1)
+    hidden = first_visible[token] // block_size  # number of blocks before the first visible key
     columns = torch.arange(block_table.shape[1], dtype=torch.int32, device=block_table.device)
-    return block_table.gather(1, torch.maximum(columns, column).long())
+    kept = (columns + hidden[:, None]).clamp(max=block_table.shape[1] - 1)
+    return block_table.gather(1, kept.long()), (seq_lens - hidden * block_size).clamp(min=0)
+
+
+def _page_size(version: int, block_size: int) -> int:
+    """Return the page size that the library gets: that of the cache, or a part of it for flash-attn 3."""
+    if version == 2 or block_size <= PAGE:
+        return block_size
+    return PAGE if block_size % PAGE == 0 else PAGE // 2
+
+
+def _cache_reasons(version: int, kv_cache: Tensor) -> list[str]:
+    """Return why the library cannot load the pages of a cache with such strides; an empty list if it can.
+
+    Args:
+        version: 2 or 3.
+        kv_cache: [2, num_blocks, block_size, Nkv, Dh].
+    """
+    keys, values = kv_cache.unbind(0)
+    num_blocks, block_size = keys.shape[:2]
+    reasons = []
+    if not (is_in_words(keys) and is_in_words(values)):
+        reasons.append(f"needs a cache of aligned 16-byte words, got strides {kv_cache.stride()}")
+    divided = _page_size(version, block_size) < block_size
+    if divided and num_blocks > 1 and keys.stride(0) != block_size * keys.stride(1):
+        reasons.append(
+            f"serves blocks of more than {PAGE} tokens only if they follow each other in memory, got blocks of "
+            f"{block_size} tokens with strides {kv_cache.stride()[1:]}"
+        )
+    return [f"flash_attn_{version}: {reason}" for reason in reasons]
 
 
 def _pages(version: int, kv_cache: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the pages of keys and of values, [pages, page size, Nkv, Dh], without a copy, and the table of pages.
 
     Raises:
-        UnsupportedConfiguration: rows of the cache are not aligned words of 16 bytes, or flash-attn 3 needs smaller
-            pages and the blocks do not follow each other in memory.
+        UnsupportedConfiguration: `_cache_reasons` has a reason.
     """
+    if reasons := _cache_reasons(version, kv_cache):
+        raise UnsupportedConfiguration(reasons)
     keys, values = kv_cache.unbind(0)
-    _, num_blocks, block_size, heads, width = kv_cache.shape
-    if not (is_in_words(keys) and is_in_words(values)):
-        raise UnsupportedConfiguration([
-            f"flash_attn_{version}: needs a cache of aligned 16-byte words, got strides {kv_cache.stride()}"
-        ])  # fmt: skip
-    page = block_size if version == 2 or block_size <= PAGE else next(
-        size for size in (PAGE, PAGE // 2) if block_size % size == 0
-    )  # fmt: skip
+    block_size, heads, width = kv_cache.shape[2:]
+    page = _page_size(version, block_size)
     parts = block_size // page
     if parts == 1:
         return keys, values, block_table if block_table.stride(-1) == 1 else block_table.contiguous()
-    if num_blocks > 1 and keys.stride(0) != block_size * keys.stride(1):
-        raise UnsupportedConfiguration([
-            f"flash_attn_3: serves blocks of more than {PAGE} tokens only if they follow each other in memory, got "
-            f"blocks of {block_size} tokens with strides {kv_cache.stride()[1:]}"
-        ])  # fmt: skip
     offsets = torch.arange(parts, dtype=torch.int32, device=block_table.device)
     table = torch.add(offsets, block_table[:, :, None], alpha=parts).flatten(1)
     return keys.view(-1, page, heads, width), values.view(-1, page, heads, width), table
@@ -313,6 +344,8 @@ def _without_keys(q: Tensor, sinks: Tensor | None, out_dtype: torch.dtype, out: 
     return out, lse if sinks is None else lse.copy_(sinks[:, None])
 
 
+cache_reasons_2 = functools.partial(_cache_reasons, 2)
+cache_reasons_3 = functools.partial(_cache_reasons, 3)
 gqa_paged_attention_2 = functools.partial(_attend_cache, 2)
 gqa_paged_attention_3 = functools.partial(_attend_cache, 3)
 gqa_varlen_attention_2 = functools.partial(_attend_packed, 2)

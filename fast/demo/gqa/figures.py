@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from reference.interfaces import element_bytes
+from reference.interfaces import CAUSAL, element_bytes
 
 from ... import backends
 from ...parity import Parity
@@ -65,6 +65,6 @@ def kernels(job: GQAJob) -> dict[str, list[str]]:
             backend=job.args.backend,
         ).splitlines()  # fmt: skip
     decode = backends.paged_attention_request(
-        job.config[0], job.device, job.dtype, block, cache_format=job.cache_format
+        job.config[0], job.device, job.dtype, block, cache_format=job.cache_format, mask=CAUSAL
     )
     return summarize_kernels(lines, decode)

@@ -26,12 +26,13 @@ from fast.backends.adapters import flash_attn_gqa, flex_gqa, sources, torch_varl
 from fast.backends.adapters.flash_attn import FLASH_ATTN_2, FLASH_ATTN_3
 from fast.backends.adapters.flex import FLEX
 from fast.backends.adapters.torch_varlen import TORCH_VARLEN
-from reference.interfaces import CAUSAL, QueryLenSupport, UnsupportedConfiguration
+from reference.interfaces import CAUSAL, VISIBLE_LENS, GraphSupport, QueryLenSupport, UnsupportedConfiguration
 from reference.interfaces.gqa import AttentionType
 
 from ...gqa.test_fast_attention import PACKED, attend, check_parity, doubled, in_float64, packed_inputs, verdict
 from ...support.backends import registered
-from ...support.gqa import CONFIGS, GROUPED, LENS, MHA, gqa_batch
+from ...support.factories import assert_same_bits
+from ...support.gqa import CONFIGS, GROUPED, LENS, MHA, gqa_batch, gqa_step
 
 ON_GPU = torch.cuda.is_available()
 ADAPTERS = {each.name: each for each in (FLASH_ATTN_2, FLASH_ATTN_3, FLEX, TORCH_VARLEN)}
@@ -49,7 +50,9 @@ def on_device():
         yield
 
 
-def library_attention(q, k, v, starts, lens, table, scale, causal, window, soft_cap, slopes, empty_lse):
+def library_attention(
+    q, k, v, starts, lens, table, scale, causal, window, soft_cap, slopes, empty_lse, max_query_len, max_key_len
+):
     """Compute attention as flash-attn does: whole tiles of keys, probabilities in the dtype of the queries.
 
     Args:
@@ -65,7 +68,11 @@ def library_attention(q, k, v, starts, lens, table, scale, causal, window, soft_
         soft_cap: 0 for none.
         slopes: [N], or None.
         empty_lse: LSE of a row without keys.
+        max_query_len: upper bound of the query lengths. flash-attn 2 takes q as one token of each request if it is 1.
+        max_key_len: upper bound of the key lengths; a window of as many keys is no window.
     """
+    if max_query_len == 1 and window == (-1, -1) and slopes is None and empty_lse > 0:
+        q.view(len(lens), -1, q.shape[2])  # raises if a request has no query token
     out, lse = torch.zeros_like(q), torch.full((q.shape[1], q.shape[0]), empty_lse, dtype=torch.float32)
     query_starts, key_starts = starts
     for request, keys in enumerate(lens):
@@ -94,7 +101,9 @@ def library_attention(q, k, v, starts, lens, table, scale, causal, window, soft_
         scores = torch.einsum("qhd,khd->hqk", q[rows].float(), own_k) * scale
         if soft_cap:
             scores = soft_cap * torch.tanh(scores / soft_cap)
-        if slopes is not None:
+        if slopes is not None and causal and not 0 <= window[0] < max_key_len:  # flash-attn 2 leaves out the position
+            scores = scores + slopes.float()[:, None, None] * key
+        elif slopes is not None:
             scores = scores - slopes.float()[:, None, None] * (position - key).abs()
         scores = scores.masked_fill(~visible, -torch.inf)
         found = scores.logsumexp(-1)
@@ -126,8 +135,9 @@ def vllm_function(empty_lse):
             assert k.shape[1] <= 32
         starts = query_starts, None if cu_seqlens_k is None else cu_seqlens_k.tolist()
         return library_attention(
-            q, k, v, starts, lens, block_table, softmax_scale, causal, window_size, softcap, alibi_slopes, empty_lse
-        )
+            q, k, v, starts, lens, block_table, softmax_scale, causal, window_size, softcap, alibi_slopes, empty_lse,
+            max_seqlen_q, max_seqlen_k,
+        )  # fmt: skip
 
     return flash_attn_varlen_func
 
@@ -144,7 +154,8 @@ def package_functions(version, empty_lse):
         starts = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
         lens = cu_seqlens_k.diff().tolist()
         return (*library_attention(
-            q, k, v, starts, lens, block_table, softmax_scale, causal, window_size, softcap, alibi_slopes, empty_lse
+            q, k, v, starts, lens, block_table, softmax_scale, causal, window_size, softcap, alibi_slopes, empty_lse,
+            max_seqlen_q, max_seqlen_k,
         ), None)  # fmt: skip
 
     def with_cache(
@@ -154,7 +165,7 @@ def package_functions(version, empty_lse):
         assert return_softmax_lse and num_splits == 0 and k_cache.shape[1] <= 32
         return (*library_attention(
             q, k_cache, v_cache, (cu_seqlens_q.tolist(), None), cache_seqlens.tolist(), page_table, softmax_scale,
-            causal, window_size, softcap, None, empty_lse,
+            causal, window_size, softcap, None, empty_lse, max_seqlen_q, page_table.shape[1] * k_cache.shape[1],
         ), None, None)  # fmt: skip
 
     return {"flash_attn_varlen_func": varlen} | ({} if version == 2 else {"flash_attn_with_kvcache": with_cache})
@@ -167,7 +178,7 @@ def torch_function(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, win
     assert max_q >= max(cu_seq_q.diff().tolist()) and max_k >= max(cu_seq_k.diff().tolist())
     causal = window_size[1] == 0
     return library_attention(
-        q, k, v, starts, cu_seq_k.diff().tolist(), None, scale, causal, window_size, 0, None, torch.inf
+        q, k, v, starts, cu_seq_k.diff().tolist(), None, scale, causal, window_size, 0, None, torch.inf, max_q, max_k
     )
 
 
@@ -276,7 +287,7 @@ def test_paged(number, name, adapter):
 )
 def test_long_requests(config, adapter):
     """Attend several tiles of keys, in blocks that are divided into pages -> within the budgets."""
-    for block_size in (16, 48, 64, 96) if "package_2" not in adapter and adapter != "flash_attn_2_on_cpu" else (256,):
+    for block_size in (16, 48, 64, 96, 256):
         support = declared_ops(adapter).get(PAGED)
         if support is not None and support.block_sizes is not None and block_size not in support.block_sizes:
             continue
@@ -436,13 +447,89 @@ def test_one_graph_for_all_lengths(monkeypatch):
 
 
 def test_blocks_before_a_window():
-    """Replace the table entries before a window -> the first visible block stands in their place."""
+    """Remove the blocks before a window -> tables and lengths that begin with the first visible block."""
     table = torch.tensor([[-7, 99, 3, 4], [5, 6, -1, 8]], dtype=torch.int32)
-    first, starts = torch.tensor([40, 45, 3], dtype=torch.int32), torch.tensor([0, 2, 3], dtype=torch.int32)
-    found = flash_attn_gqa.visible_blocks(table, first, starts, 16)
-    assert found.tolist() == [[3, 3, 3, 4], [5, 6, -1, 8]]
-    beyond = flash_attn_gqa.visible_blocks(table, first[:2], torch.tensor([0, 2, 2], dtype=torch.int32), 16)
-    assert beyond[0].tolist() == [3, 3, 3, 4]
+    lens, starts = torch.tensor([60, 30], dtype=torch.int32), torch.tensor([0, 2, 3], dtype=torch.int32)
+    first = torch.tensor([40, 45, 3], dtype=torch.int32)
+    found, kept = flash_attn_gqa.without_hidden_blocks(table, lens, first, starts, 16)
+    assert found[0, :2].tolist() == [3, 4] and found[1].tolist() == [5, 6, -1, 8] and kept.tolist() == [28, 30]
+
+
+def test_a_window_in_the_last_block(adapter):
+    """Attend the last keys of a request, whose last block has NaN behind the last token -> within the budgets."""
+    config = replace(GROUPED, sliding_window=3)
+    check_parity(paged_batch(config, ((1, 85), (2, 100)), adapter, torch.bfloat16), backend=adapter)
+
+
+def test_one_query_token_of_some_requests(adapter):
+    """Attend packed keys with requests of one query token and of none -> within the budgets."""
+    config = replace(GROUPED, attention_type=AttentionType.CROSS)
+    q, k, v, *_ = packed_inputs(config, torch.bfloat16)
+    starts = [torch.tensor(each, dtype=torch.int32) for each in ([0, 1, 1, 2], [0, 9, 20, 27])]
+    arguments = (q[:2], k[:27], v[:27], *starts, 1, 11, config)
+    low, gold = reference.gqa_varlen_attention(*arguments), reference.gqa_varlen_attention(*doubled(arguments))
+    verdict(PACKED_OP, fast.gqa_varlen_attention(*arguments, backend=adapter), low, gold)
+
+
+@pytest.mark.parametrize("module", [fast, reference], ids=["fast", "reference"])
+def test_ranks_with_a_window(module):
+    """Let two ranks share sequences under a window -> the plan promises no causal mask, so flash-attn is refused.
+
+    flash-attn counts the keys of a window, of which a rank has only a part.
+    """
+    config = replace(GROUPED, num_heads=4, sliding_window=17)
+    groups = module.simulate(2, 1, lambda ranks: ranks)[0]
+    table = torch.arange(16, dtype=torch.int32).view(2, 8)
+    common = fast.CommonAttentionMetadata.from_lens([1, 1], [101, 41], table, 16)  # rank 0 owns both new tokens
+    for window, mask in ((17, VISIBLE_LENS), (None, CAUSAL)):
+        config = replace(config, sliding_window=window)
+        builder = module.GQAMetadataBuilder(config, 16, 128, 4, context_parallel=groups)
+        assert builder.build(0, common).decode.mask == mask
+        assert builder.build_for_cudagraph_capture(common).decode.mask == mask
+
+
+def test_a_builder_knows_its_decode_backend(adapter):
+    """Build with a named decode backend -> no cascade, graph or batch invariance that the backend cannot serve."""
+    if PAGED not in declared_ops(adapter):
+        pytest.skip("serves packed keys alone")
+    names = {"gqa_decode": adapter}
+    options = dict(dtype=torch.bfloat16, num_processors=132)
+    builder = fast.GQAMetadataBuilder(GROUPED, 256, 4096, 8, backend=names, **options)
+    assert builder.graph_support is GraphSupport.NONE
+    with pytest.raises(UnsupportedConfiguration, match="is not batch-invariant$"):
+        fast.GQAMetadataBuilder(GROUPED, 256, 4096, 8, backend=names, batch_invariant=True)
+    with pytest.raises(UnsupportedConfiguration, match="has graph support 'none', got graph_support 'any'$"):
+        fast.GQAMetadataBuilder(GROUPED, 256, 4096, 8, backend=names, graph_support=GraphSupport.ANY)
+    table = torch.arange(8, dtype=torch.int32).repeat(8, 1)
+    table = torch.cat((table, 8 + torch.arange(8, dtype=torch.int32)[:, None]), dim=1)
+    common = fast.CommonAttentionMetadata.from_lens([1] * 8, [2100] * 8, table, 256)
+    assert fast.GQAMetadataBuilder(GROUPED, 256, 4096, 8, **options).build(2048, common).cascade is not None
+    assert (builder.build(2048, common).cascade is not None) == ("flex" in adapter)
+
+
+def test_a_cache_that_cannot_be_divided(adapter):
+    """Give flash-attn 3 blocks that do not follow each other -> the layer raises before it writes."""
+    if "3" not in adapter:
+        pytest.skip("reads a cache with any strides")
+    batch = gqa_batch(GROUPED, LENS, 64, torch.bfloat16, "HND", new_tokens=False)
+    batch = replace(batch, metadata=replace(batch.metadata, mask=CAUSAL))
+    cache = batch.kv_cache.clone(memory_format=torch.preserve_format)
+    layer = fast.GQAAttention(GROUPED, backend={PAGED: adapter})
+    with pytest.raises(UnsupportedConfiguration, match="only if they follow each other in memory"):
+        layer(batch.q, batch.new_k, batch.new_v, cache, gqa_step(batch, 2))
+    assert_same_bits(cache, batch.kv_cache)
+
+
+def test_explain_names_the_adapter(adapter):
+    """Ask which backend serves a layer -> the adapter, for both ops if it has both."""
+    device = "cuda" if ON_GPU else "cpu"
+    lines = backends.explain(
+        GROUPED, device=device, dtype=torch.bfloat16, block_size=256, backend={PACKED_OP: adapter}
+    ).splitlines()
+    assert f"{PACKED_OP}: {adapter}, bound" in lines
+    if PAGED in declared_ops(adapter):
+        lines = backends.explain(GROUPED, device=device, dtype=torch.bfloat16, block_size=256, backend={PAGED: adapter})
+        assert f"{PAGED}: {adapter}, bound" in lines.splitlines()
 
 
 @pytest.mark.parametrize("window", [None, 1, 100, 300])
