@@ -89,6 +89,37 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, 
     return out * kept.T[..., None], total
 
 
+def grouped_state(
+    made: Tensor, lse: Tensor, sinks: Tensor | None, out_dtype: torch.dtype, out: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the state of grouped-query attention that an op expects, from what a library returned.
+
+    Args:
+        made: [T, N, Dh], output of the library, without the sinks.
+        lse: [N, T], natural-log LSE, float32, -inf for a row without keys.
+        sinks: [N], or None.
+        out_dtype: dtype of the output.
+        out: [T, N, Dh] in `out_dtype`, any strides, written in place; None allocates a tensor.
+
+    Returns:
+        out [T, N, Dh] and lse [N, T], contiguous.
+    """
+    made, lse = with_sinks(made, lse, sinks)
+    return (made.to(out_dtype) if out is None else out.copy_(made)), lse.contiguous()
+
+
+def grouped_state_without_keys(
+    q: Tensor, sinks: Tensor | None, out_dtype: torch.dtype, out: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the state of grouped-query attention of queries [T, N, Dh] that attend no key: output 0, LSE the sinks.
+
+    See `grouped_state` for the other arguments.
+    """
+    out = q.new_zeros(q.shape, dtype=out_dtype) if out is None else out.zero_()
+    lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float32, device=q.device)
+    return out, lse if sinks is None else lse.copy_(sinks[:, None])
+
+
 @functools.lru_cache(maxsize=256)
 def slopes_on_device(device: torch.device, slopes: tuple[float, ...]) -> Tensor:
     """Return ALiBi slopes on a device, [N] in float32, and keep them, because the copy to a GPU waits."""

@@ -30,16 +30,21 @@ from torch.nn.functional import pad
 
 from reference.interfaces import COMPUTE_FORMAT, CacheFormat, InvariantSplitRule, UnsupportedConfiguration
 
-from .conversion import in_words, is_in_words, slopes_on_device, with_sinks, without_empty_rows
+from .conversion import (
+    grouped_state,
+    grouped_state_without_keys,
+    in_words,
+    is_in_words,
+    slopes_on_device,
+    without_empty_rows,
+)
 from .flash_attn import LEAST_QUERY_BOUND, SOURCES_2, SOURCES_3, SOURCES_3_OF_ALL, VLLM, with_poison
 from .sources import Source, loaded
 
 PAGE = 32  # most tokens of a page of flash-attn 3
-SOURCES_2_PAGED = tuple(
-    sorted(SOURCES_2, key=lambda source: source.module != VLLM)
-)  # vLLM's copy takes more page sizes
 SOURCES = {2: SOURCES_2, 3: SOURCES_3}  # sources of kernels over packed keys
-SOURCES_PAGED = {2: SOURCES_2_PAGED, 3: SOURCES_3_OF_ALL}
+# vLLM's copy of flash-attn 2 takes more page sizes, so it comes first
+SOURCES_PAGED = {2: tuple(sorted(SOURCES_2, key=lambda source: source.module != VLLM)), 3: SOURCES_3_OF_ALL}
 
 
 class Scores(NamedTuple):
@@ -159,15 +164,15 @@ def _attend_cache(
     Raises:
         UnsupportedConfiguration: the library cannot load the pages of a cache with these strides.
     """
-    if q.shape[0] == 0 or seq_lens.shape[0] == 0 or kv_cache.shape[1] == 0:
-        return _without_keys(q, sinks, out_dtype, out)
+    most = min(max_seq_len, block_table.shape[1] * kv_cache.shape[2])
+    if q.shape[0] == 0 or seq_lens.shape[0] == 0 or most == 0 or kv_cache.shape[1] == 0:
+        return grouped_state_without_keys(q, sinks, out_dtype, out)
     source, module = loaded(SOURCES_PAGED[version])
     table, lens = block_table, seq_lens
     if first_visible is not None:
         table, lens = without_hidden_blocks(table, lens, first_visible, query_start_loc, kv_cache.shape[2])
     keys, values, table = _pages(version, kv_cache, table)
     window = None if first_visible is None else max_visible_len
-    most = min(max_seq_len, table.shape[1] * keys.shape[1])
     scores = Scores.of(q.device, softmax_scale, True, window, soft_cap, alibi_slopes, most)
     lens = lens.contiguous()
     starts = query_start_loc.contiguous()
@@ -187,7 +192,8 @@ def _attend_cache(
             in_words(q), keys, values, cache_seqlens=lens, page_table=table, cu_seqlens_q=starts,
             max_seqlen_q=max_query_len, num_splits=0, return_softmax_lse=True, **scores.arguments(version),
         )  # fmt: skip
-    return _state(version, *made[:2], sinks, out_dtype, out)
+    made, lse = made[:2]
+    return grouped_state(made, _converted_lse(version, made, lse), sinks, out_dtype, out)
 
 
 def _attend_packed(
@@ -234,7 +240,7 @@ def _attend_packed(
         out [T, N, Dh] and lse [N, T], natural log, float32.
     """
     if q.shape[0] == 0 or k.shape[0] == 0:
-        return _without_keys(q, sinks, out_dtype, out)
+        return grouped_state_without_keys(q, sinks, out_dtype, out)
     source, module = loaded(_sources_packed(version, q.dtype))
     causal = attention_type == "decoder"
     scores = Scores.of(q.device, softmax_scale, causal, sliding_window, soft_cap, alibi_slopes, max_seqlen_k)
@@ -248,7 +254,12 @@ def _attend_packed(
     else:
         given |= dict(return_attn_probs=True) | ({} if version == 2 else dict(num_splits=1))
     made, lse, *_ = module.flash_attn_varlen_func(in_words(q), in_words(k), in_words(v), **given)
-    return _state(version, made, lse, sinks, out_dtype, out)
+    return grouped_state(made, _converted_lse(version, made, lse), sinks, out_dtype, out)
+
+
+def _converted_lse(version: int, made: Tensor, lse: Tensor) -> Tensor:
+    """Return the LSE of the library, with -inf for rows without keys, and NaN for rows whose output is NaN."""
+    return without_empty_rows(made, lse) if version == 2 else with_poison(made, lse)
 
 
 def _sources_packed(version: int, dtype: torch.dtype) -> tuple[Source, ...]:
@@ -326,22 +337,6 @@ def _pages(version: int, kv_cache: Tensor, block_table: Tensor) -> tuple[Tensor,
     offsets = torch.arange(parts, dtype=torch.int32, device=block_table.device)
     table = torch.add(offsets, block_table[:, :, None], alpha=parts).flatten(1)
     return keys.view(-1, page, heads, width), values.view(-1, page, heads, width), table
-
-
-def _state(
-    version: int, made: Tensor, lse: Tensor, sinks: Tensor | None, out_dtype: torch.dtype, out: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Convert what the library returned to an attention state with the sinks."""
-    lse = without_empty_rows(made, lse) if version == 2 else with_poison(made, lse)
-    made, lse = with_sinks(made, lse, sinks)
-    return made.to(out_dtype) if out is None else out.copy_(made), lse.contiguous()
-
-
-def _without_keys(q: Tensor, sinks: Tensor | None, out_dtype: torch.dtype, out: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the state of queries that attend no key: output 0, and the sinks as LSE."""
-    out = q.new_zeros(q.shape, dtype=out_dtype) if out is None else out.zero_()
-    lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float32, device=q.device)
-    return out, lse if sinks is None else lse.copy_(sinks[:, None])
 
 
 cache_reasons_2 = functools.partial(_cache_reasons, 2)

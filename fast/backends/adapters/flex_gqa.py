@@ -22,7 +22,7 @@ from torch import Tensor
 
 from reference.interfaces import COMPUTE_FORMAT, CacheFormat, InvariantSplitRule
 
-from .conversion import slopes_on_device, with_sinks
+from .conversion import grouped_state, grouped_state_without_keys, slopes_on_device
 from .flex import BLOCK, Blocks, aligned, blocks_of
 
 _NUMBERS = itertools.count()  # one number for each compiled combination
@@ -137,7 +137,7 @@ def gqa_paged_attention(
     """
     most = min(max_seq_len, block_table.shape[1] * kv_cache.shape[2])
     if q.shape[0] == 0 or seq_lens.shape[0] == 0 or most == 0 or kv_cache.shape[1] == 0:
-        return _without_keys(q, sinks, out_dtype, out)
+        return grouped_state_without_keys(q, sinks, out_dtype, out)
     first = torch.zeros_like(visible_lens) if first_visible is None else first_visible
     ranges = Ranges(torch.minimum(first, visible_lens), visible_lens, visible_lens - 1)
     queries = blocks_of(query_start_loc, q.shape[0])
@@ -189,7 +189,7 @@ def gqa_varlen_attention(
         out [T, N, Dh] and lse [N, T], natural log, float32.
     """
     if q.shape[0] == 0 or k.shape[0] == 0:
-        return _without_keys(q, sinks, out_dtype, out)
+        return grouped_state_without_keys(q, sinks, out_dtype, out)
     queries, blocks = blocks_of(cu_seqlens_q, q.shape[0]), blocks_of(cu_seqlens_k, k.shape[0])
     request = request_of_tokens(cu_seqlens_q, q.shape[0])
     ranges = packed_ranges(
@@ -210,15 +210,7 @@ def _attend(
         row = rows_of_tokens(request, starts, queries)
         mask = row_mask(queries, row, keys, request, ranges)
         made, lse = attend(aligned(q, queries), keys.keys, keys.values, mask, row, slopes)
-        made, lse = with_sinks(made, lse, sinks)
-    return (made.to(out_dtype) if out is None else out.copy_(made)), lse.contiguous()
-
-
-def _without_keys(q: Tensor, sinks: Tensor | None, out_dtype: torch.dtype, out: Tensor | None):
-    """Return the state of queries that attend no key: output 0, and the sinks as LSE."""
-    out = q.new_zeros(q.shape, dtype=out_dtype) if out is None else out.zero_()
-    lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float32, device=q.device)
-    return out, lse if sinks is None else lse.copy_(sinks[:, None])
+        return grouped_state(made, lse, sinks, out_dtype, out)
 
 
 @functools.cache

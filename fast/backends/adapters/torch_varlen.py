@@ -27,8 +27,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from reference.interfaces import GraphSupport
+
 from ..registry import Backend, OpSupport
-from .conversion import in_words, pad_columns, with_sinks, without_empty_rows
+from .conversion import grouped_state, grouped_state_without_keys, in_words, pad_columns, without_empty_rows
 
 ALL_KEYS, CAUSAL = (-1, -1), (-1, 0)  # windows of `varlen_attn`: keys before and after a query; -1 for no limit
 
@@ -165,9 +167,7 @@ def gqa_varlen_attention(
     """
     tokens, heads, _ = q.shape
     if tokens == 0 or k.shape[0] == 0:  # the kernel takes no empty tensors
-        out = q.new_zeros(q.shape, dtype=out_dtype) if out is None else out.zero_()
-        lse = torch.full((heads, tokens), -torch.inf, dtype=torch.float32, device=q.device)
-        return out, lse if sinks is None else lse.copy_(sinks[:, None])
+        return grouped_state_without_keys(q, sinks, out_dtype, out)
     causal, before = attention_type == "decoder", -1 if sliding_window is None else sliding_window - 1
     grouped = {"enable_gqa": True} if _takes_groups() else {}
     if not grouped:
@@ -176,8 +176,7 @@ def gqa_varlen_attention(
         in_words(q), in_words(k), in_words(v), cu_seqlens_q, cu_seqlens_k, max(max_seqlen_q, 2), max_seqlen_k,
         scale=softmax_scale, window_size=(before, 0 if causal else before), **grouped,
     )  # fmt: skip
-    made, lse = with_sinks(made, without_empty_rows(made, lse), sinks)
-    return (made.to(out_dtype) if out is None else out.copy_(made)), lse.contiguous()
+    return grouped_state(made, without_empty_rows(made, lse), sinks, out_dtype, out)
 
 
 @functools.cache
@@ -210,6 +209,7 @@ TORCH_VARLEN = Backend(
             head_dims={"head_dim": tuple(range(8, 257, 8))},
             masks=("causal",),
             features=("sinks", "window"),
+            graph=GraphSupport.NONE,
             only_named=True,
         ),
     },

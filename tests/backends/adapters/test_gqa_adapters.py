@@ -26,6 +26,7 @@ from fast.backends.adapters import flash_attn_gqa, flex_gqa, sources, torch_varl
 from fast.backends.adapters.flash_attn import FLASH_ATTN_2, FLASH_ATTN_3
 from fast.backends.adapters.flex import FLEX
 from fast.backends.adapters.torch_varlen import TORCH_VARLEN
+from fast.parity import compare
 from reference.interfaces import CAUSAL, VISIBLE_LENS, GraphSupport, QueryLenSupport, UnsupportedConfiguration
 from reference.interfaces.gqa import AttentionType
 
@@ -242,8 +243,7 @@ def paged_batch(config, lens, adapter, dtype, layout="NHD", block_size=None):
     support = backends.support_of(adapter, PAGED) if PAGED in declared_ops(adapter) else None
     if support is None:
         pytest.skip("serves packed keys alone")
-    sizes = support.block_sizes or (16,)
-    block_size = block_size or (sizes[3] if len(sizes) > 4 else sizes[0])
+    block_size = block_size or next(each for each in (64, 256) if each in (support.block_sizes or (each,)))
     if support.block_sizes and block_size not in support.block_sizes:
         pytest.skip(f"does not serve blocks of {block_size} tokens")
     batch = gqa_batch(config, lens, block_size, dtype, layout)
@@ -316,8 +316,11 @@ def test_given_outputs(adapter):
 
 
 def test_a_batch_without_tokens(adapter):
-    """Attend no token, and keys of no request -> empty states, or output 0 and the sinks as LSE."""
+    """Attend no token, keys of no request, and tables without a column -> empty states, or output 0 and the sinks."""
     config = replace(GROUPED, attention_sinks=True)
+    batch = paged_batch(replace(config, sliding_window=9), ((2, 0), (1, 0)), adapter, torch.bfloat16)
+    plan = replace(batch.metadata, block_table=batch.metadata.block_table[:, :0])
+    check_parity(replace(batch, metadata=plan), backend=adapter)
     for lens in ((), ((0, 5),), ((2, 0), (1, 0))):
         check_parity(paged_batch(config, lens, adapter, torch.bfloat16), backend=adapter)
 
@@ -391,29 +394,22 @@ def test_nan_stays_in_its_request(adapter):
 
 
 def test_a_layer(adapter):
-    """Run a step of decodes and prefills with the adapter for both parts -> the same step as that of the reference."""
-    if PAGED not in declared_ops(adapter) or "package" in adapter:
-        pytest.skip("one adapter of each library is enough")
-    config = replace(MHA, sliding_window=19)
-    names = {"gqa_prefill": adapter, "gqa_decode": adapter}
-    batch = gqa_batch(config, LENS, 32, torch.bfloat16, new_tokens=False)
-    if 32 not in (declared_ops(adapter)[PAGED].block_sizes or (32,)):
-        pytest.skip("does not serve blocks of 32 tokens")
-    builders = [
-        module.GQAMetadataBuilder(config, 32, 64, len(LENS), **options)
-        for module, options in ((fast, dict(backend=names)), (reference, {}))
-    ]
+    """Run a step of decodes and prefills with the adapter for both parts -> the output is within the budget."""
+    if PAGED not in declared_ops(adapter):
+        pytest.skip("serves packed keys alone")
+    config, names = replace(MHA, sliding_window=19), {"gqa_prefill": adapter, "gqa_decode": adapter}
     lens = [(query_len, length) for query_len, length in LENS if length]
-    assert len(lens) < len(LENS)
-    batch = gqa_batch(config, lens, 32, torch.bfloat16, new_tokens=False)
-    common = fast.CommonAttentionMetadata.from_lens(
-        *zip(*lens, strict=True), batch.metadata.block_table, 32
-    )  # fmt: skip
-    outs = []
-    for module, builder, options in zip((fast, reference), builders, (dict(backend=names), {}), strict=True):
-        layer = module.GQAAttention(config, **options)
-        outs.append(layer(batch.q, batch.new_k, batch.new_v, batch.kv_cache.clone(), builder.build(0, common)))
-    torch.testing.assert_close(outs[0].double(), outs[1].double(), rtol=2**-6, atol=2**-6)
+    batch = gqa_batch(config, lens, 256, torch.bfloat16, new_tokens=False)
+    common = fast.CommonAttentionMetadata.from_lens(*zip(*lens, strict=True), batch.metadata.block_table, 256)
+
+    def step(module, batch, **options):
+        plan = module.GQAMetadataBuilder(config, 256, 64, len(lens), **options).build(0, common)
+        assert plan.num_decodes > 0 and plan.num_prefills > 0
+        return module.GQAAttention(config, **options)(batch.q, batch.new_k, batch.new_v, batch.kv_cache.clone(), plan)
+
+    wide = replace(in_float64(batch), k=tuple(k.double() for k in batch.k), v=tuple(v.double() for v in batch.v))
+    parity = compare("forward", step(fast, batch, backend=names), step(reference, batch), step(reference, wide))
+    assert parity.passed, parity
 
 
 def test_the_declarations(monkeypatch):
