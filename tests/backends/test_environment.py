@@ -141,6 +141,10 @@ def test_parts_of_a_step(monkeypatch):
         named(batch.q, batch.new_k, batch.new_v, batch.kv_cache.clone(), plan)
         assert called == [("prefills", "gqa_paged_attention"), ("decodes", "gqa_paged_attention")]
         called.clear()
+        both = fast.GQAAttention(GROUPED, backend={"gqa_prefill": "prefills", "gqa_paged_attention": "decodes"})
+        both(batch.q, batch.new_k, batch.new_v, batch.kv_cache.clone(), plan)
+        assert called == [("decodes", "gqa_paged_attention"), ("prefills", "gqa_paged_attention")]
+        called.clear()
         whole = fast.GQAAttention(GROUPED, backend={"gqa_paged_attention": "cpu"})
         assert whole.backend == {"gqa_paged_attention": "cpu", "gqa_varlen_attention": "prefills"}
         whole(batch.q, batch.new_k, batch.new_v, batch.kv_cache.clone(), plan)
@@ -153,7 +157,7 @@ def test_a_refusal_names_the_part(monkeypatch):
     plain = Backend("plain", -1, "cpu", {"gqa_paged_attention": replace(CPU.ops["gqa_paged_attention"], features=())})
     monkeypatch.setenv(GQA_PREFILL, "plain")
     with registered(plain):
-        layer, batch = fast.GQAAttention(config), gqa_batch(config, LENS)
+        layer, batch = fast.GQAAttention(config), gqa_batch(config, LENS, new_tokens=False)
         cache = batch.kv_cache.clone()
         with pytest.raises(UnsupportedConfiguration, match="plain: has no window"):
             layer(batch.q, batch.new_k, batch.new_v, cache, gqa_step(batch, 2))

@@ -73,7 +73,7 @@ def library_attention(
         max_key_len: upper bound of the key lengths; a window of as many keys is no window.
     """
     if max_query_len == 1 and window == (-1, -1) and slopes is None and empty_lse > 0:
-        q.view(len(lens), -1, q.shape[2])  # raises if a request has no query token
+        assert q.shape[0] == len(lens), "the library takes q as one token of each request"
     out, lse = torch.zeros_like(q), torch.full((q.shape[1], q.shape[0]), empty_lse, dtype=torch.float32)
     query_starts, key_starts = starts
     for request, keys in enumerate(lens):
@@ -455,6 +455,17 @@ def test_a_window_in_the_last_block(adapter):
     """Attend the last keys of a request, whose last block has NaN behind the last token -> within the budgets."""
     config = replace(GROUPED, sliding_window=3)
     check_parity(paged_batch(config, ((1, 85), (2, 100)), adapter, torch.bfloat16), backend=adapter)
+
+
+def test_freed_blocks_of_other_requests(adapter):
+    """Let entries before the windows name a block with NaN, which another request may own -> within the budgets."""
+    batch = paged_batch(replace(GROUPED, sliding_window=19), LONG, adapter, torch.bfloat16)
+    table, num_blocks = batch.metadata.block_table.clone(), batch.kv_cache.shape[1]
+    used = (table >= 0) & (table < num_blocks)
+    spare = next(block for block in range(num_blocks) if block not in table[used].tolist())
+    assert batch.kv_cache[:, spare].isnan().all() and not used[0, 0]
+    plan = replace(batch.metadata, block_table=torch.where(used, table, spare))
+    check_parity(replace(batch, metadata=plan), backend=adapter)
 
 
 def test_one_query_token_of_some_requests(adapter):
