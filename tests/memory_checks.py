@@ -29,6 +29,7 @@ HOSTILE = (
     "slot_mapping",
     "seq_lens",
     "visible_lens",
+    "first_visible",
     "tile_ranges",
     "split_offsets",
     "local_cu_seq_lens",
@@ -43,6 +44,9 @@ DECODES = [  # heads, tokens of a block, (latent, rope) width, dtype of the quer
     (100, 128, (512, 64), FP16, FP16, LONG), (128, 16, (512, 32), BF16, BF16, SHORT),
     (128, 32, (256, 64), FP16, BF16, SHORT),
 ]  # fmt: skip
+# The grouped-query calls: config, dtype, format of the cache, and (Sq, S) of each request. SPLIT has long requests,
+# PROMPTS have row blocks of 64 rows or more, and MIXED has short and long queries.
+SPLIT, PROMPTS, MIXED = ((1, 3000), (2, 70)), ((150, 500), (70, 70), (0, 9)), ((1, 90), (200, 230), (3, 40))
 PLANS = (
     "BY_LENGTH False, SCHEDULED False, SPLIT False", "BY_LENGTH False, SCHEDULED False, SPLIT True",
     "BY_LENGTH False, SCHEDULED True", "BY_LENGTH True, SCHEDULED False", "BY_LENGTH True, SCHEDULED True",
@@ -74,6 +78,44 @@ def decodes() -> list[tuple]:
             for given in decode_samples(dtype, *widths, heads, block_size, lens, out_dtype)]  # fmt: skip
 
 
+def grouped_query_samples() -> list[tuple[str, tuple]]:
+    """Return (name of an op, arguments) of grouped-query attention, for every kernel and several launch shapes.
+
+    The tensors are made on the CPU, because the sanitizer would make their many small copies slow.
+    """
+    import fast
+    from reference.interfaces import COMPUTE_FORMAT, FP8_E4M3
+    from reference.interfaces.gqa import GQAConfig
+
+    from .twins.test_gqa_ops import paged_samples, varlen_samples
+    from .twins.test_gqa_ops import samples as small_samples
+
+    found = [(name, given) for dtype in (F32, BF16) for name, many in small_samples(dtype).items() for given in many]
+    plain, narrow = GQAConfig(16, 2, 128), GQAConfig(6, 1, 64, sliding_window=100, attention_sinks=True)
+    wide, invariant = GQAConfig(4, 2, 256, logits_soft_cap=9.0), fast.DecodeSchedule(None, None, True)
+    seq_lens = torch.tensor([length for _, length in SPLIT], dtype=torch.int32)
+    schedules = fast.plan_decode(seq_lens, 3), fast.plan_decode(seq_lens, 3, batch_invariant=True), invariant
+    for config, dtype, stored in (
+        (plain, BF16, COMPUTE_FORMAT), (plain, BF16, FP8_E4M3), (narrow, BF16, COMPUTE_FORMAT),
+        (narrow, FP16, FP8_E4M3), (wide, FP16, COMPUTE_FORMAT),
+    ):  # fmt: skip
+        calls = [(lens, None) for lens in (SPLIT, PROMPTS, MIXED)] + [(SPLIT, schedule) for schedule in schedules]
+        found += [
+            ("mla_twins::gqa_paged_attention", paged_samples(dtype, config, dtype, stored, lens, 64, schedule))
+            for lens, schedule in calls
+        ]
+        packed = varlen_samples(dtype, config, dtype, ((150, 300), (0, 9), (70, 70)))
+        found.append(("mla_twins::gqa_varlen_attention", packed))
+    return [(name, tuple(_on_gpu(value) for value in given)) for name, given in found]
+
+
+def _on_gpu(value: Any) -> Any:
+    """Return an argument of a call on the CPU for the same call on the GPU, with the backend "triton"."""
+    if isinstance(value, torch.Tensor):
+        return value.cuda()
+    return "triton" if value == "cpu" else value
+
+
 def samples() -> list[tuple[str, tuple]]:
     """Return (name of an op, arguments on the GPU) for all ops, and on a Hopper GPU also for the decodes of DECODES."""
     from .support.triton_mode import ON_HOPPER
@@ -84,7 +126,8 @@ def samples() -> list[tuple[str, tuple]]:
                  for name, many in test_ops.samples(dtype).items() for given in many]  # fmt: skip
         if ON_HOPPER:
             found += [("mla_twins::mla_decode", given) for given in decodes()]
-    return found
+    with torch.device("cpu"):
+        return found + grouped_query_samples()
 
 
 def launch_samples(shard: int, shards: int) -> None:
@@ -125,7 +168,9 @@ def beyond_the_bound(arguments: dict[str, Any]) -> tuple:
 
     The buffers are allocated for `max_seq_len` keys. A kernel that trusts the lengths writes past its buffers.
     """
-    keys = arguments["block_table"].shape[1] * arguments["kv_cache"].shape[1]
+    cache = arguments["kv_cache"]
+    block_size = cache.shape[2] if cache.dim() == 5 else cache.shape[1]  # [2, blocks, block_size, Nkv, Dh], or a latent
+    keys = arguments["block_table"].shape[1] * block_size
     assert keys > arguments["max_seq_len"]
     changed = {name: torch.full_like(arguments[name], keys) for name in ("seq_lens", "visible_lens")}
     return tuple({**arguments, **changed, "block_table": torch.zeros_like(arguments["block_table"])}.values())

@@ -410,7 +410,7 @@ def test_too_wide_for_a_chip():
     """Ask for tiles that are too wide for the GPU's shared memory -> an error of one line, and no launch."""
     pytest.importorskip("triton")
     from fast.kernels.device import DeviceFacts
-    from fast.kernels.triton.attention import _blocks
+    from fast.kernels.triton.attention_sizes import blocks_for
     from fast.kernels.triton.decode import launch_shape
 
     small = DeviceFacts(1, (8, 6), 101376)
@@ -419,7 +419,7 @@ def test_too_wide_for_a_chip():
         launch_shape(1, 64, 2048 + 64, torch.float32, 4, small.capability, small.shared)
     wanted = "^triton: flash_attn_varlen has no tile for keys of 4096 columns and values of 4096 columns "
     with pytest.raises(fast.UnsupportedConfiguration, match=wanted):
-        _blocks(torch.bfloat16, small, 4096, 4096)
+        blocks_for(torch.bfloat16, small, 4096, 4096, False)
 
 
 @gpu_only

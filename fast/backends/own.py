@@ -86,10 +86,8 @@ TRITON = Backend(
     priority=10,
     device_type="cuda",
     capability=(8, 0),
-    # The kernels of grouped-query attention compile for GPUs, but have run in Triton's interpreter only. An automatic
-    # choice therefore does not take them.
     ops=_ops_of_all("triton", GPU_DTYPES)
-    | _gqa_ops("triton", "fast.kernels.triton.gqa.sizes:schedule_programs", dtypes=GPU_DTYPES, only_named=True),
+    | _gqa_ops("triton", "fast.kernels.triton.gqa.sizes:schedule_programs", dtypes=GPU_DTYPES),
     missing_package=missing("triton"),
 )
 HOPPER = Backend(

@@ -4,8 +4,10 @@
     python -m tests.benchmarks.gqa --peers .peers --backend triton --json gqa.json
     python -m tests.benchmarks.gqa --backend triton --rows 128,1,4096,64,8,128,0,0,plain
 
-The peers are kernels of other projects: FlashAttention-3 ("FA3"), vLLM's unified Triton kernel, and from FlashInfer the
-FA3 kernel for prefills and the XQA kernel of TensorRT-LLM for decodes. A block of the cache has 64 tokens.
+The peers are kernels of other projects: FlashAttention-3 ("FA3"), FlashAttention-4 ("FA4"), vLLM's unified Triton
+kernel, and from FlashInfer the FA3 kernel for prefills and the XQA kernel of TensorRT-LLM for decodes. A block of the
+cache has 64 tokens. FA4 needs blocks of 128 tokens, so two blocks that follow each other in a request also follow each
+other in memory.
 
 The variants of `fast` are:
 
@@ -35,6 +37,7 @@ from fast.parity import Parity, compare, compare_states
 from reference.interfaces import COMPUTE_FORMAT, FP8_E4M3, AttentionState
 from reference.interfaces.gqa import GQAConfig, PagedAttentionMetadata
 
+from .command_line import one_line
 from .contest import OURS, Case, Contender, finite, run_benchmark
 from .layers import BLOCK_SIZE, DTYPE
 from .timing import input_sets
@@ -44,6 +47,7 @@ WHOLE = f"{OURS}, whole"
 KINDS = ("plain", "sinks", "fp8")
 MOST_DECODED = 16  # query tokens of a decode at most
 CHECKED_QUERIES = 128
+FA4_PROGRAMS = 128  # FA4 divides the keys of few requests into splits, so that it has this number of programs
 SCALE_OF_CACHE = 4.0 / 448  # random numbers from a normal distribution are rarely above 4
 
 
@@ -172,7 +176,10 @@ def make_inputs(row: Row, sets: int, device: torch.device | str) -> Inputs:
                 block.copy_((torch.randn(block.shape, device=device) / SCALE_OF_CACHE).clamp(-448, 448))
     else:
         cache = torch.empty(shape, dtype=DTYPE, device=device).normal_()
-    order = torch.randperm(blocks, device=device).to(torch.int32).view(sets, -1)
+    # two blocks that follow each other in memory do so in a request too, unless a request has an odd number of blocks
+    together = 2 if shared % 2 == own % 2 == 0 else 1
+    first = together * torch.randperm(blocks // together, device=device)
+    order = (first[:, None] + torch.arange(together, device=device)).to(torch.int32).view(sets, -1)
     steps = torch.arange(row.B + 1, dtype=torch.int32, device=device)
     visible = torch.arange(row.S - row.Sq + 1, row.S + 1, dtype=torch.int32, device=device).repeat(row.B)
     plans = []
@@ -269,19 +276,50 @@ def peer_contenders(row: Row, inputs: Inputs, peers: ModuleType) -> tuple[dict[s
             inputs.q, k, v, plan.block_table, plan.seq_lens, scale * factor), masked)  # fmt: skip
         if "FlashInfer XQA" in contenders:
             contenders["FlashInfer XQA"].view = lambda output: output[0] * factor
+        add_fa4(row, inputs, peers, contenders, absent)
     elif not row.decodes:
         run = None
         if have["flashinfer"] and masked is None and row.S % BLOCK_SIZE == 0:
             plan = inputs.plans[0]
-            run = peers.flashinfer_paged(
-                plan.query_start_loc, plan.block_table, plan.seq_lens, row.N, row.Nkv, row.D, BLOCK_SIZE, scale
-            )
+            try:
+                run = peers.flashinfer_paged(
+                    plan.query_start_loc, plan.block_table, plan.seq_lens, row.N, row.Nkv, row.D, BLOCK_SIZE, scale
+                )
+            except Exception as error:  # the folder of peers lacks this kernel of FlashInfer
+                masked = f"{type(error).__name__}: {one_line(error)}"
         add("FlashInfer FA3", "flashinfer", lambda plan: run(inputs.q, k, v), masked)
         if "FlashInfer FA3" in contenders:  # its plan holds the blocks of the first set
             contenders["FlashInfer FA3"].calls = contenders["FlashInfer FA3"].calls[:1]
     if row.shared and have["fa3"]:
         contenders["FA3 x 2 and merge"] = fa3_cascade(row, inputs, peers)
     return contenders, absent
+
+
+def add_fa4(row: Row, inputs: Inputs, peers: ModuleType, contenders: dict, absent: dict) -> None:
+    """Add FlashAttention-4 to the contenders, or to the absent ones with the reason."""
+    reason = None
+    if not peers.more_available()["fa4"]:
+        reason = "its library could not be loaded"
+    elif row.kind != "plain" or row.window or row.shared or (row.N // row.Nkv, row.D) != (8, 128):
+        reason = "it is compiled for 8 query heads of 128 columns for each KV head, without window, sinks and e4m3"
+    elif row.S % (2 * BLOCK_SIZE):
+        reason = f"a request does not fill blocks of {2 * BLOCK_SIZE} tokens"
+    if reason is not None:
+        absent["FA4"] = reason
+        return
+    k, v = (half.view(-1, 2 * BLOCK_SIZE, row.Nkv, row.D) for half in inputs.cache.unbind(0))
+    splits = 1 if row.B * row.Nkv >= FA4_PROGRAMS else FA4_PROGRAMS // (row.B * row.Nkv)
+    name = "gqa8_dec" if splits == 1 else "gqa8_dec_split"
+
+    def call(plan: PagedAttentionMetadata, table: Tensor):
+        return peers.fa4(
+            name, inputs.q, k, v, plan.query_start_loc, seq_lens=plan.seq_lens, block_table=table,
+            scale=row.D**-0.5, splits=splits,
+        )  # fmt: skip
+
+    tables = [(plan.block_table[:, ::2] // 2).contiguous() for plan in inputs.plans]
+    calls = [partial(call, plan, table) for plan, table in zip(inputs.plans, tables, strict=True)]
+    contenders["FA4"] = Contender(calls, lambda output: output[0])
 
 
 def fa3_cascade(row: Row, inputs: Inputs, peers: ModuleType) -> Contender:

@@ -219,7 +219,8 @@ def test_empty_batches(padded):
             fast, replace(batch, q=batch.q[3:4], kv_cache=batch.kv_cache[:, :0], metadata=row), backend=backend
         )
         assert state.out.eq(0).all()
-        torch.testing.assert_close(state.lse[:, 0], batch.sinks, rtol=0, atol=0)
+        rounding = 2 * torch.finfo(torch.float32).eps  # kernels compute an LSE in base 2
+        torch.testing.assert_close(state.lse[:, 0], batch.sinks, rtol=rounding, atol=0)
 
 
 # What reaches a result.
@@ -248,17 +249,15 @@ def test_nan_stays_in_its_request(config, padded):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["grouped", "all of them"])
 def test_batch_invariance(name, dtype):
-    """Attend each request alone -> its bits in the batch, as the backend "cpu" declares; "torch" refuses to."""
-    batch = gqa_batch(CONFIGS[name], LENS, dtype=dtype)
-    whole, starts = attend(fast, batch), batch.metadata.query_start_loc.tolist()
+    """Attend each request alone -> its bits in the batch; the backend "torch" refuses to."""
+    batch, schedule = gqa_batch(CONFIGS[name], LENS, dtype=dtype), DecodeSchedule(None, None, True)
+    whole, starts = attend(fast, batch, schedule=schedule), batch.metadata.query_start_loc.tolist()
     if batch.q.device.type != "cpu":
         with pytest.raises(UnsupportedConfiguration, match="torch: is not batch-invariant"):
-            attend(fast, batch, schedule=DecodeSchedule(None, None, True))
-        return
+            attend(fast, batch, schedule=schedule, backend="torch")
     for request in range(len(LENS)):
         rows = slice(starts[request], starts[request + 1])
         plan = rows_of(batch.metadata, slice(request, request + 1))
-        schedule = DecodeSchedule(None, None, True)
         alone = attend(fast, replace(batch, metadata=plan), batch.q[rows], schedule=schedule)
         assert_same_bits(alone.out, whole.out[rows])
         assert_same_bits(alone.lse, whole.lse[:, rows])
@@ -473,9 +472,9 @@ def test_the_host_never_waits():
 
 
 def test_devices(monkeypatch):
-    """Ask for the backends of a CPU and of a GPU -> "cpu" and "torch"; "torch" is not batch-invariant."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    for device, name in (("cpu", "cpu"), ("cuda", "torch")):
+    """Ask for the backends of a CPU, an old GPU and a new GPU -> each has one; "torch" is not batch-invariant."""
+    for device, capability, name in (("cpu", None, "cpu"), ("cuda", (7, 5), "torch"), ("cuda", (8, 0), "triton")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, found=capability: found)
         device = torch.device(device)
         config = CONFIGS["all of them"]
         requests = (
@@ -489,11 +488,11 @@ def test_devices(monkeypatch):
         found = {line.split(" (")[0] for line in said if line.startswith(("gqa_", "reshape_"))}
         ops = ("gqa_paged_attention", "gqa_varlen_attention", "reshape_and_cache")
         assert found == {f"{op}: {name}, chosen by priority" for op in ops}
-        assert not [line for line in said if ": none" in line]
+        assert not [line for line in said if line.startswith(ops) and ": none" in line]
     invariant = replace(requests[0], batch_invariant=True)
     with pytest.raises(UnsupportedConfiguration, match="torch: is not batch-invariant"):
-        backends.select(invariant)
-    assert backends.select(invariant, "triton").name == "triton"  # serves only calls that name it
+        backends.select(invariant, "torch")
+    assert backends.select(invariant).name == "triton"
 
 
 @pytest.mark.parametrize("feature, config", [

@@ -184,9 +184,9 @@ def test_processors_of_a_builder(monkeypatch):
         return device_facts(torch.device("cpu"))._replace(processors=132)
 
     monkeypatch.setattr(fast.gqa.builder, "device_facts", facts)
-    assert both_choices(device="cuda:3") == (False, False)  # also for a batch on a CPU
+    assert both_choices(device="cuda:3", backend="torch") == (False, False)  # also for a batch on a CPU
     assert asked == [torch.device("cuda:3")] * 2
-    assert both_choices(device="cuda:3", num_processors=1) == (True, True) and len(asked) == 2
+    assert both_choices(device="cuda:3", num_processors=1, backend="torch") == (True, True) and len(asked) == 2
 
 
 def test_default_device_of_a_builder():

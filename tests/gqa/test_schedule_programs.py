@@ -58,5 +58,5 @@ def test_programs_of_the_triton_kernels(cache_format, query_len, monkeypatch):
     launch = sizes.launch_sizes(*given)
     row_blocks = 8 * -(-8 * query_len // launch.shape.rows)
     waves = programs * row_blocks / launch.resident
-    assert launch.resident in (132, 264) and not launch.finds_requests
+    assert launch.resident // 132 in (1, 2, 4) and not launch.finds_requests
     assert 0.9 <= waves / -(-waves // 1) <= 1

@@ -12,7 +12,9 @@ import pytest
 
 from fast.backends import checked_calls
 
-LAUNCHERS = {"fast.kernels.hopper.mla_decode.launch", "fast.kernels.triton.attention"}
+LAUNCHERS = {  # module: its function that chooses launch sizes
+    "fast.kernels.hopper.mla_decode.launch": "_launch_sizes", "fast.kernels.triton.attention": "launch_sizes",
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -20,6 +22,6 @@ def nothing_kept(monkeypatch):
     """Make every call check its arguments, search its compiled kernel and choose its launch sizes anew."""
     monkeypatch.setattr(checked_calls, "must_be_dispatched", lambda: True)
     if importlib.util.find_spec("triton") is not None:
-        for name in LAUNCHERS & sys.modules.keys():
+        for name in LAUNCHERS.keys() & sys.modules.keys():
             launcher = sys.modules[name]
-            monkeypatch.setattr(launcher, "_launch_sizes", launcher._launch_sizes.__wrapped__)
+            monkeypatch.setattr(launcher, LAUNCHERS[name], getattr(launcher, LAUNCHERS[name]).__wrapped__)

@@ -117,15 +117,20 @@ def test_other_dtypes(dtype):
         assert kernel.metadata.shared <= CHIPS[chip][1]
 
 
+@pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
-def test_tiles_are_prefetched_and_nothing_spills(kind, tmp_path):
+def test_tiles_are_prefetched_and_nothing_spills(kind, stored, tmp_path):
     """Assemble a Hopper kernel -> tiles are loaded asynchronously, and the assembler spills and serialises nothing."""
-    kernel, constants = built("Hopper", kind, "Llama", "compute")
+    kernel, constants = built("Hopper", kind, "Llama", stored)
     ptx = kernel.asm["ptx"]
-    c = constants["c"]
+    c, size = constants["c"], 1 if stored == "fp8_e4m3" else 2
     loads = len(re.findall(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", ptx))
-    tile_loads = 2 * c.TILE * c.COLUMNS * 2 // (16 * 32 * constants["num_warps"])
-    assert loads >= 2 * tile_loads  # 16 bytes each: before the loop, and in the loop
+    tile_loads = 2 * c.TILE * c.COLUMNS * size // (16 * 32 * constants["num_warps"])
+    if c.BULK_COPY:  # keys and values, before each loop and in each loop
+        assert ptx.count("cp.async.bulk.tensor.4d") >= 8 and loads == 0
+    else:
+        assert loads >= 2 * tile_loads  # 16 bytes each: before the loop, and in the loop
+    assert ((kind, stored) == ("prefill", "compute")) == c.BULK_COPY
     (tmp_path / "kernel.ptx").write_text(ptx)
     command = [TOOLS / "ptxas", "-v", "-arch=sm_90a", "-o", tmp_path / "kernel.cubin", tmp_path / "kernel.ptx"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

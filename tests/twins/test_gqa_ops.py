@@ -35,28 +35,41 @@ def backend_here(dtype: torch.dtype) -> str:
     return select(paged_attention_request(GROUPED, torch.get_default_device(), dtype, 16)).name
 
 
-def paged_samples(dtype: torch.dtype, config: GQAConfig, out_dtype: torch.dtype, cache_format) -> tuple:
+def paged_samples(
+    dtype: torch.dtype, config: GQAConfig, out_dtype: torch.dtype, cache_format, lens=LENS, block_size: int = 16,
+    schedule: fast.DecodeSchedule | None = None,
+) -> tuple:  # fmt: skip
     """Return the arguments of one call of `gqa_paged_attention`; the bytes of no token are 0, as opcheck wants it."""
-    batch = gqa_batch(config, LENS, dtype=dtype, cache_format=cache_format, padding=1, free_behind_window=False)
+    batch = gqa_batch(
+        config, lens, block_size, dtype, cache_format=cache_format, padding=1, free_behind_window=False
+    )  # fmt: skip
     if not cache_format.scaled:
         batch.kv_cache.nan_to_num_(0)
     plan, slopes = batch.metadata, config.alibi_slopes
+    longest = [max(each) for each in zip(*lens, strict=True)]
+    ranges = (None, None) if schedule is None else (schedule.tile_ranges, schedule.split_offsets)
     return (
         batch.q, batch.kv_cache, plan.block_table, plan.seq_lens, plan.query_start_loc, plan.visible_lens,
-        plan.first_visible, 2, 33, 33, 0.3, config.logits_soft_cap, None if slopes is None else list(slopes),
-        batch.sinks, out_dtype, None, None, False, list(SCHEDULE.split_rule.numbers), cache_format.name, batch.k_scale,
-        batch.v_scale, batch.k_scale, [], backend_here(dtype),
+        plan.first_visible, *longest, longest[1], 0.3, config.logits_soft_cap,
+        None if slopes is None else list(slopes), batch.sinks, out_dtype, *ranges,
+        schedule is not None and schedule.batch_invariant, list(SCHEDULE.split_rule.numbers), cache_format.name,
+        batch.k_scale, batch.v_scale, batch.k_scale, [], backend_here(dtype),
     )  # fmt: skip
 
 
-def varlen_samples(dtype: torch.dtype, config: GQAConfig, out_dtype: torch.dtype) -> tuple:
-    """Return the arguments of one call of `gqa_varlen_attention`."""
-    q, k, v = (torch.randn(7, heads, 80).to(dtype) for heads in (6, 2, 2))
-    slopes, sinks = config.alibi_slopes, torch.randn(6).to(dtype) if config.attention_sinks else None
+def varlen_samples(
+    dtype: torch.dtype, config: GQAConfig, out_dtype: torch.dtype, lens=((4, 5), (0, 2), (3, 0))
+) -> tuple:
+    """Return the arguments of one call of `gqa_varlen_attention`; `lens` has the tokens and keys of each request."""
+    query_lens, key_lens = zip(*lens, strict=True)
+    tokens = keys = max(sum(query_lens), sum(key_lens))  # some tokens or keys belong to no request
+    q = torch.randn(tokens, config.num_heads, config.head_dim).to(dtype)
+    k, v = (torch.randn(keys, config.num_kv_heads, config.head_dim).to(dtype) for _ in range(2))
+    slopes, sinks = config.alibi_slopes, torch.randn(config.num_heads).to(dtype) if config.attention_sinks else None
     return (
-        q, k, v, offsets([4, 0, 3]), offsets([5, 2, 0]), 4, 5, 0.3, config.attention_type.value, config.sliding_window,
-        config.attention_chunk_size, config.logits_soft_cap, None if slopes is None else list(slopes), sinks, out_dtype,
-        backend_here(dtype),
+        q, k, v, offsets(query_lens), offsets(key_lens), max(query_lens), max(key_lens), 0.3,
+        config.attention_type.value, config.sliding_window, config.attention_chunk_size, config.logits_soft_cap,
+        None if slopes is None else list(slopes), sinks, out_dtype, backend_here(dtype),
     )  # fmt: skip
 
 

@@ -11,7 +11,6 @@ power of two, so the scores are the sum of up to three products:
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple, no_type_check
 
 import torch
@@ -20,15 +19,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from reference.interfaces import UnsupportedConfiguration
-
 from ...backends import launch
 from ..descriptors import box_descriptor
-from ..device import DeviceFacts, device_facts, device_of
-from ..integers import next_power_of_2
+from ..device import device_facts, device_of
+from ..integers import cdiv
+from .attention_sizes import MOST_QUERIES, launch_sizes
 
 LOG2_E = 1.4426950408889634
-SMALLEST_DOT = 16  # fewest columns of a `tl.dot` operand; a narrower operand is padded with zeros in registers
 
 
 class Strides(NamedTuple):
@@ -48,32 +45,6 @@ class Strides(NamedTuple):
     out_token: Any
     out_head: Any
     out_column: Any
-
-
-class Constants(NamedTuple):
-    """Compile-time constants of the kernel.
-
-    Attributes:
-        P: columns of `k_nope`, the head's own part of a key. If R is 0, `k_nope` is the whole key.
-        R: columns of `k_pe`, the part of the key that all heads share; 0 if there is no such part.
-        V: columns of a value.
-        FIRST: columns of the first part of `k_nope`, a power of two.
-        SECOND: columns of the second part of `k_nope`, a power of two; 0 if the first part has all columns.
-        ROPE: R rounded up to a power of two; 0 if R is 0.
-        VALUE: V rounded up to a power of two.
-        BLOCK_N: keys of a tile.
-        USE_TMA: True if TMA, the GPU's bulk copy engine, loads keys and values.
-    """
-
-    P: Any
-    R: Any
-    V: Any
-    FIRST: Any
-    SECOND: Any
-    ROPE: Any
-    VALUE: Any
-    BLOCK_N: Any
-    USE_TMA: Any
 
 
 @triton.jit
@@ -281,103 +252,6 @@ def _flash_attn_varlen_kernel(
         tl.store(lse + head.to(tl.int64) * num_tokens + tokens, natural, mask=rows < query_len)
 
 
-def _powers_of_two(width: int) -> tuple[int, int]:
-    """Return two powers of two whose sum covers a width with little padding; the second is 0 if one suffices.
-
-    Examples: 128 -> (128, 0), 192 -> (128, 64), 12 -> (16, 0).
-    """
-    whole = max(next_power_of_2(width), SMALLEST_DOT)
-    first = whole // 2
-    second = max(next_power_of_2(width - first), SMALLEST_DOT)
-    return (first, second) if first >= SMALLEST_DOT and first + second < whole else (whole, 0)
-
-
-class Blocks(NamedTuple):
-    """Launch shape of a program.
-
-    Attributes:
-        block_m: queries of the program.
-        block_n: keys of a tile.
-        num_warps: warps of the program.
-        num_stages: pipeline stages of the key and value tiles.
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-
-
-# launch shapes, the fastest first; a launch takes the first shape whose tiles fit into shared memory
-HOPPER_BLOCKS = (
-    Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 2), Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 2)
-)  # fmt: skip
-PORTABLE_BLOCKS = (
-    Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 2), Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 2), Blocks(16, 16, 4, 1)
-)  # fmt: skip
-FLOAT32_BLOCKS = (Blocks(32, 32, 8, 1), Blocks(16, 16, 4, 1))  # small: IEEE float32 products need many registers
-INTERPRETER_BLOCKS = Blocks(32, 32, 1, 1)
-
-
-def _blocks(dtype: torch.dtype, device: DeviceFacts, key_width: int, value_width: int) -> Blocks:
-    """Return the first launch shape whose tiles fit into the shared memory of a device.
-
-    Args:
-        dtype: dtype of queries, keys and values.
-        device: properties of the device.
-        key_width: columns of a key, with padding.
-        value_width: columns of a value, with padding.
-
-    Raises:
-        UnsupportedConfiguration: no launch shape fits.
-    """
-    if device.interpreted:
-        return INTERPRETER_BLOCKS
-    table = HOPPER_BLOCKS if device.capability[0] == 9 else PORTABLE_BLOCKS
-    if dtype == torch.float32:
-        table = FLOAT32_BLOCKS
-    for blocks in table:
-        elements = blocks.block_m * key_width + blocks.num_stages * blocks.block_n * (key_width + value_width)
-        if elements * dtype.itemsize + 4096 <= device.shared:
-            return blocks
-    widths = f"keys of {key_width} columns and values of {value_width} columns ({dtype})"
-    raise UnsupportedConfiguration(
-        [f"triton: flash_attn_varlen has no tile for {widths} within {device.shared} bytes of shared memory"]
-    )
-
-
-class LaunchSizes(NamedTuple):
-    """Properties of a launch that depend on widths, dtype and device alone.
-
-    Attributes:
-        blocks: launch shape.
-        constants: compile-time constants; USE_TMA is True if TMA can load tiles of these widths.
-        boxes: shapes of the tiles that TMA loads: first part of `k_nope`, second part of `k_nope`, `k_pe`, `v`.
-    """
-
-    blocks: Blocks
-    constants: Constants
-    boxes: tuple[tuple[int, ...], ...]
-
-
-@functools.lru_cache
-def _launch_sizes(dtype: torch.dtype, device: DeviceFacts, nope: int, rope: int, value: int) -> LaunchSizes:
-    """Return the `LaunchSizes` for queries and keys of `nope` + `rope` columns and values of `value` columns."""
-    first, second = _powers_of_two(nope)
-    rope_columns = max(next_power_of_2(rope), SMALLEST_DOT) if rope else 0
-    value_columns = max(next_power_of_2(value), SMALLEST_DOT)
-    blocks = _blocks(dtype, device, first + second + rope_columns, value_columns)
-    unpadded = (first + second, rope_columns, value_columns) == (nope, rope, value)
-    rows = blocks.block_n
-    boxes = ((rows, 1, first), (rows, 1, second or SMALLEST_DOT), (rows, rope_columns or SMALLEST_DOT),
-             (rows, 1, value_columns))  # fmt: skip
-    constants = Constants(
-        P=nope, R=rope, V=value, FIRST=first, SECOND=second, ROPE=rope_columns, VALUE=value_columns, BLOCK_N=rows,
-        USE_TMA=device.has_copy_engine and not device.interpreted and dtype.itemsize == 2 and unpadded,
-    )  # fmt: skip
-    return LaunchSizes(blocks, constants, boxes)
-
-
 def _descriptors_of(sources: tuple[Tensor, ...], boxes: tuple[tuple[int, ...], ...]) -> list[TensorDescriptor] | None:
     """Return the TMA descriptors of keys and values; None if TMA cannot read one of them."""
     given = zip(sources, boxes, strict=True)
@@ -433,7 +307,9 @@ def flash_attn_varlen(
         return out, lse
     rope = 0 if k_pe is None else k_pe.shape[1]
     shared = k_pe if rope else k_nope[:, 0]  # without a rope part, the kernel ignores `shared`
-    blocks, constants, boxes = _launch_sizes(q.dtype, device_facts(q.device), nope, rope, value)
+    facts = device_facts(q.device)
+    few = cdiv(tokens, MOST_QUERIES) * heads < facts.processors
+    blocks, constants, boxes = launch_sizes(q.dtype, facts, nope, rope, value, few)
     sources, shared_strides = (k_nope, k_nope, shared, v), shared.stride()
     described = _descriptors_of(sources, boxes) if constants.USE_TMA else None
     constants, sources = constants._replace(USE_TMA=described is not None), described or sources

@@ -433,7 +433,7 @@ def test_one_graph_for_all_lengths(monkeypatch):
     flex_gqa._compiled.cache_clear()
     graphs = []
     try:
-        with registered(on_cpu(FLEX)):
+        with registered(on_cpu(FLEX)), torch.device("cpu"):
             for lens in (((1, 1), (17, 53)), ((3, 257), (130, 300)), ((1, 5), (1, 9)), ((150, 150), (1, 900))):
                 check_parity(gqa_batch(ALL, lens, 16, torch.bfloat16), backend="flex_on_cpu")
                 graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])

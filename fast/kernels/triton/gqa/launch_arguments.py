@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from reference.interfaces import CacheFormat
 
+from ...descriptors import box_descriptor
 from ...gqa_scores import kept_slopes
-from .records import Scores, Strides
+from .records import Constants, Scores, Strides
 
 
 class PagedCall(NamedTuple):
@@ -77,6 +79,23 @@ class PagedCall(NamedTuple):
             self.q, self.k_cache, self.v_cache, self.block_table, self.seq_lens, self.query_start_loc,
             self.visible_lens, self.first_visible,
         )  # fmt: skip
+
+
+def box_descriptors(
+    k: Tensor, v: Tensor, constants: Constants
+) -> tuple[TensorDescriptor, TensorDescriptor] | tuple[None, None]:
+    """Return the descriptors with which TMA loads tiles of keys and values; (None, None) if pointers load them.
+
+    Args:
+        k: keys of a cache [num_blocks, block_size, Nkv, Dh], or packed keys [K, Nkv, Dh].
+        v: values, like `k`.
+        constants: constants of the launch. BULK_COPY is True if the kernel can load tiles of this size with TMA.
+    """
+    if not constants.BULK_COPY:
+        return None, None
+    box = (*(1,) * (k.dim() - 3), constants.TILE, 1, constants.COLUMNS)
+    made = [box_descriptor(x.data_ptr(), x.dtype, tuple(x.shape), x.stride(), box) for x in (k, v)]
+    return (None, None) if None in made else tuple(made)
 
 
 def scores_of(

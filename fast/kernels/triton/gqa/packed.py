@@ -19,8 +19,8 @@ from reference.interfaces import COMPUTE_FORMAT
 from ....backends import launch
 from ...device import device_facts, device_of
 from ...integers import cdiv
-from .launch_arguments import scores_of
-from .records import KeySource, Scores, Strides
+from .launch_arguments import box_descriptors, scores_of
+from .records import Boxes, KeySource, Scores, Strides
 from .row_blocks import find_request, offset_of, rows_from, write_padding, write_rows
 from .sizes import PADDING_TOKENS, launch_sizes
 from .tiles import attend_tiles, keys_of_rows, load_queries
@@ -71,7 +71,7 @@ def _packed_keys(rows, query_start, query_len, key_len, most_queries, most_keys,
 @no_type_check
 def _gqa_packed_kernel(
     q, k, v, cu_seqlens_q, cu_seqlens_k, factor, cap, slopes, sinks, k_scale, v_scale, q_scale, out, lse,
-    num_tokens, num_keys, num_requests, most_queries, most_keys, row_blocks, num_programs, strides,
+    k_boxes, v_boxes, num_tokens, num_keys, num_requests, most_queries, most_keys, row_blocks, num_programs, strides,
     PADDING_TOKENS: tl.constexpr, mask: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
     """Attend the packed keys of one request with one row block, or write padding tokens.
@@ -96,8 +96,11 @@ def _gqa_packed_kernel(
     queries = load_queries(q, rows, scores, strides, c)
     keys = _packed_keys(rows, query_start, query_end - query_start, key_len, most_queries, most_keys, mask, c)
     head = kv_head.to(tl.int64)
-    source = KeySource(k + head * strides.k_head, v + head * strides.v_head, cu_seqlens_k, 0, 0, first_key)
-    state = attend_tiles(queries, keys, source, 0, tl.cdiv(keys.high, c.TILE), scores, strides, c)
+    source = KeySource(
+        k + head * strides.k_head, v + head * strides.v_head, cu_seqlens_k, 0, 0, first_key, kv_head
+    )  # fmt: skip
+    boxes = Boxes(k_boxes, v_boxes)
+    state = attend_tiles(queries, keys, source, boxes, 0, tl.cdiv(keys.high, c.TILE), scores, strides, c)
     write_rows(state, rows, out, lse, num_tokens, scores, strides, c)
 
 
@@ -149,12 +152,15 @@ def gqa_varlen_attention(
     row_blocks = tokens * (heads // kv_heads) // sizes.shape.rows + requests
     programs = row_blocks * kv_heads
     strides = Strides(*q.stride(), 0, *k.stride(), 0, *v.stride(), *out.stride())
+    k_boxes, v_boxes = box_descriptors(k, v, sizes.constants)
+    constants = sizes.constants._replace(BULK_COPY=k_boxes is not None)
     with device_of(q):
         launch(
             _gqa_packed_kernel, (programs + cdiv(tokens, PADDING_TOKENS),),
             q, k, v, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(),
-            *scores_of(q, softmax_scale, soft_cap, alibi_slopes, sinks), out, lse, tokens, keys, requests,
+            *scores_of(q, softmax_scale, soft_cap, alibi_slopes, sinks), out, lse, k_boxes, v_boxes,
+            tokens, keys, requests,
             max_seqlen_q, max_seqlen_k, row_blocks, programs, strides, PADDING_TOKENS=PADDING_TOKENS, mask=mask,
-            **sizes.options,
+            **{**sizes.options, "c": constants},
         )  # fmt: skip
     return out, lse

@@ -24,8 +24,8 @@ from ...combine import combine_partial_outputs, readable_keys, whole_tiles
 from ...device import device_facts, device_of
 from ...integers import cdiv
 from ..decode_shapes import best_splits
-from .launch_arguments import PagedCall, scores_of
-from .records import Scores
+from .launch_arguments import PagedCall, box_descriptors, scores_of
+from .records import Boxes, Scores
 from .row_blocks import (
     cached_keys,
     cached_source,
@@ -59,7 +59,7 @@ ROWS_COMBINED_PER_KEY = 64  # rows of partial outputs that the combine kernel ad
 @no_type_check
 def _gqa_paged_kernel(
     q, k_cache, v_cache, block_table, seq_lens, query_start_loc, visible_lens, first_visible,
-    factor, cap, slopes, sinks, k_scale, v_scale, q_scale, out, lse, partial_out, partial_lse,
+    factor, cap, slopes, sinks, k_scale, v_scale, q_scale, out, lse, partial_out, partial_lse, k_boxes, v_boxes,
     num_tokens, num_requests, num_blocks, max_query_len, max_keys, num_splits, row_blocks, num_programs,
     strides, table_row_stride, table_stride,
     FIND_REQUEST: tl.constexpr, SPLIT: tl.constexpr, PADDING_TOKENS: tl.constexpr, c: tl.constexpr,
@@ -104,7 +104,8 @@ def _gqa_paged_kernel(
         split_tiles = tl.cdiv(last_tile - first_tile, num_splits)
         first_tile = tl.minimum(first_tile + split * split_tiles, last_tile)
         last_tile = tl.minimum(first_tile + split_tiles, last_tile)
-    state = attend_tiles(queries, keys, source, first_tile, last_tile, scores, strides, c)
+    boxes = Boxes(k_boxes, v_boxes)
+    state = attend_tiles(queries, keys, source, boxes, first_tile, last_tile, scores, strides, c)
     if SPLIT:
         heads: tl.constexpr = c.GROUP * c.KV_HEADS
         split_rows = num_tokens.to(tl.int64) * heads
@@ -166,20 +167,26 @@ def gqa_paged_attention(
     scheduled, group = tile_ranges is not None or batch_invariant, heads // kv_heads
     # the longest query determines the rows of a program, and it must not change a batch-invariant result
     query_len = 1 if batch_invariant else min(max_query_len, tokens)
-    sizes = launch_sizes(
+    given = (
         group, kv_heads, width, query_len, block_size, first_visible is not None, soft_cap is not None,
         q.dtype, cache_format, q_scale is not None, device_facts(q.device), scheduled,
     )  # fmt: skip
+    sizes = launch_sizes(*given)
     max_keys = readable_keys(max_seq_len, block_table.shape[1], block_size) if num_blocks else 0
     row_blocks = cdiv(min(max_query_len, tokens) * group, sizes.shape.rows)
     if sizes.finds_requests:
         row_blocks = tokens * group // sizes.shape.rows + block_table.shape[0]
     num_splits = 1
     if not scheduled:
-        programs = row_blocks * kv_heads * (1 if sizes.finds_requests else block_table.shape[0])
+        filled = row_blocks * block_table.shape[0]
+        if sizes.finds_requests:  # estimate: the last row block of every second request is empty
+            filled = cdiv(tokens * group, sizes.shape.rows) + (block_table.shape[0] - 1) // 2
+        programs = filled * kv_heads
         # the tokens of a row block attend at most this number of keys
         keys = min(max_keys, max_visible_len + sizes.shape.rows // group)
         num_splits = _num_splits(programs, tokens * heads, whole_tiles(keys), sizes.resident)
+        if num_splits == 1 and not sizes.finds_requests:
+            sizes = launch_sizes(*given, many=True)
     written = out
     if (scheduled or num_splits > 1) and not out.is_contiguous():  # the combine kernel needs a contiguous tensor
         written = torch.empty(q.shape, dtype=out_dtype, device=q.device)
@@ -227,13 +234,16 @@ def _launch(
     partial_lse = torch.empty(2 * rows, dtype=torch.float32, device=call.q.device)
     # with splits, the combine kernel writes the padding tokens
     padding_programs = cdiv(tokens, PADDING_TOKENS) if num_splits == 1 else 0
+    k_boxes, v_boxes = box_descriptors(call.k_cache, call.v_cache, sizes.constants)
+    constants = sizes.constants._replace(BULK_COPY=k_boxes is not None)
     with device_of(call.q):
         launch(
             _gqa_paged_kernel, (programs + padding_programs,),
-            *call.tensors, *call.scores, call.out, call.lse, partial_out, partial_lse, tokens, requests,
+            *call.tensors, *call.scores, call.out, call.lse, partial_out, partial_lse, k_boxes, v_boxes,
+            tokens, requests,
             call.k_cache.shape[0], max_query_len, max_keys, num_splits, row_blocks, programs, call.strides,
             *call.block_table.stride(), FIND_REQUEST=sizes.finds_requests, SPLIT=num_splits > 1,
-            PADDING_TOKENS=PADDING_TOKENS, **sizes.options,
+            PADDING_TOKENS=PADDING_TOKENS, **{**sizes.options, "c": constants},
         )  # fmt: skip
     return partial_out, partial_lse
 

@@ -27,10 +27,12 @@ class Constants(NamedTuple):
         WINDOW: True if a row may have keys before its first key.
         SOFT_CAP: True if scores have a soft cap.
         WHOLE_TILES: True if tiles in which every row attends every key are attended in a loop without a mask.
+        BULK_COPY: True if TMA, the GPU's bulk copy engine, loads the tiles.
         SUM_COLUMNS: columns of each partial sum of a float32 dot product (`decode_tiles.products`); 0 for other dtypes.
         E4M3: True if the keys and values are e4m3 numbers, which are read as bytes.
         NATIVE: True if the GPU has instructions for e4m3.
-        PINNED: True if converted numbers stay in the layout of their load (`fp8.pinned`).
+        PINNED_KEYS: True if keys converted from e4m3 stay in the layout of their load (`fp8.pinned`).
+        PINNED_VALUES: the same for values.
         HALF: True if bfloat16 queries are converted to float16, the dtype of the products with e4m3 numbers.
         Q_E4M3: True if the queries are rounded to e4m3 first.
     """
@@ -45,10 +47,12 @@ class Constants(NamedTuple):
     WINDOW: Any
     SOFT_CAP: Any
     WHOLE_TILES: Any
+    BULK_COPY: Any
     SUM_COLUMNS: Any
     E4M3: Any
     NATIVE: Any
-    PINNED: Any
+    PINNED_KEYS: Any
+    PINNED_VALUES: Any
     HALF: Any
     Q_E4M3: Any
 
@@ -158,6 +162,7 @@ class KeySource(NamedTuple):
         table_stride: elements from one entry of the row to the next.
         num_blocks: blocks of the cache.
         first_token: first packed key of the request; not used for a cache.
+        kv_head: the KV head; used for TMA alone.
     """
 
     k: Any
@@ -166,6 +171,19 @@ class KeySource(NamedTuple):
     table_stride: Any
     num_blocks: Any
     first_token: Any
+    kv_head: Any
+
+
+class Boxes(NamedTuple):
+    """Descriptors with which TMA, the GPU's bulk copy engine, loads tiles of all KV heads.
+
+    Attributes:
+        k: TMA descriptor of the keys, or None.
+        v: TMA descriptor of the values, or None.
+    """
+
+    k: Any
+    v: Any
 
 
 class TileKeys(NamedTuple):
@@ -176,9 +194,11 @@ class TileKeys(NamedTuple):
         held: [TILE], whether the program reads the key.
         block: number of the block as a 64-bit integer: a scalar, or [TILE] if a tile may have several blocks.
         place: [TILE], index of the token in its block, or in the packed tensor, as a 64-bit integer.
+        first_place: index of the first token of the tile, as a 32-bit integer; used for TMA alone.
     """
 
     keys: Any
     held: Any
     block: Any
     place: Any
+    first_place: Any

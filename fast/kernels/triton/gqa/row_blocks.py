@@ -78,7 +78,7 @@ def cached_source(k_cache, v_cache, block_table, request, kv_head, num_blocks, r
     head = kv_head.to(tl.int64)
     return KeySource(
         k_cache + head * strides.k_head, v_cache + head * strides.v_head,
-        block_table + request.to(tl.int64) * row_stride, table_stride, num_blocks, 0,
+        block_table + request.to(tl.int64) * row_stride, table_stride, num_blocks, 0, kv_head,
     )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from ...integers import cdiv
 from ..schedule import SplitRule
 from ..scheduled_decode import number_of_tiles, split_by_length
 from .launch_arguments import PagedCall
-from .records import RowBlock, Scores
+from .records import Boxes, RowBlock, Scores
 from .row_blocks import (
     cached_keys,
     cached_source,
@@ -159,8 +159,8 @@ def _gqa_scheduled_kernel(
                 k_cache, v_cache, block_table, request, kv_head, num_blocks, table_row_stride, table_stride, strides
             )  # fmt: skip
             state = attend_tiles(
-                queries, keys, source, (begin_tile + first_tile) * PER_TILE, (begin_tile + last_tile) * PER_TILE,
-                scores, strides, c,
+                queries, keys, source, Boxes(None, None), (begin_tile + first_tile) * PER_TILE,
+                (begin_tile + last_tile) * PER_TILE, scores, strides, c,
             )  # fmt: skip
             if whole:
                 write_rows(state, rows, out, lse, num_tokens, scores, strides, c)

@@ -77,30 +77,62 @@ def keys_of_rows(first, end, position, real, c):
 def _tile_keys(source, rows, tile, c, MASKED: tl.constexpr):
     """Return the `TileKeys` of a tile. Without MASKED, the program reads all keys, and their blocks are valid."""
     keys = tile * c.TILE + tl.arange(0, c.TILE)
+    first_place = tile * c.TILE
     held = (keys >= rows.low) & (keys < rows.high)
     if c.BLOCK_SIZE == 0:
         block = tl.zeros([], tl.int64)
+        first_place = source.first_token + tile * c.TILE
         place = source.first_token + keys
     elif c.BLOCK_SIZE % c.TILE == 0:  # one block holds the whole tile, so one entry of the block table suffices
         block = tl.load(source.table_row + (tile * c.TILE // c.BLOCK_SIZE) * source.table_stride)
         held = held & (block >= 0) & (block < source.num_blocks)
+        first_place = tile * c.TILE % c.BLOCK_SIZE
         place = keys % c.BLOCK_SIZE
     else:
         pointers = source.table_row + (keys // c.BLOCK_SIZE) * source.table_stride
         block = tl.load(pointers, mask=held, other=-1) if MASKED else tl.load(pointers)
         held = held & (block >= 0) & (block < source.num_blocks)
         place = keys % c.BLOCK_SIZE
-    return TileKeys(keys, held, block.to(tl.int64), place.to(tl.int64))
+    return TileKeys(keys, held, block.to(tl.int64), place.to(tl.int64), first_place)
 
 
 @triton.jit
 @no_type_check
-def _load_tile(base, tile_keys, block_stride, token_stride, column_stride, dtype: tl.constexpr, c,
-               MASKED: tl.constexpr):  # fmt: skip
+def _copied_tile(boxes, source, tile_keys, c):
+    """Load keys or values [TILE, COLUMNS] of a tile with TMA, also of keys that the program should not read."""
+    if c.BLOCK_SIZE == 0:
+        box = boxes.load([tile_keys.first_place, source.kv_head, 0])
+    else:  # TMA returns zeros for a block outside the cache
+        box = boxes.load([tile_keys.block.to(tl.int32), tile_keys.first_place, source.kv_head, 0])
+    return box.reshape(c.TILE, c.COLUMNS)
+
+
+@triton.jit
+@no_type_check
+def _load_tile(base, boxes, source, tile_keys, block_stride, token_stride, column_stride, dtype: tl.constexpr, c,
+               MASKED: tl.constexpr, VALUES: tl.constexpr):  # fmt: skip
     """Load keys or values [TILE, COLUMNS] of a tile in `dtype`; keys that are not read, and padded columns, become 0.
 
-    Memory without a token may hold NaN, and a probability of 0 times NaN is NaN.
+    Memory without a token may hold NaN, and a probability of 0 times NaN is NaN. Keys that TMA loads are not replaced,
+    because their scores are masked.
     """
+    if c.BULK_COPY:
+        numbers = _copied_tile(boxes, source, tile_keys, c)
+        if MASKED and VALUES:
+            numbers = tl.where(tile_keys.held[:, None], numbers, 0.0)
+    else:
+        numbers = _gathered_tile(base, tile_keys, block_stride, token_stride, column_stride, c, MASKED)
+    if c.E4M3:
+        numbers = e4m3_to(numbers, dtype, c.NATIVE)
+        if c.PINNED_VALUES if VALUES else c.PINNED_KEYS:
+            numbers = pinned(numbers)
+    return numbers
+
+
+@triton.jit
+@no_type_check
+def _gathered_tile(base, tile_keys, block_stride, token_stride, column_stride, c, MASKED: tl.constexpr):
+    """Load keys or values [TILE, COLUMNS] of a tile; keys that are not read, and padded columns, become 0."""
     columns = tl.arange(0, c.COLUMNS)
     rows = tile_keys.block * block_stride + tile_keys.place * token_stride
     pointers = base + rows[:, None] + (columns.to(tl.int64) * column_stride)[None, :]
@@ -113,10 +145,6 @@ def _load_tile(base, tile_keys, block_stride, token_stride, column_stride, dtype
         numbers = tl.load(pointers, mask=(columns < c.DIM)[None, :], other=0)
     else:
         numbers = tl.load(pointers)
-    if c.E4M3:
-        numbers = e4m3_to(numbers, dtype, c.NATIVE)
-        if c.PINNED:
-            numbers = pinned(numbers)
     return numbers
 
 
@@ -150,7 +178,7 @@ def _finish_scores(dots, queries, rows, tile_keys, scores, c):
 
 @triton.jit
 @no_type_check
-def _attend_tile(state, queries, rows, source, tile, scores, strides, c, MASKED: tl.constexpr):
+def _attend_tile(state, queries, rows, source, boxes, tile, scores, strides, c, MASKED: tl.constexpr):
     """Return the state of the rows (`RowState`) after one more tile.
 
     Without MASKED, every row attends every key of the tile, and the tile needs no mask.
@@ -158,7 +186,8 @@ def _attend_tile(state, queries, rows, source, tile, scores, strides, c, MASKED:
     dtype = queries.numbers.dtype
     tile_keys = _tile_keys(source, rows, tile, c, MASKED)
     keys = _load_tile(
-        source.k, tile_keys, strides.k_block, strides.k_token, strides.k_column, dtype, c, MASKED
+        source.k, boxes.k, source, tile_keys, strides.k_block, strides.k_token, strides.k_column, dtype, c,
+        MASKED, False,
     )  # fmt: skip
     dots = products(queries.numbers, keys, c.SUM_COLUMNS)
     if not (MASKED or c.SOFT_CAP or c.HALF) and scores.slopes is None:
@@ -176,7 +205,8 @@ def _attend_tile(state, queries, rows, source, tile, scores, strides, c, MASKED:
                 seen = seen & (tile_keys.keys[None, :] >= rows.first)
         step = softmax_step(finished, seen, state, dtype)
     values = _load_tile(
-        source.v, tile_keys, strides.v_block, strides.v_token, strides.v_column, dtype, c, MASKED
+        source.v, boxes.v, source, tile_keys, strides.v_block, strides.v_token, strides.v_column, dtype, c,
+        MASKED, True,
     )  # fmt: skip
     weighted = tl.dot(step.probabilities, values, acc=state.weighted * step.decay[:, None], input_precision="ieee")
     return RowState(step.largest, step.total, weighted)
@@ -196,7 +226,7 @@ def _blocks_are_valid(source, first, end):
 
 @triton.jit
 @no_type_check
-def attend_tiles(queries, rows, source, first_tile, last_tile, scores, strides, c):
+def attend_tiles(queries, rows, source, boxes, first_tile, last_tile, scores, strides, c):
     """Attend the tiles [first_tile, last_tile) of a request; return the softmax state (`RowState`) of a row block.
 
     The tiles outside [low, high) of the rows are not read.
@@ -217,11 +247,11 @@ def attend_tiles(queries, rows, source, first_tile, last_tile, scores, strides, 
             whole_end = tl.where(valid, whole_end, rows.whole_first)
         if c.WINDOW:
             for tile in tl.range(first_tile, tl.minimum(rows.whole_first, last_tile)):
-                state = _attend_tile(state, queries, rows, source, tile, scores, strides, c, True)
+                state = _attend_tile(state, queries, rows, source, boxes, tile, scores, strides, c, True)
             first_tile = tl.maximum(first_tile, rows.whole_first)
         for tile in tl.range(first_tile, tl.minimum(whole_end, last_tile)):
-            state = _attend_tile(state, queries, rows, source, tile, scores, strides, c, False)
+            state = _attend_tile(state, queries, rows, source, boxes, tile, scores, strides, c, False)
         first_tile = tl.maximum(first_tile, whole_end)
     for tile in tl.range(first_tile, last_tile):
-        state = _attend_tile(state, queries, rows, source, tile, scores, strides, c, True)
+        state = _attend_tile(state, queries, rows, source, boxes, tile, scores, strides, c, True)
     return state
