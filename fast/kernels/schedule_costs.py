@@ -1,6 +1,7 @@
-"""Costs from which `plan_decode` computes schedules for the GPU decode kernels, measured on an H200.
+"""Costs from which `plan_decode` computes schedules for the GPU decode kernels, and a cost of a call of attention.
 
-A cost is time that a kernel needs in addition to the time of its tiles. The unit is the time of one tile (64 keys).
+The costs were measured on an H200. A cost of a schedule is time that a kernel needs in addition to the time of its
+tiles. The unit is the time of one tile (64 keys).
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ STARTS = 4
 FEW_HEADS = ScheduleCosts(5, 1, InvariantSplitRule(4, 32, 16, 128), STARTS, 64)  # 16 heads or fewer
 SOME_HEADS = ScheduleCosts(5, 4, InvariantSplitRule(16, 8, 32, 64), STARTS, 64)  # 17 to 32 heads
 MANY_HEADS = ScheduleCosts(8, 4, InvariantSplitRule(16, 8, 32, 64), STARTS, 10)  # more than 32 heads
+
+# A call of grouped-query attention takes at least as long as an H200 needs to read this number of bytes (9 us).
+# `docs/log.md` has the measurements; every number from 34 to 46 million made the same choices.
+ATTENTION_CALL_BYTES = 40_000_000
 
 
 def measured_schedule_costs(num_heads: int) -> ScheduleCosts:

@@ -27,6 +27,7 @@ def use_gqa_cascade_attention(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     dtype: torch.dtype = torch.bfloat16,
     num_processors: int = 1,
+    call_bytes: int = 0,
 ) -> bool:
     """Return whether a decode is estimated to be faster with a cascade, from counted FLOPs and bytes.
 
@@ -37,19 +38,21 @@ def use_gqa_cascade_attention(
 
     - FLOPs: 4 Dh for each (query token, head, key), two products with a multiply and an add each.
     - Bytes: the keys and values of all Nkv heads, which are read once for each request.
+    - A fixed time, for example to launch the call: the time in which the device reads `call_bytes` bytes.
     - Tiles: `DECODE_TILE` keys of one request and KV head, once for each row block of up to `ROW_BLOCK` rows. A row is
       a (query token, query head) pair, so a request has query tokens x (N / Nkv) rows for each KV head.
 
     The time of a call is the larger one of FLOPs and `FLOPS_PER_BYTE` x bytes. P processors compute P tiles at the same
     time. If the last tiles are fewer than P, some processors wait, so the time is multiplied by (tiles, rounded up to a
-    multiple of P) / tiles.
+    multiple of P) / tiles. The fixed time is added.
 
     A decode without a cascade is one call. A cascade is two calls and a merge:
 
     1. The call over the prefix has one request, with the query tokens of all requests.
     2. The call over the suffixes has all requests, without the prefix. It also counts the attention sinks, which are no
        bytes or FLOPs worth counting.
-    3. Each call writes an attention state (output and log-sum-exp of each row), and the merge reads both.
+    3. Each call writes an attention state (output and log-sum-exp of each row), and the merge reads both. The merge has
+       the fixed time too.
 
     Args:
         common_prefix_len: number of context tokens that all requests share, as the function `common_prefix_len`
@@ -60,13 +63,16 @@ def use_gqa_cascade_attention(
         cache_format: format of the cache.
         dtype: dtype of the queries.
         num_processors: P, processors of the device that work at the same time, such as the multiprocessors of a GPU.
+        call_bytes: bytes that the device reads in the fixed time of a call.
 
     Raises:
         ValueError: a tensor has a wrong shape, dtype or device; `common_prefix_len` is negative, or longer than a
-            request; `num_processors` is below 1; the format does not support the dtype.
+            request; `num_processors` is below 1; `call_bytes` is negative; the format does not support the dtype.
         UnsupportedConfiguration: the cache format is for the latent cache alone.
     """
-    check_cascade_choice(common_prefix_len, query_lens, seq_lens, config, cache_format, dtype, num_processors)
+    check_cascade_choice(
+        common_prefix_len, query_lens, seq_lens, config, cache_format, dtype, num_processors, call_bytes
+    )
     stored_bytes = element_bytes(cache_format.dtype_for(dtype))
     pairs = zip(query_lens.tolist(), seq_lens.tolist(), strict=True)
     requests = [(query_len, length) for query_len, length in pairs if query_len > 0 and length > 0]
@@ -83,10 +89,11 @@ def use_gqa_cascade_attention(
             row_blocks = -(-query_len * config.group_size // ROW_BLOCK)
             tiles += config.num_kv_heads * row_blocks * -(-keys // DECODE_TILE)
         rounds = -(-tiles // num_processors)
-        return Fraction(max(flops, FLOPS_PER_BYTE * read) * rounds * num_processors, max(1, tiles))
+        work = Fraction(max(flops, FLOPS_PER_BYTE * read) * rounds * num_processors, max(1, tiles))
+        return work + FLOPS_PER_BYTE * call_bytes
 
     tokens = sum(query_len for query_len, _ in requests)
     state_elements = 4 * tokens * config.num_heads * (config.head_dim + 1)  # two states, each written and read
-    merge = FLOPS_PER_BYTE * state_elements * element_bytes(wide_dtype(dtype))
+    merge = FLOPS_PER_BYTE * (state_elements * element_bytes(wide_dtype(dtype)) + call_bytes)
     suffixes = [(query_len, length - common_prefix_len) for query_len, length in requests]
     return time_of([(tokens, common_prefix_len)]) + time_of(suffixes) + merge < time_of(requests)

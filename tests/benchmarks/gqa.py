@@ -237,6 +237,8 @@ def peer_contenders(row: Row, inputs: Inputs, peers: ModuleType) -> tuple[dict[s
     k, v = inputs.cache.unbind(0)
     scale, window = row.D**-0.5, (row.window - 1, 0) if row.window else (-1, -1)
     have = {**peers.available(), **peers.more_available()}
+    if have["flashinfer"] or have["fa4"]:
+        peers.flashinfer()  # puts FlashInfer and the loader of FA4's kernels on the path of Python
 
     def add(who: str, key: str, calls, reason: str | None = None) -> None:
         if reason is None and not have[key]:

@@ -68,15 +68,17 @@ def counted(prefix, query_lens, seq_lens, config, processors, stored=2, state=4)
     st.lists(st.tuples(st.sampled_from([1, 1, 4, 0]), st.sampled_from([0, 30, 500, 5000])), min_size=1, max_size=30),
     st.sampled_from([0, 16, 256, 4096]), st.sampled_from([LLAMA, PLAIN, GQAConfig(16, 16, 64), GQAConfig(64, 1, 128)]),
     st.sampled_from([(torch.bfloat16, 2, 4), (torch.float16, 2, 4), (torch.float32, 4, 4), (torch.float64, 8, 8)]),
-    st.sampled_from([1, 2, 108, 132]),
+    st.sampled_from([1, 2, 108, 132]), st.sampled_from([0, 5, 30_000_000]),
 )  # fmt: skip
-def test_decision(pairs, prefix, config, sizes, processors):
+def test_decision(pairs, prefix, config, sizes, processors, call_bytes):
     """The decision is that of counted bytes and FLOPs, and both packages decide alike."""
     query_lens, seq_lens = [q for q, _ in pairs], [s and s + prefix for _, s in pairs]
     dtype, stored, state = sizes
     given_lens = prefix, integers(*query_lens).cpu(), integers(*seq_lens).cpu()
     found = [
-        ops.use_gqa_cascade_attention(*given_lens, config, dtype=dtype, num_processors=processors)
+        ops.use_gqa_cascade_attention(
+            *given_lens, config, dtype=dtype, num_processors=processors, call_bytes=call_bytes
+        )
         for ops in (reference, fast)
     ]
     assert found[0] is found[1]
@@ -84,6 +86,7 @@ def test_decision(pairs, prefix, config, sizes, processors):
         assert not found[0]
         return
     apart, whole = counted(prefix, query_lens, seq_lens, config, processors, stored, state)
+    apart, whole = apart + 3 * 200 * call_bytes, whole + 200 * call_bytes
     if abs(apart - whole) > 1e-9 * whole:
         assert found[0] is (apart < whole)
 
@@ -105,6 +108,8 @@ def test_what_decides(ops):
     short = {"prefix": 256, "length": 257, "requests": 3}
     assert decide(**short) and not decide(**short, num_processors=132)
     assert decide(**short | {"requests": 8}, num_processors=132)
+    # 15 requests of 4096 keys, two bytes for each of 2 * 8 * 128 columns: the cascade saves 252 MB, and costs two calls
+    assert decide(call_bytes=100_000_000) and not decide(call_bytes=130_000_000)
 
 
 @pytest.mark.parametrize("config", WITHOUT.values(), ids=WITHOUT)
@@ -174,7 +179,8 @@ def both_choices(**options):
 
 def test_processors_of_a_builder(monkeypatch):
     """Both methods of a builder of `fast` use the number of processors of one device, or a given number."""
-    assert both_choices(num_processors=1) == (True, True)
+    assert both_choices(num_processors=1, call_bytes=0) == (True, True)
+    assert both_choices(num_processors=1, call_bytes=10**9) == (False, False)
     assert both_choices(num_processors=132) == (False, False)
     assert both_choices(device="cpu") == (True, True)  # also for a batch on a GPU
     asked = []
@@ -186,7 +192,10 @@ def test_processors_of_a_builder(monkeypatch):
     monkeypatch.setattr(fast.gqa.builder, "device_facts", facts)
     assert both_choices(device="cuda:3", backend="torch") == (False, False)  # also for a batch on a CPU
     assert asked == [torch.device("cuda:3")] * 2
-    assert both_choices(device="cuda:3", num_processors=1, backend="torch") == (True, True) and len(asked) == 2
+    assert (
+        both_choices(device="cuda:3", num_processors=1, call_bytes=0, backend="torch") == (True, True)
+        and len(asked) == 2
+    )
 
 
 def test_default_device_of_a_builder():
@@ -225,6 +234,8 @@ def test_bad_input(ops, plain_errors):
         ops.use_gqa_cascade_attention(32, *lens, LLAMA)
     with pytest.raises(ValueError, match="^common_prefix_len: expected an int >= 0, got -16$"):
         ops.use_gqa_cascade_attention(-16, *lens, LLAMA)
+    with pytest.raises(ValueError, match="^call_bytes: expected an int >= 0, got -1$"):
+        ops.use_gqa_cascade_attention(16, *lens, LLAMA, call_bytes=-1)
     with pytest.raises(ValueError, match="^num_processors: expected a positive int, got 0$"):
         ops.use_gqa_cascade_attention(16, *lens, LLAMA, num_processors=0)
     with pytest.raises(TypeError, match="^config: expected a GQAConfig, got str$"):

@@ -109,18 +109,18 @@ def test_tiles_are_prefetched_and_converted_once(heads, cache_format):
     assert not sizes.PREFETCH and len(copies) >= stages * (sizes.TILE * sizes.LATENT // 16 // threads)
 
 
-@pytest.mark.parametrize("processors, tile", [(132, 32), (1, 64)])
+@pytest.mark.parametrize("heads, processors, tile", [(16, 132, 32), (16, 1, 64), (32, 1, 64)])
 @pytest.mark.parametrize("scheduled", [False, True])
-def test_tiles_are_prefetched_in_registers(scheduled, processors, tile):
-    """With 16 heads over `fp8_e4m3`, a tile of 32 or 64 keys is loaded in words of 16 bytes, and converted once.
+def test_tiles_are_prefetched_in_registers(scheduled, heads, processors, tile):
+    """With 16 or 32 heads over `fp8_e4m3`, a tile of 32 or 64 keys is loaded in words of 16 bytes, and converted once.
 
     A thread loads 16 numbers with one instruction. The code has these loads twice: for the first tile, and in the loop
     for the next tile. The kernel has no pipeline through shared memory, and two programs fit into an SM.
     """
-    found, constants = built("Hopper", "fp8_e4m3", 16, scheduled, processors=processors)
+    found, constants = built("Hopper", "fp8_e4m3", heads, scheduled, processors=processors)
     ptx, sizes = found.asm["ptx"], constants["c"]
     numbers = sizes.TILE * (sizes.LATENT + sizes.ROPE) // (32 * constants["num_warps"])  # of each thread
-    assert sizes.PREFETCH and (constants["ROWS"], sizes.TILE, constants["num_stages"]) == (16, tile, 1)
+    assert sizes.PREFETCH and (constants["ROWS"], sizes.TILE, constants["num_stages"]) == (heads, tile, 1)
     assert len(re.findall(r"cvt\.rn\.f16x2\.e4m3x2", ptx)) == numbers // 2
     assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) >= 2 * (numbers // 16)
     assert not re.findall(r"cp\.async|ld\.global\.[bu]8|ld\.shared\.[bu]8", ptx)

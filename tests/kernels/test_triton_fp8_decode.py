@@ -121,6 +121,9 @@ def test_prefetched_tiles(dtype, processors, tile, block_size, monkeypatch):
     for form in ("whole", "batch-invariant"):
         check_parity(FP8_E4M3, [1, 2, 1], [129, 200, 0], 8, dtype, block_size=block_size, form=form)
     assert [each["TILE"] for each in chosen] == [tile, 32]
+    chosen.clear()
+    check_parity(FP8_E4M3, [1, 2, 1], [129, 200, 0], 13, dtype, block_size=block_size)  # 26 rows
+    assert [each and each["ROWS"] for each in chosen] == [32 if tile == 64 else None]
 
 
 @runs

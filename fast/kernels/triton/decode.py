@@ -255,7 +255,9 @@ def decode_splits(
     if cache_format.scaled:
         kv_cache = kv_cache.view(torch.uint8)
         latent_pages, rope_pages = None, None
-        stored = stored_constants(cache_format, latent, rope, dtype, facts, shape["ROWS"], shape["TILE"], fp8_mode)
+        stored = stored_constants(
+            cache_format, latent, rope, dtype, facts, shape["ROWS"], shape["TILE"], fp8_mode, prefetch
+        )
     else:
         latent_pages, rope_pages = _page_descriptors(kv_cache, latent, rope, shape["TILE"])
         stored = {}

@@ -84,7 +84,8 @@ def prefetch_shape(
     """Return the launch shape of a kernel that prefetches tiles into registers (PREFETCH); None if it cannot serve.
 
     The kernel needs a row block of 16 rows, one scale for the layer, latents and rope parts without padding, products
-    in float16, instructions for e4m3 (or Triton's interpreter), and shared memory for two programs on an SM.
+    in float16, instructions for e4m3 (or Triton's interpreter), and shared memory for two programs on an SM. With many
+    requests and the mode `converted`, it also serves row blocks of 32 rows.
 
     Args:
         request_rows: upper bound of the rows of a request.
@@ -99,15 +100,16 @@ def prefetch_shape(
         many: whether there are many requests (`decode_splits` has the condition). A tile then has 64 keys, and
             otherwise 32 keys, because a program that attends few keys waits longer for a large first tile.
     """
-    halves = dtype in (torch.bfloat16, torch.float16) and request_rows <= 16
+    rows = 32 if request_rows > 16 and many and fp8_mode == CONVERTED else 16
+    halves = dtype in (torch.bfloat16, torch.float16) and request_rows <= rows
     stored = cache_format.scaled and cache_format.scale_tile == 0 and cache_format.rope_dtype is None
     whole = latent == latent_pad >= LEAST_IN_FOUR_BLOCKS and rope in (0, rope_pad)
     native = facts.interpreted or facts.capability >= NATIVE_CAPABILITY
     tile = 64 if many else 32
-    needed = _shared_bytes(16, tile, 1, latent_pad + rope_pad, torch.float16, E4M3.itemsize, 1)
-    in_e4m3 = multiplies_e4m3(facts.capability, 16, tile, fp8_mode)
+    needed = _shared_bytes(rows, tile, 1, latent_pad + rope_pad, torch.float16, E4M3.itemsize, 1)
+    in_e4m3 = multiplies_e4m3(facts.capability, rows, tile, fp8_mode)
     if halves and stored and whole and native and not in_e4m3 and RESIDENT * needed <= facts.shared:
-        return {"ROWS": 16, "TILE": tile, "num_warps": 4, "num_stages": 1}
+        return {"ROWS": rows, "TILE": tile, "num_warps": 4, "num_stages": 1}
     return None
 
 
@@ -209,15 +211,21 @@ def stored_constants(
     rows: int,
     tile: int,
     fp8_mode: str = CONVERTED,
+    prefetch: bool = False,
 ) -> dict[str, int]:
     """Return the fields of `Constants` that describe the entries of a cache with e4m3 latents.
 
-    `rows` and `tile` are the numbers ROWS and TILE of `launch_shape`.
+    `rows` and `tile` are the numbers ROWS and TILE of `launch_shape`, or of `prefetch_shape` if `prefetch` is True.
     """
     layout, blocks = cache_format.layout(latent, rope), column_blocks(cache_format, latent)
     in_e4m3 = not facts.interpreted and multiplies_e4m3(facts.capability, rows, tile, fp8_mode)
     least = 4 * E4M3_COLUMNS if in_e4m3 else LEAST_IN_FOUR_BLOCKS
-    if blocks == 1 and (rows == 16 or in_e4m3) and dtype != torch.float32 and next_power_of_2(latent) >= least:
+    if (
+        blocks == 1
+        and (rows == 16 or prefetch or in_e4m3)
+        and dtype != torch.float32
+        and next_power_of_2(latent) >= least
+    ):
         blocks = 4
     return {
         "E4M3": True,

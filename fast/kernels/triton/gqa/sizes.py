@@ -51,6 +51,8 @@ SMALL_SHAPES = {
 }
 # Preferred to SMALL_SHAPES if one split for each request fills the device. Small programs need fewer barriers.
 FOR_MANY_REQUESTS = {16: (Shape(16, 32, 2, 4, 4),)}
+FOR_MANY_NARROW = {16: (Shape(16, 32, 1, 4, 4),)}  # the same for at most MOST_NARROW_COLUMNS columns
+MOST_NARROW_COLUMNS = 64
 # Preferred to both for a cache in e4m3 with at most MOST_E4M3_COLUMNS columns, which a program converts between loads.
 FOR_E4M3 = {16: (Shape(16, 64, 2, 3, 4),), 32: (Shape(32, 64, 2, 3, 3),)}
 MOST_E4M3_COLUMNS = 128  # with more columns, a program of two warps would need more registers than a thread can have
@@ -188,7 +190,9 @@ def _shape(
         candidates = [(shape, facts.shared) for shape in FLOAT32_SHAPES]
     elif rows <= MOST_SPLIT_ROWS:
         wanted = SMALL_SHAPES[least]
-        if e4m3 and columns <= MOST_E4M3_COLUMNS:
+        if many and columns <= MOST_NARROW_COLUMNS:
+            wanted = FOR_MANY_NARROW.get(least, ()) + wanted
+        elif e4m3 and columns <= MOST_E4M3_COLUMNS:
             wanted = FOR_E4M3.get(least, ()) + wanted
         elif many and not e4m3:
             wanted = FOR_MANY_REQUESTS.get(least, ()) + wanted
