@@ -227,7 +227,8 @@ def run_between_gpus(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist",
-                   "tests/distributed/test_process_groups.py", "-k", "nccl", f"--junitxml={path}"]  # fmt: skip
+                   "tests/distributed/test_process_groups.py", "tests/gqa/test_gqa_context_parallel.py", "-k", "nccl",
+                   f"--junitxml={path}"]  # fmt: skip
         status, output = run(command, args.limit)
         tests = read_junit(path) if path.exists() else {"passed": 0, "failed": [output[-2000:]], "skipped": {}}
         print(output[-3000:] if status else f"between_gpus: {tests['passed']} passed", flush=True)

@@ -11,7 +11,8 @@ from typing import Any
 DIMS = {  # name of a dimension in a results file: word on the page
     "B": "requests", "S": "tokens", "Sq": "new tokens", "Skv": "keys", "N": "heads", "lens": "lengths", "W": "columns",
     "mask": "mask", "op": "op", "tokens": "tokens", "T": "tokens", "decodes": "decodes", "prefills": "prefills",
-    "programs": "programs",
+    "programs": "programs", "Nkv": "KV heads", "D": "columns", "window": "keys of a window", "shared": "shared tokens",
+    "kind": "kind",
 }  # fmt: skip
 
 
@@ -42,7 +43,7 @@ def shapes_table(rows: Sequence[dict[str, Any]]) -> tuple[str, list[str], list[s
     """Join the columns of `dims_table` into one; return its head, the texts of `dims_table`, and the joined cells."""
     heads, said, cells = dims_table(rows)
     first = 2 if heads[:2] == [DIMS["B"], DIMS["S"]] else 1
-    bare = {DIMS["lens"], DIMS["mask"], DIMS["op"]}  # dimensions whose values are words, not numbers
+    bare = {DIMS["lens"], DIMS["mask"], DIMS["op"], DIMS["kind"]}  # dimensions whose values are words, not numbers
 
     def joined(values: Sequence[str]) -> str:
         together = [" x ".join(values[:first]), *values[first:]]

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from cascades import cascade_table
 from charts import Chart, Line, Mark
 from markdown.extensions.toc import slugify
 from markdown_tables import DIMS, dims_table, shapes_table, table
@@ -274,6 +275,10 @@ class Results:
             return not_measured(NOT_MEASURED[name])
         report = self._load(name)
         return "\n\n".join([self.facts(name), *(draw(report) for draw in drawings), self.command(name)])
+
+    def cascades(self, name: str) -> str:
+        """Return facts, table and command of a results file of tests.benchmarks.gqa_cascade."""
+        return self._whole(name, cascade_table)
 
     def ranks(self, name: str) -> str:
         """Return a table of decode steps on one GPU and on several GPUs: speedup, times, MB that a rank receives."""

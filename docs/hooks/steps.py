@@ -20,6 +20,8 @@ NOT_MEASURED = {  # results file that is allowed to be missing: command that wri
     "h200-decode-fp8-ds-mla.json": "python -m tests.benchmarks.decode --cache-format fp8_ds_mla --time 60 "
     "--json docs/results/h200-decode-fp8-ds-mla.json",
     "h200-weights.json": "python -m tests.benchmarks.weights --time 100 --json docs/results/h200-weights.json",
+    "h200-gqa.json": "python -m tests.benchmarks.gqa --peers .peers --json docs/results/h200-gqa.json",
+    "h200-gqa-cascade.json": "python -m tests.benchmarks.gqa_cascade --json docs/results/h200-gqa-cascade.json",
     "gqa-cpu-2-cores.json": "python -m tests.benchmarks.gqa_vs_transformers --contexts 1024 4096 --threads 2 "
     "--steps 25 --reference-steps 3 --json docs/results/gqa-cpu-2-cores.json",
 }  # fmt: skip

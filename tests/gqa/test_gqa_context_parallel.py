@@ -14,13 +14,22 @@ import torch
 
 import fast
 import reference
+from fast.parity import compare
 from reference.interfaces import FP8_E4M3, TokenOwnership, UnsupportedConfiguration
 from reference.interfaces.gqa import GQAConfig, gathered_config, kv_heads_of_ranks, rank_config
 
 from ..support.factories import GARBAGE, assert_close64, assert_same_bits, assert_states64, integers, make_batch
 from ..support.gqa_layers import GQAStep, width_of
 from ..support.gqa_plans import LOCAL
-from ..support.gqa_ranks import BLOCK, STEPS, free_blocks, rank_batch, serve_gqa, serve_over_gloo
+from ..support.gqa_ranks import (
+    BLOCK,
+    STEPS,
+    free_blocks,
+    rank_batch,
+    replay_gqa_decodes,
+    serve_gqa,
+    serve_over_groups,
+)
 from ..support.processes import run_ranks, values_of
 from ..support.properties import given, st
 
@@ -34,6 +43,7 @@ CONFIGS = {
     "soft cap": replace(PLAIN, logits_soft_cap=0.7, scale=0.4),
     "all of them": replace(PLAIN, sliding_window=37, attention_sinks=True, logits_soft_cap=1.3),
 }
+on_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 RANKS = ((2, 2, 1), (3, 3, 4), (4, 4, 16), (4, 8, 16), (2, 4, 16), (1, 2, 1))  # D, TP, I; some ranks own no token
 
 
@@ -146,7 +156,7 @@ def test_only_one_rank_counts_the_sinks(monkeypatch):
 def test_processes_equal_the_simulator():
     """Over gloo, both packages give the float64 outputs of simulated ranks, with both merges."""
     config = CONFIGS["all of them"]
-    found = values_of(run_ranks(4, serve_over_gloo, 2, 4, config))
+    found = values_of(run_ranks(4, serve_over_groups, 2, 4, config))
     for ops in (reference, fast):
         for merge in ("a2a", "ag_rs"):
             wanted = ops.simulate(2, 4, lambda ranks, ops=ops: serve_gqa(ops, config, ranks), 4, merge)
@@ -154,6 +164,44 @@ def test_processes_equal_the_simulator():
                 for number, output in enumerate(wanted[rank]):
                     assert_close64(found[rank][f"{ops.__name__} {merge} step {number}"], output)
     assert len(found[0]) == 4 * len(STEPS)
+
+
+@pytest.mark.parametrize("merge", ["a2a", "ag_rs"])
+def test_graphs_of_processes(merge):
+    """Over gloo, a `DecodeGraph` of every rank gives the outputs of steps without a graph."""
+    outcomes = run_ranks(2, replay_gqa_decodes, 2, merge, CONFIGS["all of them"], "cpu", torch.float64)
+    for found in values_of(outcomes):
+        for eager, replayed in found:
+            assert_close64(replayed, eager)
+
+
+@on_gpus
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["plain", "all of them"])
+def test_nccl(name, dtype):
+    """Over NCCL, the errors of `fast` against float64 on simulated ranks are within the budgets, with both merges."""
+    config = CONFIGS[name]
+    outcomes = run_ranks(2, serve_over_groups, 2, 4, config, "cuda", dtype, backend="nccl", limit_s=180.0)
+    for merge in ("a2a", "ag_rs"):
+        gold = reference.simulate(2, 4, lambda ranks: serve_gqa(reference, config, ranks), 2, merge)
+        for rank, found in enumerate(values_of(outcomes)):
+            for number, wanted in enumerate(gold[rank]):
+                low, value = (found[f"{ops} {merge} step {number}"] for ops in ("reference", "fast"))
+                parity = compare(f"GQAAttention, {merge}, step {number}", value, low, wanted)
+                assert parity.passed, parity
+
+
+@on_gpus
+@pytest.mark.parametrize("merge", ["a2a", "ag_rs"])
+def test_nccl_graphs(merge):
+    """Capture a step with exchanges over NCCL, replay it with other lengths and blocks -> errors within the budget."""
+    config = CONFIGS["all of them"]
+    gold = values_of(run_ranks(2, replay_gqa_decodes, 2, merge, config, "cpu", torch.float64))
+    outcomes = run_ranks(2, replay_gqa_decodes, 2, merge, config, "cuda", torch.float32, backend="nccl", limit_s=180.0)
+    for found, wanted in zip(values_of(outcomes), gold, strict=True):
+        for (eager, replayed), (whole, _) in zip(found, wanted, strict=True):
+            parity = compare("graph", replayed, eager, whole)
+            assert parity.passed, parity
 
 
 def test_decode_graphs(ops):

@@ -18,6 +18,7 @@ from reference.interfaces.gqa import GQAConfig
 
 from .factories import integers, offsets, table_without_blocks
 from .gqa import poisoned_cache
+from .gqa_layers import GQAStep, width_of
 from .gqa_plans import held
 from .ranks import make_groups, owners
 
@@ -44,8 +45,9 @@ def rank_batch(lens, table: Tensor, ranks: ContextParallel | None) -> CommonAtte
             local += owner == rank
     query_lens, seq_lens = [q for q, _ in lens], [s for _, s in lens]
     return CommonAttentionMetadata.make(
-        offsets(query_lens).cpu(), integers(*seq_lens).cpu(), table, torch.tensor(slots, dtype=torch.int64), BLOCK
-    )
+        offsets(query_lens).cpu(), integers(*seq_lens).cpu(), table,
+        torch.tensor(slots, dtype=torch.int64, device=table.device), BLOCK,
+    )  # fmt: skip
 
 
 def free_blocks(
@@ -73,20 +75,22 @@ def serve_gqa(
     dtype: torch.dtype = torch.float64,
     steps=STEPS,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    device: str = "cpu",
     **options,
 ) -> list[Tensor]:
     """Run a layer over steps; return the outputs [query tokens, query heads of this rank, Dh] of each step.
 
-    Slots of the cache to which this rank writes no token contain NaN. `options` are options of the layer.
+    Slots of the cache to which this rank writes no token contain NaN. The random numbers are drawn on the CPU, so every
+    device gets the same numbers. `options` are options of the layer.
     """
     torch.manual_seed(11)
     size = 1 if ranks is None else ranks.size
     longest = [max(step[request][1] for step in steps) for request in range(len(steps[0]))]
     draw = [
-        [torch.randn(length, heads, config.head_dim, dtype=torch.float64).to(dtype) for length in longest]
+        [torch.randn(length, heads, config.head_dim, dtype=torch.float64).to(device, dtype) for length in longest]
         for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)
     ]
-    sinks = torch.randn(config.num_heads, dtype=torch.float64).to(dtype) if config.attention_sinks else None
+    sinks = torch.randn(config.num_heads, dtype=torch.float64).to(device, dtype) if config.attention_sinks else None
     columns = [-(-length // (BLOCK * size)) for length in longest]  # a column is one block on each rank
     free = torch.randperm(sum(columns) + 2).tolist()
     table = table_without_blocks(len(longest), max(columns) + 1)
@@ -98,10 +102,11 @@ def serve_gqa(
         first = ranks.tp_group.rank * local.num_heads
         heads, kv_heads = slice(first, first + local.num_heads), list(ranks.kv_heads(config))
     layer = ops.GQAAttention(config, cache_format, ranks, sinks=sinks, **options)
-    cache = poisoned_cache(sum(columns) + 2, BLOCK, local, dtype, cache_format)
+    cache = poisoned_cache(sum(columns) + 2, BLOCK, local, dtype, cache_format).to(device)
+    table = table.to(device)
     builder = ops.GQAMetadataBuilder(
         config, BLOCK, 256, 8, num_speculative_tokens=1, num_programs=3, context_parallel=ranks, dtype=dtype,
-        cache_format=cache_format,
+        cache_format=cache_format, **({"device": device} if ops.__name__ == "fast" else {}),
     )  # fmt: skip
     outputs = []
     for step in steps:
@@ -112,11 +117,13 @@ def serve_gqa(
     return outputs
 
 
-# Task for real processes; the result of a task is pickled.
+# Tasks for real processes; the result of a task is pickled.
 
 
-def serve_over_gloo(size: int, interleave: int, config: GQAConfig) -> dict[str, Tensor]:
-    """Run the steps of both packages with both merges in this process; return its outputs by name."""
+def serve_over_groups(
+    size: int, interleave: int, config: GQAConfig, device: str = "cpu", dtype: torch.dtype = torch.float64
+) -> dict[str, Tensor]:
+    """Run the steps of both packages with both merges in this process; return its outputs on the CPU by name."""
     import fast
     import reference
 
@@ -124,6 +131,34 @@ def serve_over_gloo(size: int, interleave: int, config: GQAConfig) -> dict[str, 
     for merge in ("a2a", "ag_rs"):
         ranks = make_groups(size, interleave, merge)
         for ops in (reference, fast):
-            outputs = serve_gqa(ops, config, ranks)
-            found |= {f"{ops.__name__} {merge} step {number}": x for number, x in enumerate(outputs)}
+            outputs = serve_gqa(ops, config, ranks, dtype, device=device)
+            found |= {f"{ops.__name__} {merge} step {number}": x.cpu() for number, x in enumerate(outputs)}
+    return found
+
+
+def replay_gqa_decodes(
+    size: int, merge: str, config: GQAConfig, device: str, dtype: torch.dtype
+) -> list[tuple[Tensor, Tensor]]:
+    """Run decode steps of a layer of `fast`, each eagerly and by graph replay; return both outputs of each step."""
+    import fast
+
+    ranks = make_groups(size, 4, merge)
+    local = ranks.local_gqa_config(config)
+    torch.manual_seed(5)
+    sinks, table = torch.randn(config.num_heads, dtype=torch.float64), torch.randperm(40).view(4, 10).int()
+    keys = torch.randn(size, 2, 40, BLOCK, local.num_kv_heads, config.head_dim, dtype=torch.float64)[ranks.rank]
+    layer = fast.GQAAttention(config, context_parallel=ranks, sinks=sinks.to(device, dtype))
+    step = GQAStep(local, layer, keys.to(device, dtype), [])
+    builder = fast.GQAMetadataBuilder(
+        config, BLOCK, 512, 4, num_speculative_tokens=1, context_parallel=ranks, dtype=dtype, device=device
+    )
+    width, table = width_of(local), table.to(device)
+    graph = fast.DecodeGraph(step, builder, [2, 4], 10, width, dtype, torch.device(device), 2, layers=[layer])
+    found = []
+    for lens in (((2, 90), (1, 33), (2, 17)), ((1, 200), (2, 3)), ((1, 64), (1, 65), (2, 66), (0, 160))):
+        common = rank_batch(lens, table[: len(lens)], ranks)
+        hidden = torch.randn(common.num_actual_tokens, width, dtype=torch.float64).to(device, dtype)
+        positions = torch.zeros(common.num_actual_tokens, dtype=torch.int64, device=device)
+        eager = step(hidden, positions, builder.build(0, common))
+        found.append((eager.cpu(), graph.run(hidden, positions, common).cpu()))
     return found

@@ -37,7 +37,7 @@ from .row_blocks import (
     write_rows,
 )
 from .scheduled import launch_scheduled
-from .sizes import PADDING_TOKENS, LaunchSizes, launch_sizes
+from .sizes import LEAST_KEYS_OF_MANY, MOST_NARROW_COLUMNS, PADDING_TOKENS, LaunchSizes, launch_sizes
 from .tiles import attend_tiles, load_queries
 
 # Time that a program needs to start, load queries and store its output. The unit is the time to attend one key.
@@ -185,7 +185,8 @@ def gqa_paged_attention(
         # the tokens of a row block attend at most this number of keys
         keys = min(max_keys, max_visible_len + sizes.shape.rows // group)
         num_splits = _num_splits(programs, tokens * heads, whole_tiles(keys), sizes.resident)
-        if num_splits == 1 and not sizes.finds_requests:
+        long_enough = keys >= LEAST_KEYS_OF_MANY or width <= MOST_NARROW_COLUMNS
+        if num_splits == 1 and not sizes.finds_requests and long_enough:
             sizes = launch_sizes(*given, many=True)
     written = out
     if (scheduled or num_splits > 1) and not out.is_contiguous():  # the combine kernel needs a contiguous tensor

@@ -49,9 +49,11 @@ SMALL_SHAPES = {
     32: (Shape(32, 64, 4, 3), Shape(32, 64, 4, 2), Shape(32, 32, 4, 3), Shape(32, 32, 4, 2)),
     64: (Shape(64, 64, 4, 3), Shape(64, 64, 4, 2), Shape(64, 32, 4, 2)),
 }
-# Preferred to SMALL_SHAPES if one split for each request fills the device. Small programs need fewer barriers.
+# Preferred to SMALL_SHAPES if one split for each request fills the device, and if requests have LEAST_KEYS_OF_MANY keys
+# or more. Small programs need fewer barriers.
 FOR_MANY_REQUESTS = {16: (Shape(16, 32, 2, 4, 4),)}
-FOR_MANY_NARROW = {16: (Shape(16, 32, 1, 4, 4),)}  # the same for at most MOST_NARROW_COLUMNS columns
+LEAST_KEYS_OF_MANY = 1024
+FOR_MANY_NARROW = {16: (Shape(16, 32, 1, 4, 4),)}  # for at most MOST_NARROW_COLUMNS columns, and any number of keys
 MOST_NARROW_COLUMNS = 64
 # Preferred to both for a cache in e4m3 with at most MOST_E4M3_COLUMNS columns, which a program converts between loads.
 FOR_E4M3 = {16: (Shape(16, 64, 2, 3, 4),), 32: (Shape(32, 64, 2, 3, 3),)}
