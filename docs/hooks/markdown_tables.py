@@ -15,6 +15,8 @@ DIMS = {  # name of a dimension in a results file: word on the page
     "kind": "kind",
 }  # fmt: skip
 
+USUAL = (f"0 {DIMS['window']}", "0 shared", "plain")  # what most shapes have, and what their names therefore omit
+
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int) -> str:
     """Return a Markdown table; the first `words` columns are aligned left, and the other columns are aligned right."""
@@ -46,7 +48,7 @@ def shapes_table(rows: Sequence[dict[str, Any]]) -> tuple[str, list[str], list[s
     bare = {DIMS["lens"], DIMS["mask"], DIMS["op"], DIMS["kind"]}  # dimensions whose values are words, not numbers
 
     def joined(values: Sequence[str]) -> str:
-        together = [" x ".join(values[:first]), *values[first:]]
+        together = [" x ".join(values[:first]), *(value for value in values[first:] if value not in USUAL)]
         return ", ".join(value.replace(" ", "&nbsp;") if value[0].isdigit() else value for value in together)
 
     named = [[value if at < first or head in bare else f"{value} {head.removesuffix(' tokens')}"

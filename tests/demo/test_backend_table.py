@@ -72,7 +72,7 @@ def test_grouped_query_attention(capsys, monkeypatch):
     text = " ".join(out.replace("│", " ").split())
     assert status == 0 and not err
     assert "gpt-oss-120b on cpu, float32" in text and "gqa_paged_attention none can serve it bound to plain" in text
-    assert "backends without an op of the family gqa: hopper, torch_flash" in text
+    assert "backends without an op of the family gqa: hopper, flash_attn_4" in text
 
 
 @pytest.mark.parametrize("family", ["mla", "gqa"])

@@ -1,5 +1,7 @@
 """Adapter to FlashInfer: attention of prefills over packed keys (`BatchPrefillWithRaggedKVCacheWrapper`).
 
+`flashinfer_gqa` has grouped-query attention over a paged cache.
+
 FlashInfer plans a call before it runs the call: it assigns row blocks to programs, from lengths on the CPU. There are
 two ways to a planned call:
 
@@ -75,31 +77,42 @@ def kernel_of(device: torch.device) -> str:
     return "fa3" if torch.cuda.get_device_capability(device)[0] == 9 else "fa2"
 
 
-def _module(dtype: torch.dtype, qk_head_dim: int, v_head_dim: int, kernel: str):
+def _module(
+    dtype: torch.dtype, qk_head_dim: int, v_head_dim: int, kernel: str, window: bool = False, soft_cap: bool = False
+):
     """Return FlashInfer's description of a compiled module; make its source files, but do not compile them."""
     from flashinfer.jit.attention import modules
 
     make = modules.gen_batch_prefill_module
     if kernel == "fa2":  # newer versions of FlashInfer use another module for fa2
         make = getattr(modules, "_gen_batch_prefill_primary_module", make)
-    # the last four arguments: no rotation, no window, no soft cap, products accumulated in float32
-    return make(kernel, dtype, dtype, dtype, torch.int32, qk_head_dim, v_head_dim, 0, False, False, False)
+    # the last four arguments: no rotation, window, soft cap, products accumulated in float32
+    return make(kernel, dtype, dtype, dtype, torch.int32, qk_head_dim, v_head_dim, 0, window, soft_cap, False)
 
 
 _COMPILED: set[tuple] = set()  # arguments of `_module` whose module was found
 
 
-def is_compiled(dtype: torch.dtype, qk_head_dim: int, v_head_dim: int, device: torch.device) -> bool:
-    """Return whether the kernel for a dtype and two head dims is compiled."""
-    key = dtype, qk_head_dim, v_head_dim, kernel_of(device)
+def is_compiled(
+    dtype: torch.dtype, qk_head_dim: int, v_head_dim: int, device: torch.device, window: bool = False,
+    soft_cap: bool = False,
+) -> bool:  # fmt: skip
+    """Return whether the kernel for a dtype and two head dims is compiled, with or without a window and a soft cap."""
+    key = dtype, qk_head_dim, v_head_dim, kernel_of(device), window, soft_cap
     if key not in _COMPILED and _module(*key).is_compiled:
         _COMPILED.add(key)
     return key in _COMPILED
 
 
-def compile_kernel(dtype: torch.dtype, qk_head_dim: int, v_head_dim: int, device: torch.device) -> None:
-    """Let FlashInfer compile the kernel for a dtype and two head dims; this needs nvcc and takes minutes."""
-    _module(dtype, qk_head_dim, v_head_dim, kernel_of(device)).build_and_load()
+def compile_kernel(
+    dtype: torch.dtype, qk_head_dim: int, v_head_dim: int, device: torch.device, window: bool = False,
+    soft_cap: bool = False,
+) -> None:  # fmt: skip
+    """Let FlashInfer compile the kernel for a dtype and two head dims; this needs nvcc and takes minutes.
+
+    Grouped-query attention with a window, with a soft cap or with both has kernels of its own.
+    """
+    _module(dtype, qk_head_dim, v_head_dim, kernel_of(device), window, soft_cap).build_and_load()
 
 
 class FlashInferBackend(Backend):
@@ -108,21 +121,24 @@ class FlashInferBackend(Backend):
     def validate_configuration(self, request: KernelRequest) -> list[str]:
         """Return every reason why FlashInfer cannot serve `request`."""
         reasons, widths = super().validate_configuration(request), dict(request.head_dims)
-        keys, values = widths.get("qk_head_dim"), widths.get("v_head_dim")
+        head_dim = widths.get("head_dim")  # of grouped-query attention
+        keys, values = widths.get("qk_head_dim", head_dim), widths.get("v_head_dim", head_dim)
         if reasons or keys is None or values is None or request.dtype is None:
             return reasons
         if (keys, values) != (192, 128) and keys != values:
             return [f"{self.name}: serves keys as wide as values, or 192 and 128 columns, got {keys} and {values}"]
         if request.batch_invariant and kernel_of(request.device) != "fa3":
             reasons.append("is not batch-invariant on this GPU")
+        needed = {"a window": "window" in request.features, "a soft cap": "soft_cap" in request.features}
         try:
-            compiled = is_compiled(request.dtype, keys, values, request.device)
+            compiled = is_compiled(request.dtype, keys, values, request.device, *needed.values())
         except (ImportError, OSError, RuntimeError, AttributeError, TypeError) as error:  # such as an old FlashInfer
             compiled = True
             reasons.append(f"cannot look for its compiled kernel: {' '.join(str(error).split())}")
         if not compiled:
             reasons.append(
-                f"has no compiled kernel for {request.dtype} with {keys} and {values} columns (install "
+                f"has no compiled kernel for {request.dtype} with {keys} and {values} columns"
+                f"{''.join(f', with {name}' for name, is_needed in needed.items() if is_needed)} (install "
                 "flashinfer-jit-cache, or call fast.backends.adapters.flashinfer.compile_kernel)"
             )
         return [f"{self.name}: {reason}" for reason in reasons]
@@ -370,7 +386,20 @@ FLASHINFER = FlashInferBackend(
             whole_keys=True,
             mixes_nan=True,
             family_priorities={"9.x": 25},  # "fa2" was not measured against the kernels of this package
-        )
+        ),
+        "gqa_paged_attention": OpSupport(
+            "fast.backends.adapters.flashinfer_gqa:gqa_paged_attention",
+            dtypes=HALF_DTYPES,
+            out_dtypes=(torch.float32, *HALF_DTYPES),
+            head_dims={"head_dim": EQUAL_WIDTHS},
+            block_sizes=tuple(range(16, 1025, 16)),
+            batch_invariant=False,  # the splits of "fa2" depend on the other requests; "fa3" was not tested
+            masks=("causal",),
+            graph=GraphSupport.NONE,
+            only_named=True,
+            features=("sinks", "soft_cap", "window"),
+            cache_reasons="fast.backends.adapters.flashinfer_gqa:cache_reasons",
+        ),
     },
     missing_package=missing("flashinfer"),
     library="FlashInfer",

@@ -2,6 +2,7 @@
 
 SDPA is one function over several kernels. "torch_flash" is its flash attention kernel, on a CPU or a GPU. "torch_cudnn"
 is its cuDNN kernel, on a GPU. The public function returns no LSE, so both adapters serve prefills without context only.
+`torch_sdpa_gqa` has grouped-query attention over packed keys, for which it calls PyTorch's internal ops with an LSE.
 
 SDPA takes requests of equal lengths:
 
@@ -293,6 +294,19 @@ def _support(launcher: str, **declared) -> dict[str, OpSupport]:
     }
 
 
+def _gqa_support(launcher: str, **declared) -> dict[str, OpSupport]:
+    return {
+        "gqa_varlen_attention": OpSupport(
+            f"fast.backends.adapters.torch_sdpa_gqa:{launcher}",
+            masks=("causal",),
+            features=("sinks",),
+            out_dtypes=(torch.bfloat16, torch.float16, torch.float32),
+            only_named=True,
+            **declared,
+        )
+    }
+
+
 _OF_SDPA = dict(priority=-10, library="PyTorch", only_named=True)
 _ON_GPU = dict(
     dtypes=(torch.bfloat16, torch.float16),
@@ -302,14 +316,22 @@ _ON_GPU = dict(
 TORCH_FLASH = OnTwoDevices(
     name="torch_flash",
     device_type="cpu",
-    ops=_support("flash_attn_varlen", narrow_values=True),
+    ops={
+        **_support("flash_attn_varlen", narrow_values=True),
+        **_gqa_support(
+            "flash_varlen_attention", dtypes=(torch.bfloat16, torch.float16, torch.float32), graph=GraphSupport.NONE
+        ),
+    },
     second=Backend(
         name="torch_flash",
         device_type="cuda",
         capability=(8, 0),
-        ops=_support(
-            "flash_attn_varlen", narrow_values=True, head_dims={"qk_head_dim": tuple(range(8, 257, 8))}, **_ON_GPU
-        ),
+        ops={
+            **_support(
+                "flash_attn_varlen", narrow_values=True, head_dims={"qk_head_dim": tuple(range(8, 257, 8))}, **_ON_GPU
+            ),
+            **_gqa_support("flash_varlen_attention", head_dims={"head_dim": tuple(range(8, 257, 8))}, **_ON_GPU),
+        },
         missing_artifacts=f"{__name__}:missing_flash",
         **_OF_SDPA,
     ),
@@ -320,11 +342,14 @@ TORCH_CUDNN = Backend(
     device_type="cuda",
     capability=(9, 0),
     capability_end=(11, 0),
-    ops=_support(
-        "cudnn_attn_varlen",
-        head_dims={"qk_head_dim": (*range(8, 129, 8), 192), "v_head_dim": tuple(range(8, 129, 8))},
-        **_ON_GPU,
-    ),
+    ops={
+        **_support(
+            "cudnn_attn_varlen",
+            head_dims={"qk_head_dim": (*range(8, 129, 8), 192), "v_head_dim": tuple(range(8, 129, 8))},
+            **_ON_GPU,
+        ),
+        **_gqa_support("cudnn_varlen_attention", head_dims={"head_dim": tuple(range(8, 129, 8))}, **_ON_GPU),
+    },
     missing_artifacts=f"{__name__}:missing_cudnn",
     **_OF_SDPA,
 )
