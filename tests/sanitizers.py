@@ -17,11 +17,15 @@ racecheck's reports can be trusted:
 - One thread arrives for all threads: any report is accepted.
 - No thread waits: racecheck must report a race.
 
-Two kinds of reports are not failures:
+Three kinds of reports are not failures:
 
 - Triton writes some bytes of shared memory when the warp groups of `warp_specialize` start and end. All threads meet
   before and after these writes, and our kernels do not access these bytes. A report about these writes names only the
   line with the `def` of a kernel or the line with its call of `warp_specialize`.
+- In a combine tile with fewer elements than threads, the compiler keeps several copies of each element, and all copies
+  have the same value. racecheck reports their writes to shared memory, although the order of equal writes does not
+  matter. Both lines of such a report are the line that computes the output or the line that stores it (docs/log.md has
+  the evidence).
 - A few reports name neither kernel nor line (fewer than 1 %). The shard with such a report runs again, at most `AGAIN`
   times. A report without kernel and line in the last run is a failure.
 
@@ -226,8 +230,23 @@ def named(pair: tuple[Place, Place]) -> bool:
 
 
 def of_ours(found: Counter[tuple[Place, Place]]) -> Counter[tuple[Place, Place]]:
-    """Return the reports that name at least one line that is not in `tritons_own()`."""
-    return Counter({pair: count for pair, count in found.items() if not set(pair) <= tritons_own()})
+    """Return the reports that name a line outside `tritons_own()`, without writes of equal values (`equal_writes`)."""
+    return Counter(
+        {pair: count for pair, count in found.items()
+         if not set(pair) <= tritons_own() and not (pair[0] == pair[1] and pair[0] in equal_writes())}
+    )  # fmt: skip
+
+
+@functools.cache
+def equal_writes() -> frozenset[Place]:
+    """Return the lines of the combine kernels at which several threads may write the same value to the same place."""
+    path = ROOT / "fast" / "kernels" / "combine" / "kernels.py"
+    functions = {node.name: node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+    lines = [
+        node.lineno for node in functions["_write_rows"].body
+        if ast.unparse(node).startswith(("combined = ", "tl.store(out + "))
+    ]  # fmt: skip
+    return frozenset(Place(name, path.name, line) for name in functions if name.endswith("_kernel") for line in lines)
 
 
 @functools.cache

@@ -154,6 +154,21 @@ def test_where_triton_specializes_warps():
     assert [lines[place.line - 1].strip() for place in TRITONS] == [f"def {KERNEL}(", "gl.warp_specialize("]
 
 
+def test_where_writes_are_equal():
+    """Report writes of the combine kernels -> a line that writes the output counts only against another line."""
+    own = sanitizers.equal_writes()
+    kernels = {"_combine_splits_kernel", "_combine_scheduled_kernel", "_combine_invariant_kernel"}
+    assert Counter(place.kernel for place in own) == dict.fromkeys(kernels, 2)
+    lines = (commands.ROOT / "fast/kernels/combine/kernels.py").read_text().splitlines()
+    shown = {lines[place.line - 1].strip().split("(")[0] for place in own}
+    assert shown == {"combined = ", "tl.store"}
+    first, second = sorted(place for place in own if place.kernel == "_combine_splits_kernel")
+    elsewhere = first._replace(line=first.line - 3)
+    for pair, counted in (((first, first), 0), ((second, second), 0), ((first, second), 1), ((elsewhere, elsewhere), 1),
+                          ((first._replace(kernel="_decode_kernel"),) * 2, 1)):  # fmt: skip
+        assert sanitizers.of_ours(Counter({pair: 1})).total() == counted
+
+
 def test_races():
     """Count the races in outputs of racecheck -> one race for each pair of source lines, also if a line is unknown."""
     head, call = places(*TRITONS)
