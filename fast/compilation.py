@@ -102,8 +102,8 @@ def warmup(
     scale 1.0; the function does not set the scale (`KVScale`) of any other layer.
 
     Args:
-        config: configuration of the layer. A `GQAConfig` is an error: the ops of grouped-query attention alone are
-            PyTorch operations, which nothing compiles.
+        config: configuration of the layer. A `GQAConfig` is an error: the function does not know the kernels of
+            grouped-query attention, which are compiled at their first launch.
         device: device of the layer.
         dtype: dtype of the layer.
         block_size: tokens of a cache block.
@@ -130,7 +130,7 @@ def warmup(
     """
     check_dtype("dtype", dtype)
     if isinstance(config, GQAConfig):
-        wanted = "an MLAConfig, because the ops of grouped-query attention have no kernels to compile"
+        wanted = "an MLAConfig, because the kernels of grouped-query attention are compiled at their first launch"
         check_type("config", config, MLAConfig, wanted)
     check_config(config)
     check_int("block_size", block_size, 1, "at least 1")

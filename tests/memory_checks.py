@@ -54,7 +54,7 @@ PLANS = (
 PAGES = tuple(f"BLOCK_SIZE {size}," for size in (16, 32, 64, 128))
 PREFETCHED = "HEADS 64, LATENT 512, ROPE 64, BLOCK_SIZE 64, BY_LENGTH False, SCHEDULED False, SPLIT False"
 SLICED = "HEADS 64, LATENT 512, ROPE 64, BLOCK_SIZE 64, BY_LENGTH True, SCHEDULED False, SPLIT False, SLICES 2"
-VARIANTS = {  # Hopper kernel: list of texts; each text must occur in the constants of at least one launch of the kernel
+VARIANTS = {  # kernel: list of texts; on Hopper, each text must occur in the constants of a launch of the kernel
     "row_blocks_16_32_kernel": (
         "ROWS 16,",
         "ROWS 32,",
@@ -66,6 +66,15 @@ VARIANTS = {  # Hopper kernel: list of texts; each text must occur in the consta
         *PAGES,
     ),
     "row_blocks_64_kernel": ("LATENT 256,", "ROPE 0,", "fp16", PREFETCHED, SLICED, *PLANS, *PAGES),
+    "gqa_paged_kernel": (
+        "BULK_COPY True",
+        "BULK_COPY False",
+        "SPLIT True",
+        "E4M3 True",
+        "WINDOW True",
+        "SOFT_CAP True",
+    ),
+    "gqa_packed_kernel": ("BULK_COPY True", "WINDOW True", "SOFT_CAP True"),
     "two_phases_kernel": ("HEADS 64,", "HEADS 128,", "ROPE 32,", "ROPE 64,", "BLOCK_SIZE 16,", "BLOCK_SIZE 64,"),
 }
 

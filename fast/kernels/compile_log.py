@@ -125,7 +125,8 @@ def _before(*, fn, compile, key=None, **_: Any) -> None:
         lines.append(kernel)
         logger.info("compiling %s", kernel)
     else:
-        logger.warning("compiling %s on first use; call fast.warmup(config) to compile it ahead", kernel)
+        advice = "" if ".gqa." in fn.module else "; for MLA, fast.warmup(config) compiles it ahead"
+        logger.warning("compiling %s on first use%s", kernel, advice)
     _STARTED.set(time.perf_counter())
 
 

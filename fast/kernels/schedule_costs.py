@@ -17,7 +17,7 @@ SOME_HEADS = ScheduleCosts(5, 4, InvariantSplitRule(16, 8, 32, 64), STARTS, 64) 
 MANY_HEADS = ScheduleCosts(8, 4, InvariantSplitRule(16, 8, 32, 64), STARTS, 10)  # more than 32 heads
 
 # A call of grouped-query attention takes at least as long as an H200 needs to read this number of bytes (9 us).
-# `docs/log.md` has the measurements; every number from 34 to 46 million made the same choices.
+# `docs/log.md` has the measurements; every number from 33 to 46 million made the same choices.
 ATTENTION_CALL_BYTES = 40_000_000
 
 

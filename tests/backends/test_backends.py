@@ -483,7 +483,9 @@ def test_explain_lists_what_is_bound_and_what_is_chosen(capability, monkeypatch)
 
 def test_warmup_refuses_the_other_family(plain_errors):
     """Warm up a layer of grouped-query attention -> one line that says that nothing is compiled for this family."""
-    wanted = "an MLAConfig, because the ops of grouped-query attention have no kernels to compile, got GQAConfig"
+    wanted = (
+        "an MLAConfig, because the kernels of grouped-query attention are compiled at their first launch, got GQAConfig"
+    )
     with pytest.raises(TypeError, match=f"^config: expected {wanted}$"):
         fast.warmup(fast.GQAConfig(4, 2, 32), device="cpu", dtype=torch.float32)
     with pytest.raises(TypeError, match="^config: expected an MLAConfig, got str$"):

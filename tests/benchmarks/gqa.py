@@ -263,13 +263,14 @@ def peer_contenders(row: Row, inputs: Inputs, peers: ModuleType) -> tuple[dict[s
             plan.query_start_loc, BLOCK_SIZE, True, 0, window,
         )  # fmt: skip
         add("FA3, schedule ahead", "fa3", partial(fa3, metadata=metadata))
-    if have["vllm_unified"] and not_bf16 is None:
+    no_scales = "the folder of peers passes it no scales of a cache" if row.kind == "fp8" else None
+    if have["vllm_unified"] and no_scales is None:
         unified = peers.VllmUnified(row.B * row.Sq, row.N, row.Nkv, row.D)
         add("vLLM unified Triton", "vllm_unified", lambda plan: unified(
             inputs.q, k, v, plan.query_start_loc, row.Sq, plan.seq_lens, plan.block_table, scale, window=window,
             sinks=inputs.sinks))  # fmt: skip
     else:
-        absent["vLLM unified Triton"] = not_bf16 or "its library could not be loaded"
+        absent["vLLM unified Triton"] = no_scales or "its library could not be loaded"
     masked = "no window and no sinks" if row.window or row.kind == "sinks" else None
     if row.decodes and row.Sq == 1:
         xqa = peers.FlashInferXQA() if have["flashinfer"] and masked is None else None

@@ -462,7 +462,11 @@ def test_memory_checkers_see_every_variant(monkeypatch):
         source = Source(kernel, kinds, constants)
         lines.append(describe(kernel.fn.__name__, source.signature, source.constants))
     assert {line.split()[0] for line in lines} == memory_checks.kernels_of(["hopper"])
-    assert not [missing for missing in memory_checks.never_launched(lines, hopper=True) if " of " in missing]
+    assert not [
+        missing
+        for missing in memory_checks.never_launched(lines, hopper=True)
+        if " of " in missing and "gqa" not in missing
+    ]
 
 
 @pytest.mark.parametrize("heads, query_len, rows", [

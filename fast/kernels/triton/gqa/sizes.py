@@ -16,6 +16,9 @@ from ..fp8 import NATIVE_CAPABILITY
 from .records import Constants
 
 PADDING_TOKENS = 64  # padding tokens that a program writes
+# GPUs of these generations multiply 64 rows or more directly from shared memory, into which TMA loads tiles. On other
+# GPUs with TMA (compute capability 12.0), tiles in shared memory are copied once more, so pointers load them.
+DIRECT_GENERATIONS = (9, 10)
 LEAST_COPIED_ROWS = 64  # with fewer rows, pointers load the tiles as fast as TMA
 SMALLEST_DOT = 16  # fewest columns of an operand of `tl.dot`
 FLOAT32_SUM_COLUMNS = 16  # a float32 dot product adds partial sums over 16 columns each (smaller rounding error)
@@ -55,7 +58,8 @@ FOR_MANY_REQUESTS = {16: (Shape(16, 32, 2, 4, 4),)}
 LEAST_KEYS_OF_MANY = 1024
 FOR_MANY_NARROW = {16: (Shape(16, 32, 1, 4, 4),)}  # for at most MOST_NARROW_COLUMNS columns, and any number of keys
 MOST_NARROW_COLUMNS = 64
-# Preferred to both for a cache in e4m3 with at most MOST_E4M3_COLUMNS columns, which a program converts between loads.
+# Preferred to SMALL_SHAPES and FOR_MANY_REQUESTS for a cache in e4m3 with at most MOST_E4M3_COLUMNS columns, which a
+# program converts between loads.
 FOR_E4M3 = {16: (Shape(16, 64, 2, 3, 4),), 32: (Shape(32, 64, 2, 3, 3),)}
 MOST_E4M3_COLUMNS = 128  # with more columns, a program of two warps would need more registers than a thread can have
 LARGE_SHAPES = (
@@ -134,7 +138,7 @@ def launch_sizes(
     half = e4m3 and dtype == torch.bfloat16
     small = rows <= MOST_SPLIT_ROWS
     whole_tiles = not (small or splits)
-    copied = facts.has_copy_engine and not facts.interpreted and dtype.itemsize == 2 and not e4m3
+    copied = facts.capability[0] in DIRECT_GENERATIONS and not facts.interpreted and dtype.itemsize == 2 and not e4m3
     copied = copied and columns == width and not splits
     shape = _shape(rows if whole_tiles else min(rows, MOST_SPLIT_ROWS), columns, dtype, e4m3, facts, many, copied)
     # on Blackwell, the compiler cannot pipeline the instruction of `pinned` around products of 64 rows or more
@@ -218,7 +222,7 @@ def _shared_bytes(shape: Shape, columns: int, dtype: torch.dtype, e4m3: bool, fa
     registers. One tile in e4m3 is in shared memory a second time, in the dtype of the products.
     """
     tile = shape.tile * columns
-    direct = facts.capability[0] in (9, 10) and shape.rows >= 64
+    direct = facts.capability[0] in DIRECT_GENERATIONS and shape.rows >= 64
     stages = shape.stages if direct else max(1, shape.stages - 1)
     loaded = 2 * stages * tile * (E4M3 if e4m3 else dtype).itemsize
     converted = tile * dtype.itemsize * (2 if direct else 1) if e4m3 else 0
