@@ -31,4 +31,4 @@ def cascade_table(report: dict[str, Any]) -> str:
         f"Of {len(report['points'])} points, {over} {'has' if over == 1 else 'have'} a choice that is more than "
         f"{LIMIT:.0%} slower than the faster way. The largest loss is {100 * report['largest_loss']:.2f} %."
     )
-    return f"{table(head, lines, 0)}\n\n{text}"
+    return f"{table(head, lines, 2)}\n\n{text}"

@@ -103,8 +103,8 @@ class GQAMetadataBuilder:
             query token, the plan of the graph has the kind ONE_QUERY_LEN, which more backends support.
         num_processors: number of processors in the estimate of a cascade (`use_gqa_cascade_attention`). None means the
             multiprocessors of `device` if it is a GPU, and 1 otherwise.
-        call_bytes: fixed time of a call in the same estimate. None means a measured number if `device` is a GPU, and 0
-            otherwise.
+        call_bytes: fixed time of a call in the same estimate, as the bytes that the device reads in this time. None
+            means a measured number if `device` is a GPU, and 0 otherwise.
         device: device of the batches; None means PyTorch's default device (`torch.get_default_device`) at the time of
             the call. Only `num_processors` and `call_bytes` depend on it. `build` and `use_cascade_attention` use the
             same numbers, also for a batch on another device.

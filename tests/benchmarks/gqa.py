@@ -271,26 +271,26 @@ def peer_contenders(row: Row, inputs: Inputs, peers: ModuleType) -> tuple[dict[s
             sinks=inputs.sinks))  # fmt: skip
     else:
         absent["vLLM unified Triton"] = no_scales or "its library could not be loaded"
-    masked = "no window and no sinks" if row.window or row.kind == "sinks" else None
+    refusal = "no window and no sinks" if row.window or row.kind == "sinks" else None
     if row.decodes and row.Sq == 1:
-        xqa = peers.FlashInferXQA() if have["flashinfer"] and masked is None else None
+        xqa = peers.FlashInferXQA() if have["flashinfer"] and refusal is None else None
         factor = SCALE_OF_CACHE if row.kind == "fp8" else 1.0
         add("FlashInfer XQA", "flashinfer", lambda plan: xqa(
-            inputs.q, k, v, plan.block_table, plan.seq_lens, scale * factor), masked)  # fmt: skip
+            inputs.q, k, v, plan.block_table, plan.seq_lens, scale * factor), refusal)  # fmt: skip
         if "FlashInfer XQA" in contenders:
             contenders["FlashInfer XQA"].view = lambda output: output[0] * factor
         add_fa4(row, inputs, peers, contenders, absent)
     elif not row.decodes:
         run = None
-        if have["flashinfer"] and masked is None and row.S % BLOCK_SIZE == 0:
+        if have["flashinfer"] and refusal is None and row.S % BLOCK_SIZE == 0:
             plan = inputs.plans[0]
             try:
                 run = peers.flashinfer_paged(
                     plan.query_start_loc, plan.block_table, plan.seq_lens, row.N, row.Nkv, row.D, BLOCK_SIZE, scale
                 )
             except Exception as error:  # the folder of peers lacks this kernel of FlashInfer
-                masked = f"{type(error).__name__}: {one_line(error)}"
-        add("FlashInfer FA3", "flashinfer", lambda plan: run(inputs.q, k, v), masked)
+                refusal = f"{type(error).__name__}: {one_line(error)}"
+        add("FlashInfer FA3", "flashinfer", lambda plan: run(inputs.q, k, v), refusal)
         if "FlashInfer FA3" in contenders:  # its plan holds the blocks of the first set
             contenders["FlashInfer FA3"].calls = contenders["FlashInfer FA3"].calls[:1]
     if row.shared and have["fa3"]:

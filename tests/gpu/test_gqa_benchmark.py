@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
-from ..benchmarks import contest, gqa
+from ..benchmarks import contest, gqa, gqa_cascade
 from ..benchmarks.gqa import ROWS, Row
+from ..benchmarks.timing import Spread
 
 
 def small(row: Row) -> Row:
@@ -54,3 +56,20 @@ def test_invalid_rows(changes):
     texts = [changes.get(name, str(value)) for name, value in vars(ROWS[0]).items()]
     with pytest.raises(ValueError, match="at least 1|multiple of 64"):
         Row.parse(*texts)
+
+
+@pytest.mark.parametrize("whole, cascade", [(30.0, 20.0), (20.0, 30.0)])
+def test_loss_of_a_choice(whole, cascade, monkeypatch):
+    """Measure one point with fixed times -> both ways run, and the loss compares the choice with the faster way."""
+    calls = {}
+
+    class FixedClock:
+        def replayed(self, contenders):
+            calls.update({who: [call() for call in given] for who, given in contenders.items()})
+            return {who: Spread.of([{"whole": whole, "cascade": cascade}[who]]) for who in contenders}
+
+    found = gqa_cascade.measure(gqa.Row(2, 1, 80, 4, 2, 64, shared=64), FixedClock(), "cpu")
+    assert found["dims"] == {"B": 2, "N": 4, "Nkv": 2, "D": 64, "prefix": 64, "suffix": 16}
+    assert found["loss"] == pytest.approx(max(0, {"whole": whole, "cascade": cascade}[found["chosen"]] / 20 - 1))
+    for one, other in zip(calls["whole"], calls["cascade"], strict=True):
+        torch.testing.assert_close(one.lse, other.lse, rtol=1e-5, atol=1e-5)

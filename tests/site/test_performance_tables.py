@@ -54,3 +54,17 @@ def test_ratio_of_the_fastest_merge(performance):
         times = {who: time["median_us"] for who, time in row["times"].items()}
         fastest = min(times, key=times.get)
         assert f"| {times['one GPU'] / times[fastest]:.2f} ({fastest}) | {times['one GPU']:.1f} |" in line
+
+
+def test_cascades(performance):
+    """Draw three points of a grid -> a line for each prefix, and the number of choices that lose more than 10 %."""
+    given = (64, 5.0, "whole", 0.0), (64, 8.0, "cascade", 0.25), (256, 30.0, "cascade", 0.0)
+    points = [
+        {"dims": {"B": 2, "prefix": prefix}, "times_us": {"whole": us, "cascade": 10.0}, "chosen": way, "loss": loss}
+        for prefix, us, way, loss in given
+    ]
+    import cascades
+
+    text = cascades.cascade_table({"points": points, "largest_loss": 0.25})
+    assert "| 2 | 64 | 0.50 to 0.80 | 1 of 2 | 25.0% |" in text and "| 2 | 256 | 3.00 to 3.00 | 1 of 1 | 0.0% |" in text
+    assert "Of 3 points, 1 has a choice" in text and text.endswith("The largest loss is 25.00 %.")

@@ -71,6 +71,22 @@ def without_empty_rows(out: Tensor, lse: Tensor) -> Tensor:
     return torch.where(lse == torch.inf, out[..., 0].T - torch.inf, lse)  # 0 - inf is -inf, and NaN stays NaN
 
 
+def rows_with_nan(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    """Return the rows [Sq, N] of a request whose query has a NaN, or that see a key with a NaN: their state is NaN.
+
+    PyTorch's CPU kernel and its cuDNN kernel may give 0 to such a row.
+
+    Args:
+        q: [Sq, N, Dh].
+        k: [S, Nkv, Dh].
+        causal: whether the last query sees all keys, and each earlier query one key less than the query after it (Sq is
+            then at most S); otherwise each query sees all keys.
+    """
+    keys = k.isnan().any(-1)
+    seen = (keys.cumsum(0) > 0)[k.shape[0] - q.shape[0] :] if causal else keys.any(0, keepdim=True)
+    return q.isnan().any(-1) | seen.repeat_interleave(q.shape[1] // k.shape[1], 1)
+
+
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Add the attention sinks to a state: each head gets one more key with the value 0.
 

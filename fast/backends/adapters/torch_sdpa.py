@@ -39,7 +39,7 @@ from reference.interfaces import GraphSupport
 
 from ..kernel_request import KernelRequest
 from ..registry import Backend, OpSupport
-from .conversion import in_words, pad_columns
+from .conversion import in_words, pad_columns, rows_with_nan
 
 FLASH, CUDNN = "FLASH_ATTENTION", "CUDNN_ATTENTION"  # names in `torch.nn.attention.SDPBackend`
 LEAST_CUDNN = 91501  # 9.15.1: PyTorch itself avoids older versions, which fail for lengths such as 261
@@ -105,8 +105,8 @@ def flash_attn_varlen(
             *[x if x.stride(-1) == 1 else x.contiguous() for x in inputs], attn_mask=mask,
             is_causal=causal and mask is None, scale=softmax_scale,
         )  # fmt: skip
-        # with fewer than 16 keys, the kernel gives 0 to a query that is NaN, on a CPU with AVX-512
-        poisoned = q[rows].isnan().any(-1, keepdim=True)
+        # with fewer than 16 keys, the kernel gives 0 to a row whose scores are all NaN, on a CPU with AVX-512
+        poisoned = rows_with_nan(q[rows], k[keys], causal)[..., None]
         out[rows] = made[0, :, :, : v.shape[2]].transpose(0, 1).masked_fill(poisoned, torch.nan)
     return out, None
 

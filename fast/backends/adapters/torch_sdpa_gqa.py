@@ -30,7 +30,7 @@ from torch.nn.functional import pad
 
 from reference.interfaces import UnsupportedConfiguration
 
-from .conversion import in_words, with_sinks, without_empty_rows
+from .conversion import in_words, rows_with_nan, with_sinks, without_empty_rows
 
 # Function from q [Sq, N, Dh], k and v [S, Nkv, Dh], the factor of the scores, and whether the mask is causal, to the
 # state: out [Sq, N, Dh] and lse [N, Sq]. Sq and S are at least 1; with a causal mask they are equal.
@@ -103,28 +103,9 @@ def cudnn_varlen_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attend packed keys of grouped-query attention with PyTorch's cuDNN kernel; wait for the GPU once.
 
-    cuDNN compiles a kernel for each new shape, so the first call with a shape takes much longer than later calls.
-
-    Args:
-        q: [T, N, Dh], bfloat16 or float16; Dh is a multiple of 8, at most 128.
-        k: [S, Nkv, Dh].
-        v: [S, Nkv, Dh].
-        cu_seqlens_q: [B + 1], first query token of each request.
-        cu_seqlens_k: [B + 1], first key of each request.
-        max_seqlen_q: not used.
-        max_seqlen_k: not used.
-        softmax_scale: factor of the dot products.
-        attention_type: value of an `AttentionType`; a decoder has a causal mask.
-        sliding_window: None, because the declaration excludes windows.
-        attention_chunk_size: None, because the declaration excludes attention chunks.
-        soft_cap: None.
-        alibi_slopes: None.
-        sinks: [N], or None. The launcher adds them from the LSE.
-        out_dtype: bfloat16, float16 or float32.
-        out: [T, N, Dh] in `out_dtype`, any strides, written in place; None allocates a tensor.
-
-    Returns:
-        out [T, N, Dh] and lse [N, T], natural log, float32. Tokens behind the last request get 0 and -inf.
+    cuDNN compiles a kernel for each new shape, so the first call with a shape takes much longer than later calls. See
+    `flash_varlen_attention` for the arguments and the result; the queries are bfloat16 or float16, and Dh is a multiple
+    of 8, at most 128.
     """
     return _attend(
         _cudnn, q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, attention_type == "decoder", sinks, out_dtype, out
@@ -235,18 +216,16 @@ def _called(op: Callable, q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[T
 
 
 def _with_nan(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Return a state with NaN in each row whose query has a NaN, or that sees a key with a NaN.
+    """Return a state with NaN in the rows of `rows_with_nan`, which has the other arguments.
 
     Args:
         out: [Sq, N, Dh].
         lse: [N, Sq].
         q: [Sq, N, Dh].
         k: [S, Nkv, Dh].
-        causal: whether a query sees the keys up to its own index only; otherwise it sees all keys.
+        causal: whether the mask is causal.
     """
-    keys = k.isnan().any(-1)
-    seen = keys.cumsum(0) > 0 if causal else keys.any(0, keepdim=True)  # [Sq, Nkv] or [1, Nkv]
-    poisoned = q.isnan().any(-1) | seen.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    poisoned = rows_with_nan(q, k, causal)
     return out.masked_fill(poisoned[..., None], torch.nan), lse.masked_fill(poisoned.T, torch.nan)
 
 

@@ -17,9 +17,9 @@ other numbers:
 
 The product of probability and scale is computed in float32 and then rounded, like a probability without a scale. The
 product is another number for each column block, so a row has one sum of weighted latents for each column block. With a
-scale of the layer, a latent has four column blocks if the row block has 16 rows or if products are computed in e4m3,
-and otherwise one column block (`decode_shapes.stored_constants` has the exact condition). With four column blocks, the
-four products of a score do not wait for each other.
+scale of the layer, a latent has four column blocks if the row block has 16 rows, with PREFETCH, or if products are
+computed in e4m3, and otherwise one column block (`decode_shapes.stored_constants` has the exact condition). With four
+column blocks, the four products of a score do not wait for each other.
 
 Queries in e4m3 (`fp8_query` and `fp8_product`, see `reference.mla_decode`) have a scale too, which multiplies the score
 in float32. Products of e4m3 numbers are computed in e4m3 if the GPU has instructions for the rows of a row block

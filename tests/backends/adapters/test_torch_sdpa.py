@@ -77,6 +77,22 @@ def test_values_are_padded_without_reading_neighbours():
     assert torch.equal(given, plain) and plain.isfinite().all()
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("queries, keys", [(1, 1), (1, 3), (2, 5), (4, 4)])
+def test_keys_with_nan(queries, keys, causal):
+    """Make the last key NaN, or all keys -> NaN in the rows that see such a key, also with very few keys."""
+    q, k, v = (torch.randn(tokens, 2, 32) for tokens in (queries, keys, keys))
+    for first in (0, keys - 1):
+        broken = k.clone()
+        broken[first:] = torch.nan
+        starts = offsets([queries]), offsets([keys])
+        out, _ = torch_sdpa.flash_attn_varlen(q, broken, None, v, *starts, queries, keys, 0.2, causal, torch.float32)
+        sees_nan = torch.arange(queries) + keys - queries >= first if causal else torch.ones(queries, dtype=torch.bool)
+        assert out[sees_nan].isnan().all()
+        if queries == keys:  # otherwise the kernel adds a mask to the scores, and NaN stays NaN also in masked scores
+            assert out[~sees_nan].isfinite().all()
+
+
 def test_nan_stays_in_its_request():
     (q, k, k_pe, v), rest = inputs([7, 3], [7, 3], torch.float32)
     k[2], v[1] = torch.nan, torch.nan

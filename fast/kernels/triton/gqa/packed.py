@@ -153,7 +153,7 @@ def gqa_varlen_attention(
     programs = row_blocks * kv_heads
     strides = Strides(*q.stride(), 0, *k.stride(), 0, *v.stride(), *out.stride())
     k_boxes, v_boxes = box_descriptors(k, v, sizes.constants)
-    constants = sizes.constants._replace(BULK_COPY=k_boxes is not None)
+    sizes = sizes._replace(constants=sizes.constants._replace(BULK_COPY=k_boxes is not None))
     with device_of(q):
         launch(
             _gqa_packed_kernel, (programs + cdiv(tokens, PADDING_TOKENS),),
@@ -161,6 +161,6 @@ def gqa_varlen_attention(
             *scores_of(q, softmax_scale, soft_cap, alibi_slopes, sinks), out, lse, k_boxes, v_boxes,
             tokens, keys, requests,
             max_seqlen_q, max_seqlen_k, row_blocks, programs, strides, PADDING_TOKENS=PADDING_TOKENS, mask=mask,
-            **{**sizes.options, "c": constants},
+            **sizes.options,
         )  # fmt: skip
     return out, lse

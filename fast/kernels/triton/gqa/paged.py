@@ -236,7 +236,7 @@ def _launch(
     # with splits, the combine kernel writes the padding tokens
     padding_programs = cdiv(tokens, PADDING_TOKENS) if num_splits == 1 else 0
     k_boxes, v_boxes = box_descriptors(call.k_cache, call.v_cache, sizes.constants)
-    constants = sizes.constants._replace(BULK_COPY=k_boxes is not None)
+    sizes = sizes._replace(constants=sizes.constants._replace(BULK_COPY=k_boxes is not None))
     with device_of(call.q):
         launch(
             _gqa_paged_kernel, (programs + padding_programs,),
@@ -244,7 +244,7 @@ def _launch(
             tokens, requests,
             call.k_cache.shape[0], max_query_len, max_keys, num_splits, row_blocks, programs, call.strides,
             *call.block_table.stride(), FIND_REQUEST=sizes.finds_requests, SPLIT=num_splits > 1,
-            PADDING_TOKENS=PADDING_TOKENS, **{**sizes.options, "c": constants},
+            PADDING_TOKENS=PADDING_TOKENS, **sizes.options,
         )  # fmt: skip
     return partial_out, partial_lse
 

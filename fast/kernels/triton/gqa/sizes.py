@@ -46,7 +46,7 @@ class Shape(NamedTuple):
 
 # Launch shapes, the preferred shape first. If possible, the tiles of SMALL_SHAPES leave shared memory for several
 # programs on an SM: with few rows, the speed of memory limits the kernel, and more programs have more loads in flight.
-# All shapes were compared on an H200 (docs/log.md).
+# The shapes were compared on an H200 (docs/log.md).
 SMALL_SHAPES = {
     16: (Shape(16, 64, 4, 3), Shape(16, 64, 4, 2), Shape(16, 32, 4, 3), Shape(16, 32, 4, 2)),
     32: (Shape(32, 64, 4, 3), Shape(32, 64, 4, 2), Shape(32, 32, 4, 3), Shape(32, 32, 4, 2)),
@@ -58,8 +58,7 @@ FOR_MANY_REQUESTS = {16: (Shape(16, 32, 2, 4, 4),)}
 LEAST_KEYS_OF_MANY = 1024
 FOR_MANY_NARROW = {16: (Shape(16, 32, 1, 4, 4),)}  # for at most MOST_NARROW_COLUMNS columns, and any number of keys
 MOST_NARROW_COLUMNS = 64
-# Preferred to SMALL_SHAPES and FOR_MANY_REQUESTS for a cache in e4m3 with at most MOST_E4M3_COLUMNS columns, which a
-# program converts between loads.
+# Preferred to SMALL_SHAPES and FOR_MANY_REQUESTS for a cache in e4m3 with at most MOST_E4M3_COLUMNS columns.
 FOR_E4M3 = {16: (Shape(16, 64, 2, 3, 4),), 32: (Shape(32, 64, 2, 3, 3),)}
 MOST_E4M3_COLUMNS = 128  # with more columns, a program of two warps would need more registers than a thread can have
 LARGE_SHAPES = (
