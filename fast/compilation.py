@@ -68,7 +68,7 @@ MANY_REQUESTS = 512  # this number of short requests fills any GPU, so the kerne
 CASCADE_TOKENS = (2, 3, 7, 16, 32, 64, 128, 256, 512, 513)
 CASCADE_PREFIXES = (1, 1024, 8192, 16384)
 # number of requests -> numbers of programs of a schedule; these schedules launch all variants of the combine kernel
-PLANNED_PROGRAMS = {1: (1, 16), 2: (4, 40, 200)}
+PLANNED_PROGRAMS = {1: (1, 16), 2: (2, 4, 40, 200)}
 # Batches with these numbers of tokens launch all variants of the product of heads, whose tiles have 16, 32 or 64 rows.
 # The numbers are those of `variant_tokens` of the backend "triton"; this module must not import that function.
 PRODUCT_TOKENS = (1, 17, 33)
@@ -377,7 +377,7 @@ def _launches(
     longer = max(decode_threshold + 1, 17)
     for requests, length in ((1, LONG_CONTEXT), (16, LONG_CONTEXT), (64, longer)):
         step([longer] * requests, [length] * requests, longer)
-    launches.extend(functools.partial(plan_many, requests) for requests in (300, 1100))
+    launches.extend(functools.partial(plan_many, requests) for requests in (65, 129, 300, 1100))
     launches.append(captured)
     for long_query in (16 * (decode_threshold // 16 + 1), 2 * decode_threshold + 1):
         for context in (0, 16 * block_size, 3):

@@ -31,4 +31,6 @@ def cascade_table(report: dict[str, Any]) -> str:
         f"Of {len(report['points'])} points, {over} {'has' if over == 1 else 'have'} a choice that is more than "
         f"{LIMIT:.0%} slower than the faster way. The largest loss is {100 * report['largest_loss']:.2f} %."
     )
+    if "choices" in report:
+        text += f" The choices are those of the sources of {report['choices']['date']}; the times are older."
     return f"{table(head, lines, 2)}\n\n{text}"

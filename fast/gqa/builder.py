@@ -58,7 +58,7 @@ from reference.interfaces.gqa import (
 from ..backends import BackendChoice, bind_with_environment, support_of
 from ..backends.selection import for_part, name_for
 from ..kernels.device import device_facts
-from ..kernels.schedule_costs import ATTENTION_CALL_BYTES
+from ..kernels.schedule_costs import ATTENTION_KERNEL_BYTES
 from ..planning.batch import reorder_batch_to_split_decodes_and_prefills
 from ..planning.shared_prefix import split_shared_prefix
 from .captured import plan_captured_gqa_decodes
@@ -103,10 +103,10 @@ class GQAMetadataBuilder:
             query token, the plan of the graph has the kind ONE_QUERY_LEN, which more backends support.
         num_processors: number of processors in the estimate of a cascade (`use_gqa_cascade_attention`). None means the
             multiprocessors of `device` if it is a GPU, and 1 otherwise.
-        call_bytes: fixed time of a call in the same estimate, as the bytes that the device reads in this time. None
+        kernel_bytes: fixed time of a kernel in the same estimate, as the bytes that the device reads in this time. None
             means a measured number if `device` is a GPU, and 0 otherwise.
         device: device of the batches; None means PyTorch's default device (`torch.get_default_device`) at the time of
-            the call. Only `num_processors` and `call_bytes` depend on it. `build` and `use_cascade_attention` use the
+            the call. Only `num_processors` and `kernel_bytes` depend on it. `build` and `use_cascade_attention` use the
             same numbers, also for a batch on another device.
         backend: backend of the ops `compute_visible_lens` and `plan_decode`: a name, a mapping from op to backend name,
             or None. A name or a mapping may also name the backend of `gqa_paged_attention`, or of its part
@@ -149,7 +149,7 @@ class GQAMetadataBuilder:
         graph_support: GraphSupport | None = None,
         *,
         num_processors: int | None = None,
-        call_bytes: int | None = None,
+        kernel_bytes: int | None = None,
         device: torch.device | str | None = None,
         backend: BackendChoice = None,
     ):
@@ -174,9 +174,9 @@ class GQAMetadataBuilder:
         self.schedule_costs, self.cache_format, self.dtype = schedule_costs, cache_format, dtype
         if num_processors is not None:
             check_int("num_processors", num_processors, 1, "a positive int or None")
-        if call_bytes is not None:
-            check_int("call_bytes", call_bytes, 0, "an int >= 0 or None")
-        self.num_processors, self.call_bytes = num_processors, call_bytes
+        if kernel_bytes is not None:
+            check_int("kernel_bytes", kernel_bytes, 0, "an int >= 0 or None")
+        self.num_processors, self.kernel_bytes = num_processors, kernel_bytes
         self.device = torch.get_default_device() if device is None else check_device("device", device)
         self.backend = bind_with_environment(backend, (*PLANNING_OPS, OP))
         self._decode_backend = name_for(OP, for_part(self.backend, "gqa_decode"))
@@ -366,11 +366,11 @@ class GQAMetadataBuilder:
         self, common_prefix_len: int, query_lens: Int32[Tensor, " B"], seq_lens: Int32[Tensor, " B"]
     ) -> bool:
         """Return whether a cascade is faster on the device of the builder."""
-        processors, call_bytes, on_gpu = self.num_processors, self.call_bytes, self.device.type == "cuda"
+        processors, kernel_bytes, on_gpu = self.num_processors, self.kernel_bytes, self.device.type == "cuda"
         if processors is None:
             processors = device_facts(self.device).processors if on_gpu else 1
-        if call_bytes is None:
-            call_bytes = ATTENTION_CALL_BYTES if on_gpu else 0
+        if kernel_bytes is None:
+            kernel_bytes = ATTENTION_KERNEL_BYTES if on_gpu else 0
         return use_gqa_cascade_attention(
             common_prefix_len,
             query_lens,
@@ -379,7 +379,7 @@ class GQAMetadataBuilder:
             self.cache_format,
             self.dtype,
             processors,
-            call_bytes,
+            kernel_bytes,
         )
 
     def reorder_batch(

@@ -28,7 +28,7 @@ def use_gqa_cascade_attention(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     dtype: torch.dtype = torch.bfloat16,
     num_processors: int = 1,
-    call_bytes: int = 0,
+    kernel_bytes: int = 0,
 ) -> bool:
     """Return whether a cascade is faster than an ordinary decode, estimated from FLOPs and bytes.
 
@@ -44,15 +44,15 @@ def use_gqa_cascade_attention(
         dtype: dtype of the queries.
         num_processors: number of processors of the device that work at the same time, such as the multiprocessors of a
             GPU.
-        call_bytes: bytes that the device reads in the fixed time of a call, for example of its launch.
+        kernel_bytes: bytes that the device reads in the fixed time of a kernel, for example of its launch.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match; `common_prefix_len` is negative, or longer than a request;
-            `num_processors` is below 1; `call_bytes` is negative; the format does not support the dtype.
+            `num_processors` is below 1; `kernel_bytes` is negative; the format does not support the dtype.
         UnsupportedConfiguration: the cache format is for the latent cache alone.
     """
     check_cascade_choice(
-        common_prefix_len, query_lens, seq_lens, config, cache_format, dtype, num_processors, call_bytes
+        common_prefix_len, query_lens, seq_lens, config, cache_format, dtype, num_processors, kernel_bytes
     )
     stored_bytes = element_bytes(cache_format.dtype_for(dtype))
     if common_prefix_len == 0 or not supports_cascade(config):
@@ -64,24 +64,37 @@ def use_gqa_cascade_attention(
         return False
     c, row_blocks = config, (queries * config.group_size + ROW_BLOCK - 1) // ROW_BLOCK
 
-    def time_of(pairs: int, keys: int, tiles: int) -> tuple[int, int]:
-        """Return the time of a call as a fraction: of (query token, key) pairs, keys, and tiles of one KV head."""
+    def time_of(pairs: int, keys: int, tiles: int, longest: int, blocks: int) -> tuple[int, int]:
+        """Return the time of a call as a fraction.
+
+        Args:
+            pairs: number of (query token, key) pairs.
+            keys: number of keys.
+            tiles: tiles of one KV head.
+            longest: most tiles that a row block has.
+            blocks: row blocks of one KV head.
+        """
         flops = 4 * c.head_dim * c.num_heads * pairs
         elements = 2 * c.head_dim * c.num_kv_heads * keys  # 2: keys and values
         work = max(flops, FLOPS_PER_BYTE * elements * stored_bytes)
         tiles *= c.num_kv_heads
         least = max(1, tiles)
-        return work * -(-tiles // num_processors) * num_processors + FLOPS_PER_BYTE * call_bytes * least, least
+        kernels = 1 + (longest > 1 and 2 * blocks * c.num_kv_heads <= num_processors)
+        fixed = FLOPS_PER_BYTE * kernel_bytes * kernels
+        return work * -(-tiles // num_processors) * num_processors + fixed * least, least
 
     def time_of_requests(keys: Tensor) -> tuple[int, int]:
         tiles = (keys + DECODE_TILE - 1) // DECODE_TILE
-        return time_of(int((queries * keys).sum()), int(keys.sum()), int((row_blocks * tiles).sum()))
+        sums = int((queries * keys).sum()), int(keys.sum()), int((row_blocks * tiles).sum())
+        return time_of(*sums, int(tiles.max()), int(row_blocks.sum()))
 
-    prefix_tiles = -(-tokens * c.group_size // ROW_BLOCK) * -(-common_prefix_len // DECODE_TILE)
+    prefix_blocks, prefix_tiles = -(-tokens * c.group_size // ROW_BLOCK), -(-common_prefix_len // DECODE_TILE)
     whole, suffix = time_of_requests(keys), time_of_requests(keys - common_prefix_len)
-    prefix = time_of(tokens * common_prefix_len, common_prefix_len, prefix_tiles)
+    prefix = time_of(
+        tokens * common_prefix_len, common_prefix_len, prefix_blocks * prefix_tiles, prefix_tiles, prefix_blocks
+    )
     state_elements = 4 * tokens * c.num_heads * (c.head_dim + 1)  # 4: two states, each written and read once
-    merge = FLOPS_PER_BYTE * (state_elements * element_bytes(wide_dtype(dtype)) + call_bytes)
+    merge = FLOPS_PER_BYTE * (state_elements * element_bytes(wide_dtype(dtype)) + kernel_bytes)
     # prefix + suffix + merge < whole, with a common denominator
     apart = prefix[0] * suffix[1] + suffix[0] * prefix[1] + merge * prefix[1] * suffix[1]
     return apart * whole[1] < whole[0] * prefix[1] * suffix[1]

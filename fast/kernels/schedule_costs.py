@@ -16,9 +16,9 @@ FEW_HEADS = ScheduleCosts(5, 1, InvariantSplitRule(4, 32, 16, 128), STARTS, 64) 
 SOME_HEADS = ScheduleCosts(5, 4, InvariantSplitRule(16, 8, 32, 64), STARTS, 64)  # 17 to 32 heads
 MANY_HEADS = ScheduleCosts(8, 4, InvariantSplitRule(16, 8, 32, 64), STARTS, 10)  # more than 32 heads
 
-# A call of grouped-query attention takes at least as long as an H200 needs to read this number of bytes (9 us).
-# `docs/log.md` has the measurements; every number from 33 to 46 million made the same choices.
-ATTENTION_CALL_BYTES = 40_000_000
+# The fixed time of a kernel of grouped-query attention, as the number of bytes that an H200 reads in this time (6 us).
+# `docs/log.md` has the measurements; every number from 22 to 27 million made the same choices.
+ATTENTION_KERNEL_BYTES = 24_000_000
 
 
 def measured_schedule_costs(num_heads: int) -> ScheduleCosts:

@@ -96,7 +96,7 @@ class GQAMetadataBuilder:
 
     Attributes:
         num_processors: number of processors in the estimate of a cascade (`use_gqa_cascade_attention`): 1.
-        call_bytes: fixed time of a call in the same estimate: 0.
+        kernel_bytes: fixed time of a kernel in the same estimate: 0.
         graph_refusals: reasons why no CUDA graph can serve the layers; empty if a graph can serve them. The property
             `graph_support` is NONE if there is a reason.
 
@@ -146,7 +146,7 @@ class GQAMetadataBuilder:
         self.query_len_support = query_len_support
         self.num_programs, self.batch_invariant = num_programs, batch_invariant
         self.schedule_costs, self.cache_format, self.dtype = schedule_costs, cache_format, dtype
-        self.num_processors, self.call_bytes = 1, 0
+        self.num_processors, self.kernel_bytes = 1, 0
         self.graph_refusals = graph_refusals(config)
         self._graph_support = GraphSupport.NONE if self.graph_refusals else graph_support
         self.reorder_batch_threshold = reorder_batch_threshold(query_len_support, num_speculative_tokens)
@@ -329,7 +329,7 @@ class GQAMetadataBuilder:
             self.cache_format,
             self.dtype,
             self.num_processors,
-            self.call_bytes,
+            self.kernel_bytes,
         )
 
     def reorder_batch(

@@ -27,7 +27,7 @@ def use_gqa_cascade_attention(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     dtype: torch.dtype = torch.bfloat16,
     num_processors: int = 1,
-    call_bytes: int = 0,
+    kernel_bytes: int = 0,
 ) -> bool:
     """Return whether a decode is estimated to be faster with a cascade, from counted FLOPs and bytes.
 
@@ -38,21 +38,24 @@ def use_gqa_cascade_attention(
 
     - FLOPs: 4 Dh for each (query token, head, key), two products with a multiply and an add each.
     - Bytes: the keys and values of all Nkv heads, which are read once for each request.
-    - A fixed time, for example to launch the call: the time in which the device reads `call_bytes` bytes.
     - Tiles: `DECODE_TILE` keys of one request and KV head, once for each row block of up to `ROW_BLOCK` rows. A row is
       a (query token, query head) pair, so a request has query tokens x (N / Nkv) rows for each KV head.
+    - Kernels: one; or two if a request has several tiles for a row block, and P is at least twice the number of row
+      blocks of all requests and KV heads. In this case each request is split, and the second kernel combines the
+      splits.
 
     The time of a call is the larger one of FLOPs and `FLOPS_PER_BYTE` x bytes. P processors compute P tiles at the same
     time. If the last tiles are fewer than P, some processors wait, so the time is multiplied by (tiles, rounded up to a
-    multiple of P) / tiles. The fixed time is added.
+    multiple of P) / tiles. For each kernel a fixed time is added, for example the time of its launch: the time in which
+    the device reads `kernel_bytes` bytes.
 
     A decode without a cascade is one call. A cascade is two calls and a merge:
 
     1. The call over the prefix has one request, with the query tokens of all requests.
     2. The call over the suffixes has all requests, without the prefix. It also counts the attention sinks, which are no
        bytes or FLOPs worth counting.
-    3. Each call writes an attention state (output and log-sum-exp of each row), and the merge reads both. The merge has
-       the fixed time too.
+    3. Each call writes an attention state (output and log-sum-exp of each row), and the merge reads both. The merge is
+       one more kernel.
 
     Args:
         common_prefix_len: number of context tokens that all requests share, as the function `common_prefix_len`
@@ -63,15 +66,15 @@ def use_gqa_cascade_attention(
         cache_format: format of the cache.
         dtype: dtype of the queries.
         num_processors: P, processors of the device that work at the same time, such as the multiprocessors of a GPU.
-        call_bytes: bytes that the device reads in the fixed time of a call.
+        kernel_bytes: bytes that the device reads in the fixed time of a kernel.
 
     Raises:
         ValueError: a tensor has a wrong shape, dtype or device; `common_prefix_len` is negative, or longer than a
-            request; `num_processors` is below 1; `call_bytes` is negative; the format does not support the dtype.
+            request; `num_processors` is below 1; `kernel_bytes` is negative; the format does not support the dtype.
         UnsupportedConfiguration: the cache format is for the latent cache alone.
     """
     check_cascade_choice(
-        common_prefix_len, query_lens, seq_lens, config, cache_format, dtype, num_processors, call_bytes
+        common_prefix_len, query_lens, seq_lens, config, cache_format, dtype, num_processors, kernel_bytes
     )
     stored_bytes = element_bytes(cache_format.dtype_for(dtype))
     pairs = zip(query_lens.tolist(), seq_lens.tolist(), strict=True)
@@ -84,16 +87,16 @@ def use_gqa_cascade_attention(
         flops = sum(4 * config.head_dim * config.num_heads * query_len * keys for query_len, keys in calls)
         elements = sum(2 * config.head_dim * config.num_kv_heads * keys for _, keys in calls)  # 2: keys and values
         read = elements * stored_bytes
-        tiles = 0
-        for query_len, keys in calls:
-            row_blocks = -(-query_len * config.group_size // ROW_BLOCK)
-            tiles += config.num_kv_heads * row_blocks * -(-keys // DECODE_TILE)
+        row_blocks = [-(-query_len * config.group_size // ROW_BLOCK) for query_len, _ in calls]
+        key_tiles = [-(-keys // DECODE_TILE) for _, keys in calls]
+        tiles = config.num_kv_heads * sum(rows * keys for rows, keys in zip(row_blocks, key_tiles, strict=True))
         rounds = -(-tiles // num_processors)
         work = Fraction(max(flops, FLOPS_PER_BYTE * read) * rounds * num_processors, max(1, tiles))
-        return work + FLOPS_PER_BYTE * call_bytes
+        is_split = max(key_tiles) > 1 and 2 * config.num_kv_heads * sum(row_blocks) <= num_processors
+        return work + FLOPS_PER_BYTE * kernel_bytes * (2 if is_split else 1)
 
     tokens = sum(query_len for query_len, _ in requests)
     state_elements = 4 * tokens * config.num_heads * (config.head_dim + 1)  # two states, each written and read
-    merge = FLOPS_PER_BYTE * (state_elements * element_bytes(wide_dtype(dtype)) + call_bytes)
+    merge = FLOPS_PER_BYTE * (state_elements * element_bytes(wide_dtype(dtype)) + kernel_bytes)
     suffixes = [(query_len, length - common_prefix_len) for query_len, length in requests]
     return time_of([(tokens, common_prefix_len)]) + time_of(suffixes) + merge < time_of(requests)

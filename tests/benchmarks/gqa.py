@@ -263,22 +263,17 @@ def peer_contenders(row: Row, inputs: Inputs, peers: ModuleType) -> tuple[dict[s
             plan.query_start_loc, BLOCK_SIZE, True, 0, window,
         )  # fmt: skip
         add("FA3, schedule ahead", "fa3", partial(fa3, metadata=metadata))
-    no_scales = "the folder of peers passes it no scales of a cache" if row.kind == "fp8" else None
-    if have["vllm_unified"] and no_scales is None:
-        unified = peers.VllmUnified(row.B * row.Sq, row.N, row.Nkv, row.D)
-        add("vLLM unified Triton", "vllm_unified", lambda plan: unified(
-            inputs.q, k, v, plan.query_start_loc, row.Sq, plan.seq_lens, plan.block_table, scale, window=window,
-            sinks=inputs.sinks))  # fmt: skip
-    else:
-        absent["vLLM unified Triton"] = no_scales or "its library could not be loaded"
+    # kernels without scales of a cache get the scale of the keys in the softmax scale, and an output without the scale
+    factor = SCALE_OF_CACHE if row.kind == "fp8" else 1.0
+    unified = peers.VllmUnified(row.B * row.Sq, row.N, row.Nkv, row.D) if have["vllm_unified"] else None
+    add("vLLM unified Triton", "vllm_unified", lambda plan: unified(
+        inputs.q, k, v, plan.query_start_loc, row.Sq, plan.seq_lens, plan.block_table, scale * factor, window=window,
+        sinks=inputs.sinks))  # fmt: skip
     refusal = "no window and no sinks" if row.window or row.kind == "sinks" else None
     if row.decodes and row.Sq == 1:
         xqa = peers.FlashInferXQA() if have["flashinfer"] and refusal is None else None
-        factor = SCALE_OF_CACHE if row.kind == "fp8" else 1.0
         add("FlashInfer XQA", "flashinfer", lambda plan: xqa(
             inputs.q, k, v, plan.block_table, plan.seq_lens, scale * factor), refusal)  # fmt: skip
-        if "FlashInfer XQA" in contenders:
-            contenders["FlashInfer XQA"].view = lambda output: output[0] * factor
         add_fa4(row, inputs, peers, contenders, absent)
     elif not row.decodes:
         run = None
@@ -293,6 +288,9 @@ def peer_contenders(row: Row, inputs: Inputs, peers: ModuleType) -> tuple[dict[s
         add("FlashInfer FA3", "flashinfer", lambda plan: run(inputs.q, k, v), refusal)
         if "FlashInfer FA3" in contenders:  # its plan holds the blocks of the first set
             contenders["FlashInfer FA3"].calls = contenders["FlashInfer FA3"].calls[:1]
+    for who in ("vLLM unified Triton", "FlashInfer XQA"):
+        if who in contenders:
+            contenders[who].view = lambda output: output[0] * factor
     if row.shared and have["fa3"]:
         contenders["FA3 x 2 and merge"] = fa3_cascade(row, inputs, peers)
     return contenders, absent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -73,3 +74,22 @@ def test_loss_of_a_choice(whole, cascade, monkeypatch):
     assert found["loss"] == pytest.approx(max(0, {"whole": whole, "cascade": cascade}[found["chosen"]] / 20 - 1))
     for one, other in zip(calls["whole"], calls["cascade"], strict=True):
         torch.testing.assert_close(one.lse, other.lse, rtol=1e-5, atol=1e-5)
+
+
+def test_choices_for_times_of_an_earlier_run(tmp_path, capsys):
+    """Give the times of two points -> the choices of the present sources and their losses; the times stay."""
+    dims = {"B": 128, "N": 64, "Nkv": 8, "D": 128, "prefix": 16384, "suffix": 64}
+    point = {"dims": dims, "times_us": {"whole": 100.0, "cascade": 10.0}, "chosen": "whole", "loss": 9.0}
+    short = {**point, "dims": dims | {"B": 2, "prefix": 64}, "chosen": "cascade"}
+    earlier = {"command": "x", "multiprocessors": 132, "points": [point, short], "largest_loss": 9.0}
+    path = tmp_path / "times.json"
+    path.write_text(json.dumps(earlier))
+    assert gqa_cascade.main(["--times", str(path), "--json", str(path)]) == 1  # the second choice loses
+    found = json.loads(path.read_text())
+    assert [each["chosen"] for each in found["points"]] == ["cascade", "whole"]
+    assert [each["loss"] for each in found["points"]] == [0.0, 9.0] and found["largest_loss"] == 9.0
+    assert [each["times_us"] for each in found["points"]] == [point["times_us"]] * 2 and found["command"] == "x"
+    assert set(found["choices"]) == {"command", "date", "fast_sha256"}
+    path.write_text("{}")
+    assert gqa_cascade.main(["--times", str(path)]) == 2
+    assert "--times: expected a results file of this benchmark" in capsys.readouterr().err

@@ -54,14 +54,25 @@ def seconds(requests, config, processors, stored):
     return max(flops, 200 * read) * idle
 
 
-def counted(prefix, query_lens, seq_lens, config, processors, stored=2, state=4):
+def count_kernels(requests, config, processors):
+    """Return the kernels of a call over requests of (query tokens, keys); a second kernel combines splits."""
+    programs = 0
+    for queries, _ in requests:
+        programs += config.num_kv_heads * math.ceil(queries * config.num_heads // config.num_kv_heads / 64)
+    several_tiles = any(keys > 64 for _, keys in requests)
+    return 1 + (several_tiles and processors // programs >= 2)
+
+
+def counted(prefix, query_lens, seq_lens, config, processors, kernel_bytes=0, stored=2, state=4):
     """Return the times with and without a cascade."""
     requests = [(q, s) for q, s in zip(query_lens, seq_lens, strict=True) if q and s]
     tokens = sum(q for q, _ in requests)
     merge = 200 * 2 * 2 * tokens * config.num_heads * (config.head_dim + 1) * state
     suffixes = [(q, s - prefix) for q, s in requests]
     apart = seconds([(tokens, prefix)], config, processors, stored) + seconds(suffixes, config, processors, stored)
-    return apart + merge, seconds(requests, config, processors, stored)
+    more = [count_kernels(each, config, processors) for each in ([(tokens, prefix)], suffixes, requests)]
+    apart += merge + 200 * kernel_bytes * (more[0] + more[1] + 1)
+    return apart, seconds(requests, config, processors, stored) + 200 * kernel_bytes * more[2]
 
 
 @given(
@@ -70,14 +81,14 @@ def counted(prefix, query_lens, seq_lens, config, processors, stored=2, state=4)
     st.sampled_from([(torch.bfloat16, 2, 4), (torch.float16, 2, 4), (torch.float32, 4, 4), (torch.float64, 8, 8)]),
     st.sampled_from([1, 2, 108, 132]), st.sampled_from([0, 5, 30_000_000]),
 )  # fmt: skip
-def test_decision(pairs, prefix, config, sizes, processors, call_bytes):
+def test_decision(pairs, prefix, config, sizes, processors, kernel_bytes):
     """The decision is that of counted bytes and FLOPs, and both packages decide alike."""
     query_lens, seq_lens = [q for q, _ in pairs], [s and s + prefix for _, s in pairs]
     dtype, stored, state = sizes
     given_lens = prefix, integers(*query_lens).cpu(), integers(*seq_lens).cpu()
     found = [
         ops.use_gqa_cascade_attention(
-            *given_lens, config, dtype=dtype, num_processors=processors, call_bytes=call_bytes
+            *given_lens, config, dtype=dtype, num_processors=processors, kernel_bytes=kernel_bytes
         )
         for ops in (reference, fast)
     ]
@@ -85,8 +96,7 @@ def test_decision(pairs, prefix, config, sizes, processors, call_bytes):
     if prefix == 0 or not any(q and s for q, s in zip(query_lens, seq_lens, strict=True)):
         assert not found[0]
         return
-    apart, whole = counted(prefix, query_lens, seq_lens, config, processors, stored, state)
-    apart, whole = apart + 3 * 200 * call_bytes, whole + 200 * call_bytes
+    apart, whole = counted(prefix, query_lens, seq_lens, config, processors, kernel_bytes, stored, state)
     if abs(apart - whole) > 1e-9 * whole:
         assert found[0] is (apart < whole)
 
@@ -108,8 +118,12 @@ def test_what_decides(ops):
     short = {"prefix": 256, "length": 257, "requests": 3}
     assert decide(**short) and not decide(**short, num_processors=132)
     assert decide(**short | {"requests": 8}, num_processors=132)
-    # 15 requests of 4096 keys, two bytes for each of 2 * 8 * 128 columns: the cascade saves 252 MB, and costs two calls
-    assert decide(call_bytes=100_000_000) and not decide(call_bytes=130_000_000)
+    # 15 requests of 4096 keys, two bytes for each of 2 * 8 * 128 columns: the cascade saves 252 MB for two more kernels
+    assert decide(kernel_bytes=100_000_000) and not decide(kernel_bytes=130_000_000)
+    # with 132 processors, the cascade has three more kernels, because the call over the prefix is split
+    assert decide(kernel_bytes=70_000_000, num_processors=132) and not decide(
+        kernel_bytes=100_000_000, num_processors=132
+    )
 
 
 @pytest.mark.parametrize("config", WITHOUT.values(), ids=WITHOUT)
@@ -170,7 +184,7 @@ def test_ranks_have_no_cascade(ops):
 
 def short_calls(ops) -> dict[str, int]:
     """Return the options of a builder on a GPU with which its calls have no fixed time, as on a CPU."""
-    return {"call_bytes": 0} if ops is fast else {}
+    return {"kernel_bytes": 0} if ops is fast else {}
 
 
 def both_choices(**options):
@@ -185,8 +199,8 @@ def both_choices(**options):
 
 def test_processors_of_a_builder(monkeypatch):
     """Both methods of a builder of `fast` use the number of processors of one device, or a given number."""
-    assert both_choices(num_processors=1, call_bytes=0) == (True, True)
-    assert both_choices(num_processors=1, call_bytes=10**9) == (False, False)
+    assert both_choices(num_processors=1, kernel_bytes=0) == (True, True)
+    assert both_choices(num_processors=1, kernel_bytes=10**9) == (False, False)
     assert both_choices(num_processors=132) == (False, False)
     assert both_choices(device="cpu") == (True, True)  # also for a batch on a GPU
     asked = []
@@ -199,7 +213,7 @@ def test_processors_of_a_builder(monkeypatch):
     assert both_choices(device="cuda:3", backend="torch") == (False, False)  # also for a batch on a CPU
     assert asked == [torch.device("cuda:3")] * 2
     assert (
-        both_choices(device="cuda:3", num_processors=1, call_bytes=0, backend="torch") == (True, True)
+        both_choices(device="cuda:3", num_processors=1, kernel_bytes=0, backend="torch") == (True, True)
         and len(asked) == 2
     )
 
@@ -240,8 +254,8 @@ def test_bad_input(ops, plain_errors):
         ops.use_gqa_cascade_attention(32, *lens, LLAMA)
     with pytest.raises(ValueError, match="^common_prefix_len: expected an int >= 0, got -16$"):
         ops.use_gqa_cascade_attention(-16, *lens, LLAMA)
-    with pytest.raises(ValueError, match="^call_bytes: expected an int >= 0, got -1$"):
-        ops.use_gqa_cascade_attention(16, *lens, LLAMA, call_bytes=-1)
+    with pytest.raises(ValueError, match="^kernel_bytes: expected an int >= 0, got -1$"):
+        ops.use_gqa_cascade_attention(16, *lens, LLAMA, kernel_bytes=-1)
     with pytest.raises(ValueError, match="^num_processors: expected a positive int, got 0$"):
         ops.use_gqa_cascade_attention(16, *lens, LLAMA, num_processors=0)
     with pytest.raises(TypeError, match="^config: expected a GQAConfig, got str$"):

@@ -19,7 +19,7 @@ import torch
 
 from reference.interfaces import COMPUTE_FORMAT, CONVERTED, E4M3, FP8_DS_MLA, FP8_E4M3, FP8_MODES, DecodeMetadata
 
-from ..support.compiled import Recorded, compiled
+from ..support.compiled import Recorded, compiled, waiting_stores
 from ..support.decode_inputs import cut_of, schedule_of
 from ..support.factories import integers, offsets
 
@@ -125,6 +125,14 @@ def test_tiles_are_prefetched_in_registers(scheduled, heads, processors, tile):
     assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) >= 2 * (numbers // 16)
     assert not re.findall(r"cp\.async|ld\.global\.[bu]8|ld\.shared\.[bu]8", ptx)
     assert decode_shapes.RESIDENT * found.metadata.shared <= CHIPS["Hopper"][1]
+
+
+@pytest.mark.parametrize("heads, mode", [(16, CONVERTED), (32, CONVERTED), *((16, mode) for mode in FP8_MODES[1:])])
+def test_converted_tiles_are_stored_without_waiting(heads, mode):
+    """The four column blocks of a converted tile are stored in shared memory without conflicts of memory banks."""
+    found = built("Hopper", "fp8_e4m3", heads, mode=mode, processors=1)[0]
+    assert waiting_stores(found.asm["ttgir"], "64x128xf16") == [1] * 4
+    assert found.asm["ptx"].count("st.shared.b16") == 0
 
 
 @pytest.mark.parametrize("mode", FP8_MODES[1:])

@@ -65,6 +65,13 @@ if ON_GPU or INTERPRETED:
         index = tl.arange(0, 256)
         tl.store(values + index, fp8.e4m3_to(tl.load(codes + index), values.dtype.element_ty, NATIVE))
 
+    @triton.jit
+    def _order_kernel(x, found, undone, COLUMNS: tl.constexpr):
+        places = tl.arange(0, 4)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        reordered = fp8.interleaved(tl.load(x + places))
+        tl.store(found + places, reordered)
+        tl.store(undone + places, fp8.in_order(reordered))
+
 
 @runs
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -124,6 +131,23 @@ def test_prefetched_tiles(dtype, processors, tile, block_size, monkeypatch):
     chosen.clear()
     check_parity(FP8_E4M3, [1, 2, 1], [129, 200, 0], 13, dtype, block_size=block_size)  # 26 rows
     assert [each and each["ROWS"] for each in chosen] == [32 if tile == 64 else None]
+
+
+@runs
+@pytest.mark.parametrize("columns", [16, 64, 128, 512])
+def test_columns_in_another_order(columns):
+    """The order of `interleaved` begins with columns 0 to 7 and 16 to 23, from 128 columns on; `in_order` undoes it."""
+    x = torch.arange(4 * columns, dtype=torch.float32, device=DEVICE).view(4, columns)
+    found, undone = torch.empty_like(x), torch.empty_like(x)
+    _order_kernel[(1,)](x, found, undone, columns)
+    wanted = x.view(4, columns // 16, 2, 8).transpose(1, 2).reshape(4, columns)
+    assert torch.equal(found, wanted if columns >= 128 else x) and torch.equal(undone, x)
+
+
+@runs
+def test_interleaved_columns():
+    """A decode whose column blocks have 128 columns, which the kernel reorders, is within the budget."""
+    check_parity(FP8_E4M3, [1, 2], [70, 3], 3, torch.float16, (512, 64))
 
 
 @runs

@@ -18,7 +18,7 @@ import torch
 from reference.interfaces import COMPUTE_FORMAT, FP8_E4M3, NEUTRAL_SPLIT_RULE
 from reference.interfaces.gqa import GQAConfig
 
-from ..support.compiled import Recorded, compiled
+from ..support.compiled import Recorded, compiled, waiting_stores
 from ..support.factories import integers, offsets
 
 pytest.importorskip("triton")
@@ -115,6 +115,12 @@ def test_other_dtypes(dtype):
     for chip, stored in (("Ampere", "fp8_e4m3"), ("Hopper", "compute")):
         kernel, _ = built(chip, "decode", "Llama", stored, dtype)
         assert kernel.metadata.shared <= CHIPS[chip][1]
+
+
+def test_converted_values_are_stored_without_waiting():
+    """A decode over an e4m3 cache stores its converted values in shared memory without conflicts of memory banks."""
+    kernel, constants = built("Hopper", "decode", "Llama", "fp8_e4m3")
+    assert waiting_stores(kernel.asm["ttgir"], f"{constants['c'].TILE}x128xf16") == [1]
 
 
 @pytest.mark.parametrize("stored", FORMATS)

@@ -68,7 +68,7 @@ def test_schedules(lens, batch_invariant):
 
 @runs
 @pytest.mark.parametrize("batch_invariant", [False, True])
-@pytest.mark.parametrize("requests", [256, 257, 1025])
+@pytest.mark.parametrize("requests", [64, 65, 128, 129, 256, 257, 1025])
 def test_many_requests(requests, batch_invariant):
     """The kernel is right if the requests exactly fill one iteration of its loop, or need several iterations."""
     draw = random.Random(requests)

@@ -6,6 +6,8 @@ argument contains all properties of the argument on which the variant depends.
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 OPTIONS = ("num_warps", "num_stages", "launch_pdl", "launch_cooperative_grid")  # keyword arguments of Triton's launch
@@ -148,3 +150,45 @@ def compiled(kernel, kinds: dict, constants: dict, capability: tuple[int, int] =
         capability: compute capability of the GPU for which the kernel is compiled.
     """
     return Source(kernel, kinds, constants).compile(capability)
+
+
+def waiting_stores(ir: str, shape: str) -> list[int]:
+    """Return, for every tensor that the kernel stores in shared memory, how often a store takes the same banks.
+
+    A thread stores eight 16-bit numbers at a time, and eight threads store at once if each has banks of its own; then
+    the result is 1. If pairs of these threads need the same banks, the result is 2, and a store takes twice as long.
+
+    Args:
+        ir: the kernel in Triton's GPU dialect.
+        shape: rows, columns and element type of the tensors, such as "64x128xf16"; rows of at least 128 bytes, which
+            shared memory holds in units of 16 bytes whose order depends on the row, as Triton's layouts do.
+    """
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\.(?:blocked|linear)<.*>)$", ir, re.M))
+    names = re.findall(rf"ttg\.local_alloc %\S+ : \(tensor<{shape}, (#\w+)>\)", ir)
+    return [_threads_of_a_bank(layouts[name]) for name in names if name in layouts]
+
+
+def _threads_of_a_bank(layout: str) -> int:
+    """Return how many of the first eight threads of a layout [row, column] store into the same banks, at most."""
+
+    def pairs(name: str) -> list[list[int]]:
+        (text,) = re.findall(rf"{name} = \[((?:\[[\d, ]*\](?:, )?)*)\]", layout)
+        return [[int(number) for number in pair.split(",")] for pair in re.findall(r"\[([^\]]*)\]", text)]
+
+    def numbers(name: str) -> list[int]:
+        return [int(number) for number in re.findall(rf"{name} = \[([^\]]*)\]", layout)[0].split(",")]
+
+    if "blocked" in layout:
+        own, threads = numbers("sizePerThread"), numbers("threadsPerWarp")
+        columns = [[0, own[1] << bit] for bit in range(threads[1].bit_length() - 1)]
+        lanes = columns + [[own[0] << bit, 0] for bit in range(threads[0].bit_length() - 1)]
+    else:
+        lanes = pairs("lane")
+    banks = []
+    for thread in range(8):
+        row = column = 0
+        for bit, (rows, columns) in enumerate(lanes[:3]):
+            if thread >> bit & 1:
+                row, column = row ^ rows, column ^ columns
+        banks.append(column // 8 % 8 ^ row % 8)
+    return max(banks.count(bank) for bank in banks)

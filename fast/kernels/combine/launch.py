@@ -26,6 +26,9 @@ FOR_FEW_ROWS = CombineTile(1, 32, 64, 2)  # one request with many splits and few
 # programs.
 FOR_PLANNED = CombineTile(1, 512, 16, 4)
 FEW_PLANNED_SPLITS = (4, MANY_SPLITS)  # up to this many splits, FOR_FEW_SPLITS is faster: (few heads, many heads)
+# With at least as many requests as programs, requests have few splits, and few requests have several. A program then
+# processes several tiles one after another, so tiles of several rows are faster if there are many rows.
+FOR_ONE_PLANNED_SPLIT = CombineTile(4, 512, 2, 4)
 MOST_PLANNED_SPLITS = 48  # with more splits and under MANY_HEADS rows, FOR_MANY_SPLITS is faster (more programs)
 # batch-invariant decodes
 FOR_ONE_INVARIANT = (CombineTile(1, 32, 32, 1), CombineTile(1, 64, 16, 1))  # one request: (few rows, many rows)
@@ -161,6 +164,8 @@ def _tile_for(splits: int, rows: int, heads: int, requests: int) -> CombineTile:
 
 def _tile_of_a_schedule(splits: int, rows: int, heads: int, requests: int) -> CombineTile:
     """Return the sizes of a combine tile in a decode with a schedule; `splits` is an average over the requests."""
+    if requests > 1 and splits == 1 and rows >= MANY_ROWS:
+        return FOR_ONE_PLANNED_SPLIT
     if requests == 1 or splits <= FEW_PLANNED_SPLITS[heads >= MANY_HEADS]:
         return _tile_for(splits, rows, heads, requests)
     if splits > MOST_PLANNED_SPLITS and rows < MANY_HEADS:

@@ -44,8 +44,9 @@ added with few digits, is set to the length of the product. Its default on GPUs 
 would then make the addition in float32 a part of the product.
 
 With PREFETCH (`decode_shapes.prefetch_shape` has the condition), a program loads the e4m3 numbers of the next tile into
-registers, in words of four numbers, before it attends the present tile. Without PREFETCH, the compiler's pipeline
-copies tiles through shared memory, and a program has small tiles and one more copy of each tile.
+registers, in words of four numbers, before it attends the present tile. The latents, and the latent queries, then have
+the column order of `fp8.interleaved`. Without PREFETCH, the compiler's pipeline copies tiles through shared memory, and
+a program has small tiles and one more copy of each tile.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ import triton
 import triton.language as tl
 
 from ..combine.states import RowState
-from .decode_tiles import SoftmaxStep, attend_tiles, keys_of_tile, products, softmax_step
-from .fp8 import e4m3_to, float16_of_words, float32_to_e4m3, pinned
+from .decode_tiles import RowQueries, SoftmaxStep, attend_tiles, keys_of_tile, products, softmax_step
+from .fp8 import e4m3_to, float16_of_words, float32_to_e4m3, in_order, interleaved, pinned
 
 # In float16, the product of a probability and a scale could overflow or be rounded to 0. The product is therefore
 # divided by a unit, a power of two, so that the largest scale becomes a number from 2^14 to 2^15. float16 ends at 2^16.
@@ -142,6 +143,10 @@ def _attend_e4m3_tiles(queries, row_keys, first_tile, last_tile, cache, scale_lo
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     state = BlockState(largest, tl.zeros([ROWS], tl.float32), tl.full([], 1, tl.int32), weighted)
     if c.PREFETCH:
+        latent = ()
+        for number in tl.static_range(BLOCKS):
+            latent = latent + (interleaved(queries.latent[number]),)  # noqa: RUF005
+        queries = RowQueries(latent, queries.rope, queries.unit)
         # The address of a tile depends on the tile's block. The block is therefore loaded one tile before the words.
         words = _load_words(
             row_keys, first_tile, last_tile, _block_of_tile(row_keys, first_tile, last_tile, c), cache, c
@@ -158,10 +163,17 @@ def _attend_e4m3_tiles(queries, row_keys, first_tile, last_tile, cache, scale_lo
             state = _attend_tile(state, queries, row_keys, tile, cache, scale_log2, layer_scale, c, False)
         for tile in tl.range(tl.maximum(row_keys.full_tiles, first_tile), last_tile, num_stages=1):
             state = _attend_tile(state, queries, row_keys, tile, cache, scale_log2, layer_scale, c, True)
-    weighted = state.weighted[0]
+    weighted = ()
+    for number in tl.static_range(BLOCKS):
+        block = state.weighted[number]
+        if c.PREFETCH:
+            block = in_order(block)
+        weighted = weighted + (block,)  # noqa: RUF005
     if BLOCKS == 4:
-        left = _side_by_side(state.weighted[0], state.weighted[1])
-        weighted = _side_by_side(left, _side_by_side(state.weighted[2], state.weighted[3]))
+        left = _side_by_side(weighted[0], weighted[1])
+        weighted = _side_by_side(left, _side_by_side(weighted[2], weighted[3]))
+    else:
+        weighted = weighted[0]
     if c.P_E4M3:
         if c.SCALE_TILE == 0:
             weighted = weighted * (layer_scale / WEIGHT_UNITS)

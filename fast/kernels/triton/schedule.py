@@ -41,7 +41,9 @@ from ..device import device_facts, device_of
 from ..integers import cdiv
 
 PROGRAMS = 4  # programs of the decode whose tile ranges one program of these kernels computes
-SHAPES = ((256, 1), (1024, 4))  # (CHUNK, warps): for up to 256 requests, and for more requests
+# (CHUNK, warps): the first shape whose CHUNK holds all requests, or the last shape. A program divides integers for each
+# place of a chunk, so a CHUNK that is larger than needed takes longer.
+SHAPES = ((64, 1), (128, 1), (256, 4), (1024, 8))
 
 
 class SplitRule(NamedTuple):
@@ -360,11 +362,11 @@ def plan_decode(
     tile_ranges = torch.empty(num_programs, 5, dtype=torch.int32, device=seq_lens.device)
     split_offsets = torch.empty(requests + 1, dtype=torch.int32, device=seq_lens.device)
     kernel, own = _plan_decode_kernel, (splits_per_tile,)
-    chunk, warps = SHAPES[requests > SHAPES[0][0]]
+    chunk, warps = next((shape for shape in SHAPES if requests <= shape[0]), SHAPES[-1])
     if batch_invariant:
         kernel = _plan_invariant_kernel
         own = (min(request_cost, split_cost), *split_rule.numbers)
-        warps = 4  # this kernel computes several integer divisions for each request, which are slow
+        warps = max(warps, 4)  # this kernel computes several integer divisions for each request, which are slow
     following = device_facts(seq_lens.device).following
     with device_of(seq_lens):
         launch(

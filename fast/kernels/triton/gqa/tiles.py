@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ...combine.states import LN_2, RowState
 from ..decode_tiles import SoftmaxStep, products, softmax_step
-from ..fp8 import e4m3_to, float32_to_e4m3, pinned
+from ..fp8 import e4m3_to, float32_to_e4m3, in_order, interleaved, pinned
 from .records import Queries, RowKeys, TileKeys
 
 NO_KEY = tl.constexpr(2**31 - 1)  # larger than the index of any key
@@ -124,6 +124,8 @@ def _load_tile(base, boxes, source, tile_keys, block_stride, token_stride, colum
         numbers = _gathered_tile(base, tile_keys, block_stride, token_stride, column_stride, c, MASKED)
     if c.E4M3:
         numbers = e4m3_to(numbers, dtype, c.NATIVE)
+        if VALUES:
+            numbers = interleaved(numbers)
         if c.PINNED_VALUES if VALUES else c.PINNED_KEYS:
             numbers = pinned(numbers)
     return numbers
@@ -254,4 +256,7 @@ def attend_tiles(queries, rows, source, boxes, first_tile, last_tile, scores, st
         first_tile = tl.maximum(first_tile, whole_end)
     for tile in tl.range(first_tile, last_tile):
         state = _attend_tile(state, queries, rows, source, boxes, tile, scores, strides, c, True)
-    return state
+    weighted = state.weighted
+    if c.E4M3:
+        weighted = in_order(weighted)
+    return RowState(state.largest, state.total, weighted)
