@@ -16,7 +16,7 @@ FEW_HEADS = ScheduleCosts(5, 1, InvariantSplitRule(4, 32, 16, 128), STARTS, 64) 
 SOME_HEADS = ScheduleCosts(5, 4, InvariantSplitRule(16, 8, 32, 64), STARTS, 64)  # 17 to 32 heads
 MANY_HEADS = ScheduleCosts(8, 4, InvariantSplitRule(16, 8, 32, 64), STARTS, 10)  # more than 32 heads
 
-# The fixed time of a kernel of grouped-query attention, as the number of bytes that an H200 reads in this time (6 us).
+# The fixed time of a kernel of grouped-query attention, as the number of bytes that an H200 reads in this time, 5.7 us.
 # `docs/log.md` has the measurements; every number from 22 to 27 million made the same choices.
 ATTENTION_KERNEL_BYTES = 24_000_000
 

@@ -40,9 +40,9 @@ def use_gqa_cascade_attention(
     - Bytes: the keys and values of all Nkv heads, which are read once for each request.
     - Tiles: `DECODE_TILE` keys of one request and KV head, once for each row block of up to `ROW_BLOCK` rows. A row is
       a (query token, query head) pair, so a request has query tokens x (N / Nkv) rows for each KV head.
-    - Kernels: one; or two if a request has several tiles for a row block, and P is at least twice the number of row
-      blocks of all requests and KV heads. In this case each request is split, and the second kernel combines the
-      splits.
+    - Kernels: A call has one kernel, or two kernels if each request is split, because the second one combines the
+      splits. Requests are split if one of them has several tiles for a row block, and P is at least twice the number of
+      row blocks of all requests and KV heads.
 
     The time of a call is the larger one of FLOPs and `FLOPS_PER_BYTE` x bytes. P processors compute P tiles at the same
     time. If the last tiles are fewer than P, some processors wait, so the time is multiplied by (tiles, rounded up to a

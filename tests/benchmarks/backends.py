@@ -90,18 +90,28 @@ def make_inputs(row: Row, dtype: torch.dtype, device: str) -> Inputs:
     return Inputs(*tensors, config, common)
 
 
-def candidates(row: Row, dtype: torch.dtype, device: str, left_out: Sequence[str] = ()) -> list[str]:
-    """Return the names of all backends that can serve the calls of a row, the default first, without `left_out`."""
+def request_of(row: Row, dtype: torch.dtype, device: str) -> backends.KernelRequest:
+    """Return the call of a row, as backends are asked for it."""
     config = MLAConfig.from_preset("deepseek-v3", num_heads=row.N)
-    request = backends.KernelRequest(
+    return backends.KernelRequest(
         "flash_attn_varlen", torch.device(device), dtype,
         (("qk_head_dim", config.qk_head_dim), ("v_head_dim", config.v_head_dim)),
         query_lens=QueryLenSupport.VARLEN, out_dtype=reference.interfaces.wide_dtype(dtype) if row.C else dtype,
         mask=None if row.C else "causal", lse=bool(row.C),
     )  # fmt: skip
-    default = backends.select(request).name
-    able = [each.name for each in backends.registered() if not each.validate_configuration(request)]
-    return [default, *(name for name in able if name != default and name not in left_out)]
+
+
+def able(row: Row, dtype: torch.dtype, device: str) -> list[str]:
+    """Return the names of all backends that can serve the calls of a row."""
+    request = request_of(row, dtype, device)
+    return [each.name for each in backends.registered() if not each.validate_configuration(request)]
+
+
+def candidates(row: Row, dtype: torch.dtype, device: str, left_out: Sequence[str] = ()) -> list[str]:
+    """Return the names of all backends that can serve the calls of a row, the default first, without `left_out`."""
+    default = backends.select(request_of(row, dtype, device)).name
+    others = [name for name in able(row, dtype, device) if name != default and name not in left_out]
+    return [default, *others]
 
 
 def plan_of(row: Row, inputs: Inputs, dtype: torch.dtype, name: str) -> PrefillMetadata:

@@ -90,18 +90,20 @@ def judge_again(path: Path, argv: Sequence[str]) -> dict[str, Any]:
     """
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
-        points, processors = report["points"], report["multiprocessors"]
+        device = {
+            "device": "cpu", "num_processors": report["multiprocessors"], "kernel_bytes": ATTENTION_KERNEL_BYTES
+        }  # fmt: skip
+        again = []
+        for point in report["points"]:
+            requests, heads, kv_heads, head_dim, prefix, suffix = (
+                point["dims"][name] for name in ("B", "N", "Nkv", "D", "prefix", "suffix")
+            )
+            row = Row(requests, 1, prefix + suffix, heads, kv_heads, head_dim, shared=prefix)
+            again.append(judge(row, point["times_us"], **device))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CannotRun(f"--times: expected a results file of this benchmark, got {path}: {error!r}") from error
-    device = {"device": "cpu", "num_processors": processors, "kernel_bytes": ATTENTION_KERNEL_BYTES}
-    again = []
-    for point in points:
-        heads, lens = (
-            (point["dims"][name] for name in ("N", "Nkv", "D")),
-            point["dims"]["prefix"] + point["dims"]["suffix"],
-        )
-        row = Row(point["dims"]["B"], 1, lens, *heads, shared=point["dims"]["prefix"])
-        again.append(judge(row, point["times_us"], **device))
+    if not again:
+        raise CannotRun(f"--times: expected a results file with points, got {path} without one")
     choices = {name: value for name, value in provenance("gqa_cascade", argv).items() if name in CHOICES}
     return {**report, "points": again, "choices": choices}
 

@@ -90,6 +90,7 @@ def test_choices_for_times_of_an_earlier_run(tmp_path, capsys):
     assert [each["loss"] for each in found["points"]] == [0.0, 9.0] and found["largest_loss"] == 9.0
     assert [each["times_us"] for each in found["points"]] == [point["times_us"]] * 2 and found["command"] == "x"
     assert set(found["choices"]) == {"command", "date", "fast_sha256"}
-    path.write_text("{}")
-    assert gqa_cascade.main(["--times", str(path)]) == 2
-    assert "--times: expected a results file of this benchmark" in capsys.readouterr().err
+    for wrong in ({}, {**earlier, "points": [{}]}, {**earlier, "points": []}):
+        path.write_text(json.dumps(wrong))
+        assert gqa_cascade.main(["--times", str(path)]) == 2
+        assert "--times: expected a results file" in capsys.readouterr().err

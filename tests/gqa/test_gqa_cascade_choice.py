@@ -126,6 +126,25 @@ def test_what_decides(ops):
     )
 
 
+@pytest.mark.parametrize("processors", [1, 127, 128, 255, 256, 257, 1024])
+@pytest.mark.parametrize("requests, length", [(8, 8192), (16, 4160), (16, 4161), (16, 4224)])
+def test_kernels_are_counted(ops, requests, length, processors):
+    """Raise the fixed time of a kernel to the time at which both ways are equal -> the decision changes there.
+
+    The suffixes have one tile or two. With 16 requests of 8 KV heads, there is room for two splits from 256 processors
+    on, and for the prefix alone with fewer processors.
+    """
+    prefix, config = 4096, LLAMA
+    batch = prefix, [1] * requests, [length] * requests, config, processors
+    (apart, whole), (apart_later, whole_later) = (counted(*batch, kernel_bytes=size) for size in (0, 1))
+    most = int((whole - apart) / ((apart_later - whole_later) - (apart - whole)))
+    assert most > 10**6
+    lens = on_host(1, requests), on_host(length, requests)
+    for size, wanted in ((most - 1000, True), (most + 1000, False)):
+        found = ops.use_gqa_cascade_attention(prefix, *lens, config, num_processors=processors, kernel_bytes=size)
+        assert found is wanted
+
+
 @pytest.mark.parametrize("config", WITHOUT.values(), ids=WITHOUT)
 def test_configs_without_a_cascade(ops, config):
     lens = on_host(1, 64), on_host(5000, 64)

@@ -68,7 +68,7 @@ if ON_GPU or INTERPRETED:
     @triton.jit
     def _order_kernel(x, found, undone, COLUMNS: tl.constexpr):
         places = tl.arange(0, 4)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        reordered = fp8.interleaved(tl.load(x + places))
+        reordered = fp8.even_groups_first(tl.load(x + places))
         tl.store(found + places, reordered)
         tl.store(undone + places, fp8.in_order(reordered))
 
@@ -136,7 +136,7 @@ def test_prefetched_tiles(dtype, processors, tile, block_size, monkeypatch):
 @runs
 @pytest.mark.parametrize("columns", [16, 64, 128, 512])
 def test_columns_in_another_order(columns):
-    """The order of `interleaved` begins with columns 0 to 7 and 16 to 23, from 128 columns on; `in_order` undoes it."""
+    """From 128 columns on, the order begins with columns 0 to 7 and 16 to 23; `in_order` restores the first order."""
     x = torch.arange(4 * columns, dtype=torch.float32, device=DEVICE).view(4, columns)
     found, undone = torch.empty_like(x), torch.empty_like(x)
     _order_kernel[(1,)](x, found, undone, columns)
@@ -145,9 +145,10 @@ def test_columns_in_another_order(columns):
 
 
 @runs
-def test_interleaved_columns():
-    """A decode whose column blocks have 128 columns, which the kernel reorders, is within the budget."""
-    check_parity(FP8_E4M3, [1, 2], [70, 3], 3, torch.float16, (512, 64))
+@pytest.mark.parametrize("widths", [(512, 64), (64, 128), (512, 128), (512, 0)], ids=str)
+def test_reordered_columns(widths):
+    """A decode whose column blocks or rope parts have 128 columns, which the kernel reorders, is within the budget."""
+    check_parity(FP8_E4M3, [1, 2], [70, 3], 3, torch.float16, widths)
 
 
 @runs

@@ -85,7 +85,7 @@ MANY[3], MANY[255], MANY[256], MANY[700], MANY[1099] = 2, 3, 0, 2, 4  # requests
 PLANNED_SPLITS = {  # heads, splits of each request
     "none is split": (3, [1] * 5), "one is split": (64, [1, 1, 3, 1]), "all are split": (3, [2, 5, 3, 2, 4, 2, 2]),
     "some have no keys": (3, [0, 2, 1, 0, 0, 3, 0]), "none has keys": (3, [0, 0, 0]), "one request": (3, [20]),
-    "many rows": (64, [1, 0, 2, 0, 1, 1, 0, 2]), "many splits": (3, [40, 1, 90]),
+    "many rows": (64, [1, 0, 3, 0, 1, 1, 0, 2]), "many splits": (3, [40, 1, 90]),
     "the first and the last": (2, [2, 1, 1, 1, 1, 2]), "more than a chunk": (3, MANY),
 }  # fmt: skip
 

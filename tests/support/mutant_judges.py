@@ -50,7 +50,8 @@ BUILDER = Judge(
     ),
     "not test_context_parallel_refusals or test_plans",
 )
-# The selection leaves out the tests that take the most time: of whole layers, and of serving loops over many ranks.
+# The selection leaves out the tests that take the most time: of whole layers, of serving loops over many ranks, and of
+# Triton kernels, which judge no file here.
 CONTEXT_PARALLEL = Judge(
     (
         "planning/test_rank_slots",
@@ -65,11 +66,11 @@ CONTEXT_PARALLEL = Judge(
         "kernels/test_cpu_pieces",
         "interfaces/test_bad_input",
     ),
-    "not (ranks_are_one or serving or 64_ranks or other_layers or fewer_ranks or test_fp8_mode_of_a_layer)"
-    " or exchanged_queries or refuse_before",
+    "not (ranks_are_one or serving or 64_ranks or other_layers or fewer_ranks or test_fp8_mode_of_a_layer"
+    " or in_the_interpreter) or exchanged_queries or refuse_before",
 )
 PADDING_TOKENS = Judge(("mla/test_padding_tokens",))
-VISIBLE_LENS = Judge(("planning/test_visible_lens", "planning/test_mixed_graphs"))
+VISIBLE_LENS = Judge(("planning/test_visible_lens", "planning/test_mixed_graphs"), "not in_the_interpreter")
 SLOT_MAPPING = Judge((*BATCH.modules, "planning/test_rank_slots"))
 OWNERSHIP = Judge(
     ("interfaces/test_interfaces", "planning/test_schedule", "planning/test_visible_lens", *CONTEXT_PARALLEL.modules),

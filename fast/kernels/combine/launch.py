@@ -26,8 +26,8 @@ FOR_FEW_ROWS = CombineTile(1, 32, 64, 2)  # one request with many splits and few
 # programs.
 FOR_PLANNED = CombineTile(1, 512, 16, 4)
 FEW_PLANNED_SPLITS = (4, MANY_SPLITS)  # up to this many splits, FOR_FEW_SPLITS is faster: (few heads, many heads)
-# With at least as many requests as programs, requests have few splits, and few requests have several. A program then
-# processes several tiles one after another, so tiles of several rows are faster if there are many rows.
+# With at least as many requests as programs, most requests have one split. A program processes several tiles one after
+# another, so tiles of several rows are faster if there are many rows.
 FOR_ONE_PLANNED_SPLIT = CombineTile(4, 512, 2, 4)
 MOST_PLANNED_SPLITS = 48  # with more splits and under MANY_HEADS rows, FOR_MANY_SPLITS is faster (more programs)
 # batch-invariant decodes

@@ -44,9 +44,9 @@ added with few digits, is set to the length of the product. Its default on GPUs 
 would then make the addition in float32 a part of the product.
 
 With PREFETCH (`decode_shapes.prefetch_shape` has the condition), a program loads the e4m3 numbers of the next tile into
-registers, in words of four numbers, before it attends the present tile. The latents, and the latent queries, then have
-the column order of `fp8.interleaved`. Without PREFETCH, the compiler's pipeline copies tiles through shared memory, and
-a program has small tiles and one more copy of each tile.
+registers, in words of four numbers, before it attends the present tile. Latents, rope parts and queries then have the
+column order of `fp8.even_groups_first`. Without PREFETCH, the compiler's pipeline copies tiles through shared memory,
+and a program has small tiles and one more copy of each tile.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ import triton.language as tl
 
 from ..combine.states import RowState
 from .decode_tiles import RowQueries, SoftmaxStep, attend_tiles, keys_of_tile, products, softmax_step
-from .fp8 import e4m3_to, float16_of_words, float32_to_e4m3, in_order, interleaved, pinned
+from .fp8 import e4m3_to, even_groups_first, float16_of_words, float32_to_e4m3, in_order, pinned
 
 # In float16, the product of a probability and a scale could overflow or be rounded to 0. The product is therefore
 # divided by a unit, a power of two, so that the largest scale becomes a number from 2^14 to 2^15. float16 ends at 2^16.
@@ -100,7 +100,7 @@ class Words(NamedTuple):
 
 
 class StoredTile(NamedTuple):
-    """Keys of a tile, loaded from the cache.
+    """Keys of a tile, loaded from the cache; with PREFETCH in the column order of `fp8.even_groups_first`.
 
     Attributes:
         keys: tuple with the e4m3 numbers of each column block, [TILE, columns of the block], in the dtype in which
@@ -145,8 +145,11 @@ def _attend_e4m3_tiles(queries, row_keys, first_tile, last_tile, cache, scale_lo
     if c.PREFETCH:
         latent = ()
         for number in tl.static_range(BLOCKS):
-            latent = latent + (interleaved(queries.latent[number]),)  # noqa: RUF005
-        queries = RowQueries(latent, queries.rope, queries.unit)
+            latent = latent + (even_groups_first(queries.latent[number]),)  # noqa: RUF005
+        rope = queries.rope
+        if c.ROPE > 0:
+            rope = even_groups_first(rope)
+        queries = RowQueries(latent, rope, queries.unit)
         # The address of a tile depends on the tile's block. The block is therefore loaded one tile before the words.
         words = _load_words(
             row_keys, first_tile, last_tile, _block_of_tile(row_keys, first_tile, last_tile, c), cache, c

@@ -26,7 +26,7 @@ E4M3_NAN = tl.constexpr(0x7F)
 LEAST_NORMAL = tl.constexpr(2.0**-6)
 # float32 numbers from 2^14 to 2^15 are multiples of 2^-9, so a sum with 2^14 is rounded to such a multiple
 ROUNDING_STEP = tl.constexpr(2.0**14)
-LEAST_INTERLEAVED = tl.constexpr(128)  # columns from which `interleaved` changes the order
+LEAST_REORDERED = tl.constexpr(128)  # columns from which `even_groups_first` changes the order
 EXPONENT_SHIFT = tl.constexpr(
     120 << 3
 )  # 120, the difference of the exponent biases of float32 and e4m3, to the left of the 3 mantissa bits
@@ -80,8 +80,8 @@ def float16_of_words(words, NATIVE: tl.constexpr, PINNED: tl.constexpr):
     """Return the values [ROWS, 4 * columns], in float16, of words [ROWS, columns] (int32) of four e4m3 codes each.
 
     The first code of a word is in its lowest byte. Words stay packed in registers, while Triton would unpack loaded
-    bytes and pack them again for the conversion. The columns are `interleaved`. With PINNED, the values keep the layout
-    of the load (`pinned`).
+    bytes and pack them again for the conversion. The columns have the order of `even_groups_first`. With PINNED, the
+    values keep the layout of the load (`pinned`).
     """
     if NATIVE:
         a, b, c, d = tl.inline_asm_elementwise(
@@ -104,7 +104,7 @@ def float16_of_words(words, NATIVE: tl.constexpr, PINNED: tl.constexpr):
         c = e4m3_to((words >> 16).to(tl.uint8), tl.float16, False)
         d = e4m3_to((words >> 24).to(tl.uint8), tl.float16, False)
     values = tl.join(tl.join(a, c), tl.join(b, d))  # [ROWS, columns, 2, 2]
-    values = interleaved(tl.reshape(values, [words.shape[0], 4 * words.shape[1]]))
+    values = even_groups_first(tl.reshape(values, [words.shape[0], 4 * words.shape[1]]))
     if PINNED:
         values = pinned(values)
     return values
@@ -126,20 +126,20 @@ def pinned(x):
 
 @triton.jit
 @no_type_check
-def interleaved(x):
+def even_groups_first(x):
     """Return `x` [ROWS, columns] with its columns in another order: the even groups of 8 columns, then the odd groups.
 
     A thread loads 16 e4m3 codes in one word of 16 bytes, and stores their values in 16 bits, as two words, in shared
     memory. In the order of the columns, the first words of 8 threads would lie in every second word of a row, and
     threads would wait for each other's memory banks. In the new order these words are consecutive. Rows of fewer than
-    LEAST_INTERLEAVED columns have no such conflict and keep their order.
+    LEAST_REORDERED columns have no such conflict and keep their order.
 
     A product over the columns does not depend on their order, if both operands have the same order. `in_order` restores
     the order of a result.
     """
     ROWS: tl.constexpr = x.shape[0]
     COLUMNS: tl.constexpr = x.shape[1]
-    if COLUMNS >= LEAST_INTERLEAVED:
+    if COLUMNS >= LEAST_REORDERED:
         x = tl.permute(tl.reshape(x, [ROWS, COLUMNS // 16, 2, 8]), (0, 2, 1, 3))
         x = tl.reshape(x, [ROWS, COLUMNS])
     return x
@@ -148,10 +148,10 @@ def interleaved(x):
 @triton.jit
 @no_type_check
 def in_order(x):
-    """Return the columns of `x` [ROWS, columns], which are in the order of `interleaved`, in their own order."""
+    """Return the columns of `x` [ROWS, columns], which are in the order of `even_groups_first`, in their own order."""
     ROWS: tl.constexpr = x.shape[0]
     COLUMNS: tl.constexpr = x.shape[1]
-    if COLUMNS >= LEAST_INTERLEAVED:
+    if COLUMNS >= LEAST_REORDERED:
         x = tl.permute(tl.reshape(x, [ROWS, 2, COLUMNS // 16, 8]), (0, 2, 1, 3))
         x = tl.reshape(x, [ROWS, COLUMNS])
     return x

@@ -42,7 +42,7 @@ from ..integers import cdiv
 
 PROGRAMS = 4  # programs of the decode whose tile ranges one program of these kernels computes
 # (CHUNK, warps): the first shape whose CHUNK holds all requests, or the last shape. A program divides integers for each
-# place of a chunk, so a CHUNK that is larger than needed takes longer.
+# index of a chunk, also for an index without a request, so a CHUNK that is larger than needed takes longer.
 SHAPES = ((64, 1), (128, 1), (256, 4), (1024, 8))
 
 

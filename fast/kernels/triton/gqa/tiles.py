@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ...combine.states import LN_2, RowState
 from ..decode_tiles import SoftmaxStep, products, softmax_step
-from ..fp8 import e4m3_to, float32_to_e4m3, in_order, interleaved, pinned
+from ..fp8 import e4m3_to, even_groups_first, float32_to_e4m3, in_order, pinned
 from .records import Queries, RowKeys, TileKeys
 
 NO_KEY = tl.constexpr(2**31 - 1)  # larger than the index of any key
@@ -114,7 +114,7 @@ def _load_tile(base, boxes, source, tile_keys, block_stride, token_stride, colum
     """Load keys or values [TILE, COLUMNS] of a tile in `dtype`; keys that are not read, and padded columns, become 0.
 
     Memory without a token may hold NaN, and a probability of 0 times NaN is NaN. Keys that TMA loads are not replaced,
-    because their scores are masked.
+    because their scores are masked. Values that were e4m3 have the column order of `fp8.even_groups_first`.
     """
     if c.BULK_COPY:
         numbers = _copied_tile(boxes, source, tile_keys, c)
@@ -125,7 +125,7 @@ def _load_tile(base, boxes, source, tile_keys, block_stride, token_stride, colum
     if c.E4M3:
         numbers = e4m3_to(numbers, dtype, c.NATIVE)
         if VALUES:
-            numbers = interleaved(numbers)
+            numbers = even_groups_first(numbers)
         if c.PINNED_VALUES if VALUES else c.PINNED_KEYS:
             numbers = pinned(numbers)
     return numbers
