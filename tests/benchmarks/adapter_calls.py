@@ -73,7 +73,6 @@ def entries_of(backend: str) -> list[Entry]:
     if backend == "torch_varlen":
         import torch.nn.attention.varlen
 
-        torch_varlen._library.cache_clear()  # it keeps the function that the benchmark replaces
         return [Entry(torch.nn.attention.varlen, "varlen_attn")]
     if backend in PYTORCH_KERNELS:
         return [Entry(torch_sdpa, "scaled_dot_product_attention")]
@@ -82,7 +81,7 @@ def entries_of(backend: str) -> list[Entry]:
 
 @contextlib.contextmanager
 def recorded(entries: Sequence[Entry]) -> Iterator[list[Call]]:
-    """Record the calls of functions of a library while they run; yield the list, which the calls fill."""
+    """Record the calls of functions of a library; yield the list that the calls fill until the context ends."""
     calls: list[Call] = []
 
     def recording(function: Callable) -> Callable:
@@ -93,6 +92,9 @@ def recorded(entries: Sequence[Entry]) -> Iterator[list[Call]]:
         return call
 
     with contextlib.ExitStack() as stack:
+        # this adapter keeps the function of its library: let it look the function up now, and again afterwards
+        torch_varlen._library.cache_clear()
+        stack.callback(torch_varlen._library.cache_clear)
         for holder, name in entries:
             function = getattr(holder, name)
             setattr(holder, name, recording(function))

@@ -8,6 +8,8 @@ import types
 import pytest
 import torch
 
+from fast.backends.adapters import torch_varlen
+
 from ..benchmarks import adapter_calls
 from ..benchmarks.adapter_calls import Entry, in_the_library, measure, recorded
 
@@ -37,6 +39,15 @@ def test_the_same_calls_are_made_alone():
     assert library.attend is real and len(calls) == 2
     in_the_library("flash_attn_3", calls)()
     assert seen == [((1,), {"scale": 2}), ((3,), {})] * 2
+
+
+def test_nothing_is_recorded_afterwards():
+    """Let an adapter keep a recorded function -> it calls the function of the library itself afterwards."""
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    real = varlen.varlen_attn
+    with recorded(adapter_calls.entries_of("torch_varlen")):
+        assert torch_varlen._library().func is not real
+    assert torch_varlen._library().func is real is varlen.varlen_attn
 
 
 def test_a_call_that_is_not_recorded(monkeypatch):

@@ -226,24 +226,26 @@ def test_empty_batches(padded):
 # What reaches a result.
 
 
+def check_nan_stays(batch, requests, backend):
+    """Make all keys and values of one request NaN -> its output is NaN, and the other requests keep their bits."""
+    starts, block_size = batch.metadata.query_start_loc.tolist(), batch.kv_cache.shape[2]
+    before = attend(fast, batch, backend=backend)
+    assert before.out.isfinite().all()
+    for request in requests:
+        cache = batch.kv_cache.clone()
+        cache[:, sorted({slot // block_size for slot in batch.slots[request] if slot >= 0})] = torch.nan
+        state = attend(fast, replace(batch, kv_cache=cache), backend=backend)
+        rows = slice(starts[request], starts[request + 1])
+        assert state.out[rows].isnan().all()
+        state.out[rows], state.lse[:, rows] = before.out[rows], before.lse[:, rows]
+        assert_same_bits(state.out, before.out)
+        assert_same_bits(state.lse, before.lse)
+
+
 @pytest.mark.parametrize("config", [MHA, CONFIGS["all of them"]], ids=["plain", "all"])
 def test_nan_stays_in_its_request(config, padded):
-    """Make all keys and values of one request NaN -> the other requests keep their bits."""
-    batch = gqa_batch(config, LENS, 16, torch.float32, padding=1)
-    starts = batch.metadata.query_start_loc.tolist()
     for backend in (None, padded):
-        before = attend(fast, batch, backend=backend)
-        assert before.out.isfinite().all()
-        for request in (2, 7):
-            cache = batch.kv_cache.clone()
-            blocks = {slot // 16 for slot in batch.slots[request] if slot >= 0}
-            cache[:, sorted(blocks)] = torch.nan
-            state = attend(fast, replace(batch, kv_cache=cache), backend=backend)
-            rows = slice(starts[request], starts[request + 1])
-            assert state.out[rows].isnan().all()
-            state.out[rows], state.lse[:, rows] = before.out[rows], before.lse[:, rows]
-            assert_same_bits(state.out, before.out)
-            assert_same_bits(state.lse, before.lse)
+        check_nan_stays(gqa_batch(config, LENS, 16, torch.float32, padding=1), (2, 7), backend)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

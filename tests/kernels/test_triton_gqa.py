@@ -23,7 +23,16 @@ from reference.interfaces import COMPUTE_FORMAT, FP8_E4M3, NEUTRAL_SPLIT_RULE, D
 from reference.interfaces.gqa import GQAConfig
 from reference.planning.visible_lens import scheduled_lens
 
-from ..gqa.test_fast_attention import PACKED, SINKS_AND_CAP, attend, check_parity, doubled, packed_inputs, verdict
+from ..gqa.test_fast_attention import (
+    PACKED,
+    SINKS_AND_CAP,
+    attend,
+    check_nan_stays,
+    check_parity,
+    doubled,
+    packed_inputs,
+    verdict,
+)
 from ..gqa.test_fast_cache import written
 from ..support.backends import registered
 from ..support.factories import assert_same_bits
@@ -176,31 +185,29 @@ def test_bfloat16_queries_over_e4m3(size, triton):
 @runs
 @pytest.mark.parametrize("splits", [1, 3])
 def test_nan_stays_in_its_request(splits, triton, monkeypatch):
-    """Make all keys and values of one request NaN -> the other requests keep their bits."""
     monkeypatch.setattr(paged, "_num_splits", lambda *_: splits)
-    batch = gqa_batch(ALL, FEW, 16, torch.float32, padding=1)
-    starts = batch.metadata.query_start_loc.tolist()
-    before = attend(fast, batch, backend=triton)
-    assert before.out.isfinite().all()
-    for request in (2, 7) if ON_GPU else (1, 5):
-        cache = batch.kv_cache.clone()
-        cache[:, sorted({slot // 16 for slot in batch.slots[request] if slot >= 0})] = torch.nan
-        state = attend(fast, replace(batch, kv_cache=cache), backend=triton)
-        rows = slice(starts[request], starts[request + 1])
-        assert state.out[rows].isnan().all()
-        state.out[rows], state.lse[:, rows] = before.out[rows], before.lse[:, rows]
-        assert_same_bits(state.out, before.out)
-        assert_same_bits(state.lse, before.lse)
+    check_nan_stays(gqa_batch(ALL, FEW, 16, torch.float32, padding=1), (2, 7) if ON_GPU else (1, 5), triton)
+
+
+def launched(batch, plan, dtype):
+    """Return the arguments of a launch with a plan that may be malformed, and check its state against "torch"."""
+    given = (
+        batch.q, batch.kv_cache, plan.block_table, plan.seq_lens, plan.query_start_loc, plan.visible_lens, None,
+        plan.max_query_len, plan.max_seq_len, plan.max_seq_len, 0.1, None, None, None, dtype, None, None, False,
+        NEUTRAL_SPLIT_RULE,
+    )  # fmt: skip
+    wide = [each.double() if torch.is_tensor(each) and each.is_floating_point() else each for each in given]
+    wide = [torch.float64 if each is dtype else each for each in wide]
+    found = [paged.gqa_paged_attention(*given)]
+    found += [padded_kernels.gqa_paged_attention(*each) for each in (given, wide)]
+    verdict("gqa_paged_attention", *(fast.AttentionState(*state) for state in found))
+    return given
 
 
 @runs
 @pytest.mark.parametrize("lens", [((1, 33), (2, 20)), ((40, 130), (1, 20))], ids=["decodes", "a prefill"])
 def test_invalid_values_are_masked(lens, triton):
     """Attend with invalid blocks, lengths and offsets -> the states of the backend "torch", which masks these keys."""
-
-    def launch(arguments):
-        return padded_kernels.gqa_paged_attention(*arguments)
-
     batch = gqa_batch(MQA, lens, 16, torch.float32)
     batch = replace(batch, kv_cache=batch.kv_cache.nan_to_num())  # longer lengths attend memory without tokens
     plan = batch.metadata
@@ -210,16 +217,7 @@ def test_invalid_values_are_masked(lens, triton):
     beyond = plan.block_table.clone()
     beyond[:, 3:] = 2**30
     for changes in (dict(block_table=table), dict(block_table=beyond, **long), dict(seq_lens=plan.seq_lens * 0 - 3)):
-        changed = replace(plan, **changes)
-        given = (
-            batch.q, batch.kv_cache, changed.block_table, changed.seq_lens, changed.query_start_loc,
-            changed.visible_lens, None, changed.max_query_len, changed.max_seq_len, changed.max_seq_len, 0.1, None,
-            None, None, torch.float32, None, None, False, NEUTRAL_SPLIT_RULE,
-        )  # fmt: skip
-        wide = [each.double() if torch.is_tensor(each) and each.is_floating_point() else each for each in given]
-        wide = [torch.float64 if each is torch.float32 else each for each in wide]
-        found = [paged.gqa_paged_attention(*given), *map(launch, (given, wide))]
-        verdict("gqa_paged_attention", *(fast.AttentionState(*state) for state in found))
+        given = launched(batch, replace(plan, **changes), torch.float32)
     starts = torch.tensor([0, -5, 10**6], dtype=torch.int32)
     assert paged.gqa_paged_attention(*given[:4], starts, *given[5:])[0].shape == batch.q.shape
 

@@ -15,19 +15,17 @@ import torch
 
 import fast
 import reference
-from reference.interfaces import NEUTRAL_SPLIT_RULE
 from reference.interfaces.gqa import GQAConfig
 
-from ..gqa.test_fast_attention import attend, check_parity, doubled, verdict
+from ..gqa.test_fast_attention import check_nan_stays, check_parity, doubled, verdict
 from ..support.factories import assert_same_bits, offsets
 from ..support.gqa import gqa_batch
 from ..support.triton_mode import INTERPRETED, ON_GPU, run_in_interpreter, runs, starts_interpreter
-from .test_triton_gqa import on_device, triton  # noqa: F401  fixtures
+from .test_triton_gqa import launched, on_device, triton  # noqa: F401  fixtures
 
 if ON_GPU or INTERPRETED:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    from fast.kernels.torch import attention as padded_kernels
     from fast.kernels.triton.gqa import packed, paged, sizes
 
 PLAIN = GQAConfig(16, 2, 128)
@@ -102,18 +100,7 @@ def test_splits(name, triton, copies, monkeypatch):  # noqa: F811
 @runs
 @pytest.mark.parametrize("name", ["plain", "window and sinks"])
 def test_nan_stays_in_its_request(name, triton, copies):  # noqa: F811
-    """Make all keys and values of one request NaN -> the other requests keep their bits."""
-    batch = prompts(CONFIGS[name])
-    starts, before = batch.metadata.query_start_loc.tolist(), attend(fast, batch, backend=triton)
-    for request in (0, 2):
-        cache = batch.kv_cache.clone()
-        cache[:, sorted({slot // BLOCK for slot in batch.slots[request] if slot >= 0})] = torch.nan
-        state = attend(fast, replace(batch, kv_cache=cache), backend=triton)
-        rows = slice(starts[request], starts[request + 1])
-        assert state.out[rows].isnan().all()
-        state.out[rows], state.lse[:, rows] = before.out[rows], before.lse[:, rows]
-        assert_same_bits(state.out, before.out)
-        assert_same_bits(state.lse, before.lse)
+    check_nan_stays(prompts(CONFIGS[name]), (0, 2), triton)
     assert all(copies) and len(copies) == 3
 
 
@@ -127,17 +114,7 @@ def test_invalid_values_are_masked(copies):
     table[0, 1], table[2, 0] = 2**31 - 1, -7
     long = dict(seq_lens=plan.seq_lens + 10**6, visible_lens=plan.visible_lens + 10**6, max_seq_len=10**9)
     for changes in (dict(block_table=table), long, dict(seq_lens=plan.seq_lens * 0 - 3)):
-        changed = replace(plan, **changes)
-        given = (
-            batch.q, batch.kv_cache, changed.block_table, changed.seq_lens, changed.query_start_loc,
-            changed.visible_lens, None, changed.max_query_len, changed.max_seq_len, changed.max_seq_len, 0.1, None,
-            None, None, torch.float16, None, None, False, NEUTRAL_SPLIT_RULE,
-        )  # fmt: skip
-        wide = [each.double() if torch.is_tensor(each) and each.is_floating_point() else each for each in given]
-        wide = [torch.float64 if each is torch.float16 else each for each in wide]
-        found = [paged.gqa_paged_attention(*given)]
-        found += [padded_kernels.gqa_paged_attention(*each) for each in (given, wide)]
-        verdict("gqa_paged_attention", *(fast.AttentionState(*state) for state in found))
+        launched(batch, replace(plan, **changes), torch.float16)
     assert all(copies) and len(copies) == 3
 
 

@@ -68,3 +68,5 @@ def test_cascades(performance):
     text = cascades.cascade_table({"points": points, "largest_loss": 0.25})
     assert "| 2 | 64 | 0.50 to 0.80 | 1 of 2 | 25.0% |" in text and "| 2 | 256 | 3.00 to 3.00 | 1 of 1 | 0.0% |" in text
     assert "Of 3 points, 1 has a choice" in text and text.endswith("The largest loss is 25.00 %.")
+    later = cascades.cascade_table({"points": points, "largest_loss": 0.25, "choices": {"date": "2026-01-02"}})
+    assert later == f"{text} The choices are those of the sources of 2026-01-02; the times are older."
