@@ -257,7 +257,7 @@ def _launches(
         config, **projections, context_parallel=ranks, cache_format=cache_format, kv_scale=kv_scale,
         fp8_weights=fp8_weights, fp8_mode=fp8_mode, q_scale=q_scale, backend=backend,
     )  # fmt: skip
-    size = 1 if ownership is None else ownership.size
+    size, many = 1 if ownership is None else ownership.size, device_facts(device).processors // 2 + 1
     decoded = DecodeLayer(
         dataclasses.replace(config, num_heads=heads), device, dtype, block_size, cache_format, fp8_mode
     )
@@ -295,17 +295,16 @@ def _launches(
             projected = layer.project(hidden_states, positions)
             for out_dtype, output_scale in outputs:
                 memory = torch.empty(tokens + 1, local.num_heads, config.v_head_dim, dtype=out_dtype, device=device)
-                # The address of memory[1:] need not be a multiple of 16 bytes, like the output of prefills behind
-                # decodes. `forward` has launched the kernels for the other addresses, except for an output in e4m3.
+                # memory[1:] need not be aligned to 16 bytes, like the output of prefills behind decodes. `forward` has
+                # launched the kernels for other addresses, except for an output in e4m3.
                 for output in (memory[1:],) if output_scale is None else (memory[1:], memory[:-1]):
                     layer.forward_attention(*projected, kv_cache, plan, output, output_scale)
 
         launches.append(functools.partial(serve, None))
         if plan.num_decodes and scheduled:
-            programs = decoded.programs_and_costs(
-                max(query_lens), None, costs, backend, batch_invariant=False
-            ).num_programs
-            counts = {programs, *PLANNED_PROGRAMS.get(len(query_lens), ())}
+            found = decoded.programs_and_costs(max(query_lens), None, costs, backend, batch_invariant=False)
+            counts = {found.num_programs, *PLANNED_PROGRAMS.get(len(query_lens), ())}
+            counts |= {2 * many} if cache_format.layer_scale else set()  # for row blocks of 32 rows
             launches.extend(functools.partial(serve_planned, count) for count in sorted(counts - {0}))
         if plan.num_decodes and batch_invariant:
             schedule = DecodeSchedule(batch_invariant=True, split_rule=costs.split_rule)
@@ -354,8 +353,7 @@ def _launches(
         dequantize_entries(entries, cache_format, dtype, scale, backend=backend)
 
     # Triton compiles another variant of a kernel if a stride is divisible by 16. Some strides depend on the number of
-    # tokens, so there are batches of 1 and of 16 requests. Two long requests can have so many splits that the combine
-    # kernel uses its variant for several requests with many splits.
+    # tokens, so there are batches of 1 and of 16 requests. Two long requests can have many splits.
     for query_len in range(1, decode_threshold + 1):
         for requests in (1, 2, 16):
             step([query_len] * requests, [LONG_CONTEXT] * requests)
@@ -363,20 +361,22 @@ def _launches(
             step([query_len], [max(length, query_len)], scheduled=False)
         for requests in (MANY_REQUESTS, MANY_REQUESTS + 1):
             step([query_len] * requests, [query_len] * requests)
-        if cache_format.layer_scale:  # from this number of requests on, the decode may use larger tiles
-            requests = device_facts(device).processors // 2 + 1
-            step([query_len] * requests, [LONG_CONTEXT] * requests)
+        if cache_format.layer_scale:  # the decode has larger tiles for so many requests
+            step([query_len] * many, [LONG_CONTEXT] * many)
         if ranks is None and not batch_invariant:  # a builder plans cascades only in this case
             launches.extend(
                 functools.partial(cascade, max(2, -(-tokens // query_len)), prefix, query_len)
                 for tokens in CASCADE_TOKENS
                 for prefix in sorted({max(1, shared // block_size) * block_size for shared in CASCADE_PREFIXES})
             )
-    # `choose_path` may choose the absorbed path for a query above the threshold. A query of at least 17 tokens has more
-    # than 16 rows, whatever the number of heads, so its row blocks have more than 16 rows.
-    longer = max(decode_threshold + 1, 17)
-    for requests, length in ((1, LONG_CONTEXT), (16, LONG_CONTEXT), (64, longer)):
-        step([longer] * requests, [length] * requests, longer)
+    # `choose_path` may choose the absorbed path for a query above the threshold. A query of 17 tokens has more than 16
+    # rows for every number of heads. With many requests over e4m3, 17 to 32 rows have row blocks of 32 rows.
+    longer, wide = max(decode_threshold + 1, 17), 32 // heads
+    above = [(1, LONG_CONTEXT, longer), (16, LONG_CONTEXT, longer), (64, longer, longer)]
+    if cache_format.layer_scale and wide > decode_threshold:
+        above += [(many, LONG_CONTEXT, wide), (many, wide, wide)]
+    for requests, length, query_len in above:
+        step([query_len] * requests, [length] * requests, query_len)
     launches.extend(functools.partial(plan_many, requests) for requests in (65, 129, 300, 1100))
     launches.append(captured)
     for long_query in (16 * (decode_threshold // 16 + 1), 2 * decode_threshold + 1):

@@ -42,7 +42,7 @@ test of the named module plants. Other files write "pitfall 8" for entry 8 of th
 7   the tail of a request's last block holds NaN
     cache: test_gather; differential: test_unowned_bytes_reach_nothing; mutations: 0 x NaN
 8   the product of block id and stride overflows int32
-    cache, triton_memory, triton_decode, hopper_decode: test_offsets_beyond_32_bit; hopper_decode:
+    cache, triton_memory, triton_decode, triton_gqa_offsets, hopper_decode: test_offsets_beyond_32_bit; hopper_decode:
     test_parts_beyond_32_bit; batch: test_slot_mapping_is_64_bit
 9   reorg_kvcache is wrong with more than one chunk
     context_gather: test_reorg, test_gather_equals_one_rank, padding_taken_for_tokens

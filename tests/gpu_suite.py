@@ -15,7 +15,8 @@ Stages:
 - opcheck: `torch.library.opcheck` of every registered op on the GPU.
 - memcheck, racecheck: every registered op under the compute-sanitizer tool that has the name of the stage, with valid
   indices and with indices out of range. Without compute-sanitizer on PATH both stages are skipped.
-- main_job: `python -m fast` in float32, which compares the tokens of three implementations.
+- main_job: `python -m fast` in float32 for both attention families (MLA and grouped-query attention). It compares the
+  tokens of three implementations.
 - benchmarks: the benchmarks of one GPU.
 - between_gpus: with several GPUs, the tests and the benchmark of context parallelism over NCCL.
 
@@ -57,8 +58,8 @@ ANY_DEVICE = (
     "attention/test_rope.py", "cache/test_cache.py", "cache/test_fp8_formats.py", "gqa/test_fast_attention.py",
     "gqa/test_fast_cache.py", "gqa/test_fast_layer.py", "gqa/test_gqa_advance.py", "gqa/test_gqa_builder.py",
     "gqa/test_gqa_cascade_choice.py", "gqa/test_gqa_graphs.py", "gqa/test_gqa_local_attention.py",
-    "identities/test_identities.py",
-    "integrations/test_flash_mla.py", "interfaces/test_from_lens.py", "mla/test_block_sizes.py", "mla/test_builder.py",
+    "identities/test_identities.py", "integrations/test_flash_mla.py", "integrations/test_gqa_generate.py",
+    "integrations/test_gqa_models.py", "interfaces/test_from_lens.py", "mla/test_block_sizes.py", "mla/test_builder.py",
     "mla/test_cascade.py", "mla/test_fp8_layers.py", "mla/test_weights.py", "mla/test_workspaces.py",
     "mutations/test_mutations.py", "planning/test_advance.py", "planning/test_batch.py", "planning/test_schedule.py",
     "planning/test_schedule_choice.py", "planning/test_visible_lens.py", "twins/test_differential.py",
@@ -66,8 +67,8 @@ ANY_DEVICE = (
 )  # fmt: skip
 # Maps a slow test file to the number of processes that run its tests.
 SHARDS = {"test_hopper_decode.py": 16, "test_hopper_shapes.py": 8, "test_triton_scheduled_decode.py": 4,
-          "test_triton_fp8_decode.py": 4, "test_hopper_two_phases.py": 3, "test_triton_decode.py": 3,
-          "test_triton_fp8_modes.py": 3}  # fmt: skip
+          "test_triton_fp8_decode.py": 4, "test_triton_gqa.py": 4, "test_hopper_two_phases.py": 3,
+          "test_triton_decode.py": 3, "test_triton_fp8_modes.py": 3}  # fmt: skip
 # A test file with one of these texts runs compiled kernels, or asks whether there is a GPU.
 GPU_TEXTS = ("triton_mode", '"cuda"', "cuda.is_available", "Gluon")
 
@@ -185,16 +186,30 @@ def run_opcheck(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_main_job(args: argparse.Namespace) -> dict[str, Any]:
-    """Run `python -m fast` on the GPU: it compares ops with `reference`, and tokens of three implementations."""
+    """Run `python -m fast` on the GPU for both attention families.
+
+    The job compares ops with `reference`, and the tokens of three implementations.
+
+    Returns:
+        The result for MLA, with the result for grouped-query attention under the key "gqa". "ok" is True if both jobs
+        passed.
+    """
+    mla, gqa = _run_family(args), _run_family(args, "--family", "gqa")
+    return {**mla, "ok": mla["ok"] and gqa["ok"], "gqa": gqa}
+
+
+def _run_family(args: argparse.Namespace, *family: str) -> dict[str, Any]:
+    """Run `python -m fast` with the options `family`, and return its verdict, its parity table and its speeds."""
+    options = [*family, "--device", "cuda", "--dtype", "float32"]
     with tempfile.TemporaryDirectory() as folder:
         figures = Path(folder) / "figures.json"
-        options = ["--device", "cuda", "--dtype", "float32", "--json", str(figures), "--no-picture"]
-        status, output = run([sys.executable, "-m", "fast", *options], args.limit, Path(folder))
+        command = [sys.executable, "-m", "fast", *options, "--json", str(figures), "--no-picture"]
+        status, output = run(command, args.limit, Path(folder))
         print(output)
         if not figures.exists():
             return {"ok": False, "status": status, "said": output[-2000:]}
         found = json.loads(figures.read_text())
-    return {"ok": status == 0, "command": "python -m fast --device cuda --dtype float32", **{
+    return {"ok": status == 0, "command": " ".join(["python -m fast", *options]), **{
         key: found[key] for key in ("verdict", "parity", "speed")}}  # fmt: skip
 
 

@@ -269,7 +269,7 @@ def choose_step_backends(
     elif split > 0:
         choose("decode", decodes, metadata.decode, metadata.schedule)
     if end > split:
-        choose("prefill", prefills, metadata.prefill, None)
+        choose("prefill", prefills, metadata.prefill, metadata.prefill_schedule)
     scaled = call.cache_format.layer_scale
     ignoring = [
         (op, name) for _, op, name in chosen if scaled and "scales" not in backends.support_of(name, op).features

@@ -17,6 +17,7 @@ from reference.distributed.arguments import check_invariant_merge
 from reference.distributed.groups import ContextParallel
 from reference.interfaces import (
     COMPUTE_FORMAT,
+    UNDIVIDED,
     VISIBLE_LENS,
     CacheFormat,
     CommonAttentionMetadata,
@@ -89,8 +90,8 @@ class GQAMetadataBuilder:
             - a positive int: this number;
             - a function: it takes the length of the longest query in the decode and returns the number.
 
-        batch_invariant: if True, the decode output of a request does not depend on the other requests or on the number
-            of programs, bit for bit.
+        batch_invariant: if True, the output of a decode or a prefill does not depend on the other requests or on the
+            number of programs, bit for bit. Prefills then have `UNDIVIDED` as their schedule.
         context_parallel: groups of the ranks that share sequences, or None. With groups, `config` has all heads of the
             layer, the batches have the lengths of whole sequences and the slots of this rank, and no plan has a
             cascade.
@@ -243,6 +244,9 @@ class GQAMetadataBuilder:
             common, self.block_size, self.config, self.reorder_batch_threshold, self.query_len_support, False,
             self.ownership, self.cache_format, self.backend,
         )  # fmt: skip
+        if self.batch_invariant and planned.metadata.num_prefills > 0:
+            undivided = dataclasses.replace(planned.metadata, prefill_schedule=UNDIVIDED)
+            planned = planned._replace(metadata=undivided)
         if planned.metadata.num_decode_tokens == 0 or (fast_build and not self.batch_invariant):
             return planned.metadata
         return self._with_hints(planned, common_prefix_len, common)

@@ -32,7 +32,8 @@ from reference.interfaces.gqa import (
 
 from ..backends import BackendChoice
 from ..planning.decode_schedule import plan_decode
-from ..planning.visible_lens import _first_keys, _local_counts, compute_visible_lens, scheduled_lens
+from ..planning.owned_keys import first_keys, local_counts
+from ..planning.visible_lens import compute_visible_lens, scheduled_lens
 
 
 def plan_captured_gqa_decodes(
@@ -96,8 +97,8 @@ def plan_captured_gqa_decodes(
     )  # fmt: skip
     # the keys of whole sequences; each rank counts its own keys among them
     visible_lens = compute_visible_lens(starts, lens, tokens, graph=graph, backend=backend)
-    first_visible = _first_keys(visible_lens - 1, window, chunk, ownership)
-    visible_lens, seq_lens = _local_counts(visible_lens, ownership), _local_counts(lens, ownership)
+    first_visible = first_keys(visible_lens - 1, window, chunk, ownership)
+    visible_lens, seq_lens = local_counts(visible_lens, ownership), local_counts(lens, ownership)
     longest = common.max_seq_len if ownership is None else ownership.most(common.max_seq_len)
     query_start_loc = starts
     if graph is GraphSupport.ONE_QUERY_LEN:  # each request has `query_len` tokens, also a request of length 0

@@ -346,7 +346,7 @@ class GQAAttention(nn.Module):
         elif split > 0:
             attend(0, split, metadata.decode, metadata.schedule, of_decodes)
         if end > split:
-            attend(split, end, metadata.prefill, None, of_prefills)
+            attend(split, end, metadata.prefill, metadata.prefill_schedule, of_prefills)
 
     def _attend_new_keys(self, target: _Output, q: Tensor, k: Tensor, v: Tensor, metadata: GQAMetadata) -> None:
         """Attend the given keys and values in a step without a cache, with one call for decodes and prefills.

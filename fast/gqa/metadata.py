@@ -47,10 +47,13 @@ from reference.interfaces.gqa import (
 )
 
 from ..backends import BackendChoice, bind
+from ..backends.selection import for_part, name_for
 from ..planning.batch import split_decodes_and_prefills
 from ..planning.decode_schedule import plan_decode
 from ..planning.local_attention import make_local_attention_virtual_batches
-from ..planning.visible_lens import _first_keys, _local_counts, compute_visible_lens, scheduled_lens
+from ..planning.owned_keys import first_keys, local_counts
+from ..planning.visible_lens import compute_visible_lens, scheduled_lens
+from .schedule_programs import OP, ScheduledLayer, schedule_programs
 
 PLANNING_OPS = ("compute_visible_lens", "plan_decode")
 
@@ -66,6 +69,7 @@ def build_gqa_metadata(
     num_programs: int | None = None,
     schedule_costs: ScheduleCosts | None = None,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    dtype: torch.dtype = torch.bfloat16,
     *,
     backend: BackendChoice = None,
 ) -> GQAMetadata | EncoderMetadata:
@@ -85,14 +89,16 @@ def build_gqa_metadata(
         query_len_support: query lengths that the decode kernel supports.
         require_order: if True, a request that may decode behind a prefill is an error.
         ownership: the tokens that this context-parallel rank owns; None if one rank owns all tokens.
-        num_programs: number of programs of the schedule; 0 makes no schedule. None means 1, because no backend of this
-            package has programs for this family yet. A decode gets a schedule only if `choose_schedule` expects that
-            the schedule saves time.
+        num_programs: number of programs of the schedule; 0 makes no schedule. None takes the number that the backend
+            which attends the cache declares for the device (`OpSupport.schedule_programs`), or 1 if this backend
+            ignores schedules. A decode gets a schedule only if `choose_schedule` expects that the schedule saves time.
         schedule_costs: costs from which the schedule is computed; None means the defaults of `ScheduleCosts`.
-        cache_format: format of the cache. Layers with another format refuse the plan.
+        cache_format: format of the cache. It influences the schedule. Layers with another format refuse the plan.
+        dtype: dtype of queries and keys. It influences the schedule. A plan is valid for any dtype.
         backend: backend of the ops `compute_visible_lens` and `plan_decode`: a name, a mapping from op to backend name,
             or None. A name applies to the ops that the backend declares. For every other op, the backend is chosen
-            automatically (`fast.backends`).
+            automatically (`fast.backends`). A name or a mapping may also name the backend of `gqa_paged_attention`, or
+            of its part "gqa_decode", from which the number of programs follows.
 
     Returns:
         The plan, with its tensors on the device of `common`; an `EncoderMetadata` for layers without a cache.
@@ -112,13 +118,14 @@ def build_gqa_metadata(
             - the config has attention chunks, and the lengths are not on the CPU;
             - `require_order` is True, and a decode comes after a prefill.
         UnsupportedConfiguration: ranks share sequences, and the config has ALiBi or attention chunks; the cache format
-            is for the latent cache alone.
+            is for the latent cache alone; `num_programs` is None, and the named backend cannot attend the cache.
     """
     check_gqa_build(
-        config, block_size, decode_threshold, query_len_support, require_order, ownership, num_programs, cache_format
-    )
+        config, block_size, decode_threshold, query_len_support, require_order, ownership, num_programs, cache_format,
+        dtype,
+    )  # fmt: skip
     costs = check_schedule_costs(schedule_costs, "schedule_costs")
-    backend = bind(backend, PLANNING_OPS)
+    backend = bind(backend, (*PLANNING_OPS, OP))
     if not config.attention_type.cached:
         return _plan_encoder(common, config)
     planned = _plan(
@@ -126,7 +133,11 @@ def build_gqa_metadata(
     )
     if planned.metadata.num_decode_tokens == 0:
         return planned.metadata
-    return _with_schedule(planned, 1 if num_programs is None else num_programs, costs, backend=backend)
+    if num_programs is None:
+        layer = ScheduledLayer(config, common.block_table.device, dtype, block_size, cache_format, ownership)
+        named = name_for(OP, for_part(backend, "gqa_decode"))
+        num_programs = schedule_programs(layer, planned.metadata.decode.max_query_len, named)
+    return _with_schedule(planned, num_programs, costs, backend=backend)
 
 
 class _Planned(NamedTuple):
@@ -182,8 +193,8 @@ def _plan(
         visible = compute_visible_lens(starts, visible, tokens, backend=backend)
     first = None
     if config.sliding_window is not None:  # a virtual request has one attention chunk, so its keys begin at 0
-        first = _first_keys(visible - 1, config.sliding_window, None, ownership)
-    visible, lens = _local_counts(visible, ownership), _local_counts(batch.seq_lens, ownership)
+        first = first_keys(visible - 1, config.sliding_window, None, ownership)
+    visible, lens = local_counts(visible, ownership), local_counts(batch.seq_lens, ownership)
     query_lens = None if one_each else batch.query_start_loc_cpu.diff()
     parts = []
     for begin, end, row, stop in ((0, decodes, 0, decode_tokens), (decodes, requests, decode_tokens, tokens)):

@@ -20,11 +20,11 @@ from reference.interfaces import (
     check_ownership,
     check_tensor,
     check_type,
-    get_dcp_local_seq_lens,
 )
 
 from .. import backends
 from ..backends import BackendChoice
+from .owned_keys import first_keys, local_counts
 
 
 def compute_visible_lens(
@@ -131,7 +131,7 @@ def compute_first_visible(
     _check_sizes(sliding_window, attention_chunk_size)
     visible = compute_visible_lens(query_start_loc, seq_lens, num_tokens, graph=graph, backend=backend)
     check_ownership(ownership)
-    first = _first_keys(visible - 1, sliding_window, attention_chunk_size, ownership)
+    first = first_keys(visible - 1, sliding_window, attention_chunk_size, ownership)
     return torch.zeros_like(visible) if first is None else first
 
 
@@ -140,37 +140,6 @@ def _check_sizes(sliding_window: int | None, attention_chunk_size: int | None) -
     for name, size in (("sliding_window", sliding_window), ("attention_chunk_size", attention_chunk_size)):
         if size is not None:
             check_int(name, size)
-
-
-def _first_keys(
-    positions: Int32[Tensor, " X"],
-    sliding_window: int | None,
-    attention_chunk_size: int | None,
-    ownership: TokenOwnership | None,
-) -> Int32[Tensor, " X"] | None:
-    """Return the first key of query tokens as a new tensor; None without a window and attention chunks.
-
-    Args:
-        positions: position of each query token in its whole sequence; -1 for padding tokens.
-        sliding_window: number of keys in a window, or None.
-        attention_chunk_size: positions in an attention chunk, or None.
-        ownership: the tokens that this rank owns; the result then counts only keys of this rank.
-    """
-    first = None
-    if attention_chunk_size is not None:
-        first = positions.clamp(min=0)
-        first.sub_(first.remainder(attention_chunk_size))
-    if sliding_window is not None:
-        begin = positions.sub(sliding_window - 1).clamp_(min=0)
-        first = begin if first is None else torch.maximum(first, begin)
-    return None if first is None else _local_counts(first, ownership)
-
-
-def _local_counts(num_keys: Int32[Tensor, " X"], ownership: TokenOwnership | None) -> Int32[Tensor, " X"]:
-    """Return how many of the first `num_keys` keys of a sequence this rank owns."""
-    if ownership is None:
-        return num_keys
-    return get_dcp_local_seq_lens(num_keys, ownership.size, ownership.rank, ownership.interleave)
 
 
 def scheduled_lens(
@@ -203,9 +172,9 @@ def scheduled_lens(
     check_tensor("query_start_loc", query_start_loc, (seq_lens.shape[0] + 1,), (torch.int32,), seq_lens.device)
     check_ownership(ownership)
     _check_sizes(sliding_window, attention_chunk_size)
-    local = _local_counts(seq_lens, ownership)
+    local = local_counts(seq_lens, ownership)
     if sliding_window is None and attention_chunk_size is None:
         return local
     context = (seq_lens - query_start_loc.diff()).clamp_(min=0)  # position of the first query token
-    first = _first_keys(context, sliding_window, attention_chunk_size, ownership)
+    first = first_keys(context, sliding_window, attention_chunk_size, ownership)
     return local - first.div_(DECODE_TILE, rounding_mode="floor").mul_(DECODE_TILE)

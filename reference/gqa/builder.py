@@ -22,6 +22,7 @@ from ..distributed.arguments import check_invariant_merge
 from ..distributed.groups import ContextParallel
 from ..interfaces import (
     COMPUTE_FORMAT,
+    UNDIVIDED,
     CacheFormat,
     CommonAttentionMetadata,
     GraphSupport,
@@ -81,8 +82,8 @@ class GQAMetadataBuilder:
             - 0: no step gets a schedule;
             - an int above 0: this number;
             - a function: it takes the length of the longest decode query and returns the number.
-        batch_invariant: whether the decode gives a request the same bits in every batch and with every number of
-            programs.
+        batch_invariant: whether decodes and prefills give a request the same bits in every batch and with every number
+            of programs. Prefills then have `UNDIVIDED` as their schedule.
         context_parallel: the process groups of context parallelism, whose ranks share every sequence; None for one
             rank. With groups, `config` has all heads of the layer, a batch has the lengths of whole sequences and the
             slots of this rank, and no step has a cascade.
@@ -184,6 +185,9 @@ class GQAMetadataBuilder:
             common, self.block_size, self.config, self.reorder_batch_threshold, self.query_len_support, False,
             self.ownership, self.cache_format,
         )  # fmt: skip
+        if self.batch_invariant and planned.metadata.num_prefills > 0:
+            undivided = dataclasses.replace(planned.metadata, prefill_schedule=UNDIVIDED)
+            planned = planned._replace(metadata=undivided)
         if planned.metadata.num_decode_tokens == 0 or (fast_build and not self.batch_invariant):
             return planned.metadata
         return self._with_hints(planned, common_prefix_len, common)

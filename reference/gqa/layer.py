@@ -262,7 +262,8 @@ class GQAAttention(nn.Module):
         elif split > 0:
             parts.append((0, attend(q[:split], metadata.decode, metadata.schedule).out))
         if metadata.num_actual_tokens > split:
-            parts.append((split, attend(q[split : metadata.num_actual_tokens], metadata.prefill, None).out))
+            queries = q[split : metadata.num_actual_tokens]
+            parts.append((split, attend(queries, metadata.prefill, metadata.prefill_schedule).out))
         return parts
 
     def _attend_new_keys(self, q, k, v, metadata: GQAMetadata, out_dtype: torch.dtype) -> list[tuple[int, Tensor]]:

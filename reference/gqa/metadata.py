@@ -59,6 +59,7 @@ def build_gqa_metadata(
     num_programs: int | None = None,
     schedule_costs: ScheduleCosts | None = None,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> GQAMetadata | EncoderMetadata:
     """Plan one step for the layers of one config. A model whose layers differ needs one plan for each config.
 
@@ -111,6 +112,8 @@ def build_gqa_metadata(
             (in this package: 1).
         schedule_costs: costs from which the schedule is computed; None means the defaults of `ScheduleCosts`.
         cache_format: format of the cache. Layers with another format refuse the plan.
+        dtype: dtype of queries and keys, on which the number that suits the device can depend (in this package it does
+            not). A plan is valid for any dtype.
 
     Returns:
         The plan, with tensors on the device of `common`.
@@ -133,8 +136,9 @@ def build_gqa_metadata(
             is for the latent cache alone.
     """
     check_gqa_build(
-        config, block_size, decode_threshold, query_len_support, require_order, ownership, num_programs, cache_format
-    )
+        config, block_size, decode_threshold, query_len_support, require_order, ownership, num_programs, cache_format,
+        dtype,
+    )  # fmt: skip
     costs = check_schedule_costs(schedule_costs, "schedule_costs")
     if not config.attention_type.cached:
         return _plan_encoder(common, config)

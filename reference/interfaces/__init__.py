@@ -1,14 +1,12 @@
 """The types and checks that the packages `reference` and `fast` share: configs, plans, errors and argument checks.
 
-All docstrings write shapes with these letters:
+This package depends on torch and jaxtyping alone. All docstrings write shapes with these letters:
 
 - T: query tokens of all requests; B: requests; W: columns of a block table.
 - S, Sq and C: all tokens of a request, its query tokens, and its context (S - Sq).
 - H: hidden size; N: heads; Lq and Lkv: widths of the query latent and of the key/value latent.
 - P and R: in a query or key head, widths of the parts without and with rope (R may be 0); V: width of a value head.
 - Dv: width of an output; D: ranks that share each sequence; I: consecutive tokens that each rank owns in turn.
-
-This package depends on torch and jaxtyping alone.
 """
 
 from .advance_arguments import advanced_batch, check_advance, check_advance_values
@@ -102,6 +100,7 @@ from .decode_schedule import (
     DECODE_TILE,
     NEUTRAL_COSTS,
     NEUTRAL_SPLIT_RULE,
+    UNDIVIDED,
     DecodeSchedule,
     InvariantSplitRule,
     ScheduleChoice,
@@ -251,6 +250,7 @@ __all__ = [
     "NEUTRAL_SPLIT_RULE",
     "ONE_RANK",
     "PRESETS",
+    "UNDIVIDED",
     "VISIBLE_LENS",
     "AbsorbedWeights",
     "AttentionMetadataBuilder",

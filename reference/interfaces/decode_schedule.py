@@ -75,6 +75,7 @@ def invariant_split_rule(small_tiles: int, small_splits: int, large_tiles: int, 
 
 
 NEUTRAL_SPLIT_RULE = InvariantSplitRule(small_tiles=8, small_splits=16, large_tiles=32, max_splits=64)  # powers of two
+ONE_SPLIT_RULE = InvariantSplitRule(small_tiles=2, small_splits=1, large_tiles=2, max_splits=1)  # divides no request
 
 
 def invariant_split_tiles(num_tiles: int, split_rule: InvariantSplitRule) -> int:
@@ -186,6 +187,10 @@ class DecodeSchedule:
     split_offsets: Int32[Tensor, " offsets"] | None = None
     batch_invariant: bool = False
     split_rule: InvariantSplitRule = NEUTRAL_SPLIT_RULE
+
+
+# for batch-invariant prefills: no request is divided, so the programs of a kernel may have as many rows as is fast
+UNDIVIDED = DecodeSchedule(batch_invariant=True, split_rule=ONE_SPLIT_RULE)
 
 
 @dataclass(frozen=True)

@@ -248,6 +248,7 @@ def check_captured(captured: MLAMetadata | GQAMetadata, plan: MLAMetadata | GQAM
              ("decode.visible_lens", captured.decode.visible_lens, plan.decode.visible_lens)]  # fmt: skip
     if isinstance(plan, GQAMetadata):
         check(captured.config == plan.config, "captured.config", "the builder's config", "another config")
+        check(captured.prefill_schedule is None, "captured.prefill_schedule", "None", captured.prefill_schedule)
         check(captured.ownership == plan.ownership, "captured.ownership", f"{plan.ownership}, as in the builder",
               captured.ownership)  # fmt: skip
         if plan.decode.first_visible is not None:

@@ -57,7 +57,7 @@ from ..interfaces import (
 from ..planning.batch import split_decodes_and_prefills
 from ..planning.context_chunks import clamp_context_chunk, plan_context_chunks, rank_local_chunk
 from ..planning.decode_schedule import plan_decode
-from ..planning.visible_lens import _visible_lens, compute_visible_lens
+from ..planning.visible_lens import compute_visible_lens
 from .choose_path import choose_paths
 
 
@@ -194,7 +194,9 @@ def build_mla_metadata(
     prefill_starts = [start - decode_tokens for start in starts[decodes:]]
     decode_lens = _rank_local_decode_lens(common, decodes, common.max_seq_len, ownership)
     longest = common.max_seq_len if decodes == len(lengths) else max(lengths[:decodes], default=0)
-    visible = _visible_lens(starts[: decodes + 1], lengths[:decodes], ownership)
+    cpu = {"dtype": torch.int32, "device": "cpu"}
+    of_decodes = torch.tensor(starts[: decodes + 1], **cpu), torch.tensor(lengths[:decodes], **cpu)
+    visible = compute_visible_lens(*of_decodes, decode_tokens, ownership)
     seq_lens, kind, which = common.seq_lens[:decodes], MLAMetadata, {}
     longest_query = max(query_lens[:decodes], default=0)
     if ownership is not None:
@@ -215,7 +217,7 @@ def build_mla_metadata(
             seq_lens=seq_lens,
             query_start_loc=common.query_start_loc[: decodes + 1],
             max_query_len=longest_query,
-            visible_lens=torch.tensor(visible, dtype=torch.int32, device=device),
+            visible_lens=visible.to(device),
             max_seq_len=longest,
             block_size=block_size,
             mask=decode_mask(longest_query, ownership),

@@ -282,6 +282,34 @@ def test_suite_runs_every_file(gpu_files_only, monkeypatch):
     assert len({file.name for file in files}) == len(files), "two test files have the same name"
 
 
+def test_main_job_runs_both_families(monkeypatch):
+    """Run the main job with planted results -> both families run in float32, and both must pass."""
+    statuses, called = {"mla": 0, "gqa": 0}, []
+
+    def planted(command, limit, cwd):
+        family = "gqa" if "gqa" in command else "mla"
+        called.append(command)
+        if (status := statuses[family]) != 2:
+            figures = {"verdict": family, "parity": [], "speed": {}, "cache": {}}
+            Path(command[command.index("--json") + 1]).write_text(json.dumps(figures))
+        return status, f"said by {family}"
+
+    monkeypatch.setattr(gpu_suite, "run", planted)
+    args = SimpleNamespace(limit=1.0)
+    wanted = {"ok": True, "command": "python -m fast --device cuda --dtype float32", "verdict": "mla", "parity": [],
+              "speed": {}}  # fmt: skip
+    gqa = {**wanted, "command": "python -m fast --family gqa --device cuda --dtype float32", "verdict": "gqa"}
+    assert gpu_suite.run_main_job(args) == {**wanted, "gqa": gqa}
+    assert [[word for word in command if word in ("gqa", "cuda", "float32")] for command in called] == [
+        ["cuda", "float32"], ["gqa", "cuda", "float32"]]  # fmt: skip
+    for family, status in (("mla", 1), ("gqa", 1), ("mla", 2), ("gqa", 2)):
+        statuses |= {"mla": 0, "gqa": 0, family: status}
+        found = gpu_suite.run_main_job(args)
+        assert not found["ok"] and found["gqa"]["ok"] == (family == "mla")
+        failed = found if family == "mla" else found["gqa"]
+        assert status != 2 or (failed["status"], failed["said"]) == (2, f"said by {family}")
+
+
 def test_time_limit():
     status, said = commands.run([sys.executable, "-c", "import time; time.sleep(60)"], 0.5)
     assert status == 124 and "ran longer than" in said

@@ -6,15 +6,21 @@ dispatch. It replays the recorded kernel launches with the new tensors.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import fast
 from fast.backends import checked_calls
 from fast.backends.repeated_launches import Launches
-from reference.interfaces import E4M3, MLAConfig
+from reference.interfaces import COMPUTE_FORMAT, E4M3, FP8_E4M3, MLAConfig
+from reference.interfaces.gqa import GQAConfig
 
 from ..support.factories import make_batch, make_layer, make_weights
+from ..support.gqa import CONFIGS
+from ..twins.test_gqa_ops import paged_samples, varlen_samples
+from ..twins.test_gqa_ops import samples as gqa_samples
 from ..twins.test_ops import samples
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -28,12 +34,41 @@ def on_the_gpu(default_device):
 
 
 def launch_functions():
-    """Return a mapping from op to launch function, for all ops of MLA whose repeated calls skip checks."""
-    named = {str(each._dispatched): each._launch for each in checked_calls._ALL_CALLS
-             if isinstance(each, checked_calls.CheckedCalls)}  # fmt: skip
-    # On a GPU, PyTorch functions serve grouped-query attention. There is no launch of a kernel to record.
-    return {name: launch for name, launch in named.items()
-            if name.split(".")[1].removesuffix("_out") not in fast.backends.GQA_OPS}  # fmt: skip
+    """Return a mapping from op to launch function, for all ops whose repeated calls skip checks."""
+    return {str(each._dispatched): each._launch for each in checked_calls._ALL_CALLS
+            if isinstance(each, checked_calls.CheckedCalls)}  # fmt: skip
+
+
+def all_samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
+    """Return arguments of every op of both attention families.
+
+    For grouped-query attention, `gqa_samples` has no schedules and no head dim whose tiles TMA, the GPU's bulk copy
+    engine, can load. This function adds calls with every kind of schedule, and prompts with such a head dim.
+    """
+    config = GQAConfig(16, 2, 128)
+    featured = replace(CONFIGS["all of them"], alibi_slopes=None)  # a call with ALiBi slopes is not replayed
+    decodes, prompts = ((1, 300), (2, 67), (1, 33)), ((40, 130), (1, 20), (33, 33))
+    lens = torch.tensor([length for _, length in decodes], dtype=torch.int32)
+    schedules = (
+        None,
+        fast.DecodeSchedule(None, None, True),
+        fast.plan_decode(lens, 3),
+        fast.plan_decode(lens, 3, batch_invariant=True),
+    )
+    paged = [paged_samples(dtype, config, dtype, COMPUTE_FORMAT, decodes, 64, schedule) for schedule in schedules]
+    paged += [paged_samples(dtype, featured, dtype, each) for each in (COMPUTE_FORMAT, FP8_E4M3)]
+    paged.append(paged_samples(dtype, config, dtype, COMPUTE_FORMAT, prompts, 64))
+    packed = [varlen_samples(dtype, featured, dtype), varlen_samples(dtype, config, dtype, prompts)]
+    found = samples(dtype) | gqa_samples(dtype)
+    for name, more in (("mla_twins::gqa_paged_attention", paged), ("mla_twins::gqa_varlen_attention", packed)):
+        found[name] += more
+        found[f"{name}_out"] += [(*given[:-1], torch.zeros(given[0].shape, dtype=dtype), given[-1]) for given in more]
+    return found
+
+
+def has_slopes(arguments: tuple) -> bool:
+    """Return whether the arguments of an op contain ALiBi slopes, which are a list of floats."""
+    return any(isinstance(each, list) and each and isinstance(each[0], float) for each in arguments)
 
 
 def copied(arguments: tuple) -> tuple:
@@ -47,8 +82,10 @@ def copied(arguments: tuple) -> tuple:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_every_op_is_replayed(dtype):
     """Make five calls of each op with equal shapes and new values -> the same bits as without replays."""
-    found, replayed = launch_functions(), set()
-    for name, many in samples(dtype).items():
+    from fast.kernels.triton.gqa.sizes import DIRECT_GENERATIONS  # needs Triton
+
+    found, replayed, copied_in_bulk = launch_functions(), set(), set()
+    for name, many in all_samples(dtype).items():
         function = found.get(name.replace("::", "."))
         if function is None:
             continue
@@ -66,10 +103,17 @@ def test_every_op_is_replayed(dtype):
                     assert not isinstance(old, torch.Tensor) or torch.equal(comparable(old), comparable(new)), name
             # A Hopper decode is not replayed if it must copy queries whose rows are not aligned to 16 bytes. A call
             # without a launch is not replayed either: `quantize_entries` without scales calls only PyTorch functions.
-            own = launches.compiled and launches.no_replay != "aten.clone.default"
+            # ALiBi slopes are kept on the GPU between calls, so their tensor is neither an input nor a new tensor.
+            known = ["aten.clone.default"] + ["a tensor of unknown origin"] * has_slopes(arguments)
+            own = launches.compiled and launches.no_replay not in known
             assert launches.replay is not None or not own, (name, launches.no_replay)
-            replayed |= {name} if launches.replay is not None else set()
+            if launches.replay is not None:
+                replayed.add(name)
+                copied_in_bulk |= {name} if any(each._described for each in launches.replay._launches) else set()
     assert len(replayed) == len(found), sorted(replayed)
+    if dtype == torch.bfloat16 and torch.cuda.get_device_capability()[0] in DIRECT_GENERATIONS:
+        attention = {f"mla_twins::gqa_{op}_attention{out}" for op in ("paged", "varlen") for out in ("", "_out")}
+        assert attention <= copied_in_bulk
 
 
 def comparable(x: torch.Tensor) -> torch.Tensor:

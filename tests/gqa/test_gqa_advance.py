@@ -4,6 +4,10 @@
 one query token. The window of each request moves with its tokens, and so does its attention chunk. Before each step,
 the blocks that the window or the attention chunk no longer reaches are freed: their table entries are no blocks
 (NO_BLOCKS), and their numbers in the cache are NaN.
+
+Of the GPU backends of `fast`, only "torch" supports float64. On a GPU, `fast` therefore runs in float32 and bfloat16,
+which the Triton kernels serve. `check_outputs` compares the outputs with `reference` in float64, within the budgets of
+`fast.parity`.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+import reference
+from fast.parity import compare
 from reference.interfaces import CommonAttentionMetadata, GraphSupport, TokenOwnership
 from reference.interfaces.gqa import CrossAttentionBatch
 
@@ -36,18 +42,33 @@ CONFIGS = {name: ORDINARY[name] for name in NAMES} | CHUNKS
 
 
 class Loop:
-    """Decode steps of one layer: embed the tokens, attend, and take the most likely token of each request."""
+    """Decode steps of one layer: embed the tokens, attend, and take the most likely token of each request.
 
-    def __init__(self, ops, config, programs):
+    Args:
+        ops: the package.
+        config: config of the layer.
+        programs: number of programs of the schedule.
+        dtype: dtype of the layer.
+        rounded: dtype to which all numbers are rounded first; None means `dtype`.
+
+    Attributes:
+        ids: the tokens that each step of the last run embedded.
+    """
+
+    def __init__(self, ops, config, programs, dtype=torch.float64, rounded=None):
         torch.manual_seed(7)
-        self.ops, self.config = ops, config
-        sinks = torch.randn(config.num_heads, dtype=torch.float64) if config.attention_sinks else None
-        self.step = GQAStep.of(ops, config, len(LENS) * WIDTH, torch.float64, sinks, BLOCK)
+
+        def random(*shape):
+            return torch.randn(*shape, dtype=torch.float64).to(rounded or dtype).to(dtype)
+
+        self.ops, self.config, self.ids = ops, config, []
+        sinks = random(config.num_heads) if config.attention_sinks else None
+        self.step = GQAStep.of(ops, config, len(LENS) * WIDTH, dtype, sinks, BLOCK)
         self.table = torch.randperm(len(LENS) * WIDTH).view(len(LENS), WIDTH).int()
-        self.embedding = torch.randn(VOCABULARY, width_of(config), dtype=torch.float64)
-        self.context = torch.randn_like(self.step.kv_cache)
+        self.embedding = random(VOCABULARY, width_of(config))
+        self.context = random(*self.step.kv_cache.shape)
         self.builder = ops.GQAMetadataBuilder(
-            config, BLOCK, BLOCK * WIDTH, len(LENS), num_programs=programs, dtype=torch.float64
+            config, BLOCK, BLOCK * WIDTH, len(LENS), num_programs=programs, dtype=dtype
         )
 
     def sample(self, hidden):
@@ -62,12 +83,17 @@ class Loop:
                 self.step.kv_cache[:, int(self.table[request, column])] = torch.nan
                 table[request, column] = freed[request, column]
 
-    def from_host(self, steps, captured=True):
-        """Run steps whose batches are made on the host from the lengths; return the outputs and the plans."""
+    def from_host(self, steps, captured=True, ids_of_steps=None):
+        """Run steps whose batches are made on the host from the lengths; return the outputs and the plans.
+
+        Without `ids_of_steps`, each step embeds the tokens that the step before sampled.
+        """
         self.step.kv_cache.copy_(self.context)
         build = self.builder.build_for_cudagraph_capture if captured else lambda common: self.builder.build(0, common)
-        lens, ids, outputs, plans = list(LENS), list(IDS), [], []
-        for _ in range(steps):
+        lens, ids, outputs, plans, self.ids = list(LENS), list(IDS), [], [], []
+        for number in range(steps):
+            ids = ids if ids_of_steps is None else ids_of_steps[number]
+            self.ids.append(ids)
             table = self.table.clone()
             self.free(table, lens)
             common = CommonAttentionMetadata.from_lens([1] * len(lens), lens, table, BLOCK)
@@ -89,10 +115,12 @@ class Loop:
             max_seq_len=BLOCK * WIDTH,
         )  # fmt: skip
         ids, positions, outputs, plans = torch.tensor(IDS), (common.seq_lens.long() - 1).clamp(min=0), [], []
+        self.ids = []
         options = {"graph": GraphSupport.ANY} if self.ops.__name__ == "fast" else {}
         for _ in range(steps):
             self.free(table, lens)
             plan = self.builder.build_for_cudagraph_capture(common)
+            self.ids.append(ids.tolist())
             hidden = self.step(self.embedding[ids], positions, plan)
             outputs.append(hidden)
             # the next step overwrites the lengths, blocks, offsets and slots that the plan shares with the batch
@@ -103,38 +131,66 @@ class Loop:
         return outputs, plans
 
 
+def dtypes_of(ops, everything):
+    """Return the dtypes in which a test runs a package; on a CPU only float64 unless `everything` is True."""
+    if ops is reference:
+        return (torch.float64,)
+    lower = (torch.float32, torch.bfloat16)
+    if torch.get_default_device().type != "cpu":
+        return lower
+    return (torch.float64, *lower) if everything else (torch.float64,)
+
+
+def check_outputs(loop, outputs, dtype):
+    """Assert that the outputs of a run of `fast` are within the budget; `reference` embeds the same tokens."""
+    runs = [Loop(reference, loop.config, 0, wide, dtype) for wide in (dtype, torch.float64)]
+    low, gold = (torch.cat(run.from_host(STEPS, ids_of_steps=loop.ids)[0]) for run in runs)
+    parity = compare("steps", torch.cat(outputs), low, gold)
+    assert parity.passed, parity
+
+
 @pytest.mark.parametrize("programs", [0, 3])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_steps(ops, name, programs):
     """k steps on the device give the bits of k steps from the host; window and attention chunk follow the tokens."""
-    loop = Loop(ops, CONFIGS[name], programs)
-    wanted, plans = loop.from_host(STEPS)
-    found, advanced = loop.on_device(STEPS)
-    for one, other, plan, own in zip(wanted, found, plans, advanced, strict=True):
-        assert_same_bits(other, one)
-        for field in ("seq_lens", "visible_lens", "first_visible", "block_table", "query_start_loc"):
-            same(getattr(own.decode, field), getattr(plan.decode, field), field)
-        same(own.schedule, plan.schedule)
-        same(own.slot_mapping, plan.slot_mapping)
-    if name == "window of a page":
-        assert [int(plan.decode.first_visible[3]) for plan in advanced] == [17, 18, 19, 20, 21, 22]
-        assert [plan.decode.block_table[4, 0] < 0 for plan in advanced] == [True] * 6, "no block was freed"
-    if name == "chunks of a page":
-        assert [int(plan.decode.first_visible[0]) for plan in advanced] == [0, 0, 0, 16, 16, 16]
+    for dtype in dtypes_of(ops, name == "chunks and a window"):
+        loop = Loop(ops, CONFIGS[name], programs, dtype)
+        wanted, plans = loop.from_host(STEPS)
+        found, advanced = loop.on_device(STEPS)
+        for one, other, plan, own in zip(wanted, found, plans, advanced, strict=True):
+            assert_same_bits(other, one)
+            for field in ("seq_lens", "visible_lens", "first_visible", "block_table", "query_start_loc"):
+                same(getattr(own.decode, field), getattr(plan.decode, field), field)
+            same(own.schedule, plan.schedule)
+            same(own.slot_mapping, plan.slot_mapping)
+        if name == "window of a page":
+            assert [int(plan.decode.first_visible[3]) for plan in advanced] == [17, 18, 19, 20, 21, 22]
+            assert [plan.decode.block_table[4, 0] < 0 for plan in advanced] == [True] * 6, "no block was freed"
+        if name == "chunks of a page":
+            assert [int(plan.decode.first_visible[0]) for plan in advanced] == [0, 0, 0, 16, 16, 16]
+        if dtype != torch.float64:
+            check_outputs(loop, found, dtype)
 
 
 @pytest.mark.parametrize("name", CHUNKS)
 def test_captured_attention_chunks(ops, name):
     """Steps with captured plans give the results of steps with virtual requests, for the same freed blocks."""
-    loop = Loop(ops, CONFIGS[name], 0)
-    wanted, virtual = loop.from_host(STEPS, captured=False)
-    found, captured = loop.on_device(STEPS)
-    for one, other in zip(found, wanted, strict=True):
-        assert_close64(one, other)
-    for one, other in zip(captured, virtual, strict=True):
-        assert one.decode.block_table.shape[1] == WIDTH and other.decode.block_table.shape[1] < WIDTH
-    whole = Loop(ops, replace(CONFIGS[name], attention_chunk_size=None), 0)
-    assert any((one - other).abs().max() > 0.1 for one, other in zip(whole.from_host(STEPS)[0], wanted, strict=True))
+    for dtype in dtypes_of(ops, name == "chunks and a window"):
+        loop = Loop(ops, CONFIGS[name], 0, dtype)
+        wanted, virtual = loop.from_host(STEPS, captured=False)
+        if dtype == torch.float64:
+            found, captured = loop.on_device(STEPS)
+            for one, other in zip(found, wanted, strict=True):
+                assert_close64(one, other)
+        else:  # results that differ by rounding may sample other tokens, so each run is compared with `reference`
+            check_outputs(loop, wanted, dtype)
+            found, captured = loop.on_device(STEPS)
+            check_outputs(loop, found, dtype)
+        for one, other in zip(captured, virtual, strict=True):
+            assert one.decode.block_table.shape[1] == WIDTH and other.decode.block_table.shape[1] < WIDTH
+        whole = Loop(ops, replace(CONFIGS[name], attention_chunk_size=None), 0, dtype)
+        outputs = whole.from_host(STEPS)[0]
+        assert any((one - other).abs().max() > 0.1 for one, other in zip(outputs, wanted, strict=True))
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 70)), min_size=1, max_size=5), st.integers(1, 30),

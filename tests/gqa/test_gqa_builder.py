@@ -91,8 +91,7 @@ def test_plan(lens, name, threshold, uniform):
     for ops in (reference, fast):
         torch.manual_seed(0)
         batch = make_batch(*lens, padding=2)
-        support = UNIFORM if uniform else VARLEN
-        plan = ops.build_gqa_metadata(batch.common, 16, config, threshold, support)
+        plan = ops.build_gqa_metadata(batch.common, 16, config, threshold, (VARLEN, UNIFORM)[uniform], num_programs=2)
         assert plan.slot_mapping is batch.common.slot_mapping
         plans.append(check_plan(plan, batch, config, threshold, uniform))
     same(*plans)
@@ -142,12 +141,12 @@ def test_order_required(ops, plain_errors):
 @given(batches(), st.booleans(), st.booleans(), st.sampled_from([1, 2, 17]))
 def test_orders_agree(lens, uniform, local, threshold):
     """Both packages require the same order of requests, and give the same plan or the same error."""
-    found, config = [], LOCAL if local else WINDOW
+    found, config, support = [], LOCAL if local else WINDOW, (VARLEN, UNIFORM)[uniform]
     for ops in (reference, fast):
         torch.manual_seed(0)
         common = make_batch(*lens).common
         try:
-            found.append(ops.build_gqa_metadata(common, 16, config, threshold, UNIFORM if uniform else VARLEN, True))
+            found.append(ops.build_gqa_metadata(common, 16, config, threshold, support, True, num_programs=2))
         except ValueError as error:
             found.append(str(error))
     same(*found)
@@ -248,8 +247,8 @@ def test_builders_agree(lens, name, programs, invariant, fast_build, drafted, ex
     same(*plans)
     decodes = plans[0].num_decode_tokens > 0
     assert (decodes and invariant) or plans[0].schedule is None or not fast_build
-    if invariant and decodes:
-        assert plans[0].schedule.batch_invariant
+    assert not (invariant and decodes) or plans[0].schedule.batch_invariant
+    assert (plans[0].prefill_schedule is not None) == (invariant and plans[0].num_prefills > 0)
     if decodes and programs > 1 and not fast_build:
         lens = wanted_scheduled(CONFIGS[name], lens[0], seq_lens)[: plans[0].num_decodes]
         assert plans[0].schedule_choice.total_tiles == sum(-(-length // 64) for length in lens if length)
@@ -499,6 +498,7 @@ BAD = {  # arguments of `build_gqa_metadata`, and the error
                    "interleave: expected a divisor of the block size 16, got 3"),
     "programs": ({"num_programs": -1}, ValueError, "num_programs: expected an int >= 0 or None, got -1"),
     "costs": ({"schedule_costs": 3}, TypeError, "schedule_costs: expected a ScheduleCosts or None, got int"),
+    "dtype": ({"dtype": torch.int32}, ValueError, "dtype: expected one of"),
     "chunk": ({"config": replace(PLAIN, attention_chunk_size=24)}, ValueError,
               "config.attention_chunk_size: expected a multiple of the block size 16, got 24"),
     "format": ({"cache_format": FP8_DS_MLA}, UnsupportedConfiguration,

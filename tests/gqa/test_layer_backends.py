@@ -21,6 +21,7 @@ from reference.interfaces import (
     COMPUTE_FORMAT,
     E4M3,
     FP8_E4M3,
+    UNDIVIDED,
     DecodeSchedule,
     UnsupportedConfiguration,
 )
@@ -204,6 +205,20 @@ def test_a_kernel_that_is_not_batch_invariant():
         )
         layer = new_layer(batch, backend="other", **ones(batch))
         layer(*tokens_of(batch), batch.kv_cache, replace(plan, schedule=None))
+
+
+def test_prefills_that_are_not_batch_invariant():
+    """Plan batch-invariant prefills for a kernel that is not -> refused; another backend serves the plan."""
+    batch = step_batch()
+    plan = replace(gqa_step(batch, 0), prefill_schedule=UNDIVIDED)
+    with registered(declaring("other", batch_invariant=False)):
+        for backend in ("other", {"gqa_prefill": "other"}):
+            layer = new_layer(batch, backend=backend)
+            check_refused(layer, batch, plan, UnsupportedConfiguration, "other: is not batch-invariant$")
+    found = new_layer(batch)(*tokens_of(batch), batch.kv_cache.clone(), plan)
+    assert_same_bits(found, new_layer(batch)(*tokens_of(batch), batch.kv_cache.clone(), gqa_step(batch, 0)))
+    wrong = replace(plan, prefill_schedule=DecodeSchedule(batch_invariant=True))
+    check_refused(new_layer(batch), batch, wrong, ValueError, "^metadata.prefill_schedule: expected None or UNDIVIDED")
 
 
 def test_a_write_that_is_refused():

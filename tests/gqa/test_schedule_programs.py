@@ -1,4 +1,4 @@
-"""Tests of the number of programs that a builder of grouped-query attention takes from the backend of its layers."""
+"""Tests of the number of programs that plans of grouped-query attention take from the backend of the layers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fast
+import reference
 from fast.backends import Backend
 from fast.backends.own import CPU
 from reference.interfaces import COMPUTE_FORMAT, FP8_E4M3, UnsupportedConfiguration
@@ -44,6 +45,37 @@ def test_programs_of_the_backend(plain_errors):
         builder.build_for_cudagraph_capture(batch)
     with pytest.raises(ValueError, match="^schedule_programs: expected a function or "):
         replace(declared, schedule_programs=5)
+
+
+def test_programs_of_a_plan(plain_errors):
+    """Plan ragged decodes without `num_programs` -> the schedule has the programs that the backend declares.
+
+    The backend gets the dtype of the call. Without such a backend, and in `reference`, the number is 1.
+    """
+    asked = []
+
+    def programs(*arguments):
+        asked.append(arguments)
+        return 5
+
+    config, batch = GROUPED, make_batch([1] * 6, [8000, 9, 100, 40, 1, 64]).common
+    declared = replace(CPU.ops["gqa_paged_attention"], schedule_programs=programs)
+    with registered(Backend("planned", 1, "cpu", {"gqa_paged_attention": declared})):
+        plan = fast.build_gqa_metadata(batch, 16, config, dtype=torch.float32)
+        assert plan.schedule_choice.planned and plan.schedule.tile_ranges.shape == (5, 5)
+        given = torch.device("cpu"), torch.float32, config.num_heads, config.num_kv_heads, config.head_dim, 16, 1
+        assert asked == [(*given, COMPUTE_FORMAT)]
+        for choice in ("planned", {"gqa_decode": "planned"}, {"gqa_paged_attention": "planned"}):
+            named = fast.build_gqa_metadata(batch, 16, config, dtype=torch.float32, backend=choice)
+            assert named.schedule.tile_ranges.shape == (5, 5)
+        assert fast.build_gqa_metadata(batch, 16, config, num_programs=3).schedule.tile_ranges.shape == (3, 5)
+        assert fast.build_gqa_metadata(batch, 16, config, num_programs=0).schedule is None
+        assert fast.build_gqa_metadata(batch, 16, config, backend="cpu").schedule_choice.num_programs == 1
+        assert len(asked) == 2  # one call for the automatic choice, and one call for the named backend
+    for ops in (reference, fast):
+        assert ops.build_gqa_metadata(batch, 16, config).schedule_choice.num_programs == 1
+    with pytest.raises(UnsupportedConfiguration, match="^torch: serves device cuda, got cpu"):
+        fast.build_gqa_metadata(batch, 16, config, backend={"gqa_paged_attention": "torch"})
 
 
 @pytest.mark.parametrize("query_len", [1, 2, 30])

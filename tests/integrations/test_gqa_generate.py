@@ -23,10 +23,10 @@ from ..support.gqa_models import (
     GREEDY,
     HEAD_DIM,
     SOURCE,
-    VOCAB,
     build,
     call_of,
     inputs_of,
+    random_ids,
     served,
     stock,
     stock_tokens,
@@ -59,13 +59,13 @@ def test_generate_gives_the_same_tokens(kind, mode, ops):
 def test_prompt_lookup(kind, ops):
     """Guess tokens from the prompt and crop wrong guesses from the cache, beyond a window or an attention chunk."""
     torch.manual_seed(3)
-    ids = torch.randint(1, VOCAB, (1, 9)).repeat(1, 4)
+    ids = random_ids(1, 9).repeat(1, 4)
     inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids), prompt_lookup_num_tokens=3, **GREEDY)
     assert torch.equal(tokens_of(served(kind, ops), kind, **inputs), tokens_of(stock(kind), kind, **inputs))
 
 
 def test_assisted_generation(ops):
-    ids = torch.randint(1, VOCAB, (1, CHUNK + 3))
+    ids = random_ids(1, CHUNK + 3)
     inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids), **GREEDY)
     expected = tokens_of(stock("llama"), "llama", **inputs)
     for assistant in (build("qwen3", seed=3), served("qwen3", ops)):
@@ -77,12 +77,12 @@ def test_assisted_generation(ops):
 def test_generate_continues_from_a_passed_cache(kind, ops):
     def conversation(model):
         torch.manual_seed(1)
-        ids, mask = torch.randint(1, VOCAB, (2, 14)), torch.ones(2, 14, dtype=torch.long)
+        ids, mask = random_ids(2, 14), torch.ones(2, 14, dtype=torch.long)
         mask[1, :3] = 0
         cache = DynamicCache(config=model.config)
         for _ in range(2):
             ids = model.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
-            ids = torch.cat((ids, torch.randint(1, VOCAB, (2, 4))), dim=1)
+            ids = torch.cat((ids, random_ids(2, 4)), dim=1)
             mask = torch.cat((mask, mask.new_ones(2, ids.shape[1] - mask.shape[1])), dim=1)
         return ids, cache.get_seq_length()
 
@@ -124,7 +124,7 @@ def test_an_assistant_with_a_window_and_a_generated_padding_token(ops):
     versions of transformers hide no token, so that every assistant is served.
     """
     torch.manual_seed(9)
-    ids = torch.randint(1, VOCAB, (1, BLOCK + 3))
+    ids = random_ids(1, BLOCK + 3)
     inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids), **GREEDY)
     model = served("gemma2", ops)
     expected = stock("gemma2").generate(**inputs)
@@ -163,10 +163,10 @@ def test_a_prompt_of_a_decoder_with_an_encoder(ops):
 
 def test_a_copied_cache_is_a_cache_of_its_own(ops):
     model = served("gpt_oss", ops)
-    prompt = torch.randint(1, VOCAB, (1, 20))
+    prompt = random_ids(1, 20)
     cache = call_of(model, "gpt_oss", input_ids=prompt, use_cache=True).past_key_values
     for _ in range(2):
-        ids = torch.cat((prompt, torch.randint(1, VOCAB, (1, 3))), dim=1)
+        ids = torch.cat((prompt, random_ids(1, 3)), dim=1)
         expected = stock("gpt_oss").generate(ids, **GREEDY)
         assert torch.equal(model.generate(ids, past_key_values=copy.deepcopy(cache), **GREEDY), expected)
     assert cache.get_seq_length() == 20
@@ -193,7 +193,7 @@ def test_cache_operations_mean_what_stock_means(operation, ops):
     change(cache)
     kept = cache.get_seq_length()
     assert kept == inputs["input_ids"].shape[1] - (3 if operation == "crop" else 0)
-    ids = torch.cat((inputs["input_ids"][rows, :kept], torch.randint(1, VOCAB, (len(rows), 1))), dim=1)
+    ids = torch.cat((inputs["input_ids"][rows, :kept], random_ids(len(rows), 1)), dim=1)
     mask = torch.cat((inputs["attention_mask"][rows, :kept], ids.new_ones(len(rows), 1)), dim=1)
     value = call_of(model, "gemma3n", input_ids=ids[:, -1:], attention_mask=mask, past_key_values=cache).logits
     expected = call_of(stock("gemma3n"), "gemma3n", input_ids=ids, attention_mask=mask).logits
@@ -241,7 +241,7 @@ def test_blocks_grow_by_doubling(ops, monkeypatch):
     monkeypatch.setattr(
         ops, "allocate_key_value_cache", lambda blocks, *args: made.append(blocks) or allocate(blocks, *args)
     )
-    ids = torch.randint(1, VOCAB, (2, BLOCK - 2))
+    ids = random_ids(2, BLOCK - 2)
     served("llama", ops).generate(ids, **{**GREEDY, "max_new_tokens": BLOCK + 4})
     assert made == [2 * width for width in (1, 2, 4) for _ in range(2)]  # rows x blocks, for each of two layers
 

@@ -29,12 +29,12 @@ from ..support.gqa_models import (
     GREEDY,
     HEAD_DIM,
     PROMPT,
-    VOCAB,
     assert_same,
     attributes,
     build,
     call_of,
     inputs_of,
+    random_ids,
     served,
     stock,
     stock_tokens,
@@ -75,7 +75,7 @@ def test_logits(kind, ops):
     Gemma 2 gets no padding, because its attention in transformers returns NaN for padding in float64.
     """
     inputs = inputs_of(kind, padded=kind != "gemma2")
-    new = torch.randint(1, VOCAB, (2, 4))
+    new = random_ids(2, 4)
 
     def scenario(model):
         cache, mask = DynamicCache(config=model.config), inputs["attention_mask"]
@@ -91,7 +91,7 @@ def test_logits(kind, ops):
 @pytest.mark.parametrize("kind", ["bart", "whisper"])
 def test_logits_of_a_model_with_an_encoder(kind, ops):
     """Run the encoder with a first step, then three tokens over the cached keys of the encoder."""
-    new = torch.randint(1, VOCAB, (2, 3))
+    new = random_ids(2, 3)
 
     def scenario(model):
         inputs = inputs_of(kind)
@@ -111,10 +111,13 @@ def test_logits_of_a_model_with_an_encoder(kind, ops):
 def test_each_group_of_layers_has_one_plan_a_step(kind, ops, monkeypatch):
     model = served(kind, ops)
     plan, calls = ops.build_gqa_metadata, []
-    monkeypatch.setattr(ops, "build_gqa_metadata", lambda *args, **kwargs: calls.append(args) or plan(*args, **kwargs))
+    monkeypatch.setattr(
+        ops, "build_gqa_metadata", lambda *args, **kwargs: calls.append(kwargs) or plan(*args, **kwargs)
+    )
     call_of(model, kind, **inputs_of(kind))
     groups = group_layers(gqa_layers(model))
     assert len(calls) == len(groups) == (1 if kind == "llama" else 2)
+    assert all(options["dtype"] == model.dtype == torch.float32 for options in calls)
     assert sorted(name for names in groups.values() for name in names) == sorted(gqa_layers(model))
 
 
@@ -127,7 +130,7 @@ def test_a_packed_batch_gives_what_each_request_gives_alone(kind, ops):
     plain = build(kind, floor_scale=64) if kind == "llama4" else stock(kind)
     model = use_attention(copy.deepcopy(plain), ops=ops, block_size=BLOCK)
     lens, blocks = (PROMPT, 9), torch.tensor([[4, 0, 2], [1, 3, -1]], dtype=torch.int32)
-    prompts = [torch.randint(1, VOCAB, (1, length + 1)) for length in lens]
+    prompts = [random_ids(1, length + 1) for length in lens]
     expected = [call_of(plain, kind, input_ids=ids).logits[0] for ids in prompts]
     layers = gqa_layers(model)
     caches = {

@@ -120,7 +120,8 @@ def test_block_sizes(block_size, cache_format, widths):
 def test_prefetched_tiles(dtype, processors, tile, block_size, monkeypatch):
     """A decode that prefetches tiles is within the budget, for both sizes of tiles.
 
-    The size depends on the number of requests and of processors, except in a batch-invariant decode.
+    The size depends on the number of requests and of processors, except in a batch-invariant decode. With a schedule,
+    row blocks of 32 rows depend on its number of programs.
     """
     facts, choose, chosen = device_facts(DEVICE), decode_shapes.prefetch_shape, []
     monkeypatch.setattr(decode, "device_facts", lambda _: facts._replace(processors=processors))
@@ -129,8 +130,9 @@ def test_prefetched_tiles(dtype, processors, tile, block_size, monkeypatch):
         check_parity(FP8_E4M3, [1, 2, 1], [129, 200, 0], 8, dtype, block_size=block_size, form=form)
     assert [each["TILE"] for each in chosen] == [tile, 32]
     chosen.clear()
-    check_parity(FP8_E4M3, [1, 2, 1], [129, 200, 0], 13, dtype, block_size=block_size)  # 26 rows
-    assert [each and each["ROWS"] for each in chosen] == [32 if tile == 64 else None]
+    for form in ("whole", "scheduled"):
+        check_parity(FP8_E4M3, [1, 2, 1], [129, 200, 0], 13, dtype, block_size=block_size, form=form)  # 26 rows
+    assert [each and each["ROWS"] for each in chosen] == [32 if tile == 64 else None] * 2
 
 
 @runs

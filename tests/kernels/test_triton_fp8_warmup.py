@@ -26,3 +26,16 @@ def test_warmup_specialises_for_both_sizes_of_tiles(launches, monkeypatch):  # n
     monkeypatch.setattr(test_compilation, "STEPS", steps)
     serve(config, torch.bfloat16, 1, **given)
     assert set(launches) == ahead
+
+
+def test_warmup_specialises_for_row_blocks_of_32_rows(launches, monkeypatch):  # noqa: F811
+    """Serve many requests of 24 rows, which `choose_path` decodes -> warm-up launched their row blocks of 32 rows."""
+    config, given = replace(SMALL, kv_lora_rank=64), dict(cache_format=FP8_E4M3)
+    fast.warmup(config, device="cpu", dtype=torch.bfloat16, block_size=16, decode_threshold=1, **given)
+    ahead = set(launches)
+    decodes = [constants for kernel, _, constants in launches.values() if kernel.fn.__name__ == "_decode_kernel"]
+    assert {each["SPLIT"] for each in decodes if each["ROWS"] == 32 and each["c"].PREFETCH} == {False, True}
+    steps = tuple(([2] * requests, [length] * requests) for requests in (1, 3, 16, 31) for length in (2, 2000))
+    monkeypatch.setattr(test_compilation, "STEPS", steps)
+    serve(config, torch.bfloat16, 1, **given)
+    assert set(launches) == ahead

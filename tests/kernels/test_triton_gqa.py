@@ -19,7 +19,7 @@ import fast
 import reference
 from fast.backends import Backend
 from fast.backends.own import TRITON
-from reference.interfaces import COMPUTE_FORMAT, FP8_E4M3, NEUTRAL_SPLIT_RULE, DecodeSchedule
+from reference.interfaces import COMPUTE_FORMAT, FP8_E4M3, NEUTRAL_SPLIT_RULE, UNDIVIDED, DecodeSchedule
 from reference.interfaces.gqa import GQAConfig
 from reference.planning.visible_lens import scheduled_lens
 
@@ -163,6 +163,33 @@ def test_batch_invariance(name, programs, triton):
         found = attend(fast, alone, schedule=own, backend=triton)
         assert_same_bits(found.out, whole.out[rows])
         assert_same_bits(found.lse, whole.lse[:, rows])
+
+
+@runs
+@pytest.mark.parametrize("cache_format", FORMATS, ids=lambda cache_format: cache_format.name)
+@pytest.mark.parametrize("name", ["grouped", "all of them"])
+def test_batch_invariant_prefills(name, cache_format, triton, monkeypatch):
+    """Attend each prefill alone -> its bits in the batch. Without `UNDIVIDED`, other splits change some bits."""
+    monkeypatch.setattr(paged, "_num_splits", lambda programs, *_: 3 if programs < 12 else 1)
+    config = replace(ALL, sliding_window=70) if name == "all of them" else CONFIGS[name]
+    lens = ((40, 300), (2, 67), (130, 150), (1, 200), (17, 17))
+    batch = gqa_batch(config, lens, 16, DTYPES[-1], cache_format=cache_format)
+    differ = []
+    for schedule in (UNDIVIDED, None):
+        whole, starts = attend(fast, batch, schedule=schedule, backend=triton), batch.metadata.query_start_loc.tolist()
+        for request in range(len(lens)):
+            rows = slice(starts[request], starts[request + 1])
+            alone = replace(
+                batch, lens=lens[request : request + 1], q=batch.q[rows],
+                metadata=rows_of(batch.metadata, slice(request, request + 1)),
+            )  # fmt: skip
+            found = attend(fast, alone, schedule=schedule, backend=triton)
+            if schedule is UNDIVIDED:
+                assert_same_bits(found.out, whole.out[rows])
+                assert_same_bits(found.lse, whole.lse[:, rows])
+            differ.append(not torch.equal(found.out, whole.out[rows]))
+    assert any(differ)
+    check_parity(batch, schedule=UNDIVIDED, backend=triton)
 
 
 @runs

@@ -99,7 +99,16 @@ CHANGES = {
 
 
 def build(kind: str, seed: int = 0, **fields):
-    """Return a tiny random model in eval mode; `fields` replace fields of its config."""
+    """Return a tiny random model in eval mode; `fields` replace fields of its config.
+
+    The weights are drawn on the CPU, so that a model on a GPU has the same weights.
+    """
+    with torch.device("cpu"):
+        model = _build_on_cpu(kind, seed, **fields)
+    return model.to(torch.get_default_device())
+
+
+def _build_on_cpu(kind: str, seed: int, **fields):
     name, known = CONFIGS[kind]
     config = getattr(transformers, name)(**{**known, **fields})
     torch.manual_seed(seed)
@@ -135,6 +144,11 @@ def served(kind: str, ops, **options):
     return use_attention(copy.deepcopy(stock(kind)), ops=ops, **{"block_size": BLOCK, **options})
 
 
+def random_ids(rows: int, count: int) -> torch.Tensor:
+    """Return random tokens [rows, count]. They are drawn on the CPU, so that they are the same on every device."""
+    return torch.randint(1, VOCAB, (rows, count), device="cpu").to(torch.get_default_device())
+
+
 def inputs_of(kind: str, rows: int = 2, padded: bool = True) -> dict:
     """Return arguments of `generate`: prompts for a decoder, or the input of an encoder.
 
@@ -142,8 +156,8 @@ def inputs_of(kind: str, rows: int = 2, padded: bool = True) -> dict:
     """
     torch.manual_seed(11)
     if kind == "whisper":
-        return dict(input_features=torch.randn(rows, 8, 2 * SOURCE))
-    ids = torch.randint(1, VOCAB, (rows, SOURCE if kind in CODED else PROMPT))
+        return dict(input_features=torch.randn(rows, 8, 2 * SOURCE, device="cpu").to(torch.get_default_device()))
+    ids = random_ids(rows, SOURCE if kind in CODED else PROMPT)
     mask = torch.ones_like(ids)
     if padded:
         mask[0, slice(-5, None) if kind in CODED else slice(5)] = 0

@@ -53,7 +53,7 @@ def planning_calls(ops: Any, call_type: type, call: Callable[..., Any], backend:
         call("compute_first_visible", **lens, num_tokens=16, sliding_window=5, ownership=TokenOwnership(2, 0, 2),
              attention_chunk_size=16, **graph),
         call("build_gqa_metadata", common=step, block_size=16, config=WINDOW, decode_threshold=2, require_order=False,
-             **settings, **backend),
+             **settings, dtype=torch.float32, **backend),
         call_type("build_gqa_metadata of cross attention", ops.build_gqa_metadata,
                   dict(common=crossing, block_size=16, config=CROSS)),
         call("plan_captured_gqa_decodes", common=decodes, block_size=16, config=WINDOW, num_programs=2,

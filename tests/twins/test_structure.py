@@ -7,6 +7,7 @@ the types, argument checks and errors that both packages use.
 from __future__ import annotations
 
 import ast
+import graphlib
 import inspect
 import os
 import subprocess
@@ -231,6 +232,54 @@ def test_no_circle():
 
     for path in sorted(graph):
         visit(path, ())
+
+
+def folder_circle(graph: dict[str, set[str]]) -> list[str]:
+    """Return folders that import each other in a cycle, in order; an empty list if there are none.
+
+    A folder and its own subfolders may import each other.
+
+    Args:
+        graph: for each file the files that it imports, as paths from the root such as "fast/mla/layer.py".
+    """
+    folders: dict[str, set[str]] = {}
+    for path, targets in graph.items():
+        mine = path.rpartition("/")[0]
+        others = {target.rpartition("/")[0] for target in targets}
+        folders.setdefault(mine, set()).update(
+            other
+            for other in others
+            if not f"{other}/".startswith(f"{mine}/") and not f"{mine}/".startswith(f"{other}/")
+        )
+    try:
+        tuple(graphlib.TopologicalSorter(folders).static_order())
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_no_circle_of_folders():
+    """Follow the imports of folders that are not inside each other -> no cycle, although no file imports itself."""
+    graph = {
+        path.relative_to(ROOT).as_posix(): {target.relative_to(ROOT).as_posix() for target in targets}
+        for path, targets in edges().items() if path.name not in ("__init__.py", "_shadow.py")
+    }  # fmt: skip
+    assert folder_circle(graph) == []
+    planted = {"fast/a/x.py": {"fast/b/x.py"}, "fast/b/y.py": {"fast/a/y.py"}, "fast/a/y.py": set()}
+    assert set(folder_circle(planted)) == {"fast/a", "fast/b"}
+    assert folder_circle({"fast/a/x.py": {"fast/a/b/x.py"}, "fast/a/b/x.py": {"fast/a/y.py"}}) == []
+
+
+def test_no_private_import_of_another_folder():
+    """Look up the imported names -> a name with an underscore is imported only by files of the same folder."""
+    found = []
+    for path in files_of_modules().values():
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.ImportFrom) and node.level > 1 and "torch" not in (node.module or ""):
+                found += [
+                    f"{path.relative_to(ROOT)}: {alias.name}" for alias in node.names if alias.name.startswith("_")
+                ]
+    assert found == []
 
 
 FAMILIES = ("mla", "gqa")  # attention families: kinds of attention with a folder of their own in both packages

@@ -16,6 +16,10 @@ block table for blocks before the window may have any value. The adapter therefo
 and from the lengths.
 
 flash-attn 3 reads values of packed requests in whole tiles (`flash_attn` says what this means for NaN).
+
+Requests without keys: the paged kernel of flash-attn 2 writes the LSE of 64 query tokens that see no key to a wrong
+place, which may lie outside of the LSE (`row_offset_lseaccum` of the early exit in `compute_attn_1rowblock_splitkv`).
+The adapter therefore gives such a request one key for each query token, and sets its output and LSE afterwards.
 """
 
 from __future__ import annotations
@@ -138,7 +142,8 @@ def _attend_cache(
         block_table: [B, W].
         seq_lens: [B], keys of each request.
         query_start_loc: [B + 1], first query token of each request; no token is behind the last request.
-        visible_lens: not used, because query i of Sq sees the keys before S - Sq + i + 1.
+        visible_lens: [T], 0 for the query tokens of a request without keys. Query i of Sq of another request sees the
+            keys before S - Sq + i + 1.
         first_visible: [T], first key of each query token, which follows from the window; None without a window.
         max_query_len: upper bound of the query tokens of a request.
         max_seq_len: upper bound of the keys of a request.
@@ -172,6 +177,9 @@ def _attend_cache(
     if first_visible is not None:
         table, lens = without_hidden_blocks(table, lens, first_visible, query_start_loc, kv_cache.shape[2])
     keys, values, table = _pages(version, kv_cache, table)
+    if version == 2:
+        lens, table = _with_keys(lens, table, query_start_loc, max_query_len, keys.shape[1])
+        most = max(most, max_query_len)
     window = None if first_visible is None else max_visible_len
     scores = Scores.of(q.device, softmax_scale, True, window, soft_cap, alibi_slopes, most)
     lens = lens.contiguous()
@@ -193,7 +201,11 @@ def _attend_cache(
             max_seqlen_q=max_query_len, num_splits=0, return_softmax_lse=True, **scores.arguments(version),
         )  # fmt: skip
     made, lse = made[:2]
-    return grouped_state(made, _converted_lse(version, made, lse), sinks, out_dtype, out)
+    lse = _converted_lse(version, made, lse)
+    if version == 2:  # rows of requests without keys
+        without = visible_lens <= 0
+        made, lse = made.masked_fill(without[:, None, None], 0), lse.masked_fill(without, -torch.inf)
+    return grouped_state(made, lse, sinks, out_dtype, out)
 
 
 def _attend_packed(
@@ -290,6 +302,26 @@ def without_hidden_blocks(
     columns = torch.arange(block_table.shape[1], dtype=torch.int32, device=block_table.device)
     kept = (columns + hidden[:, None]).clamp(max=block_table.shape[1] - 1)
     return block_table.gather(1, kept.long()), (seq_lens - hidden * block_size).clamp(min=0)
+
+
+def _with_keys(
+    seq_lens: Tensor, table: Tensor, query_start_loc: Tensor, max_query_len: int, page_size: int
+) -> tuple[Tensor, Tensor]:
+    """Return lengths and a table in which a request without keys has one key for each query token, all in page 0.
+
+    Args:
+        seq_lens: [B], keys of each request.
+        table: [B, W], pages of each request.
+        query_start_loc: [B + 1], first query token of each request.
+        max_query_len: upper bound of the query tokens of a request.
+        page_size: tokens of a page.
+
+    Returns:
+        The lengths [B], and the table with at least as many columns as `max_query_len` tokens need.
+    """
+    empty = seq_lens <= 0
+    table = pad(table, (0, max(0, -(-max_query_len // page_size) - table.shape[1])))
+    return torch.where(empty, query_start_loc.diff(), seq_lens), table.masked_fill(empty[:, None], 0)
 
 
 def _page_size(version: int, block_size: int) -> int:

@@ -148,7 +148,9 @@ def compare_plans(compared: Comparison, batch: Batch, layer: Activations, storag
         )
     compared.exact(
         called(layer, "build_gqa_metadata"),
-        lambda m: m.build_gqa_metadata(common, block, config, cache_format=storage.cache_format),
+        lambda m: m.build_gqa_metadata(
+            common, block, config, num_programs=PROGRAMS, cache_format=storage.cache_format, dtype=layer.q.dtype
+        ),
     )
 
     def build(module: Any) -> Any:

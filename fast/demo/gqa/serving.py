@@ -87,8 +87,9 @@ class GQAServingLoop(BatchLoop):
         plans = {}
         for config, names in self.groups.items():
             plan = self.ops.build_gqa_metadata(
-                common, self.block_size, config, cache_format=self._formats[config], **self._planning
-            )
+                common, self.block_size, config, cache_format=self._formats[config], dtype=self.model.dtype,
+                **self._planning,
+            )  # fmt: skip
             plans.update(dict.fromkeys(names, plan))
         # not the counts of a plan: with attention chunks, these are counts of virtual requests
         split = self.ops.split_decodes_and_prefills(common, 1)

@@ -242,6 +242,8 @@ def decode_splits(
     if cache_format.scaled and _in_words(kv_cache):
         # the size of a tile depends on the number of requests, which must not change a batch-invariant result either
         many = not batch_invariant and 2 * requests > facts.processors
+        if tile_ranges is not None and request_rows > 16:  # row blocks of 32 rows need two programs on each SM
+            many = not batch_invariant and tile_ranges.shape[0] > facts.processors
         shape = prefetch_shape(
             shape_rows, latent_pad, rope_pad, cache_format, latent, rope, dtype, facts, fp8_mode, many
         )

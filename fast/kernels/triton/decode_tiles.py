@@ -94,6 +94,14 @@ class Queries(NamedTuple):
     scale_stride: Any
 
 
+class RowStrides(NamedTuple):
+    """Strides of queries [T, N, columns]: distances in elements between tokens, between heads and between columns."""
+
+    token: Any
+    head: Any
+    element: Any
+
+
 class RowQueries(NamedTuple):
     """Queries of ROWS rows.
 
@@ -288,7 +296,9 @@ def load_queries(queries, token, head, real, c):
     For a cache with e4m3 numbers, `latent` of the result is a tuple: for every column block, the queries
     [ROWS, columns of the block].
     """
-    latent_strides = queries.latent_token_stride, queries.latent_head_stride, queries.latent_element_stride
+    latent_strides = RowStrides(
+        queries.latent_token_stride, queries.latent_head_stride, queries.latent_element_stride
+    )  # fmt: skip
     if c.E4M3:
         BLOCKS: tl.constexpr = c.BLOCKS
         latent = ()
@@ -303,7 +313,7 @@ def load_queries(queries, token, head, real, c):
         rope = latent
     if c.ROPE > 0:
         columns = tl.arange(0, c.ROPE_PAD)
-        rope_strides = queries.rope_token_stride, queries.rope_head_stride, queries.rope_element_stride
+        rope_strides = RowStrides(queries.rope_token_stride, queries.rope_head_stride, queries.rope_element_stride)
         rope = _load_columns(queries.q_pe, columns, token, head, real, rope_strides, c.ROPE)
     row_queries = RowQueries(latent, rope, rope)
     if c.HALF:
@@ -369,9 +379,9 @@ def _in_float16(latent, rope, c):
 @no_type_check
 def _load_columns(base, columns, token, head, real, strides, WIDTH: tl.constexpr):
     """Load columns of ROWS rows from [T, N, WIDTH]; rows with `real` false and columns from WIDTH on get zeros."""
-    offsets = token.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
+    offsets = token.to(tl.int64) * strides.token + head.to(tl.int64) * strides.head
     return tl.load(
-        base + offsets[:, None] + (columns.to(tl.int64) * strides[2])[None, :],
+        base + offsets[:, None] + (columns.to(tl.int64) * strides.element)[None, :],
         mask=real[:, None] & (columns < WIDTH)[None, :],
         other=0.0,
     )

@@ -57,6 +57,8 @@ class GQAMetadata:
         schedule: optional schedule of the decodes, which assigns their keys to the programs of a kernel. With
             `first_visible`, the tiles of a request are counted from the tile with the first key that its first query
             token attends (`scheduled_lens`).
+        prefill_schedule: `UNDIVIDED` if the step is batch-invariant, so that the output of a prefill does not depend on
+            the other requests; otherwise None.
         cascade: plans over a shared prefix and over the suffixes, which the layer uses in place of `decode`; None if
             the requests share no prefix, or if a cascade would take longer.
         schedule_choice: the decision whether the decodes have a schedule, and the numbers behind this decision.
@@ -73,6 +75,7 @@ class GQAMetadata:
     decode: PagedAttentionMetadata
     prefill: PagedAttentionMetadata
     schedule: DecodeSchedule | None = None
+    prefill_schedule: DecodeSchedule | None = None
     cascade: CascadeMetadata | None = None
     schedule_choice: ScheduleChoice = NEVER_PLANNED
     cache_format: CacheFormat = COMPUTE_FORMAT

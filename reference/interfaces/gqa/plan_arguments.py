@@ -65,9 +65,11 @@ def check_gqa_build(
     ownership: TokenOwnership | None,
     num_programs: int | None,
     cache_format: CacheFormat,
+    dtype: torch.dtype,
 ) -> None:
     """Check the arguments of `build_gqa_metadata` except the batch and the costs of a schedule."""
     check_gqa_planning(config, block_size, ownership, cache_format)
+    check_dtype("dtype", dtype)
     check_threshold(decode_threshold, query_len_support)
     check_decoders_only(config, "decode_threshold", decode_threshold, 1)
     check_flag("require_order", require_order)

@@ -70,7 +70,7 @@ class Options:
         plans = {}
         for config, names in self.groups.items():
             plan = self.ops.build_gqa_metadata(
-                batch, self.block_size, config, cache_format=self.cache_format, **self.planning
+                batch, self.block_size, config, cache_format=self.cache_format, dtype=self.dtype, **self.planning
             )
             plans.update(dict.fromkeys(names, plan))
         return plans

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from reference.interfaces import COMPUTE_FORMAT, CacheFormat, InvariantSplitRule
+from reference.interfaces import COMPUTE_FORMAT, UNDIVIDED, CacheFormat, InvariantSplitRule
 
 from ....backends import launch
 from ...combine import combine_partial_outputs, readable_keys, whole_tiles
@@ -37,7 +37,14 @@ from .row_blocks import (
     write_rows,
 )
 from .scheduled import launch_scheduled
-from .sizes import LEAST_KEYS_OF_MANY, MOST_NARROW_COLUMNS, PADDING_TOKENS, LaunchSizes, launch_sizes
+from .sizes import (
+    LEAST_KEYS_OF_MANY,
+    MOST_NARROW_COLUMNS,
+    MOST_SPLIT_ROWS,
+    PADDING_TOKENS,
+    LaunchSizes,
+    launch_sizes,
+)
 from .tiles import attend_tiles, load_queries
 
 # Time that a program needs to start, load queries and store its output. The unit is the time to attend one key.
@@ -146,8 +153,9 @@ def gqa_paged_attention(
     A length is clamped to [0, min(max_seq_len, W * block_size)], and the tokens of a block outside the cache are
     masked. `max_query_len` determines the number of programs. `max_visible_len`, an upper bound of the keys that one
     query token attends, determines the number of splits. A schedule (`tile_ranges` and `split_offsets`) replaces these
-    splits. If `batch_invariant` is True, the splits of each request depend on its length alone (`split_rule`). See
-    `fast.kernels.cpu.gqa.gqa_paged_attention` for the other arguments.
+    splits. If `batch_invariant` is True, the splits of each request depend on its length alone (`split_rule`). With
+    the rule of `UNDIVIDED` and without a schedule, no request is divided, and each program has many rows, as in a
+    prefill. See `fast.kernels.cpu.gqa.gqa_paged_attention` for the other arguments.
 
     Returns:
         out [T, N, Dh] and lse [N, T]. Padding tokens get output 0 and LSE -inf.
@@ -164,9 +172,14 @@ def gqa_paged_attention(
         return out, lse
     if block_table.shape[0] == 0 or max_query_len == 0:  # every token is padding
         return out.zero_(), lse.fill_(-math.inf)
-    scheduled, group = tile_ranges is not None or batch_invariant, heads // kv_heads
+    group, query_len = heads // kv_heads, min(max_query_len, tokens)
     # the longest query determines the rows of a program, and it must not change a batch-invariant result
-    query_len = 1 if batch_invariant else min(max_query_len, tokens)
+    undivided = batch_invariant and tile_ranges is None and split_rule == UNDIVIDED.split_rule
+    if undivided:
+        batch_invariant, query_len = False, MOST_SPLIT_ROWS + 1
+    elif batch_invariant:
+        query_len = 1
+    scheduled = tile_ranges is not None or batch_invariant
     given = (
         group, kv_heads, width, query_len, block_size, first_visible is not None, soft_cap is not None,
         q.dtype, cache_format, q_scale is not None, device_facts(q.device), scheduled,
@@ -184,7 +197,7 @@ def gqa_paged_attention(
         programs = filled * kv_heads
         # the tokens of a row block attend at most this number of keys
         keys = min(max_keys, max_visible_len + sizes.shape.rows // group)
-        num_splits = _num_splits(programs, tokens * heads, whole_tiles(keys), sizes.resident)
+        num_splits = 1 if undivided else _num_splits(programs, tokens * heads, whole_tiles(keys), sizes.resident)
         long_enough = keys >= LEAST_KEYS_OF_MANY or width <= MOST_NARROW_COLUMNS
         if num_splits == 1 and not sizes.finds_requests and long_enough:
             sizes = launch_sizes(*given, many=True)
