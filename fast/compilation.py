@@ -281,8 +281,8 @@ def _launches(
         tokens = sum(query_lens)
 
         def inputs() -> tuple[Tensor, Tensor]:
-            hidden_states = torch.zeros(tokens, config.hidden_size, dtype=dtype, device=device)
-            return hidden_states, torch.zeros(tokens, dtype=torch.int64, device=device)
+            hidden = torch.zeros(tokens, config.hidden_size, dtype=dtype, device=device)
+            return hidden, torch.zeros(tokens, dtype=torch.int64, device=device)
 
         def serve(schedule: DecodeSchedule | None) -> None:
             layer(*inputs(), kv_cache, dataclasses.replace(plan, schedule=schedule))
@@ -304,7 +304,7 @@ def _launches(
         if plan.num_decodes and scheduled:
             found = decoded.programs_and_costs(max(query_lens), None, costs, backend, batch_invariant=False)
             counts = {found.num_programs, *PLANNED_PROGRAMS.get(len(query_lens), ())}
-            counts |= {2 * many} if cache_format.layer_scale else set()  # for row blocks of 32 rows
+            counts |= {2 * many} if cache_format.layer_scale and 16 < heads * max(query_lens) <= 32 else set()
             launches.extend(functools.partial(serve_planned, count) for count in sorted(counts - {0}))
         if plan.num_decodes and batch_invariant:
             schedule = DecodeSchedule(batch_invariant=True, split_rule=costs.split_rule)
@@ -353,7 +353,7 @@ def _launches(
         dequantize_entries(entries, cache_format, dtype, scale, backend=backend)
 
     # Triton compiles another variant of a kernel if a stride is divisible by 16. Some strides depend on the number of
-    # tokens, so there are batches of 1 and of 16 requests. Two long requests can have many splits.
+    # tokens, so there are batches of 1 and of 16 requests. Two long requests have their own combine kernel.
     for query_len in range(1, decode_threshold + 1):
         for requests in (1, 2, 16):
             step([query_len] * requests, [LONG_CONTEXT] * requests)

@@ -377,6 +377,17 @@ class Results:
         ]
         return table(["package", "prompts", "tokens per second"], lines, 2)
 
+    def adapters(self, name: str) -> str:
+        """Return a table of calls of `fast` through adapters, beside the same calls of the libraries alone."""
+        lines = []
+        for row in self._load(name)["rows"]:
+            host, replayed = ([row[key][who]["median_us"] for who in ("fast", "library")]
+                              for key in ("host_us", "replayed_us"))  # fmt: skip
+            cells = [*(f"{us:.0f}" for us in host), *(f"{us:.1f}" for us in replayed)]
+            lines.append([code(row["backend"]), row["row"], *cells])
+        titles = ["host: fast", "host: library", "replayed: fast", "replayed: library"]
+        return table(["backend", "call, us", *titles], lines, 2)
+
     def checks(self, name: str) -> str:
         """Return a table of the checks that ran on the GPU, with their results."""
         report, lines = self._load(name), []

@@ -90,8 +90,9 @@ class GQAMetadataBuilder:
             - a positive int: this number;
             - a function: it takes the length of the longest query in the decode and returns the number.
 
-        batch_invariant: if True, the output of a decode or a prefill does not depend on the other requests or on the
-            number of programs, bit for bit. Prefills then have `UNDIVIDED` as their schedule.
+        batch_invariant: if True, the output of a request over the cache does not depend on the other requests or on
+            the number of programs, bit for bit, if the request is a decode in every batch, or a prefill in every batch.
+            Prefills then have `UNDIVIDED` as their schedule.
         context_parallel: groups of the ranks that share sequences, or None. With groups, `config` has all heads of the
             layer, the batches have the lengths of whole sequences and the slots of this rank, and no plan has a
             cascade.

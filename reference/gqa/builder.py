@@ -82,8 +82,9 @@ class GQAMetadataBuilder:
             - 0: no step gets a schedule;
             - an int above 0: this number;
             - a function: it takes the length of the longest decode query and returns the number.
-        batch_invariant: whether decodes and prefills give a request the same bits in every batch and with every number
-            of programs. Prefills then have `UNDIVIDED` as their schedule.
+        batch_invariant: whether a request gets the same bits over the cache in every batch and with every number of
+            programs, if it is a decode in every batch, or a prefill in every batch. Prefills then have `UNDIVIDED` as
+            their schedule.
         context_parallel: the process groups of context parallelism, whose ranks share every sequence; None for one
             rank. With groups, `config` has all heads of the layer, a batch has the lengths of whole sequences and the
             slots of this rank, and no step has a cascade.

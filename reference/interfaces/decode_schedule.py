@@ -189,7 +189,7 @@ class DecodeSchedule:
     split_rule: InvariantSplitRule = NEUTRAL_SPLIT_RULE
 
 
-# for batch-invariant prefills: no request is divided, so the programs of a kernel may have as many rows as is fast
+# for batch-invariant prefills: no request is divided, so a kernel can choose the rows of a program that are fastest
 UNDIVIDED = DecodeSchedule(batch_invariant=True, split_rule=ONE_SPLIT_RULE)
 
 

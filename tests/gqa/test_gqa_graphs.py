@@ -259,7 +259,29 @@ def outputs_of_plans(ops, name, programs, dtype):
         out = step(torch.nn.functional.pad(hidden, (0, 0, 0, padding)),
                    torch.nn.functional.pad(positions, (0, padding)), plan)  # fmt: skip
         outputs[kind] = attention_of(out, batch)
+        assert (out[tokens:] == 0).all() and padding == (24 - tokens if kind == "updated" else 0)
+        if kind != "of a step":
+            assert plan.num_decodes == len(lens) and plan.decode.block_table.shape == common.block_table.shape
+    whole, wanted = replace(config, attention_chunk_size=None), oracle_batch(batch).out
+    assert (oracle_batch(replace(batch, config=whole)).out - wanted).abs().max() > 0.1  # chunks change the result
     return batch, outputs
+
+
+def test_schedules_of_chunks(ops):
+    """The schedule of a captured plan counts the keys from the tile with the begin of the attention chunk on."""
+    config = replace(PLAIN, attention_chunk_size=4096)
+    builder = ops.GQAMetadataBuilder(config, 16, 50_000, 8, num_programs=4)
+    lens = [8000, 9, 8193, 40, 0, 4096]
+    plan = builder.build_for_cudagraph_capture(make_batch([1] * 6, lens).common)
+    same(plan.schedule, ops.plan_decode(integers(8000 - 4096, 9, 1, 40, 0, 4096), 4))
+    window = ops.GQAMetadataBuilder(replace(config, sliding_window=1000), 16, 50_000, 8, num_programs=4)
+    plan = window.build_for_cudagraph_capture(make_batch([1] * 6, lens).common)
+    # the window of the first request begins at key 7000, in tile 109; the one of the last request at key 3096
+    same(plan.schedule, ops.plan_decode(integers(8000 - 109 * 64, 9, 1, 40, 0, 4096 - 48 * 64), 4))
+    small = ops.GQAMetadataBuilder(replace(PLAIN, attention_chunk_size=48), 16, 500, 8, num_programs=4)
+    plan = small.build_for_cudagraph_capture(make_batch([1] * 3, [97, 100, 48]).common)
+    # attention chunks that begin at key 96 are in the tile of the keys 64 to 127
+    same(plan.schedule, ops.plan_decode(integers(97 - 64, 100 - 64, 48), 4))
 
 
 # Tests of captured plans: the same integers as the plan of a step, in both packages.

@@ -8,6 +8,7 @@ CPU tensors, and declare less than these kernels can do.
 from __future__ import annotations
 
 import contextlib
+import copy
 from dataclasses import replace
 
 import pytest
@@ -217,6 +218,8 @@ def test_prefills_that_are_not_batch_invariant():
             check_refused(layer, batch, plan, UnsupportedConfiguration, "other: is not batch-invariant$")
     found = new_layer(batch)(*tokens_of(batch), batch.kv_cache.clone(), plan)
     assert_same_bits(found, new_layer(batch)(*tokens_of(batch), batch.kv_cache.clone(), gqa_step(batch, 0)))
+    again = new_layer(batch)(*tokens_of(batch), batch.kv_cache.clone(), copy.deepcopy(plan))
+    assert_same_bits(again, found)
     wrong = replace(plan, prefill_schedule=DecodeSchedule(batch_invariant=True))
     check_refused(new_layer(batch), batch, wrong, ValueError, "^metadata.prefill_schedule: expected None or UNDIVIDED")
 

@@ -84,8 +84,8 @@ def prefetch_shape(
     """Return the launch shape of a kernel that prefetches tiles into registers (PREFETCH); None if it cannot serve.
 
     The kernel needs a row block of 16 rows, one scale for the layer, latents and rope parts without padding, products
-    in float16, instructions for e4m3 (or Triton's interpreter), and shared memory for two programs on an SM. With many
-    requests and the mode `converted`, it also serves row blocks of 32 rows.
+    in float16, instructions for e4m3 (or Triton's interpreter), and shared memory for two programs on an SM. If `many`
+    is True, the mode `converted` also has row blocks of 32 rows.
 
     Args:
         request_rows: upper bound of the rows of a request.
@@ -97,8 +97,9 @@ def prefetch_shape(
         dtype: dtype of the queries; float16 for queries in e4m3.
         facts: properties of the device.
         fp8_mode: mode of the decode.
-        many: whether there are many requests (`decode_splits` has the condition). A tile then has 64 keys, and
-            otherwise 32 keys, because a program that attends few keys waits longer for a large first tile.
+        many: whether two programs on each SM have work, because there are many requests, or a schedule with many
+            programs (`decode_splits` has the condition). A tile then has 64 keys, and otherwise 32 keys, because a
+            program that attends few keys waits longer for a large first tile.
     """
     rows = 32 if request_rows > 16 and many and fp8_mode == CONVERTED else 16
     halves = dtype in (torch.bfloat16, torch.float16) and request_rows <= rows

@@ -20,7 +20,7 @@ from ..checks import (
     check_tensor,
     check_type,
 )
-from ..decode_schedule import UNDIVIDED, ScheduleChoice
+from ..decode_schedule import UNDIVIDED, DecodeSchedule, ScheduleChoice
 from ..metadata import CascadeMetadata, CommonAttentionMetadata
 from ..ownership import TokenOwnership
 from ..support import is_capturing
@@ -217,9 +217,11 @@ def _check_cached_plan(metadata: GQAMetadata, q: Tensor, config: GQAConfig) -> N
           metadata.num_decodes)  # fmt: skip
     if metadata.schedule is not None:
         check_schedule(metadata.schedule, metadata.num_decodes, device, "metadata.schedule")
-    if metadata.prefill_schedule is not None:
-        check(metadata.prefill_schedule == UNDIVIDED, "metadata.prefill_schedule", "None or UNDIVIDED",
-              metadata.prefill_schedule)  # fmt: skip
+    undivided = metadata.prefill_schedule
+    if undivided is not None:
+        same = isinstance(undivided, DecodeSchedule) and undivided.split_rule == UNDIVIDED.split_rule
+        same = same and undivided.batch_invariant is True and undivided.tile_ranges is undivided.split_offsets is None
+        check(same, "metadata.prefill_schedule", "None or UNDIVIDED", undivided)
     if metadata.cascade is not None:
         check_type("metadata.cascade", metadata.cascade, CascadeMetadata)
         for name, part in (("prefix", metadata.cascade.prefix), ("suffix", metadata.cascade.suffix)):
