@@ -215,6 +215,7 @@ TABLE = {
         "mla/context_parallel": CONTEXT_PARALLEL, "distributed/merge": CONTEXT_PARALLEL,
         "distributed/reorg": CONTEXT_PARALLEL,
     }.items()},
+    "fast/planning/owned_keys.py": VISIBLE_LENS,
     "fast/mla/staging.py": BUILDER,
     "fast/mla/device_choices.py": Judge(
         ("backends/test_registry", "planning/test_schedule_choice", "mla/test_fp8_mode_of_plans")
