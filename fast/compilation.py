@@ -281,8 +281,8 @@ def _launches(
         tokens = sum(query_lens)
 
         def inputs() -> tuple[Tensor, Tensor]:
-            hidden = torch.zeros(tokens, config.hidden_size, dtype=dtype, device=device)
-            return hidden, torch.zeros(tokens, dtype=torch.int64, device=device)
+            hidden_states = torch.zeros(tokens, config.hidden_size, dtype=dtype, device=device)
+            return hidden_states, torch.zeros(tokens, dtype=torch.int64, device=device)
 
         def serve(schedule: DecodeSchedule | None) -> None:
             layer(*inputs(), kv_cache, dataclasses.replace(plan, schedule=schedule))

@@ -24,7 +24,7 @@ from reference.interfaces.gqa import CrossAttentionBatch
 
 from ..support.factories import assert_close64, assert_same_bits, integers, make_batch, table_without_blocks
 from ..support.gqa import CONFIGS as ORDINARY
-from ..support.gqa import GROUPED, visible_ranges
+from ..support.gqa import GROUPED, dtypes_of, visible_ranges
 from ..support.gqa_layers import GQAStep, width_of
 from ..support.gqa_plans import CROSS, PLAIN, cross_batch, wanted_ranges
 from ..support.planning import PACKAGES, same
@@ -129,16 +129,6 @@ class Loop:
             common = self.ops.advance_step(self.sample(hidden), ids, positions, common, BLOCK, **options)
             lens = [length + (length > 0) for length in lens]
         return outputs, plans
-
-
-def dtypes_of(ops, everything):
-    """Return the dtypes in which a test runs a package; on a CPU only float64 unless `everything` is True."""
-    if ops is reference:
-        return (torch.float64,)
-    lower = (torch.float32, torch.bfloat16)
-    if torch.get_default_device().type != "cpu":
-        return lower
-    return (torch.float64, *lower) if everything else (torch.float64,)
 
 
 def check_outputs(loop, outputs, dtype):

@@ -32,7 +32,7 @@ from reference.interfaces.gqa import GQAConfig
 from ..support.context_parallel import of_rank
 from ..support.factories import DIRECT, assert_close64, assert_same_bits, integers, make_batch, offsets
 from ..support.gqa import CONFIGS as ORDINARY
-from ..support.gqa import GROUPED, gqa_batch, oracle_batch
+from ..support.gqa import GROUPED, dtypes_of, gqa_batch, oracle_batch
 from ..support.gqa_layers import GQAStep, common_of, hidden_of, token_positions, width_of
 from ..support.gqa_plans import (
     CROSS,
@@ -113,16 +113,6 @@ def attention_of(out, batch):
     """Return the outputs [T, N, Dh] of the tokens of a batch, from the outputs of a `GQAStep`; copy them."""
     tokens, config = sum(query_len for query_len, _ in batch.lens), batch.config
     return out[:tokens, : config.num_heads * config.head_dim].unflatten(1, (config.num_heads, -1)).clone()
-
-
-def dtypes_of(ops, everything=True):
-    """Return the dtypes in which a test runs a package; on a CPU only float64 unless `everything` is True."""
-    if ops is reference:
-        return (torch.float64,)
-    lower = (torch.float32, torch.bfloat16)
-    if torch.get_default_device().type != "cpu":
-        return lower
-    return (torch.float64, *lower) if everything else (torch.float64,)
 
 
 def check_outputs(found, low, gold):

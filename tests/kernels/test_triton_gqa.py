@@ -141,6 +141,14 @@ def test_schedules(batch_invariant, programs, config, triton):
     check_parity(batch, schedule=schedule_for(batch, programs, batch_invariant), backend=triton)
 
 
+def each_alone(batch):
+    """Yield the rows of each request in the output of a batch, and a batch of this request alone."""
+    starts = batch.metadata.query_start_loc.tolist()
+    for request, rows in enumerate(itertools.starmap(slice, itertools.pairwise(starts))):
+        part = slice(request, request + 1)
+        yield rows, replace(batch, lens=batch.lens[part], q=batch.q[rows], metadata=rows_of(batch.metadata, part))
+
+
 @runs
 @pytest.mark.parametrize("programs", [0, 3])
 @pytest.mark.parametrize("name", ["multi-head", "all of them"])
@@ -152,13 +160,8 @@ def test_batch_invariance(name, programs, triton):
     schedule = schedule_for(batch, programs, True)
     if programs == 0:
         schedule = replace(schedule, split_rule=replace(NEUTRAL_SPLIT_RULE, small_tiles=2, small_splits=2))
-    whole, starts = attend(fast, batch, schedule=schedule, backend=triton), batch.metadata.query_start_loc.tolist()
-    for request in range(len(lens)):
-        rows = slice(starts[request], starts[request + 1])
-        alone = replace(
-            batch, lens=lens[request : request + 1], q=batch.q[rows],
-            metadata=rows_of(batch.metadata, slice(request, request + 1)),
-        )  # fmt: skip
+    whole = attend(fast, batch, schedule=schedule, backend=triton)
+    for rows, alone in each_alone(batch):
         own = schedule if programs == 0 else schedule_for(alone, programs + 1, True)
         found = attend(fast, alone, schedule=own, backend=triton)
         assert_same_bits(found.out, whole.out[rows])
@@ -176,13 +179,8 @@ def test_batch_invariant_prefills(name, cache_format, triton, monkeypatch):
     batch = gqa_batch(config, lens, 16, DTYPES[-1], cache_format=cache_format)
     differ = []
     for schedule in (UNDIVIDED, None):
-        whole, starts = attend(fast, batch, schedule=schedule, backend=triton), batch.metadata.query_start_loc.tolist()
-        for request in range(len(lens)):
-            rows = slice(starts[request], starts[request + 1])
-            alone = replace(
-                batch, lens=lens[request : request + 1], q=batch.q[rows],
-                metadata=rows_of(batch.metadata, slice(request, request + 1)),
-            )  # fmt: skip
+        whole = attend(fast, batch, schedule=schedule, backend=triton)
+        for rows, alone in each_alone(batch):
             found = attend(fast, alone, schedule=schedule, backend=triton)
             if schedule is UNDIVIDED:
                 assert_same_bits(found.out, whole.out[rows])

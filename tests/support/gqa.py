@@ -53,6 +53,16 @@ CONFIGS = {
 LENS = ((1, 1), (1, 16), (1, 37), (0, 20), (1, 0), (2, 17), (15, 15), (16, 33), (17, 53), (1, 31))
 
 
+def dtypes_of(ops, everything=True):
+    """Return the dtypes in which a test runs a package; on a CPU only float64 unless `everything` is True."""
+    if ops.__name__ == "reference":
+        return (torch.float64,)
+    lower = (torch.float32, torch.bfloat16)
+    if torch.get_default_device().type != "cpu":
+        return lower
+    return (torch.float64, *lower) if everything else (torch.float64,)
+
+
 @dataclass(frozen=True)
 class GQABatch:
     """Requests with their queries, keys and values, and a paged cache that holds the keys and values.

@@ -220,7 +220,8 @@ def _check_cached_plan(metadata: GQAMetadata, q: Tensor, config: GQAConfig) -> N
     undivided = metadata.prefill_schedule
     if undivided is not None:
         same = isinstance(undivided, DecodeSchedule) and undivided.split_rule == UNDIVIDED.split_rule
-        same = same and undivided.batch_invariant is True and undivided.tile_ranges is undivided.split_offsets is None
+        same = same and undivided.batch_invariant is True
+        same = same and undivided.tile_ranges is None and undivided.split_offsets is None
         check(same, "metadata.prefill_schedule", "None or UNDIVIDED", undivided)
     if metadata.cascade is not None:
         check_type("metadata.cascade", metadata.cascade, CascadeMetadata)
