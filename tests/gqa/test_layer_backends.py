@@ -17,6 +17,7 @@ import torch
 import fast
 from fast.backends import Backend
 from fast.backends.own import CPU, TORCH
+from fast.gqa import layer as layers
 from reference.interfaces import (
     CAUSAL,
     COMPUTE_FORMAT,
@@ -208,7 +209,7 @@ def test_a_kernel_that_is_not_batch_invariant():
         layer(*tokens_of(batch), batch.kv_cache, replace(plan, schedule=None))
 
 
-def test_prefills_that_are_not_batch_invariant():
+def test_prefills_that_are_not_batch_invariant(monkeypatch):
     """Plan batch-invariant prefills for a kernel that is not -> refused; another backend serves the plan."""
     batch = step_batch()
     plan = replace(gqa_step(batch, 0), prefill_schedule=UNDIVIDED)
@@ -216,7 +217,12 @@ def test_prefills_that_are_not_batch_invariant():
         for backend in ("other", {"gqa_prefill": "other"}):
             layer = new_layer(batch, backend=backend)
             check_refused(layer, batch, plan, UnsupportedConfiguration, "other: is not batch-invariant$")
+    attend, schedules = layers.gqa_paged_attention, []
+    monkeypatch.setattr(
+        layers, "gqa_paged_attention", lambda *given, **options: schedules.append(given[5]) or attend(*given, **options)
+    )
     found = new_layer(batch)(*tokens_of(batch), batch.kv_cache.clone(), plan)
+    assert schedules == [UNDIVIDED]
     assert_same_bits(found, new_layer(batch)(*tokens_of(batch), batch.kv_cache.clone(), gqa_step(batch, 0)))
     again = new_layer(batch)(*tokens_of(batch), batch.kv_cache.clone(), copy.deepcopy(plan))
     assert_same_bits(again, found)
