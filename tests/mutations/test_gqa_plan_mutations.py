@@ -78,9 +78,7 @@ def window_of_the_step_before(ops, patch):
             last.append(plan.decode.first_visible)
             return plan
 
-    wrong = altered(ops, GQAMetadataBuilder=Wrong, advance_step=wrong_advance)
-    wrong.__name__ = ops.__name__
-    return wrong
+    return altered(ops, GQAMetadataBuilder=Wrong, advance_step=wrong_advance)
 
 
 def window_not_scheduled(ops, patch):

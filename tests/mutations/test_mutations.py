@@ -47,8 +47,8 @@ from ..twins.test_differential import (
 
 
 def altered(ops, **functions) -> SimpleNamespace:
-    """Return a namespace with the public names of a package; `functions` replace the functions of the same names."""
-    return SimpleNamespace(**({name: getattr(ops, name) for name in ops.__all__} | functions))
+    """Return a namespace with the public names of a package and its name; `functions` replace those so named."""
+    return SimpleNamespace(__name__=ops.__name__, **({name: getattr(ops, name) for name in ops.__all__} | functions))
 
 
 def with_lse(change):
