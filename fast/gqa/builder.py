@@ -131,7 +131,8 @@ class GQAMetadataBuilder:
 
         UnsupportedConfiguration: ranks share sequences, and the config has ALiBi or attention chunks, or heads that
             these ranks cannot share (`ContextParallel.local_gqa_config`); the cache format is for the latent cache
-            alone.
+            alone; the named decode backend does not support the graphs of `graph_support`; `batch_invariant` is True,
+            and the named backend of decodes or prefills is not batch-invariant.
     """
 
     def __init__(
@@ -181,8 +182,12 @@ class GQAMetadataBuilder:
         self.num_processors, self.kernel_bytes = num_processors, kernel_bytes
         self.device = torch.get_default_device() if device is None else check_device("device", device)
         self.backend = bind_with_environment(backend, (*PLANNING_OPS, OP))
-        self._decode_backend = name_for(OP, for_part(self.backend, "gqa_decode"))
+        self._decode_backend, prefill_backend = (
+            name_for(OP, for_part(self.backend, part)) for part in ("gqa_decode", "gqa_prefill")
+        )
         self._decode_support = None if self._decode_backend is None else support_of(self._decode_backend, OP)
+        if batch_invariant:
+            _check_invariant(self._decode_backend, prefill_backend)
         graph_support = self._supported_graphs(check_graph_support(graph_support, query_len_support), graph_support)
         self.graph_refusals = graph_refusals(config)
         self._graph_support = GraphSupport.NONE if self.graph_refusals else graph_support
@@ -198,17 +203,15 @@ class GQAMetadataBuilder:
             given: argument of the constructor; None lets the backend limit the graphs.
 
         Raises:
-            UnsupportedConfiguration: the named decode backend is not batch-invariant, or does not support the graphs.
+            UnsupportedConfiguration: the named decode backend does not support the graphs.
         """
         support, name = self._decode_support, self._decode_backend
-        if support is None:
+        if support is None or support.graph.covers(wanted):
             return wanted
-        reasons = [f"{name}: is not batch-invariant"] * (self.batch_invariant and not support.batch_invariant)
-        if not support.graph.covers(wanted) and given is not None:
-            reasons.append(f"{name}: has graph support '{support.graph.value}', got graph_support '{wanted.value}'")
-        if reasons:
-            raise UnsupportedConfiguration(reasons)
-        return wanted if support.graph.covers(wanted) else support.graph
+        if given is not None:
+            reason = f"{name}: has graph support '{support.graph.value}', got graph_support '{wanted.value}'"
+            raise UnsupportedConfiguration([reason])
+        return support.graph
 
     def build(
         self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool = False
@@ -410,3 +413,11 @@ class GQAMetadataBuilder:
             most = counts.shape[0] - 1 - int(counts.flip(0).argmax())  # the most frequent length; in a tie, the longest
             decodes &= (query_lens == most) | (query_lens == 0)
         return reorder_batch_to_split_decodes_and_prefills(decodes)
+
+
+def _check_invariant(*names: str | None) -> None:
+    """Raise UnsupportedConfiguration if one of the named backends cannot attend the cache batch-invariantly."""
+    named = dict.fromkeys(name for name in names if name is not None)
+    reasons = [f"{name}: is not batch-invariant" for name in named if not support_of(name, OP).batch_invariant]
+    if reasons:
+        raise UnsupportedConfiguration(reasons)

@@ -230,6 +230,24 @@ def test_prefills_that_are_not_batch_invariant(monkeypatch):
     check_refused(new_layer(batch), batch, wrong, ValueError, "^metadata.prefill_schedule: expected None or UNDIVIDED")
 
 
+@pytest.mark.parametrize(
+    "backend, named",
+    [
+        ("other", "other"),
+        ({"gqa_prefill": "other"}, "other"),
+        ({"gqa_decode": "other", "gqa_prefill": "torch"}, "other.*torch"),
+    ],
+)
+def test_builder_of_kernels_that_are_not_batch_invariant(backend, named):
+    """Name a backend that is not batch-invariant to a batch-invariant builder -> refused by the constructor."""
+    config = step_batch().config
+    with registered(declaring("other", batch_invariant=False)):
+        fast.GQAMetadataBuilder(config, 16, 1024, 8, backend=backend)
+        with pytest.raises(UnsupportedConfiguration, match=f"{named}: is not batch-invariant$"):
+            fast.GQAMetadataBuilder(config, 16, 1024, 8, batch_invariant=True, backend=backend)
+        fast.GQAMetadataBuilder(config, 16, 1024, 8, batch_invariant=True)
+
+
 def test_a_write_that_is_refused():
     """Bind the write to a backend for other dtypes -> no scale is chosen, and no query is observed."""
     batch = step_batch(cache_format=FP8_E4M3)
