@@ -14,35 +14,41 @@ from reference.interfaces import CacheFormat
 
 from ...descriptors import box_descriptor
 from ...gqa_scores import kept_slopes
-from .records import Constants, Scores, Strides
+from .records import Constants, ScoreFactors, Scores, Sources, Strides
+
+
+class PagedBatch(NamedTuple):
+    """Tensors that describe the requests of a batch; each field is one parameter of a kernel.
+
+    Attributes:
+        block_table: [B, W].
+        seq_lens: [B].
+        query_start_loc: [B + 1].
+        visible_lens: [T].
+        first_visible: [T], or None.
+    """
+
+    block_table: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    visible_lens: Tensor
+    first_visible: Tensor | None
 
 
 class PagedCall(NamedTuple):
     """Tensors, scores and strides of a call that attends a paged cache.
 
     Attributes:
-        q: [T, N, Dh].
-        k_cache: [num_blocks, block_size, Nkv, Dh], the keys; as bytes if the cache is in e4m3.
-        v_cache: the values, like `k_cache`.
-        block_table: [B, W].
-        seq_lens: [B].
-        query_start_loc: [B + 1].
-        visible_lens: [T].
-        first_visible: [T], or None.
+        sources: queries, keys and values; keys and values as bytes if the cache is in e4m3.
+        batch: tensors that describe the requests.
         out: [T, N, Dh].
         lse: [N, T].
-        scores: how scores are computed.
+        scores: how scores are computed; each field is one parameter of a kernel.
         strides: strides of queries, keys, values and output.
     """
 
-    q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    block_table: Tensor
-    seq_lens: Tensor
-    query_start_loc: Tensor
-    visible_lens: Tensor
-    first_visible: Tensor | None
+    sources: Sources
+    batch: PagedBatch
     out: Tensor
     lse: Tensor
     scores: Scores
@@ -66,19 +72,11 @@ class PagedCall(NamedTuple):
         """Return the record for the tensors of a call; see the attributes, and `kv_cache` [2, num_blocks, ..]."""
         k_cache, v_cache = (kv_cache.view(torch.uint8) if cache_format.scaled else kv_cache).unbind(0)
         strides = Strides(*q.stride(), *k_cache.stride(), *v_cache.stride(), *out.stride())
-        return cls(
-            q, k_cache, v_cache, block_table, seq_lens.contiguous(), query_start_loc.contiguous(),
-            visible_lens.contiguous(), None if first_visible is None else first_visible.contiguous(), out, lse, scores,
-            strides,
+        batch = PagedBatch(
+            block_table, seq_lens.contiguous(), query_start_loc.contiguous(), visible_lens.contiguous(),
+            None if first_visible is None else first_visible.contiguous(),
         )  # fmt: skip
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """The tensors that each kernel over a paged cache takes first."""
-        return (
-            self.q, self.k_cache, self.v_cache, self.block_table, self.seq_lens, self.query_start_loc,
-            self.visible_lens, self.first_visible,
-        )  # fmt: skip
+        return cls(Sources(q, k_cache, v_cache), batch, out, lse, scores, strides)
 
 
 def box_descriptors(
@@ -113,4 +111,4 @@ def scores_of(
     slopes = None if alibi_slopes is None else kept_slopes(q.device, tuple(alibi_slopes), torch.float32)
     sinks = None if sinks is None else sinks.contiguous()
     cap = 0.0 if soft_cap is None else soft_cap / math.log(2)
-    return Scores(factor, cap, slopes, sinks, k_scale, v_scale, q_scale)
+    return Scores(ScoreFactors(factor, cap), slopes, sinks, k_scale, v_scale, q_scale)

@@ -20,7 +20,7 @@ from ....backends import launch
 from ...device import device_facts, device_of
 from ...integers import cdiv
 from .launch_arguments import box_descriptors, scores_of
-from .records import Boxes, KeySource, Scores, Strides
+from .records import Boxes, KeySource, Outputs, Scores, Sources, Strides
 from .row_blocks import find_request, offset_of, rows_from, write_padding, write_rows
 from .sizes import PADDING_TOKENS, launch_sizes
 from .tiles import attend_tiles, keys_of_rows, load_queries
@@ -63,6 +63,7 @@ def _packed_keys(rows, query_start, query_len, key_len, most_queries, most_keys,
     return keys_of_rows(first, end, position, rows.real, c)
 
 
+# No record has the listed parameters, because Triton specialises each field of a record (`..arguments`).
 @triton.jit(
     do_not_specialize=["num_tokens", "num_keys", "num_requests", "most_queries", "most_keys", "row_blocks",
                        "num_programs"],
@@ -70,7 +71,7 @@ def _packed_keys(rows, query_start, query_len, key_len, most_queries, most_keys,
 )  # fmt: skip
 @no_type_check
 def _gqa_packed_kernel(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, factor, cap, slopes, sinks, k_scale, v_scale, q_scale, out, lse,
+    sources, cu_seqlens_q, cu_seqlens_k, factors, slopes, sinks, k_scale, v_scale, q_scale, outputs,
     k_boxes, v_boxes, num_tokens, num_keys, num_requests, most_queries, most_keys, row_blocks, num_programs, strides,
     PADDING_TOKENS: tl.constexpr, mask: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
@@ -81,7 +82,7 @@ def _gqa_packed_kernel(
     program = tl.program_id(0)
     if program >= num_programs:
         query_end = offset_of(cu_seqlens_q, num_requests, num_tokens)
-        write_padding(program - num_programs, query_end, num_tokens, out, lse, strides, c, PADDING_TOKENS)
+        write_padding(program - num_programs, query_end, num_tokens, outputs, strides, c, PADDING_TOKENS)
         return
     kv_head, number = program // row_blocks, row_blocks - 1 - program % row_blocks
     request, first_row = find_request(cu_seqlens_q, num_requests, num_tokens, number, c)
@@ -91,17 +92,17 @@ def _gqa_packed_kernel(
         return
     first_key = offset_of(cu_seqlens_k, request, num_keys)
     key_len = tl.maximum(offset_of(cu_seqlens_k, request + 1, num_keys) - first_key, 0)
-    scores = Scores(factor, cap, slopes, sinks, k_scale, v_scale, q_scale)
+    scores = Scores(factors, slopes, sinks, k_scale, v_scale, q_scale)
     rows = rows_from(first_row, query_start, query_end, kv_head, c)
-    queries = load_queries(q, rows, scores, strides, c)
+    queries = load_queries(sources.q, rows, scores, strides, c)
     keys = _packed_keys(rows, query_start, query_end - query_start, key_len, most_queries, most_keys, mask, c)
     head = kv_head.to(tl.int64)
     source = KeySource(
-        k + head * strides.k_head, v + head * strides.v_head, cu_seqlens_k, 0, 0, first_key, kv_head
-    )  # fmt: skip
+        sources.k + head * strides.k_head, sources.v + head * strides.v_head, cu_seqlens_k, 0, 0, first_key, kv_head
+    )
     boxes = Boxes(k_boxes, v_boxes)
     state = attend_tiles(queries, keys, source, boxes, 0, tl.cdiv(keys.high, c.TILE), scores, strides, c)
-    write_rows(state, rows, out, lse, num_tokens, scores, strides, c)
+    write_rows(state, rows, outputs, num_tokens, scores, strides, c)
 
 
 def gqa_varlen_attention(
@@ -157,10 +158,9 @@ def gqa_varlen_attention(
     with device_of(q):
         launch(
             _gqa_packed_kernel, (programs + cdiv(tokens, PADDING_TOKENS),),
-            q, k, v, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(),
-            *scores_of(q, softmax_scale, soft_cap, alibi_slopes, sinks), out, lse, k_boxes, v_boxes,
-            tokens, keys, requests,
-            max_seqlen_q, max_seqlen_k, row_blocks, programs, strides, PADDING_TOKENS=PADDING_TOKENS, mask=mask,
-            **sizes.options,
+            Sources(q, k, v), cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(),
+            *scores_of(q, softmax_scale, soft_cap, alibi_slopes, sinks), Outputs(out, lse, None, None),
+            k_boxes, v_boxes, tokens, keys, requests, max_seqlen_q, max_seqlen_k, row_blocks, programs, strides,
+            PADDING_TOKENS=PADDING_TOKENS, mask=mask, **sizes.options,
         )  # fmt: skip
     return out, lse

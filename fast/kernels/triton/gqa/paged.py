@@ -25,7 +25,7 @@ from ...device import device_facts, device_of
 from ...integers import cdiv
 from ..decode_shapes import best_splits
 from .launch_arguments import PagedCall, box_descriptors, scores_of
-from .records import Boxes, Scores
+from .records import Boxes, Outputs, Scores
 from .row_blocks import (
     cached_keys,
     cached_source,
@@ -53,6 +53,7 @@ COMBINE_COST = 128  # time to start the combine kernel, in the same unit
 ROWS_COMBINED_PER_KEY = 64  # rows of partial outputs that the combine kernel adds in the time to attend one key
 
 
+# No record has the listed parameters, because Triton specialises each field of a record (`..arguments`).
 @triton.jit(
     do_not_specialize=[
         "num_tokens", "num_requests", "num_blocks", "max_query_len", "max_keys", "num_splits", "row_blocks",
@@ -65,8 +66,8 @@ ROWS_COMBINED_PER_KEY = 64  # rows of partial outputs that the combine kernel ad
 )  # fmt: skip
 @no_type_check
 def _gqa_paged_kernel(
-    q, k_cache, v_cache, block_table, seq_lens, query_start_loc, visible_lens, first_visible,
-    factor, cap, slopes, sinks, k_scale, v_scale, q_scale, out, lse, partial_out, partial_lse, k_boxes, v_boxes,
+    sources, block_table, seq_lens, query_start_loc, visible_lens, first_visible,
+    factors, slopes, sinks, k_scale, v_scale, q_scale, outputs, k_boxes, v_boxes,
     num_tokens, num_requests, num_blocks, max_query_len, max_keys, num_splits, row_blocks, num_programs,
     strides, table_row_stride, table_stride,
     FIND_REQUEST: tl.constexpr, SPLIT: tl.constexpr, PADDING_TOKENS: tl.constexpr, c: tl.constexpr,
@@ -78,13 +79,13 @@ def _gqa_paged_kernel(
     request starts first, because it attends the most keys. Without FIND_REQUEST, each request has `row_blocks` row
     blocks. Programs that run at the same time then read the keys of all KV heads, which are close in memory.
 
-    If each request has one split (SPLIT is False), the kernel writes `out` and `lse`. Otherwise it writes partial
+    If each request has one split (SPLIT is False), the kernel writes output and LSE. Otherwise it writes partial
     outputs [splits, T, N, Dh] and partial LSEs [2, splits, T, N].
     """
     program = tl.program_id(0)
     if program >= num_programs:
         query_end = offset_of(query_start_loc, num_requests, num_tokens)
-        write_padding(program - num_programs, query_end, num_tokens, out, lse, strides, c, PADDING_TOKENS)
+        write_padding(program - num_programs, query_end, num_tokens, outputs, strides, c, PADDING_TOKENS)
         return
     if FIND_REQUEST:
         kv_head, split = program // (row_blocks * num_splits), program % num_splits
@@ -98,14 +99,12 @@ def _gqa_paged_kernel(
     query_end = tl.maximum(offset_of(query_start_loc, request + 1, num_tokens), query_start)
     if (first_row < 0) | (query_start + first_row // c.GROUP >= query_end):
         return
-    scores = Scores(factor, cap, slopes, sinks, k_scale, v_scale, q_scale)
+    scores = Scores(factors, slopes, sinks, k_scale, v_scale, q_scale)
     rows = rows_from(first_row, query_start, query_end, kv_head, c)
-    queries = load_queries(q, rows, scores, strides, c)
+    queries = load_queries(sources.q, rows, scores, strides, c)
     readable = tl.maximum(0, tl.minimum(tl.load(seq_lens + request), max_keys))
     keys = cached_keys(rows, visible_lens, first_visible, readable, query_start, max_query_len, c)
-    source = cached_source(
-        k_cache, v_cache, block_table, request, kv_head, num_blocks, table_row_stride, table_stride, strides
-    )  # fmt: skip
+    source = cached_source(sources, block_table, request, kv_head, num_blocks, table_row_stride, table_stride, strides)
     first_tile, last_tile = tl.minimum(keys.low, keys.high) // c.TILE, tl.cdiv(keys.high, c.TILE)
     if SPLIT:
         split_tiles = tl.cdiv(last_tile - first_tile, num_splits)
@@ -117,9 +116,9 @@ def _gqa_paged_kernel(
         heads: tl.constexpr = c.GROUP * c.KV_HEADS
         split_rows = num_tokens.to(tl.int64) * heads
         row = split * split_rows + rows.token.to(tl.int64) * heads + rows.head
-        write_partial(state, rows, row, num_splits * split_rows, partial_out, partial_lse, scores, c)
+        write_partial(state, rows, row, num_splits * split_rows, outputs, scores, c)
     else:
-        write_rows(state, rows, out, lse, num_tokens, scores, strides, c)
+        write_rows(state, rows, outputs, num_tokens, scores, strides, c)
 
 
 def gqa_paged_attention(
@@ -215,7 +214,7 @@ def gqa_paged_attention(
     else:
         partials = _launch(call, sizes, row_blocks, num_splits, max_query_len, max_keys)
     combine_partial_outputs(
-        *partials, call.query_start_loc, max_query_len, tile_ranges, split_offsets, batch_invariant, written, lse,
+        *partials, call.batch.query_start_loc, max_query_len, tile_ranges, split_offsets, batch_invariant, written, lse,
         call.scores.sinks, padding_tokens=True,
     )  # fmt: skip
     if written is not out:
@@ -240,24 +239,23 @@ def _launch(
         Partial outputs and partial LSEs, flat; empty if each request has one split. `fast.kernels.combine.kernels`
         defines their layout.
     """
-    tokens, heads, width = call.q.shape
-    requests, kv_heads = call.block_table.shape[0], sizes.constants.KV_HEADS
+    tokens, heads, width = call.sources.q.shape
+    requests, kv_heads = call.batch.block_table.shape[0], sizes.constants.KV_HEADS
     programs = row_blocks * kv_heads * num_splits * (1 if sizes.finds_requests else requests)
     rows = num_splits * tokens * heads if num_splits > 1 else 0
-    partial_out = torch.empty(rows * width, dtype=torch.float32, device=call.q.device)
-    partial_lse = torch.empty(2 * rows, dtype=torch.float32, device=call.q.device)
+    partial_out = torch.empty(rows * width, dtype=torch.float32, device=call.out.device)
+    partial_lse = torch.empty(2 * rows, dtype=torch.float32, device=call.out.device)
     # with splits, the combine kernel writes the padding tokens
     padding_programs = cdiv(tokens, PADDING_TOKENS) if num_splits == 1 else 0
-    k_boxes, v_boxes = box_descriptors(call.k_cache, call.v_cache, sizes.constants)
+    k_boxes, v_boxes = box_descriptors(call.sources.k, call.sources.v, sizes.constants)
     sizes = sizes._replace(constants=sizes.constants._replace(BULK_COPY=k_boxes is not None))
-    with device_of(call.q):
+    with device_of(call.out):
         launch(
             _gqa_paged_kernel, (programs + padding_programs,),
-            *call.tensors, *call.scores, call.out, call.lse, partial_out, partial_lse, k_boxes, v_boxes,
-            tokens, requests,
-            call.k_cache.shape[0], max_query_len, max_keys, num_splits, row_blocks, programs, call.strides,
-            *call.block_table.stride(), FIND_REQUEST=sizes.finds_requests, SPLIT=num_splits > 1,
-            PADDING_TOKENS=PADDING_TOKENS, **sizes.options,
+            call.sources, *call.batch, *call.scores, Outputs(call.out, call.lse, partial_out, partial_lse),
+            k_boxes, v_boxes, tokens, requests, call.sources.k.shape[0], max_query_len, max_keys, num_splits,
+            row_blocks, programs, call.strides, *call.batch.block_table.stride(),
+            FIND_REQUEST=sizes.finds_requests, SPLIT=num_splits > 1, PADDING_TOKENS=PADDING_TOKENS, **sizes.options,
         )  # fmt: skip
     return partial_out, partial_lse
 

@@ -6,6 +6,10 @@ request and a group is head r % G of token r // G, for G heads in a group. A til
 
 The fields of most records are values inside a kernel. They have the annotation `Any`, because no Python type describes
 such values.
+
+A kernel takes the records `Sources`, `ScoreFactors`, `Outputs`, `Strides` and `Constants` as one argument each. Numbers
+and pointers that change from call to call, and TMA descriptors, cannot be in a record (`..arguments`). The launcher
+passes each of them as an argument of its own, and the kernel puts them into the other records.
 """
 
 from __future__ import annotations
@@ -57,13 +61,55 @@ class Constants(NamedTuple):
     Q_E4M3: Any
 
 
-class Scores(NamedTuple):
-    """How the score of a query and a key is computed from their dot product, and what scales the numbers.
+class Sources(NamedTuple):
+    """Queries, keys and values, which a kernel takes as one argument.
+
+    Attributes:
+        q: pointer to the queries [T, N, Dh].
+        k: pointer to the keys, of a cache [num_blocks, block_size, Nkv, Dh] or packed [K, Nkv, Dh].
+        v: pointer to the values, like `k`.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+
+
+class Outputs(NamedTuple):
+    """Outputs and partial outputs, which a kernel takes as one argument.
+
+    Attributes:
+        out: pointer to the output [T, N, Dh].
+        lse: pointer to the LSE [N, T].
+        partial_out: pointer to the partial outputs [rows, Dh], or None. `fast.kernels.combine.kernels` defines what
+            the rows are.
+        partial_lse: pointer to the partial LSEs [2, rows], or None.
+    """
+
+    out: Any
+    lse: Any
+    partial_out: Any
+    partial_lse: Any
+
+
+class ScoreFactors(NamedTuple):
+    """Factors with which scores are computed from dot products; a kernel takes them as one argument.
 
     Attributes:
         factor: factor of a dot product. Without a soft cap, it is scale / ln 2, so that exp2 can replace exp. With a
             soft cap, it is scale / cap.
         cap: soft cap divided by ln 2; not used without a soft cap.
+    """
+
+    factor: Any
+    cap: Any
+
+
+class Scores(NamedTuple):
+    """How the score of a query and a key is computed from their dot product, and what scales the numbers.
+
+    Attributes:
+        factors: the `ScoreFactors`.
         slopes: pointer to the ALiBi slopes [N], float32, or None.
         sinks: pointer to the attention sinks [N], or None.
         k_scale: pointer to the scale of the keys, or None.
@@ -71,8 +117,7 @@ class Scores(NamedTuple):
         q_scale: pointer to the scale with which queries are rounded to e4m3, or None.
     """
 
-    factor: Any
-    cap: Any
+    factors: Any
     slopes: Any
     sinks: Any
     k_scale: Any

@@ -73,11 +73,11 @@ def cached_keys(rows, visible_lens, first_visible, readable, query_start, max_qu
 
 @triton.jit
 @no_type_check
-def cached_source(k_cache, v_cache, block_table, request, kv_head, num_blocks, row_stride, table_stride, strides):
+def cached_source(sources, block_table, request, kv_head, num_blocks, row_stride, table_stride, strides):
     """Return the `KeySource` of a request and a KV head in the paged cache."""
     head = kv_head.to(tl.int64)
     return KeySource(
-        k_cache + head * strides.k_head, v_cache + head * strides.v_head,
+        sources.k + head * strides.k_head, sources.v + head * strides.v_head,
         block_table + request.to(tl.int64) * row_stride, table_stride, num_blocks, 0, kv_head,
     )  # fmt: skip
 
@@ -94,7 +94,7 @@ def _with_value_scale(state, scores, c):
 
 @triton.jit
 @no_type_check
-def write_rows(state, rows, out, lse, num_tokens, scores, strides, c):
+def write_rows(state, rows, outputs, num_tokens, scores, strides, c):
     """Write the output and the LSE of a row block, from the state over all keys; add the attention sinks first."""
     state = _with_value_scale(state, scores, c)
     if scores.sinks is not None:
@@ -103,17 +103,17 @@ def write_rows(state, rows, out, lse, num_tokens, scores, strides, c):
     columns = tl.arange(0, c.COLUMNS)
     places = rows.token.to(tl.int64) * strides.out_token + rows.head.to(tl.int64) * strides.out_head
     tl.store(
-        out + places[:, None] + (columns.to(tl.int64) * strides.out_column)[None, :],
-        (state.weighted / divisor[:, None]).to(out.dtype.element_ty),
+        outputs.out + places[:, None] + (columns.to(tl.int64) * strides.out_column)[None, :],
+        (state.weighted / divisor[:, None]).to(outputs.out.dtype.element_ty),
         mask=rows.real[:, None] & (columns < c.DIM)[None, :],
     )
     natural = (state.largest + tl.log2(divisor)) * LN_2
-    tl.store(lse + rows.head.to(tl.int64) * num_tokens + rows.token, natural, mask=rows.real)
+    tl.store(outputs.lse + rows.head.to(tl.int64) * num_tokens + rows.token, natural, mask=rows.real)
 
 
 @triton.jit
 @no_type_check
-def write_partial(state, rows, row, num_rows, partial_out, partial_lse, scores, c):
+def write_partial(state, rows, row, num_rows, outputs, scores, c):
     """Write the partial output and the partial LSE of one split.
 
     Args:
@@ -121,17 +121,16 @@ def write_partial(state, rows, row, num_rows, partial_out, partial_lse, scores, 
         rows: the row block.
         row: [ROWS], row of the partial outputs in which each result is stored, as a 64-bit integer.
         num_rows: number of rows of all partial outputs, as a 64-bit integer.
-        partial_out: pointer to the partial outputs [num_rows, Dh].
-        partial_lse: pointer to the partial LSEs [2, num_rows].
+        outputs: the `Outputs` of the kernel, with partial outputs of `num_rows` rows.
         scores: the `Scores` of the kernel.
         c: compile-time constants of the kernel.
     """
     state = _with_value_scale(state, scores, c)
     columns = tl.arange(0, c.COLUMNS)
-    tl.store(partial_lse + row, state.largest, mask=rows.real)
-    tl.store(partial_lse + num_rows + row, state.total, mask=rows.real)
+    tl.store(outputs.partial_lse + row, state.largest, mask=rows.real)
+    tl.store(outputs.partial_lse + num_rows + row, state.total, mask=rows.real)
     tl.store(
-        partial_out + (row * c.DIM)[:, None] + columns[None, :],
+        outputs.partial_out + (row * c.DIM)[:, None] + columns[None, :],
         state.weighted,
         mask=rows.real[:, None] & (columns < c.DIM)[None, :],
     )
@@ -139,22 +138,21 @@ def write_partial(state, rows, row, num_rows, partial_out, partial_lse, scores, 
 
 @triton.jit
 @no_type_check
-def write_padding(number, query_end, num_tokens, out, lse, strides, c, TOKENS: tl.constexpr):
+def write_padding(number, query_end, num_tokens, outputs, strides, c, TOKENS: tl.constexpr):
     """Write output 0 and LSE -inf of the tokens [number * TOKENS, (number + 1) * TOKENS) behind the last request.
 
     Args:
         number: number of the program among the programs that write padding tokens.
         query_end: end of the last request; the padding tokens follow.
         num_tokens: number of all tokens.
-        out: pointer to the output.
-        lse: pointer to the LSE [N, T].
+        outputs: the `Outputs` of the kernel.
         strides: strides of the output.
         c: compile-time constants of the kernel.
         TOKENS: tokens of a program.
     """
     columns = tl.arange(0, c.COLUMNS)
     heads = tl.arange(0, c.ROWS)
-    zeros = tl.zeros([heads.shape[0], columns.shape[0]], out.dtype.element_ty)
+    zeros = tl.zeros([heads.shape[0], columns.shape[0]], outputs.out.dtype.element_ty)
     empty = tl.full([heads.shape[0]], float("-inf"), tl.float32)
     for token in tl.range(tl.maximum(query_end, number * TOKENS), tl.minimum(num_tokens, (number + 1) * TOKENS)):
         for first in range(0, c.GROUP * c.KV_HEADS, c.ROWS):
@@ -162,6 +160,6 @@ def write_padding(number, query_end, num_tokens, out, lse, strides, c, TOKENS: t
             inside = head < c.GROUP * c.KV_HEADS
             same_token = (token + tl.zeros_like(head)).to(tl.int64)
             places = same_token * strides.out_token + head.to(tl.int64) * strides.out_head
-            pointers = out + places[:, None] + (columns.to(tl.int64) * strides.out_column)[None, :]
+            pointers = outputs.out + places[:, None] + (columns.to(tl.int64) * strides.out_column)[None, :]
             tl.store(pointers, zeros, mask=inside[:, None] & (columns < c.DIM)[None, :])
-            tl.store(lse + head.to(tl.int64) * num_tokens + same_token, empty, mask=inside)
+            tl.store(outputs.lse + head.to(tl.int64) * num_tokens + same_token, empty, mask=inside)

@@ -30,7 +30,7 @@ from ...integers import cdiv
 from ..schedule import SplitRule
 from ..scheduled_decode import number_of_tiles, split_by_length
 from .launch_arguments import PagedCall
-from .records import Boxes, RowBlock, Scores
+from .records import Boxes, Outputs, RowBlock, Scores
 from .row_blocks import (
     cached_keys,
     cached_source,
@@ -73,6 +73,7 @@ def _scheduled_range(tile_ranges, program, num_requests):
     )  # fmt: skip
 
 
+# No record has the listed parameters, because Triton specialises each field of a record (`..arguments`).
 @triton.jit(
     do_not_specialize=[
         "num_tokens", "num_requests", "num_blocks", "max_query_len", "max_keys", "row_blocks", "request_rows",
@@ -86,9 +87,9 @@ def _scheduled_range(tile_ranges, program, num_requests):
 )  # fmt: skip
 @no_type_check
 def _gqa_scheduled_kernel(
-    q, k_cache, v_cache, block_table, seq_lens, query_start_loc, visible_lens, first_visible,
-    factor, cap, slopes, sinks, k_scale, v_scale, q_scale, out, lse, partial_out, partial_lse, tile_ranges,
-    split_offsets, num_tokens, num_requests, num_blocks, max_query_len, max_keys, row_blocks, request_rows,
+    sources, block_table, seq_lens, query_start_loc, visible_lens, first_visible,
+    factors, slopes, sinks, k_scale, v_scale, q_scale, outputs, tile_ranges, split_offsets,
+    num_tokens, num_requests, num_blocks, max_query_len, max_keys, row_blocks, request_rows,
     num_partials, num_programs, programs_per_request, small_tiles, small_splits, large_tiles, max_splits,
     strides, table_row_stride, table_stride,
     SCHEDULE_TILE: tl.constexpr, BY_LENGTH: tl.constexpr, PADDING_TOKENS: tl.constexpr, c: tl.constexpr,
@@ -100,9 +101,9 @@ def _gqa_scheduled_kernel(
     program = tl.program_id(0)
     if program >= num_programs:
         query_end = offset_of(query_start_loc, num_requests, num_tokens)
-        write_padding(program - num_programs, query_end, num_tokens, out, lse, strides, c, PADDING_TOKENS)
+        write_padding(program - num_programs, query_end, num_tokens, outputs, strides, c, PADDING_TOKENS)
         return
-    scores = Scores(factor, cap, slopes, sinks, k_scale, v_scale, q_scale)
+    scores = Scores(factors, slopes, sinks, k_scale, v_scale, q_scale)
     rule = SplitRule(small_tiles, small_splits, large_tiles, max_splits)
     PER_TILE: tl.constexpr = SCHEDULE_TILE // c.TILE  # a tile of the schedule is PER_TILE tiles of this kernel
     heads: tl.constexpr = c.GROUP * c.KV_HEADS
@@ -151,29 +152,29 @@ def _gqa_scheduled_kernel(
             index = tl.minimum(tl.maximum(first_split + split, 0), num_partials - 1)
         # 2. attend the tiles, and write the output or a partial output
         if has_tiles & (query_start + first_row // c.GROUP < query_end):
-            queries = load_queries(q, rows, scores, strides, c)
+            queries = load_queries(sources.q, rows, scores, strides, c)
             keys = cached_keys(
                 rows, visible_lens, first_visible, tl.minimum(length, max_keys), query_start, max_query_len, c
             )
             source = cached_source(
-                k_cache, v_cache, block_table, request, kv_head, num_blocks, table_row_stride, table_stride, strides
-            )  # fmt: skip
+                sources, block_table, request, kv_head, num_blocks, table_row_stride, table_stride, strides
+            )
             state = attend_tiles(
                 queries, keys, source, Boxes(None, None), (begin_tile + first_tile) * PER_TILE,
                 (begin_tile + last_tile) * PER_TILE, scores, strides, c,
             )  # fmt: skip
             if whole:
-                write_rows(state, rows, out, lse, num_tokens, scores, strides, c)
+                write_rows(state, rows, outputs, num_tokens, scores, strides, c)
             else:
                 request_row = (rows.token - query_start) * heads + rows.head
                 row = index.to(tl.int64) * request_rows + request_row
                 num_rows = num_partials.to(tl.int64) * request_rows
                 inside = RowBlock(rows.token, rows.head, rows.real & (request_row < request_rows), kv_head)
-                write_partial(state, inside, row, num_rows, partial_out, partial_lse, scores, c)
+                write_partial(state, inside, row, num_rows, outputs, scores, c)
             if BY_LENGTH:
                 # for the combine kernel: each partial output has one split; and the number of splits of the request
                 recorded = (split == 0) & (first_row == 0) & (kv_head == 0)
-                progress = partial_lse + 2 * num_partials.to(tl.int64) * request_rows + 2 * request
+                progress = outputs.partial_lse + 2 * num_partials.to(tl.int64) * request_rows + 2 * request
                 progress = progress.to(tl.pointer_type(tl.int32), bitcast=True)
                 tl.store(progress, 1, mask=recorded)
                 tl.store(progress + 1, splits, mask=recorded)
@@ -222,8 +223,8 @@ def launch_scheduled(
     Returns:
         Partial outputs and partial LSEs, flat; `fast.kernels.combine.kernels` defines their layout.
     """
-    tokens, heads, width = call.q.shape
-    requests, kv_heads = call.block_table.shape[0], sizes.constants.KV_HEADS
+    tokens, heads, width = call.sources.q.shape
+    requests, kv_heads = call.batch.block_table.shape[0], sizes.constants.KV_HEADS
     request_rows = rows_of_a_request(tokens, heads, max_query_len)
     most_splits = most_invariant_splits(cdiv(max_keys, DECODE_TILE), split_rule) if batch_invariant else 0
     programs_per_request, progress = 1, 2 * requests if batch_invariant else 0
@@ -235,15 +236,16 @@ def launch_scheduled(
         tile_ranges, split_offsets = tile_ranges.contiguous(), split_offsets.contiguous()
     # upper bound of the splits: one for each request, and one more for each program that continues a request
     num_partials = requests * max(1, most_splits) if batch_invariant else requests + ranges
-    partial_out = torch.empty(num_partials * request_rows * width, dtype=torch.float32, device=call.q.device)
-    partial_lse = torch.empty(2 * num_partials * request_rows + progress, dtype=torch.float32, device=call.q.device)
+    partial_out = torch.empty(num_partials * request_rows * width, dtype=torch.float32, device=call.out.device)
+    partial_lse = torch.empty(2 * num_partials * request_rows + progress, dtype=torch.float32, device=call.out.device)
     programs = ranges * row_blocks * kv_heads
-    with device_of(call.q):
+    with device_of(call.out):
         launch(
             _gqa_scheduled_kernel, (programs + cdiv(tokens, PADDING_TOKENS),),
-            *call.tensors, *call.scores, call.out, call.lse, partial_out, partial_lse, tile_ranges, split_offsets,
-            tokens, requests, call.k_cache.shape[0], max_query_len, max_keys, row_blocks, request_rows, num_partials,
-            programs, programs_per_request, *split_rule.numbers, call.strides, *call.block_table.stride(),
+            call.sources, *call.batch, *call.scores, Outputs(call.out, call.lse, partial_out, partial_lse),
+            tile_ranges, split_offsets, tokens, requests, call.sources.k.shape[0], max_query_len, max_keys,
+            row_blocks, request_rows, num_partials, programs, programs_per_request, *split_rule.numbers,
+            call.strides, *call.batch.block_table.stride(),
             SCHEDULE_TILE=DECODE_TILE, BY_LENGTH=batch_invariant, PADDING_TOKENS=PADDING_TOKENS, **sizes.options,
         )  # fmt: skip
     return partial_out, partial_lse

@@ -32,7 +32,7 @@ def load_queries(q, rows, scores, strides, c):
         mask=rows.real[:, None] & (columns < c.DIM)[None, :],
         other=0.0,
     )
-    factor = scores.factor
+    factor = scores.factors.factor
     if c.E4M3:
         factor = factor * tl.load(scores.k_scale)
     if c.Q_E4M3:
@@ -172,7 +172,7 @@ def _finish_scores(dots, queries, rows, tile_keys, scores, c):
     """Return the scores [ROWS, TILE] of dot products, divided by ln 2."""
     finished = dots * queries.factor
     if c.SOFT_CAP:
-        finished = _tanh(finished) * scores.cap
+        finished = _tanh(finished) * scores.factors.cap
     if scores.slopes is not None:
         finished -= tl.abs(rows.position - tile_keys.keys[None, :]).to(tl.float32) * queries.slopes
     return finished
