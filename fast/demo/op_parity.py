@@ -38,6 +38,7 @@ from reference.interfaces import (
     MLAMetadata,
     check,
 )
+from reference.interfaces.layer_results import ProjectedTokens
 
 from ..backends import BackendChoice, bind
 from ..parity import Parity, compare, compare_exact, compare_states
@@ -225,25 +226,24 @@ def plans(compared: Comparison, batch: Batch, workspace_tokens: int, config: MLA
     compared.exact("choose_paths", lambda m: m.choose_paths(query_lens, common.num_computed_tokens_cpu, 1, config))
     compared.exact("plan_decode", lambda m: m.plan_decode(common.seq_lens, PROGRAMS))
 
-    def advance(module: Any) -> tuple[Any, ...]:
+    def advance(module: Any) -> list[Any]:
         step = batch.common(compared.oracle, batch.query_lens)
         sampled = torch.arange(len(batch.lens), device=batch.positions.device)
         ids, positions = sampled.new_zeros(step.num_actual_tokens), sampled.new_zeros(step.num_actual_tokens)
-        return module.advance_step(sampled, ids, positions, step, batch.block_size), ids, positions
+        return [module.advance_step(sampled, ids, positions, step, batch.block_size), ids, positions]
 
     compared.exact("advance_step", advance)
 
 
-def projections(
-    compared: Comparison, layer: nn.Module, hidden_states: Tensor, batch: Batch
-) -> tuple[Tensor, Tensor, Tensor]:
+def projections(compared: Comparison, layer: nn.Module, hidden_states: Tensor, batch: Batch) -> ProjectedTokens:
     """Compare norm, rotation and up-projections.
 
     Returns:
-        Queries [T, N, P + R], normed latents [T, Lkv] and rotated rope keys [T, R] of the oracle.
+        The queries, the normed latents and the rotated rope keys of the oracle.
     """
     c = layer.config
-    q, kv_c_normed, k_pe = layer.project(hidden_states, batch.positions)
+    projected = layer.project(hidden_states, batch.positions)
+    q, kv_c_normed = projected.q, projected.kv_c_normed
     kv_c, k_pe_raw = layer.kv_a_proj_with_mqa(hidden_states).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
     unrotated = q[..., c.qk_nope_head_dim :]  # any activations of the right shape serve as q_pe
     compared.within_budget(
@@ -261,7 +261,7 @@ def projections(
     compared.within_budget(
         "expand_kv", lambda m, *tensors: m.expand_kv(*tensors), kv_c_normed, w_uk, w_uv, parts=("k_nope", "v")
     )
-    return q, kv_c_normed, k_pe
+    return projected
 
 
 def caches(compared: Comparison, kv_c_normed: Tensor, k_pe: Tensor, batch: Batch, storage: Storage) -> Tensor:

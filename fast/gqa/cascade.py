@@ -115,9 +115,9 @@ def _check_cascade(
     choose_cascade_backends(call, cascade)
 
 
-def _tensors_of(plan: DecodeMetadata) -> tuple[Tensor, ...]:
+def _tensors_of(plan: DecodeMetadata) -> list[Tensor]:
     """Return the tensors of one part of a cascade."""
-    return plan.block_table, plan.seq_lens, plan.query_start_loc, plan.visible_lens
+    return [plan.block_table, plan.seq_lens, plan.query_start_loc, plan.visible_lens]
 
 
 def _paged(plan) -> PagedAttentionMetadata:

@@ -7,6 +7,7 @@ of shapes. `torch.compile(fullgraph=True)` can trace `forward`.
 from __future__ import annotations
 
 import operator
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Shaped
@@ -33,6 +34,7 @@ from reference.interfaces import (
 )
 from reference.interfaces.gqa import (
     AttentionType,
+    Descales,
     EncoderMetadata,
     GQAConfig,
     GQAMetadata,
@@ -62,6 +64,22 @@ from .context_parallel import GQA_DCP_OPS, gqa_dcp_attention
 
 GQA_LAYER_OPS = tuple(sorted({"gqa_varlen_attention", "reshape_and_cache", *CASCADE_OPS, *GQA_DCP_OPS}))
 _check_step = backends.CheckedOnce(check_layer_step)
+
+
+class _Scales(NamedTuple):
+    """Scales of keys, values and queries, each float32 [] or None."""
+
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    q_scale: Tensor | None
+
+
+class _Written(NamedTuple):
+    """Keys and values that a step writes to the cache, and whether the step has tokens of a prefill."""
+
+    has_prefill: bool
+    k: Tensor
+    v: Tensor
 
 
 class _Output:
@@ -239,9 +257,7 @@ class GQAAttention(nn.Module):
             output[end:] = 0
         return output
 
-    def descales(
-        self, num_requests: int
-    ) -> tuple[Float[Tensor, "B Nkv"] | None, Float[Tensor, "B Nkv"] | None, Float[Tensor, "B Nkv"] | None]:
+    def descales(self, num_requests: int) -> Descales:
         """Return the scales of queries, keys and values with one element for each request and KV head, without copies.
 
         `reference.gqa.layer.GQAAttention.descales` explains which kernels take these tensors.
@@ -250,8 +266,8 @@ class GQAAttention(nn.Module):
             num_requests: B, number of requests of the call of the kernel.
 
         Returns:
-            Three float32 tensors [B, Nkv] with the KV heads of this rank's cache, or None for each: all three are None
-            for a format without scales, and the scale of queries is None for queries in their own dtype.
+            `Descales`: three float32 tensors [B, Nkv] with the KV heads of this rank's cache, or None for each. All
+            three are None for a format without scales, and the scale of queries is None for queries in their own dtype.
 
         Raises:
             ValueError: `num_requests` is negative.
@@ -259,14 +275,14 @@ class GQAAttention(nn.Module):
         check_int("num_requests", num_requests, 0)
         heads = self.local_config.num_kv_heads
         scales = ("q_scale", self.q_scale), ("k_scale", self.k_scale), ("v_scale", self.v_scale)
-        return tuple(
+        return Descales(*(
             None if scale is None else expand_scale(name, scale.value, num_requests, heads) for name, scale in scales
-        )
+        ))  # fmt: skip
 
-    def _scales(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def _scales(self) -> _Scales:
         """Return the scales of keys, values and queries, each float32 [] or None."""
         scales = self.k_scale, self.v_scale, self.q_scale
-        return tuple([None if scale is None else scale.value for scale in scales])
+        return _Scales(*[None if scale is None else scale.value for scale in scales])
 
     def _check(self, q, k, v, kv_cache, metadata, output_scale) -> StepBackends:
         """Check the arguments of `forward` except the values of the plan; read no values but those of scales.
@@ -274,15 +290,15 @@ class GQAAttention(nn.Module):
         Returns:
             What the layer must check in the values of the step, because of the backends that serve the step.
         """
-        groups, (*scales, q_scale) = self.context_parallel, self._scales()
+        groups, scales = self.context_parallel, self._scales()
         ownership, ranks = (None, None) if groups is None else (groups.ownership, (groups.size, groups.merge))
         chosen = _check_step(
-            metadata, q, k, v, kv_cache, self.local_config, self.config, self.cache_format, *scales, q_scale,
+            metadata, q, k, v, kv_cache, self.local_config, self.config, self.cache_format, *scales,
             self.sinks, ownership, ranks, output_scale is not None, self.backend,
         )  # fmt: skip
         check_output_scale(output_scale, None, q.device)
         check_scale_values("output_scale", output_scale)
-        check_scale_values("q_scale", q_scale)
+        check_scale_values("q_scale", scales.q_scale)
         return chosen
 
     def _check_kernels(self, chosen: StepBackends, k, v, metadata: GQAMetadata) -> None:
@@ -302,20 +318,20 @@ class GQAAttention(nn.Module):
             for op, name in chosen.ignoring:
                 backends.check_ignored_scales(name, op, k_scale=scales[0], v_scale=scales[1])
 
-    def _written(self, k: Tensor, v: Tensor, metadata: GQAMetadata) -> tuple[bool, Tensor, Tensor]:
-        """Return whether a step has tokens of a prefill, and the keys and the values that it writes to the cache."""
+    def _written(self, k: Tensor, v: Tensor, metadata: GQAMetadata) -> _Written:
+        """Return what a step writes to the cache."""
         cross = self.config.attention_type is AttentionType.CROSS
         tokens = k.shape[0] if cross else metadata.num_actual_tokens
-        return cross or tokens > metadata.num_decode_tokens, k[:tokens], v[:tokens]
+        return _Written(cross or tokens > metadata.num_decode_tokens, k[:tokens], v[:tokens])
 
     def _write(self, has_prefill: bool, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: GQAMetadata) -> None:
         """Write keys and values to the cache; first choose the scales of the cache, if they are not chosen yet."""
         if self.k_scale is not None or self.observed is not None:
             choose_key_value_scales(self, metadata.slot_mapping, has_prefill, k, v)
-        k_scale, v_scale, _ = self._scales()
+        scales = self._scales()
         reshape_and_cache(
-            k, v, kv_cache, metadata.slot_mapping, self.cache_format, k_scale, v_scale, graph=metadata.decode.graph,
-            backend=self.backend,
+            k, v, kv_cache, metadata.slot_mapping, self.cache_format, scales.k_scale, scales.v_scale,
+            graph=metadata.decode.graph, backend=self.backend,
         )  # fmt: skip
 
     def _attend_cache(self, target: _Output, q: Tensor, kv_cache: Tensor, metadata: GQAMetadata) -> None:

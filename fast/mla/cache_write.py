@@ -8,6 +8,8 @@ docs/glossary.md explains the terms and the letters of shapes.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from jaxtyping import Float, Int, Int64, Shaped
 from torch import Tensor
@@ -33,6 +35,20 @@ from ..attention.rope import angles_of, check_angles
 from ..backends import BackendChoice
 
 
+class WrittenTokens(NamedTuple):
+    """Results of `rope_norm_and_cache`.
+
+    Attributes:
+        q_pe: [T, N, R], rotated rope parts of the queries; in e4m3 (8 bits) if the call has a `q_scale`.
+        kv_c_normed: [T, Lkv], normed latents.
+        k_pe: [T, R], rotated rope parts of the keys.
+    """
+
+    q_pe: Shaped[Tensor, "T N R"]
+    kv_c_normed: Float[Tensor, "T Lkv"]
+    k_pe: Float[Tensor, "T R"]
+
+
 def rope_norm_and_cache(
     positions: Int[Tensor, " T"],
     q_pe: Float[Tensor, "T N R"],
@@ -50,7 +66,7 @@ def rope_norm_and_cache(
     frequencies: Float[Tensor, " R/2"] | None = None,
     graph: GraphSupport = GraphSupport.NONE,
     backend: BackendChoice = None,
-) -> tuple[Shaped[Tensor, "T N R"], Float[Tensor, "T Lkv"], Float[Tensor, "T R"]]:
+) -> WrittenTokens:
     """Compute `apply_rope`, `rms_norm` of the latents and `concat_and_cache_mla` in one kernel.
 
     Args:
@@ -111,10 +127,11 @@ def rope_norm_and_cache(
     frequencies, magnitude = angles_of(q_pe, rope, frequencies)
     if norm_weight.dtype is not kv_c.dtype:
         norm_weight = norm_weight.to(kv_c.dtype)
-    return _WRITES.run(
+    written = _WRITES.run(
         signature, chosen, positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight, eps, frequencies,
         magnitude, rope.interleaved, cache_format.name, kv_scale, q_scale,
     )  # fmt: skip
+    return WrittenTokens(*written)
 
 
 def _launch_write(positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight, eps, frequencies, magnitude,

@@ -6,6 +6,8 @@ docs/glossary.md explains the terms and the letters of shapes.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
@@ -77,8 +79,7 @@ def decode_programs(
     """
     check_int("query_len", query_len)
     given = config, device, dtype, block_size, cache_format, fp8_mode, backend
-    launch, shape, mode = _launch_and_shape("decode_programs", *given)
-    return launch(*shape, query_len, cache_format, **mode)
+    return _function_of("decode_programs", *given)(query_len, cache_format)
 
 
 def schedule_costs(
@@ -108,12 +109,11 @@ def schedule_costs(
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     given = config, device, dtype, block_size, cache_format, fp8_mode, backend
-    launch, shape, mode = _launch_and_shape("schedule_costs", *given)
-    return launch(*shape, cache_format, **mode)
+    return _function_of("schedule_costs", *given)(cache_format)
 
 
-def _launch_and_shape(op, config, device, dtype, block_size, cache_format, fp8_mode, backend):
-    """Return the chosen backend's function for `op`, its positional arguments, and its mode as a keyword argument.
+def _function_of(op, config, device, dtype, block_size, cache_format, fp8_mode, backend):
+    """Return the chosen backend's function for `op`, with its first arguments and the mode.
 
     The function gets no mode for `converted`, so a backend that has no other mode need not take the argument.
     """
@@ -129,9 +129,9 @@ def _launch_and_shape(op, config, device, dtype, block_size, cache_format, fp8_m
     request = backends.decode_request(
         device, dtype, *widths, block_size, lens, op=op, cache_format=cache_format, fp8_mode=fp8_mode
     )
-    launch = backends.kernel(backends.select(request, backend).name, op)
+    function = backends.kernel(backends.select(request, backend).name, op)
     mode = {} if fp8_mode == CONVERTED else {"fp8_mode": fp8_mode}
-    return launch, (device, dtype, config.num_heads, *widths, block_size), mode
+    return functools.partial(function, device, dtype, config.num_heads, *widths, block_size, **mode)
 
 
 def mla_decode(

@@ -49,6 +49,7 @@ from reference.interfaces import (
     observe_queries,
     to_e4m3,
 )
+from reference.interfaces.layer_results import ProjectedTokens
 
 from .. import backends
 from ..attention.rope import apply_rope, rotary_frequencies
@@ -58,7 +59,7 @@ from .absorbed_path import absorbed_queries, decode
 from .context_parallel import DCP_DECODE_OPS, dcp_gather_context
 from .decode_choice import check_decode_backend
 from .memory_profile import reserve_for_step, touch_largest
-from .new_tokens import NewTokens, frequencies_for, measure_step, write_tokens
+from .new_tokens import DownProjected, NewTokens, frequencies_for, measure_step, write_tokens
 from .prefill import PREFILL_OPS, forward_prefill, gather_context, rows_of
 from .prefill_choice import check_prefill_backend
 from .weight_views import AttentionWeights, WeightViews, dense_weight_of, refresh
@@ -307,7 +308,7 @@ class MLAAttention(nn.Module):
         in_e4m3 = 0 if weights.q_scale is None else split  # number of tokens whose queries are made in e4m3
         if in_e4m3 > 0:
             decoded = new.rows(0, split), rows_of(slots, 0, split)
-            q_e4m3, *_ = write_tokens(self, *decoded, kv_cache, graph, weights, weights.q_scale)
+            q_e4m3 = write_tokens(self, *decoded, kv_cache, graph, weights, weights.q_scale).q_pe
             new, slots = new.rows(split, q.shape[0]), rows_of(slots, split, end)
         q_pe, kv_c_normed, k_pe = new.q_pe, new.kv_c, new.k_pe
         if in_e4m3 < end or in_e4m3 == 0:
@@ -330,13 +331,11 @@ class MLAAttention(nn.Module):
         return output
 
     @backends.with_wanted_checks
-    def project(
-        self, hidden_states: Float[Tensor, "T H"], positions: Int[Tensor, " T"]
-    ) -> tuple[Float[Tensor, "T N D"], Float[Tensor, "T Lkv"], Float[Tensor, "T R"]]:
+    def project(self, hidden_states: Float[Tensor, "T H"], positions: Int[Tensor, " T"]) -> ProjectedTokens:
         """Apply the down-projections and the norms, up-project the query, and rotate the rope parts.
 
         Returns:
-            q [T, N, P + R] with its rope part rotated, kv_c_normed [T, Lkv], k_pe [T, R] rotated.
+            `ProjectedTokens`: q [T, N, P + R] with its rope part rotated, kv_c_normed [T, Lkv], k_pe [T, R] rotated.
         """
         _check_inputs(self.config, self.kv_a_layernorm.weight, hidden_states, positions)
         c, (q, kv_c, k_pe) = self.local_config, self._down_project(hidden_states)
@@ -345,10 +344,10 @@ class MLAAttention(nn.Module):
         q_pe, k_pe = apply_rope(
             positions, q_pe, k_pe, c.rope, frequencies=frequencies_for(self, q), backend=self.backend
         )
-        return torch.cat((q_nope, q_pe), dim=-1), kv_c_normed, k_pe
+        return ProjectedTokens(torch.cat((q_nope, q_pe), dim=-1), kv_c_normed, k_pe)
 
-    def _down_project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return query [T, N, P + R], latent [T, Lkv] before its norm, and rope key [T, R]; nothing is rotated yet."""
+    def _down_project(self, hidden_states: Tensor) -> DownProjected:
+        """Return queries, latents and rope keys of the new tokens, before rotation and norm."""
         c = self.local_config
         if self.q_proj is not None:
             q = linear_output("q_proj", self.q_proj(hidden_states))
@@ -356,9 +355,8 @@ class MLAAttention(nn.Module):
             q_c = linear_output("q_a_proj", self.q_a_proj(hidden_states))
             q = linear_output("q_b_proj", self.q_b_proj(rms_norm(q_c, self.q_a_layernorm.weight, c.latent_norm_eps)))
         down = linear_output("kv_a_proj_with_mqa", self.kv_a_proj_with_mqa(hidden_states))
-        return q.reshape(-1, c.num_heads, c.qk_head_dim), *down.split_with_sizes(
-            [c.kv_lora_rank, c.qk_rope_head_dim], dim=-1
-        )
+        parts = down.split_with_sizes([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+        return DownProjected(q.reshape(-1, c.num_heads, c.qk_head_dim), *parts)
 
     @backends.with_wanted_checks
     @backends.without_gradients

@@ -22,9 +22,17 @@ from reference.interfaces import (
 from .. import backends
 from ..attention.rope import rotary_frequencies
 from .absorbed_path import absorbed_queries
-from .cache_write import rope_norm_and_cache
+from .cache_write import WrittenTokens, rope_norm_and_cache
 from .prefill import rows_of
 from .weight_views import AttentionWeights
+
+
+class DownProjected(NamedTuple):
+    """Queries [T, N, P + R], latents [T, Lkv] and rope keys [T, R] of a step, before the rotation and the norm."""
+
+    q: Float[Tensor, "T N D"]
+    kv_c: Float[Tensor, "T Lkv"]
+    k_pe: Float[Tensor, "T R"]
 
 
 class NewTokens(NamedTuple):
@@ -67,7 +75,7 @@ def write_tokens(
     graph: GraphSupport,
     weights: AttentionWeights,
     q_scale: Float[Tensor, "*heads"] | None = None,
-) -> tuple[Shaped[Tensor, "T N R"], Float[Tensor, "T Lkv"], Float[Tensor, "T R"]]:
+) -> WrittenTokens:
     """Call `rope_norm_and_cache` for new tokens; the rope parts of the queries are in e4m3 if `q_scale` is given."""
     positions, q_pe, kv_c, k_pe = new
     return rope_norm_and_cache(
@@ -89,21 +97,21 @@ def measure_step(
 
     Call this function after all checks of the step and before the step writes to the cache.
     """
-    made = []
+    made: list[WrittenTokens] = []
 
-    def rotated() -> tuple[Tensor, Tensor, Tensor]:  # without a write to the cache
+    def rotated() -> WrittenTokens:  # without a write to the cache
         if not made:
             slots = torch.empty(0, dtype=torch.int64, device=kv_cache.device)
-            made.extend(write_tokens(layer, new, slots, kv_cache, GraphSupport.NONE, weights))
-        return tuple(made)
+            made.append(write_tokens(layer, new, slots, kv_cache, GraphSupport.NONE, weights))
+        return made[0]
 
     def entries() -> tuple[Tensor, Tensor]:
         with backends.CallsOfOthers():  # no records for `nested_calls`: most steps do not call these ops
-            return rotated()[1:]
+            return rotated().kv_c_normed, rotated().k_pe
 
     def queries() -> tuple[Tensor, Tensor]:
         with backends.CallsOfOthers():
-            return absorbed_queries(layer, q_nope, weights), rotated()[0]
+            return absorbed_queries(layer, q_nope, weights), rotated().q_pe
 
     choose_kv_scale(layer, metadata, entries)
     observe_queries(layer, metadata, queries)

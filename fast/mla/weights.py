@@ -242,7 +242,7 @@ def multiply_heads(
     """
     if scale is None and type(weight) is not QuantizedWeight:
         return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
-    arguments = _product_arguments(x, weight, scale, weight_name, scale_name)
+    arguments = x, *_values_and_scale(weight, weight_name, scale, scale_name), scale
     signature = _PRODUCTS.signature(x, weight, scale, backend)
     chosen = _PRODUCTS.backend_of(signature) or backends.select(_product_request(x, scale), backend).name
     return _PRODUCTS.run(signature, chosen, *arguments)
@@ -306,7 +306,7 @@ def write_values(
     if output_scale is None and type(w_uv) is not QuantizedWeight:
         _bmm_into(latent.transpose(0, 1), w_uv, out.transpose(0, 1))
         return out
-    arguments = _product_arguments(latent, w_uv, output_scale, "w_uv", "output_scale")
+    arguments = latent, *_values_and_scale(w_uv, "w_uv", output_scale, "output_scale"), output_scale
     signature = _PRODUCTS_INTO.signature(latent, w_uv, output_scale, out, backend)
     chosen = _PRODUCTS_INTO.backend_of(signature)
     if chosen is None:
@@ -315,14 +315,14 @@ def write_values(
     return out
 
 
-def _product_arguments(x, weight, scale, weight_name, scale_name):
-    """Return `x`, the weight, its scale or None, and the scale of the result; check the values of scales on the CPU."""
+def _values_and_scale(weight, weight_name, scale, scale_name):
+    """Return a weight and its scale or None; check, on the CPU, this scale and the `scale` of the result."""
     values, weight_scale = weight, None
     if type(weight) is QuantizedWeight:
         values, weight_scale = weight.values, weight.scale
         check_scale_values(f"{weight_name}.scale", weight_scale)
     check_scale_values(scale_name, scale)
-    return x, values, weight_scale, scale
+    return values, weight_scale
 
 
 def _product_request(x: Tensor, scale: Tensor | None) -> backends.KernelRequest:

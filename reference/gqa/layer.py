@@ -26,6 +26,7 @@ from ..interfaces import (
 )
 from ..interfaces.gqa import (
     AttentionType,
+    Descales,
     EncoderMetadata,
     GQAConfig,
     GQAMetadata,
@@ -188,9 +189,7 @@ class GQAAttention(nn.Module):
             output[first_row : first_row + out.shape[0]] = out if output_scale is None else to_e4m3(out, output_scale)
         return output
 
-    def descales(
-        self, num_requests: int
-    ) -> tuple[Float[Tensor, "B Nkv"] | None, Float[Tensor, "B Nkv"] | None, Float[Tensor, "B Nkv"] | None]:
+    def descales(self, num_requests: int) -> Descales:
         """Return the scales of queries, keys and values with one element for each request and KV head, without copies.
 
         A kernel such as FlashAttention-3 takes them as `q_descale`, `k_descale` and `v_descale` (`expand_scale`). The
@@ -200,8 +199,8 @@ class GQAAttention(nn.Module):
             num_requests: B, number of requests of the call of the kernel.
 
         Returns:
-            Three float32 tensors [B, Nkv] with the KV heads of this rank's cache, or None for each: all three are None
-            for a format without scales, and the scale of queries is None for queries in their own dtype.
+            `Descales`: three float32 tensors [B, Nkv] with the KV heads of this rank's cache, or None for each. All
+            three are None for a format without scales, and the scale of queries is None for queries in their own dtype.
 
         Raises:
             ValueError: `num_requests` is negative.
@@ -209,9 +208,9 @@ class GQAAttention(nn.Module):
         check_int("num_requests", num_requests, 0)
         heads = self.local_config.num_kv_heads
         scales = ("q_scale", self.q_scale), ("k_scale", self.k_scale), ("v_scale", self.v_scale)
-        return tuple(
+        return Descales(*(
             None if scale is None else expand_scale(name, scale.value, num_requests, heads) for name, scale in scales
-        )
+        ))  # fmt: skip
 
     def _scales(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the scales of keys and values, each float32 [] or None."""

@@ -7,7 +7,7 @@ Prefills (requests with more new tokens) take the expanded path: attention over 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -54,6 +54,7 @@ from ..interfaces import (
     to_e4m3,
     wide_dtype,
 )
+from ..interfaces.layer_results import ProjectedTokens
 from .absorbed_path import absorbed_output, own_q_scale
 from .context_parallel import dcp_gather_context
 from .module_expansion import expand_kv_by_module
@@ -87,6 +88,15 @@ def rms_norm(x: Float[Tensor, "T L"], weight: Float[Tensor, " L"], eps: float) -
     check_rms_norm(x, weight, eps)
     wide = x.to(wide_dtype(x.dtype))
     return (weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)).to(x.dtype)
+
+
+class _DownProjected(NamedTuple):
+    """Queries [T, N, P] and [T, N, R], latents [T, Lkv] and rope keys [T, R], before the rotation and the norm."""
+
+    q_nope: Tensor
+    q_pe: Tensor
+    kv_c: Tensor
+    k_pe: Tensor
 
 
 class MLAAttention(nn.Module):
@@ -285,19 +295,17 @@ class MLAAttention(nn.Module):
             ValueError: arguments do not match. If the method raises, it has not written to the cache.
         """
         check_layer_inputs(self.config, self.kv_a_layernorm.weight, hidden_states, positions)
-        q_nope, q_pe, kv_c, k_pe = self._down_project(hidden_states)
+        down = self._down_project(hidden_states)
         q_e4m3 = None
         if self.q_scale is not None:
-            q_e4m3, _ = apply_rope(positions, q_pe, k_pe, self.config.rope, own_q_scale(self))
-        projected = self._rotate_and_norm(positions, q_nope, q_pe, kv_c, k_pe)
-        output = q_pe.new_empty(q_pe.shape[0], self.local_config.num_heads, self.config.v_head_dim)
+            q_e4m3, _ = apply_rope(positions, down.q_pe, down.k_pe, self.config.rope, own_q_scale(self))
+        projected = self._rotate_and_norm(positions, down)
+        output = down.q_pe.new_empty(down.q_pe.shape[0], self.local_config.num_heads, self.config.v_head_dim)
         self._write_and_attend(*projected, kv_cache, metadata, output, q_e4m3)
         hidden = linear_output("o_proj", self.o_proj(rearrange(output, "tokens heads value -> tokens (heads value)")))
         return hidden if self.context_parallel is None else self.context_parallel.tp_group.all_reduce(hidden)
 
-    def project(
-        self, hidden_states: Float[Tensor, "T H"], positions: Int[Tensor, " T"]
-    ) -> tuple[Float[Tensor, "T N D"], Float[Tensor, "T Lkv"], Float[Tensor, "T R"]]:
+    def project(self, hidden_states: Float[Tensor, "T H"], positions: Int[Tensor, " T"]) -> ProjectedTokens:
         """Compute the queries, normed latents and rope keys of the new tokens.
 
         Args:
@@ -305,17 +313,17 @@ class MLAAttention(nn.Module):
             positions: [T], position of each token in its request.
 
         Returns:
-            q [T, N, P + R] with the rope part rotated, kv_c_normed [T, Lkv], and k_pe [T, R] rotated. N is the number
-            of this rank's heads.
+            `ProjectedTokens`: q [T, N, P + R] with the rope part rotated, kv_c_normed [T, Lkv], and k_pe [T, R]
+            rotated. N is the number of this rank's heads.
 
         Raises:
             ValueError: shapes, dtypes or devices do not match.
         """
         check_layer_inputs(self.config, self.kv_a_layernorm.weight, hidden_states, positions)
-        return self._rotate_and_norm(positions, *self._down_project(hidden_states))
+        return self._rotate_and_norm(positions, self._down_project(hidden_states))
 
-    def _down_project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return queries [T, N, P] and [T, N, R], latents [T, Lkv] and rope keys [T, R], before rotation and norm."""
+    def _down_project(self, hidden_states: Tensor) -> _DownProjected:
+        """Return queries, latents and rope keys of the new tokens, before rotation and norm."""
         c = self.local_config
         if self.q_proj is not None:
             q = linear_output("q_proj", self.q_proj(hidden_states))
@@ -325,13 +333,14 @@ class MLAAttention(nn.Module):
         q = rearrange(q, "tokens (heads dim) -> tokens heads dim", heads=c.num_heads)
         down = linear_output("kv_a_proj_with_mqa", self.kv_a_proj_with_mqa(hidden_states))
         q_parts = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
-        return *q_parts, *down.split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+        return _DownProjected(*q_parts, *down.split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1))
 
-    def _rotate_and_norm(self, positions, q_nope, q_pe, kv_c, k_pe) -> tuple[Tensor, Tensor, Tensor]:
+    def _rotate_and_norm(self, positions: Tensor, down: _DownProjected) -> ProjectedTokens:
         """Return the results of `project`."""
         c = self.local_config
-        q_pe, k_pe = apply_rope(positions, q_pe, k_pe, c.rope)
-        return torch.cat((q_nope, q_pe), dim=-1), rms_norm(kv_c, self.kv_a_layernorm.weight, c.latent_norm_eps), k_pe
+        q_pe, k_pe = apply_rope(positions, down.q_pe, down.k_pe, c.rope)
+        kv_c_normed = rms_norm(down.kv_c, self.kv_a_layernorm.weight, c.latent_norm_eps)
+        return ProjectedTokens(torch.cat((down.q_nope, q_pe), dim=-1), kv_c_normed, k_pe)
 
     @torch.no_grad()
     def forward_attention(

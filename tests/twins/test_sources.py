@@ -1,4 +1,7 @@
-"""Checks of the packages' sources: no repeated code, and only listed modules use the number of bytes of an element."""
+"""Checks of the packages' sources.
+
+No code is repeated, only listed modules use the number of bytes of an element, and results with many parts have names.
+"""
 
 from __future__ import annotations
 
@@ -212,3 +215,100 @@ def test_formats_alone_know_the_columns():
                     assert len(node.args) == 1 and not node.keywords, f"{name}:{node.lineno}"
                 if isinstance(node, ast.Compare) and "kv_cache.dtype" in ast.unparse(node):
                     raise AssertionError(f"{name}:{node.lineno} compares the dtype of a cache")
+
+
+# functions that return a plain tuple with more than two elements: why it is not a record
+PLAIN_TUPLES = {
+    "fast/backends/adapters/flash_attn_gqa.py:_pages": "unpacked into three names where it is called",
+    "fast/backends/checked_calls.py:_part_of_tensor": "part of a key that is only compared",
+    "fast/kernels/compile_log.py:_variant": "a key that is only compared",
+    "fast/mla/weight_views.py:_layout": "a key that is only compared",
+    "reference/interfaces/graphs.py:_place": "a key that is only compared",
+    "reference/interfaces/graphs.py:captured_tensors": "a sequence of pairs (name, tensor)",
+    "fast/kernels/cpu/cache.py:rope_norm_and_cache": "result of an op of torch.library",
+    "fast/kernels/triton/rope.py:rope_norm_and_cache": "result of an op of torch.library",
+    "fast/mla/cache_write.py:_": "result of an op of torch.library",
+    "reference/interfaces/decode_schedule.py:numbers": "an argument int[4] of ops of torch.library",
+    "reference/interfaces/gqa/cache.py:key_value_cache_shape": "a shape",
+    "reference/interfaces/sizes.py:kv_cache_shape": "a shape",
+    "reference/interfaces/sizes.py:stride_order": "an order of dims, as torch takes it",
+}
+MOST_WITHOUT_NAMES = 2  # largest number of elements of a plain tuple that a function may return
+
+
+def own_nodes(function: ast.FunctionDef) -> list[ast.AST]:
+    """Return the nodes of the body of a function, without those of functions and classes inside it."""
+    found, waiting = [], list(function.body)
+    while waiting:
+        node = waiting.pop()
+        found.append(node)
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            waiting.extend(ast.iter_child_nodes(node))
+    return found
+
+
+def returned_tuples(value: ast.expr | None) -> list[ast.Tuple]:
+    """Return the plain tuples that an expression after `return` or `yield` may be."""
+    if isinstance(value, ast.IfExp):
+        return returned_tuples(value.body) + returned_tuples(value.orelse)
+    return [value] if isinstance(value, ast.Tuple) else []
+
+
+def is_long(elements: list[ast.expr]) -> bool:
+    """Return whether the elements of a tuple, or of the type of a tuple, are too many for a tuple without names."""
+    fixed = [each for each in elements if not isinstance(each, ast.Starred)]
+    return len(fixed) > MOST_WITHOUT_NAMES
+
+
+def long_tuples(source: str) -> set[str]:
+    """Return the names of the functions that return a plain tuple with more than MOST_WITHOUT_NAMES elements.
+
+    A tuple is too long if an annotation of the result, or a tuple after `return` or `yield`, has too many elements. A
+    tuple `(*first, second)` may have any length, like a list, so only elements without a star count.
+    """
+    found = set()
+    for function in ast.walk(ast.parse(source)):
+        if isinstance(function, ast.Lambda) and any(is_long(each.elts) for each in returned_tuples(function.body)):
+            found.add("<lambda>")
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        values = [node.value for node in own_nodes(function) if isinstance(node, ast.Return | ast.Yield)]
+        lengths = [each.elts for value in values for each in returned_tuples(value)]
+        for node in ast.walk(function.returns) if function.returns else ():
+            if isinstance(node, ast.Subscript) and ast.unparse(node.value).lower().endswith("tuple"):
+                lengths.append(node.slice.elts if isinstance(node.slice, ast.Tuple) else [])
+        if any(is_long(each) for each in lengths):
+            found.add(function.name)
+    return found
+
+
+def test_long_tuples_are_records():
+    """Search both packages -> a function returns more than two results as a record, whose fields have names."""
+    found = {
+        f"{path.relative_to(ROOT).as_posix()}:{name}"
+        for package in ("fast", "reference")
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for name in long_tuples(path.read_text(encoding="utf-8"))
+    }
+    assert found == PLAIN_TUPLES.keys()
+
+
+@pytest.mark.parametrize(
+    "source, found",
+    [
+        ("def f():\n    return 1, 2, 3", {"f"}),
+        ("def f(x):\n    return (1, 2) if x else (1, 2, 3)", {"f"}),
+        ("def f() -> list[tuple[int, int, int]]:\n    return g()", {"f"}),
+        ("def f() -> typing.Tuple[int, int, int]:\n    return g()", {"f"}),
+        ("def f():\n    yield 1, 2, 3", {"f"}),
+        ("def f():\n    def g():\n        return 1, 2, 3\n    return g", {"g"}),
+        ("f = lambda x: (x, x, x)", {"<lambda>"}),
+        ("class A:\n    async def f(self):\n        return 1, *self.x, 2, 3", {"f"}),
+        ("def f() -> tuple[int, ...]:\n    return 1, *g()", set()),
+        ("def f() -> tuple[int, int]:\n    return 1, 2", set()),
+        ("def f() -> Record:\n    return Record(1, 2, 3)", set()),
+    ],
+)
+def test_long_tuples_are_seen(source, found):
+    """Write functions with tuples of three elements -> they are found, and no record, pair or sequence."""
+    assert long_tuples(source) == found

@@ -120,16 +120,28 @@ def _compiled(
     return torch.compile(attend, fullgraph=True, dynamic=True)
 
 
+class AlignedInputs(NamedTuple):
+    """First arguments of `attend_aligned`, in its order."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: MaskTensors
+    row: Tensor
+
+
 @no_type_check
 def prepared(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor, MaskTensors, Tensor]:
+) -> AlignedInputs:
     """Return the first arguments of `attend_aligned`; see `flash_attn_varlen` for the arguments."""
     queries, keys = blocks_of(cu_seqlens_q, q.shape[0]), blocks_of(cu_seqlens_k, k.shape[0])
     token = torch.arange(q.shape[0], dtype=torch.int32, device=q.device)
     request = torch.searchsorted(cu_seqlens_q[1:], token, right=True)
     row = token - cu_seqlens_q[request] + BLOCK * queries.first[request]
-    return aligned(q, queries), aligned(k, keys), aligned(v, keys), mask_tensors(queries, keys, causal), row
+    return AlignedInputs(
+        aligned(q, queries), aligned(k, keys), aligned(v, keys), mask_tensors(queries, keys, causal), row
+    )
 
 
 @no_type_check

@@ -160,6 +160,20 @@ class RowKeys(NamedTuple):
     table_stride: Any
 
 
+class TileKeys(NamedTuple):
+    """Keys of a tile, and where they are stored.
+
+    Attributes:
+        keys: [TILE], index of each key in its request.
+        block: number of the cache block: a scalar if one block holds the whole tile, otherwise [TILE].
+        held: [TILE], whether the cache holds the key.
+    """
+
+    keys: Any
+    block: Any
+    held: Any
+
+
 class SoftmaxStep(NamedTuple):
     """Result of the online softmax for one tile, before the probabilities are multiplied by the values.
 
@@ -209,11 +223,7 @@ def products(q, k, SUM_COLUMNS: tl.constexpr):
 @triton.jit
 @no_type_check
 def keys_of_tile(row_keys, tile, cache, c):
-    """Return the keys of a tile [TILE], their blocks, and which keys the cache holds [TILE].
-
-    The second result is one block number if one cache block holds the whole tile. Otherwise it is [TILE], one block
-    number for each key.
-    """
+    """Return the `TileKeys` of a tile."""
     keys = tile * c.TILE + tl.arange(0, c.TILE)
     if c.BLOCK_SIZE % c.TILE == 0:  # one cache block holds the whole tile, so one entry of the block table suffices
         block = tl.load(row_keys.table_row + (tile * c.TILE // c.BLOCK_SIZE) * row_keys.table_stride)
@@ -222,7 +232,7 @@ def keys_of_tile(row_keys, tile, cache, c):
             row_keys.table_row + (keys // c.BLOCK_SIZE) * row_keys.table_stride, mask=keys < row_keys.end, other=-1
         )
     held = (keys < row_keys.end) & (block >= 0) & (block < cache.num_blocks)  # keys that exist in the cache
-    return keys, block, held
+    return TileKeys(keys, block, held)
 
 
 @triton.jit

@@ -56,6 +56,21 @@ class RotatedAndNormed(NamedTuple):
     k_pe: Any
 
 
+class StoredQueries(NamedTuple):
+    """How a kernel writes rotated queries.
+
+    Attributes:
+        memory: the tensor that the kernel writes: queries in e4m3 as bytes.
+        scale_head: stride of the scale from head to head. Without a scale, it is None, so that the compiled kernel has
+            no parameter for the stride.
+        native: True if the GPU's own instructions round the queries to e4m3.
+    """
+
+    memory: Tensor
+    scale_head: int | None
+    native: bool
+
+
 class TokenStrides(NamedTuple):
     """Strides of the inputs of `rope_norm_and_cache` and of the cache, in elements."""
 
@@ -161,8 +176,9 @@ def rope_norm_and_cache(
     kernel, scales, more, stored = _rope_norm_cache_kernel, (), {}, q_out
     if cache_format.scaled:
         token_programs = max(1, head_tiles)
-        stored, scale_head, _ = _stored_queries(q_out, q_scale)
-        kernel, scales, kv_cache = _rope_norm_quantize_kernel, (kv_scale, q_scale, scale_head), as_integers(kv_cache)[0]
+        queries = _stored_queries(q_out, q_scale)
+        stored, scales = queries.memory, (kv_scale, q_scale, queries.scale_head)
+        kernel, kv_cache = _rope_norm_quantize_kernel, as_integers(kv_cache)[0]
         more = entry_constants(cache_format, kv_c.shape[1], rope) | {"NATIVE": converts_natively(kv_c.device)}
     with device_of(q_pe):
         launch(
@@ -187,15 +203,12 @@ def _new_queries(q_pe: Tensor, q_scale: Tensor | None) -> Tensor:
     return torch.empty_like(q_pe, dtype=q_pe.dtype if q_scale is None else E4M3, memory_format=torch.contiguous_format)
 
 
-def _stored_queries(q_out: Tensor, q_scale: Tensor | None) -> tuple[Tensor, int | None, bool]:
-    """Return the tensor that a kernel writes, the stride of the scale from head to head, and the constant NATIVE.
-
-    NATIVE is True if the GPU's own instructions round the queries to e4m3. Without a scale, the stride is None, so that
-    the compiled kernel has no parameter for the stride.
-    """
+def _stored_queries(q_out: Tensor, q_scale: Tensor | None) -> StoredQueries:
+    """Return how a kernel writes the rotated queries `q_out`."""
     if q_scale is None:
-        return q_out, None, False
-    return q_out.view(torch.uint8), q_scale.stride(0) if q_scale.dim() else 0, converts_natively(q_out.device)
+        return StoredQueries(q_out, None, False)
+    stride = q_scale.stride(0) if q_scale.dim() else 0
+    return StoredQueries(q_out.view(torch.uint8), stride, converts_natively(q_out.device))
 
 
 def _head_tiles(heads: int, rope: int, warps: int) -> tuple[int, int]:

@@ -48,6 +48,7 @@ from .plan_arguments import (
 )
 from .rank_config import check_shared_sequences, gathered_config, kv_heads_of_ranks, rank_config
 from .scales import (
+    Descales,
     checkpoint_key_value_scales,
     choose_key_value_scales,
     expand_scale,
@@ -77,6 +78,7 @@ __all__ = [
     "ROW_BLOCK",
     "AttentionType",
     "CrossAttentionBatch",
+    "Descales",
     "EncoderDecoderConfigs",
     "EncoderMetadata",
     "GQAConfig",

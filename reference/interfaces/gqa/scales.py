@@ -10,6 +10,7 @@ A layer that reads the cache of another layer uses the two `KVScale` objects of 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -22,6 +23,17 @@ from ..quantization import e4m3_scale
 from ..query_scales import QueryScale
 from ..support import is_capturing
 from .config import GQAConfig
+
+
+class Descales(NamedTuple):
+    """Scales of queries, keys and values with one element for each request and KV head, or None for each.
+
+    The names are those of the arguments of FlashAttention-3.
+    """
+
+    q_descale: Float[Tensor, "B Nkv"] | None
+    k_descale: Float[Tensor, "B Nkv"] | None
+    v_descale: Float[Tensor, "B Nkv"] | None
 
 
 def make_key_value_scale(
