@@ -110,6 +110,24 @@ def test_compiles_for_every_chip(chip, kind, name, stored):
     assert wanted in kernel.asm["ptx"]
 
 
+@pytest.mark.parametrize(
+    "kernel", [paged._gqa_paged_kernel, scheduled._gqa_scheduled_kernel, packed._gqa_packed_kernel], ids=str
+)
+def test_arguments_of_a_kernel_are_in_records(kernel):
+    """List the parameters of a kernel -> each is a record or a constant, or must be outside records.
+
+    TMA descriptors must be outside records, and so must arguments that Triton should not specialise. The stride of the
+    block table stands beside the stride of its rows, which Triton should not specialise.
+    """
+    records = {"sources", "factors", "outputs", "strides"}
+    outside = {"k_boxes", "v_boxes", "table_stride"}
+    names = {
+        parameter.name for parameter in kernel.params
+        if not (parameter.is_constexpr or parameter.do_not_specialize or parameter.do_not_specialize_on_alignment)
+    }  # fmt: skip
+    assert names - outside == records
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_other_dtypes(dtype):
     for chip, stored in (("Ampere", "fp8_e4m3"), ("Hopper", "compute")):

@@ -71,8 +71,8 @@ def _packed_keys(rows, query_start, query_len, key_len, most_queries, most_keys,
 )  # fmt: skip
 @no_type_check
 def _gqa_packed_kernel(
-    sources, cu_seqlens_q, cu_seqlens_k, factors, slopes, sinks, k_scale, v_scale, q_scale, outputs,
-    k_boxes, v_boxes, num_tokens, num_keys, num_requests, most_queries, most_keys, row_blocks, num_programs, strides,
+    sources, cu_seqlens_q, cu_seqlens_k, factors, slopes, sinks, outputs, k_boxes, v_boxes,
+    num_tokens, num_keys, num_requests, most_queries, most_keys, row_blocks, num_programs, strides,
     PADDING_TOKENS: tl.constexpr, mask: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
     """Attend the packed keys of one request with one row block, or write padding tokens.
@@ -92,7 +92,7 @@ def _gqa_packed_kernel(
         return
     first_key = offset_of(cu_seqlens_k, request, num_keys)
     key_len = tl.maximum(offset_of(cu_seqlens_k, request + 1, num_keys) - first_key, 0)
-    scores = Scores(factors, slopes, sinks, k_scale, v_scale, q_scale)
+    scores = Scores(factors, slopes, sinks, None, None, None)
     rows = rows_from(first_row, query_start, query_end, kv_head, c)
     queries = load_queries(sources.q, rows, scores, strides, c)
     keys = _packed_keys(rows, query_start, query_end - query_start, key_len, most_queries, most_keys, mask, c)
@@ -155,11 +155,12 @@ def gqa_varlen_attention(
     strides = Strides(*q.stride(), 0, *k.stride(), 0, *v.stride(), *out.stride())
     k_boxes, v_boxes = box_descriptors(k, v, sizes.constants)
     sizes = sizes._replace(constants=sizes.constants._replace(BULK_COPY=k_boxes is not None))
+    scores = scores_of(q, softmax_scale, soft_cap, alibi_slopes, sinks)
     with device_of(q):
         launch(
             _gqa_packed_kernel, (programs + cdiv(tokens, PADDING_TOKENS),),
             Sources(q, k, v), cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(),
-            *scores_of(q, softmax_scale, soft_cap, alibi_slopes, sinks), Outputs(out, lse, None, None),
+            scores.factors, scores.slopes, scores.sinks, Outputs(out, lse, None, None),
             k_boxes, v_boxes, tokens, keys, requests, max_seqlen_q, max_seqlen_k, row_blocks, programs, strides,
             PADDING_TOKENS=PADDING_TOKENS, mask=mask, **sizes.options,
         )  # fmt: skip
