@@ -217,13 +217,13 @@ class MLAAttention(nn.Module):
             module: the attention module; its projections have all heads. The layer takes the epsilon from the norms of
                 the module. With `context_parallel`, the layer uses views of the weights that belong to the heads of
                 this rank.
-            options: keyword arguments of the constructor, such as `cache_format` and `backend`. If `kv_scale` or
-                `q_scale` is not given, the layer takes the scale that the checkpoint stores for the cache or for the
-                queries.
+            options: keyword arguments of the constructor, such as `cache_format` and `backend`. Without `kv_scale` or
+                `q_scale`, the layer takes the scale that the checkpoint stores for the cache or for the queries.
 
         Raises:
             UnsupportedConfiguration: `MLAConfig.from_hf` raises it; the two norms have different epsilons; the weight
                 of a projection cannot be divided by heads.
+            ValueError: a scale of the checkpoint is not valid, or was not made for e4m3.
         """
         return layer_from_hf(cls, module, options)
 

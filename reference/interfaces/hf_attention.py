@@ -67,7 +67,8 @@ def parts_of_hf_attention(module: nn.Module, options: dict[str, Any]) -> HFAtten
     Raises:
         UnsupportedConfiguration: for the same reasons as `MLAConfig.from_hf`; the latent norms have different epsilons;
             with `context_parallel`, a projection is not a plain linear module, so its heads cannot be separated.
-        ValueError: the module has two different scales for the cache.
+        ValueError: the module has two different scales for the cache, or scales for another scheme than e4m3 with one
+            static scale.
     """
     if not hasattr(module, "config") or not hasattr(module, "kv_a_layernorm"):
         wanted = "module: expected a DeepseekV2Attention or DeepseekV3Attention"

@@ -3,7 +3,8 @@
 Only formats with `CacheFormat.layer_scale` have this scale. It comes from the first of these sources that exists:
 
 1. the argument `kv_scale` of the layer;
-2. the checkpoint: the attribute `kv_scale` or `k_scale` of the module (`MLAAttention.from_hf`);
+2. the checkpoint: the attribute `kv_scale` or `k_scale` of the module (`MLAAttention.from_hf`), if the checkpoint was
+   quantised for e4m3 (`checkpoint_scheme`);
 3. a JSON file with the scales of a calibration (`calibrate_kv_scales`), whose path is passed to `use_mla`. The file
    also has the scales of queries (`reference.interfaces.query_scales`);
 4. the first step with a prefill: the largest absolute value that this step writes becomes the largest e4m3 number;
@@ -30,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from .cache_format import CACHE_FORMATS, E4M3_MAX, FP8_E4M3, CacheFormat, check_format
+from .checkpoint_scheme import check_checkpoint_scheme
 from .checks import check, check_device, check_readable, check_tensor, check_type
 from .metadata import MLAMetadata
 from .quantization import KeepsDtypes, e4m3_scale
@@ -259,10 +261,13 @@ def checkpoint_scale(module: nn.Module) -> Tensor | float | None:
     module.
 
     Raises:
-        ValueError: the module has both scales, and they differ.
+        ValueError: the module has both scales, and they differ; a scale is not one finite and positive number; the
+            checkpoint stores scales for another scheme than e4m3 with one static scale.
     """
     found = {name: getattr(module, name, None) for name in ("kv_scale", "k_scale")}
     found = {name: value for name, value in found.items() if isinstance(value, (Tensor, float, int))}
+    for name in found:
+        check_checkpoint_scheme(name, module)
     numbers = {name: scale_number(name, value) for name, value in found.items()}
     check(len(set(numbers.values())) <= 1, "kv_scale", f"k_scale {numbers.get('k_scale')}", numbers.get("kv_scale"))
     return next(iter(found.values()), None)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from .cache_format import CacheFormat
+from .checkpoint_scheme import check_checkpoint_scheme
 from .checks import check, check_device, check_int, check_readable, check_tensor, check_type
 from .kv_scales import ScaleSource, largest_entry, scale_number
 from .metadata import MLAMetadata
@@ -131,9 +132,16 @@ def make_query_scale(
 
 
 def checkpoint_query_scale(module: nn.Module) -> Tensor | float | None:
-    """Return the attribute `q_scale` of a module, in which checkpoints store the scale of queries, or None."""
+    """Return the attribute `q_scale` of a module, in which checkpoints store the scale of queries, or None.
+
+    Raises:
+        ValueError: the checkpoint stores scales for another scheme than e4m3 with static scales.
+    """
     found = getattr(module, "q_scale", None)
-    return found if isinstance(found, (Tensor, float, int)) else None
+    if not isinstance(found, (Tensor, float, int)):
+        return None
+    check_checkpoint_scheme("q_scale", module, queries=True)
+    return found
 
 
 def observe_queries(layer: nn.Module, metadata: MLAMetadata, queries: Callable[[], tuple[Tensor, Tensor]]) -> None:

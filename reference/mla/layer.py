@@ -229,6 +229,8 @@ class MLAAttention(nn.Module):
             UnsupportedConfiguration: for the same reasons as `MLAConfig.from_hf`; the latent norms have different
                 epsilons; `context_parallel` is given, and a projection is not a plain linear, so its heads cannot be
                 separated.
+            ValueError: a scale that the checkpoint stores is not finite and positive, has several elements, or was made
+                for another scheme than e4m3 with one static scale (`reference.interfaces.checkpoint_scheme`).
         """
         return layer_from_hf(cls, module, options)
 

@@ -10,7 +10,6 @@ import copy
 import json
 import warnings
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,8 +32,9 @@ from reference.interfaces import (
 )
 
 from ..support.context_parallel import of_rank
-from ..support.factories import LOW_RANK, assert_same_bits, linear, make_batch, make_layer, make_weights
+from ..support.factories import LOW_RANK, assert_same_bits, make_batch, make_layer, make_weights
 from ..support.format_caches import SMALL, WIDE, poisoned_cache, step_of
+from ..support.hf_modules import hf_module
 from ..support.ranks import make_rank_layer
 
 LENS = (20, 7)
@@ -77,28 +77,6 @@ class Case:
         hidden = self.hidden if hidden is None else hidden
         _, kv_c, k_pe = self.layer.project(hidden, self.batch.positions)
         return largest_entry(kv_c, k_pe)
-
-
-def hf_module(config, **scales):
-    """Return a module with the attributes of a DeepseekV3Attention of transformers that a layer reads."""
-    weights = make_weights(config, torch.float64)
-    module = nn.Module()
-    for name, weight in weights.items():
-        if weight.dim() == 2:
-            setattr(module, name, linear(weight))
-        else:
-            norm = nn.Module()
-            norm.weight, norm.variance_epsilon = nn.Parameter(weight, requires_grad=False), 1e-6
-            setattr(module, name, norm)
-    module.config = SimpleNamespace(
-        model_type="deepseek_v3", hidden_size=config.hidden_size, num_attention_heads=config.num_heads,
-        q_lora_rank=config.q_lora_rank, kv_lora_rank=config.kv_lora_rank, qk_nope_head_dim=config.qk_nope_head_dim,
-        qk_rope_head_dim=config.qk_rope_head_dim, v_head_dim=config.v_head_dim, rope_theta=10000.0, rope_scaling=None,
-        rope_interleave=True, max_position_embeddings=4096,
-    )  # fmt: skip
-    for name, value in scales.items():
-        setattr(module, name, value)
-    return module
 
 
 # The sources, in their order.

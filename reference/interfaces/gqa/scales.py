@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ..cache_format import CacheFormat
+from ..checkpoint_scheme import check_checkpoint_scheme
 from ..checks import check, check_int, check_tensor, check_type
 from ..kv_scales import KVScale, ScaleSource, scale_number
 from ..quantization import e4m3_scale
@@ -96,9 +97,18 @@ def checkpoint_key_value_scales(module: nn.Module) -> tuple[Tensor | float | Non
 
     Quantisation tools such as compressed-tensors store the attributes `k_scale` and `v_scale`. A module with `kv_scale`
     alone has one scale for both.
+
+    Raises:
+        ValueError: a scale is not one finite and positive number; the checkpoint stores scales for another scheme than
+            e4m3 with one static scale.
     """
-    found = [getattr(module, name, None) for name in ("k_scale", "v_scale", "kv_scale")]
-    k_scale, v_scale, both = (value if isinstance(value, Tensor | float | int) else None for value in found)
+    names = ("k_scale", "v_scale", "kv_scale")
+    found = {name: getattr(module, name, None) for name in names}
+    found = {name: value for name, value in found.items() if isinstance(value, Tensor | float | int)}
+    for name, value in found.items():
+        check_checkpoint_scheme(name, module)
+        scale_number(name, value)
+    k_scale, v_scale, both = (found.get(name) for name in names)
     return both if k_scale is None else k_scale, both if v_scale is None else v_scale
 
 
