@@ -18,6 +18,7 @@ import torch
 import fast
 import reference
 from fast.parity import compare
+from reference.interfaces import CACHE_FORMATS
 
 from ..support.factories import assert_close64, assert_same_bits
 from ..support.processes import Outcome, run_ranks, values_of
@@ -27,6 +28,7 @@ from ..support.ranks import (
     disagree_in_a_loop,
     everything,
     exchange_everything,
+    generate_over_format,
     groups_of_a_mesh,
     make_loop,
     replay_decodes,
@@ -102,15 +104,59 @@ def test_loops_that_disagree(options, message):
         assert outcome.error.startswith(f"ValueError: {message}") and outcome.seconds < 10, outcome
 
 
+@pytest.mark.parametrize("name", ["compute_dtype", "fp8_e4m3"])
 @pytest.mark.parametrize("merge", ["a2a", "ag_rs"])
-def test_decode_graphs(merge):
+def test_decode_graphs(merge, name):
     """If each rank is a process, steps in a `DecodeGraph` give the same outputs as steps without a graph.
 
     On a CPU, a `DecodeGraph` captures nothing: it copies its inputs to its buffers and runs the steps eagerly.
     """
-    for found, _ in values_of(run_ranks(2, replay_decodes, 2, merge, 2, "cpu", torch.float64)):
+    for found, _ in values_of(
+        run_ranks(2, replay_decodes, 2, merge, 2, "cpu", torch.float64, CACHE_FORMATS[name])
+    ):  # fmt: skip
         for eager, captured in found:
             assert_close64(captured, eager)
+
+
+def check_generation(outcomes: list[Outcome], name: str) -> None:
+    """Assert that all ranks generated the tokens of one rank over caches in the same format, with the same scales.
+
+    Args:
+        outcomes: outcome of `generate_over_format` on every rank.
+        name: name of the cache format.
+    """
+    values = values_of(outcomes)
+    stored, layer_scale = CACHE_FORMATS[name].storage_dtype, CACHE_FORMATS[name].layer_scale
+    for package in ("reference", "fast"):
+        alone, ranks = values[0][f"{package}, one rank"], [found[f"{package}, all ranks"] for found in values]
+        assert [len(tokens) for tokens in alone["tokens"]] == [12] * 4
+        assert sum(len(set(tokens)) > 3 for tokens in alone["tokens"]) >= 3  # one request may repeat one token
+        for found in ranks:
+            assert found == ranks[0] and found["tokens"] == alone["tokens"], package
+            assert found["dtypes"] == alone["dtypes"] == [str(stored)] * 2
+            assert len(found["scales"]) == (2 if layer_scale else 0)
+            for (scale, source), (wanted, _) in zip(found["scales"], alone["scales"], strict=True):
+                assert scale == pytest.approx(wanted, rel=1e-5) and source == "first prefill"
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "dtype", "total", "size", "interleave", "merge"),
+    [
+        ("fp8_e4m3", "converted", torch.float64, 2, 2, 4, "a2a"),
+        ("fp8_e4m3", "fp8_query", torch.float64, 4, 2, 1, "ag_rs"),
+        ("fp8_e4m3", "converted", torch.float32, 2, 2, 4, "ag_rs"),
+        ("fp8_ds_mla", "converted", torch.float64, 2, 2, 16, "ag_rs"),
+        ("fp8_ds_mla", "converted", torch.float32, 2, 2, 4, "a2a"),
+    ],
+)
+def test_fp8_generation(name, mode, dtype, total, size, interleave, merge):
+    """Over gloo, ranks generate the tokens of one rank over the same fp8 format: prefills with context, and decodes.
+
+    The first prefill chooses the scales, and every rank writes only some of its tokens. If each rank took the largest
+    value of its own tokens, the scales would differ, and the test would fail.
+    """
+    task = size, interleave, merge, name, mode, "cpu", dtype
+    check_generation(run_ranks(total, generate_over_format, *task), name)
 
 
 # Tests of ranks that die. A run of the serving loop has about 100 exchanges between ranks: 15 steps of two layers, with
@@ -268,15 +314,28 @@ def test_nccl_within_budget(total, dtype):
 
 
 @on_gpus
+@pytest.mark.parametrize("merge", ["a2a", "ag_rs"])
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_ds_mla"])
+def test_nccl_fp8_generation(name, merge):
+    """Over NCCL, two ranks generate the tokens of one rank over the same fp8 format, with both packages in float32."""
+    task = 2, 4, merge, name, "converted", "cuda", torch.float32
+    outcomes = run_ranks(2, generate_over_format, *task, backend="nccl", timeout_s=150.0, limit_s=300.0)
+    check_generation(outcomes, name)
+
+
+@on_gpus
+@pytest.mark.parametrize("name", ["compute_dtype", "fp8_e4m3"])
 @pytest.mark.parametrize("query_len", [1, 2])
 @pytest.mark.parametrize("merge", ["a2a", "ag_rs"])
-def test_nccl_graphs(merge, query_len):
+def test_nccl_graphs(merge, query_len, name):
     """Capture a step with exchanges, replay it with other lengths, blocks and slots -> errors within the budget.
 
     The reserved GPU memory does not grow during the replays.
     """
-    gold = values_of(run_ranks(2, replay_decodes, 2, merge, query_len, "cpu", torch.float64))
-    outcomes = run_ranks(2, replay_decodes, 2, merge, query_len, "cuda", torch.float32, backend="nccl", limit_s=180.0)
+    task = 2, merge, query_len
+    gold = values_of(run_ranks(2, replay_decodes, *task, "cpu", torch.float64, CACHE_FORMATS[name]))
+    outcomes = run_ranks(2, replay_decodes, *task, "cuda", torch.float32, CACHE_FORMATS[name], backend="nccl",
+                         limit_s=180.0)  # fmt: skip
     for (found, amounts), (wanted, _) in zip(values_of(outcomes), gold, strict=True):
         assert amounts == 1
         for (eager, captured), (whole, _) in zip(found, wanted, strict=True):

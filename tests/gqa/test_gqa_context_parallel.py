@@ -44,6 +44,7 @@ CONFIGS = {
     "all of them": replace(PLAIN, sliding_window=37, attention_sinks=True, logits_soft_cap=1.3),
 }
 on_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+FP8 = dict(cache_format=FP8_E4M3, k_scale=0.01, v_scale=0.02)
 RANKS = ((2, 2, 1), (3, 3, 4), (4, 4, 16), (4, 8, 16), (2, 4, 16), (1, 2, 1))  # D, TP, I; some ranks own no token
 
 
@@ -77,7 +78,7 @@ def test_ranks_equal_one_rank(ops, name, size, total, interleave, merge):
 def test_fp8_caches(ops):
     """Each rank stores its tokens in e4m3 with the same scales, so D ranks read the numbers that one rank reads."""
     config = replace(PLAIN, sliding_window=37, attention_sinks=True)
-    options = dict(cache_format=FP8_E4M3, k_scale=0.01, v_scale=0.02, q_scale=0.015)
+    options = dict(FP8, q_scale=0.015)
     wanted = serve_gqa(ops, config, **options)
     outputs = ops.simulate(3, 4, lambda ranks: serve_gqa(ops, config, ranks, **options))
     for found, one in zip(joined(outputs), wanted, strict=True):
@@ -166,6 +167,18 @@ def test_processes_equal_the_simulator():
     assert len(found[0]) == 4 * len(STEPS)
 
 
+def test_fp8_caches_of_processes():
+    """Over gloo, ranks with caches in e4m3 give the outputs of one rank over e4m3, with both packages and merges."""
+    config = CONFIGS["window of a block + 1"]
+    found = values_of(run_ranks(2, serve_over_groups, 2, 4, config, "cpu", torch.float64, FP8))
+    for ops in (reference, fast):
+        wanted = serve_gqa(ops, config, **FP8)
+        for merge in ("a2a", "ag_rs"):
+            for number, one in enumerate(wanted):
+                name = f"{ops.__name__} {merge} step {number}"
+                assert_close64(torch.cat([outputs[name] for outputs in found], dim=1), one)
+
+
 @pytest.mark.parametrize("merge", ["a2a", "ag_rs"])
 def test_graphs_of_processes(merge):
     """Over gloo, a `DecodeGraph` of every rank gives the outputs of steps without a graph."""
@@ -177,13 +190,14 @@ def test_graphs_of_processes(merge):
 
 @on_gpus
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["plain", "all of them"])
-def test_nccl(name, dtype):
+@pytest.mark.parametrize(("name", "options"), [("plain", {}), ("all of them", {}), ("all of them", FP8)],
+                         ids=["plain", "all of them", "all of them over fp8_e4m3"])  # fmt: skip
+def test_nccl(name, options, dtype):
     """Over NCCL, the errors of `fast` against float64 on simulated ranks are within the budgets, with both merges."""
     config = CONFIGS[name]
-    outcomes = run_ranks(2, serve_over_groups, 2, 4, config, "cuda", dtype, backend="nccl", limit_s=180.0)
+    outcomes = run_ranks(2, serve_over_groups, 2, 4, config, "cuda", dtype, options, backend="nccl", limit_s=180.0)
     for merge in ("a2a", "ag_rs"):
-        gold = reference.simulate(2, 4, lambda ranks: serve_gqa(reference, config, ranks), 2, merge)
+        gold = reference.simulate(2, 4, lambda ranks: serve_gqa(reference, config, ranks, **options), 2, merge)
         for rank, found in enumerate(values_of(outcomes)):
             for number, wanted in enumerate(gold[rank]):
                 low, value = (found[f"{ops} {merge} step {number}"] for ops in ("reference", "fast"))

@@ -8,6 +8,7 @@ tokens of a sequence.
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -121,9 +122,17 @@ def serve_gqa(
 
 
 def serve_over_groups(
-    size: int, interleave: int, config: GQAConfig, device: str = "cpu", dtype: torch.dtype = torch.float64
+    size: int,
+    interleave: int,
+    config: GQAConfig,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float64,
+    options: dict[str, Any] | None = None,
 ) -> dict[str, Tensor]:
-    """Run the steps of both packages with both merges in this process; return its outputs on the CPU by name."""
+    """Run the steps of both packages with both merges in this process; return its outputs on the CPU by name.
+
+    `options` are options of the layer, such as `cache_format`.
+    """
     import fast
     import reference
 
@@ -131,7 +140,7 @@ def serve_over_groups(
     for merge in ("a2a", "ag_rs"):
         ranks = make_groups(size, interleave, merge)
         for ops in (reference, fast):
-            outputs = serve_gqa(ops, config, ranks, dtype, device=device)
+            outputs = serve_gqa(ops, config, ranks, dtype, device=device, **(options or {}))
             found |= {f"{ops.__name__} {merge} step {number}": x.cpu() for number, x in enumerate(outputs)}
     return found
 

@@ -11,6 +11,7 @@ import os
 import signal
 from dataclasses import dataclass, replace
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,10 @@ from torch import Tensor, nn
 
 from reference.distributed.groups import ContextParallel
 from reference.interfaces import (
+    CACHE_FORMATS,
     COMPUTE_FORMAT,
     CONVERTED,
+    FP8_E4M3,
     AttentionState,
     CacheFormat,
     CommonAttentionMetadata,
@@ -32,6 +35,7 @@ from .processes import serving
 
 VOCABULARY = 50
 RANK_CONFIG = replace(LOW_RANK, num_heads=12)
+WIDE_RANK_CONFIG = replace(RANK_CONFIG, kv_lora_rank=512, qk_rope_head_dim=64)  # the dims of the format fp8_ds_mla
 STEPS = (((40, 40), (5, 5)), ((1, 41), (90, 95)), ((2, 43), (1, 96)), ((3, 46), (60, 156)))
 HEAD_DIMENSION = {"q_proj": 0, "q_b_proj": 0, "kv_b_proj": 0, "o_proj": 1}
 
@@ -156,10 +160,18 @@ class SmallModel(nn.Module):
         context_parallel: groups of ranks; None for a single rank.
         device: device of the weights.
         dtype: dtype of the weights.
+        options: options of the layers, such as `cache_format`. With options, a serving loop finds the layers as in a
+            model under `use_mla`, and takes the format of its caches from them.
     """
 
     def __init__(
-        self, ops: ModuleType, config: MLAConfig, context_parallel: ContextParallel | None, device: str, dtype
+        self,
+        ops: ModuleType,
+        config: MLAConfig,
+        context_parallel: ContextParallel | None,
+        device: str,
+        dtype,
+        options: dict[str, Any] | None = None,
     ):
         super().__init__()
         torch.manual_seed(0)
@@ -168,9 +180,14 @@ class SmallModel(nn.Module):
         table = torch.randn(2, VOCABULARY, config.hidden_size, dtype=torch.float64)
         self.embedding, self.unembedding = table.to(dtype).to(device)
         self.layers = nn.ModuleList(
-            make_rank_layer(ops, config, make_weights(config, torch.float64), dtype, context_parallel, device)
+            make_rank_layer(
+                ops, config, make_weights(config, torch.float64), dtype, context_parallel, device, **(options or {})
+            )
             for _ in range(2)
         )
+        self.served = nn.ModuleList(nn.Module() for _ in self.layers if options)
+        for module, layer in zip(self.served, self.layers, strict=False):
+            module.forward = SimpleNamespace(attention=layer)
 
     def forward(self, ids, position_ids, use_cache, mla_metadata, mla_kv_caches, logits_to_keep):
         hidden = self.embedding[ids[0]]
@@ -180,12 +197,19 @@ class SmallModel(nn.Module):
 
 
 def make_loop(
-    ops: ModuleType, config: MLAConfig, context_parallel: ContextParallel | None, device: str, dtype, shift=0, **options
+    ops: ModuleType,
+    config: MLAConfig,
+    context_parallel: ContextParallel | None,
+    device: str,
+    dtype,
+    shift=0,
+    layer_options: dict[str, Any] | None = None,
+    **options,
 ):
     """Return a serving loop over a small model with four waiting requests; `shift` changes the prompt tokens."""
     from fast.demo.serving import ServingLoop
 
-    model = SmallModel(ops, config, context_parallel, device, dtype)
+    model = SmallModel(ops, config, context_parallel, device, dtype, layer_options)
     sizes = dict(num_blocks=40, block_size=16, max_num_seqs=4, token_budget=40, workspace_tokens=64)
     loop = ServingLoop(model, config, ops, **sizes | options, context_parallel=context_parallel)
     for request, length in enumerate((70, 9, 33, 5)):
@@ -266,10 +290,55 @@ def serve_and_die(size: int, victim: int | None, exchange: int, device: str, dty
     return [request.generated_ids for request in loop.run()]
 
 
+def generate_over_format(
+    size: int, interleave: int, merge: str, name: str, fp8_mode: str, device: str, dtype: torch.dtype
+) -> dict[str, dict[str, list]]:
+    """Serve four requests over caches in a format, with both packages: once on one rank and once on all ranks.
+
+    Args:
+        size: number of ranks that share a sequence.
+        interleave: number of consecutive tokens of a sequence on one rank.
+        merge: how the ranks merge their attention states.
+        name: name of the cache format.
+        fp8_mode: fp8 mode of the decodes.
+        device: device of the model.
+        dtype: dtype of the model.
+
+    Returns:
+        For each package, and for "one rank" and "all ranks": the tokens of the requests, the dtypes of the caches, and
+        the scales of the layers with their sources.
+    """
+    import fast
+    import reference
+
+    config = RANK_CONFIG if CACHE_FORMATS[name] is FP8_E4M3 else WIDE_RANK_CONFIG
+    options: dict[str, Any] = {"cache_format": CACHE_FORMATS[name], "fp8_mode": fp8_mode}
+    options |= {} if fp8_mode == CONVERTED else {"q_scale": 0.05}
+    ranks, found = make_groups(size, interleave, merge), {}
+    for ops in (reference, fast):
+        for who, groups in (("one rank", None), ("all ranks", ranks)):
+            loop = make_loop(ops, config, groups, device, dtype, layer_options=options)
+            tokens = [request.generated_ids for request in loop.run()]
+            scales = [layer.kv_scale for layer in loop.model.layers]
+            found[f"{ops.__name__}, {who}"] = {
+                "tokens": tokens,
+                "dtypes": [str(cache.dtype) for cache in loop.kv_caches],
+                "scales": [(scale.value.item(), scale.source.value) for scale in scales if scale is not None],
+            }
+    return found
+
+
 def replay_decodes(
-    size: int, merge: str, query_len: int, device: str, dtype: torch.dtype
+    size: int,
+    merge: str,
+    query_len: int,
+    device: str,
+    dtype: torch.dtype,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
 ) -> tuple[list[tuple[Tensor, Tensor]], int]:
     """Run three decode steps of a layer, each eagerly and by graph replay.
+
+    `cache_format` is the compute dtype or fp8_e4m3.
 
     Returns:
         Two values. The first value is a list with the eager and the replayed output of each step, [query tokens, hidden
@@ -283,13 +352,15 @@ def replay_decodes(
     torch.manual_seed(3)
     with torch.device("cpu"):
         weights = make_weights(RANK_CONFIG, torch.float32)
-        caches = [torch.randn(40, 16, RANK_CONFIG.head_size).to(dtype) for _ in range(size)]
+        caches = [torch.randn(40, 16, RANK_CONFIG.head_size) for _ in range(size)]
         table = torch.randperm(40).view(4, 10).int()
-    layer = make_rank_layer(fast, RANK_CONFIG, weights, dtype, ranks, device)
-    cache = caches[ranks.rank].to(device)
+    stored = {"kv_scale": 2.0**-5} if cache_format.layer_scale else {}
+    layer = make_rank_layer(fast, RANK_CONFIG, weights, dtype, ranks, device, cache_format=cache_format, **stored)
+    cache = (caches[ranks.rank] / stored.get("kv_scale", 1.0)).to(cache_format.dtype_for(dtype)).to(device)
     builder = fast.MLAMetadataBuilder(
-        RANK_CONFIG, 16, 4096, 4, num_speculative_tokens=query_len - 1, context_parallel=ranks, dtype=dtype
-    )
+        RANK_CONFIG, 16, 4096, 4, num_speculative_tokens=query_len - 1, context_parallel=ranks, dtype=dtype,
+        cache_format=cache_format,
+    )  # fmt: skip
     graph = fast.DecodeGraph(
         lambda *step: layer(*step[:2], cache, step[2]), builder, [2, 4], 10, RANK_CONFIG.hidden_size, dtype, device,
         query_len,
@@ -304,7 +375,9 @@ def replay_decodes(
         common = CommonAttentionMetadata.make(starts, integers(*lens), table[:requests].to(device), slots.to(device))
         hidden = torch.randn(requests * query_len, RANK_CONFIG.hidden_size).to(dtype).to(device)
         positions = positions_of([query_len] * requests, lens).to(device)
-        plan = fast.build_mla_metadata(common, 16, 4096, query_len, ownership=ownership)
+        plan = fast.build_mla_metadata(
+            common, 16, 4096, query_len, ownership=ownership, cache_format=cache_format
+        )  # fmt: skip
         eager = layer(hidden, positions, cache, plan)
         captured = graph.run(hidden, positions, common).clone()
         for _ in range(3):
