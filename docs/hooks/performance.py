@@ -19,6 +19,7 @@ from typing import Any
 
 from cascades import cascade_table
 from charts import Chart, Line, Mark
+from fp8_errors import modes_table, weights_table
 from markdown.extensions.toc import slugify
 from markdown_tables import DIMS, dims_table, shapes_table, table
 from mkdocs.config.defaults import MkDocsConfig
@@ -258,6 +259,13 @@ class Results:
         """
         drawings = {"products": products_table, "expansions": expansions_table, "scales": scales_table}
         return self._whole(name, drawings[part])
+
+    def fp8_errors(self, name: str) -> str:
+        """Return the facts, tables and command of a results file of tests.benchmarks.fp8_errors."""
+        between = (
+            "The same benchmark rounds absorbed weights of 16 heads, and measures the error of the other 15 heads:"
+        )
+        return self._whole(name, modes_table, lambda report: between, weights_table)
 
     def prefill_backends(self, name: str) -> str:
         """Return the facts, table and command of a results file of tests.benchmarks.backends."""
