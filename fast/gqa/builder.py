@@ -186,32 +186,35 @@ class GQAMetadataBuilder:
             name_for(OP, for_part(self.backend, part)) for part in ("gqa_decode", "gqa_prefill")
         )
         self._decode_support = None if self._decode_backend is None else support_of(self._decode_backend, OP)
-        if batch_invariant:
-            _check_invariant(self._decode_backend, prefill_backend)
-        graph_support = self._supported_graphs(check_graph_support(graph_support, query_len_support), graph_support)
+        reasons = _not_invariant(self._decode_backend, prefill_backend) if batch_invariant else []
+        graph_support = self._supported_graphs(
+            check_graph_support(graph_support, query_len_support), graph_support, reasons
+        )
         self.graph_refusals = graph_refusals(config)
         self._graph_support = GraphSupport.NONE if self.graph_refusals else graph_support
         self._layer = ScheduledLayer(local, self.device, dtype, block_size, cache_format, self.ownership)
         self.reorder_batch_threshold = reorder_batch_threshold(query_len_support, num_speculative_tokens)
         check_decoders_only(config, "num_speculative_tokens", num_speculative_tokens, 0)
 
-    def _supported_graphs(self, wanted: GraphSupport, given: GraphSupport | None) -> GraphSupport:
+    def _supported_graphs(self, wanted: GraphSupport, given: GraphSupport | None, reasons: list[str]) -> GraphSupport:
         """Return which graphs the builder serves with the named decode backend.
 
         Args:
             wanted: graphs that the query lengths of the builder allow.
             given: argument of the constructor; None lets the backend limit the graphs.
+            reasons: why the named backends cannot serve the builder, other than graphs.
 
         Raises:
-            UnsupportedConfiguration: the named decode backend does not support the graphs.
+            UnsupportedConfiguration: there are reasons, or the named decode backend does not support the graphs.
         """
         support, name = self._decode_support, self._decode_backend
-        if support is None or support.graph.covers(wanted):
-            return wanted
-        if given is not None:
+        covers = support is None or support.graph.covers(wanted)
+        if not covers and given is not None:
             reason = f"{name}: has graph support '{support.graph.value}', got graph_support '{wanted.value}'"
-            raise UnsupportedConfiguration([reason])
-        return support.graph
+            reasons = [*reasons, reason]
+        if reasons:
+            raise UnsupportedConfiguration(reasons)
+        return wanted if covers else support.graph
 
     def build(
         self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool = False
@@ -415,9 +418,7 @@ class GQAMetadataBuilder:
         return reorder_batch_to_split_decodes_and_prefills(decodes)
 
 
-def _check_invariant(*names: str | None) -> None:
-    """Raise UnsupportedConfiguration if one of the named backends cannot attend the cache batch-invariantly."""
+def _not_invariant(*names: str | None) -> list[str]:
+    """Return which of the named backends cannot attend the cache batch-invariantly, as reasons."""
     named = dict.fromkeys(name for name in names if name is not None)
-    reasons = [f"{name}: is not batch-invariant" for name in named if not support_of(name, OP).batch_invariant]
-    if reasons:
-        raise UnsupportedConfiguration(reasons)
+    return [f"{name}: is not batch-invariant" for name in named if not support_of(name, OP).batch_invariant]

@@ -8,7 +8,8 @@ docs/glossary.md explains the terms and the letters of shapes.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int, Int64, Shaped
@@ -35,8 +36,9 @@ from ..attention.rope import angles_of, check_angles
 from ..backends import BackendChoice
 
 
-class WrittenTokens(NamedTuple):
-    """Results of `rope_norm_and_cache`.
+@dataclass(frozen=True, eq=False)
+class WrittenTokens:
+    """Results of `rope_norm_and_cache`. The object unpacks: `q_pe, kv_c_normed, k_pe = written`.
 
     Attributes:
         q_pe: [T, N, R], rotated rope parts of the queries; in e4m3 (8 bits) if the call has a `q_scale`.
@@ -47,6 +49,12 @@ class WrittenTokens(NamedTuple):
     q_pe: Shaped[Tensor, "T N R"]
     kv_c_normed: Float[Tensor, "T Lkv"]
     k_pe: Float[Tensor, "T R"]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Yield the fields in their order."""
+        yield self.q_pe
+        yield self.kv_c_normed
+        yield self.k_pe
 
 
 def rope_norm_and_cache(

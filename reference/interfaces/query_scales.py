@@ -141,6 +141,8 @@ def checkpoint_query_scale(module: nn.Module) -> Tensor | float | None:
     if not isinstance(found, (Tensor, float, int)):
         return None
     check_checkpoint_scheme("q_scale", module, queries=True)
+    if isinstance(found, Tensor) and found.dim() == 3 and found.shape[1:] == (1, 1):
+        return found[:, 0, 0]  # compressed-tensors stores one scale for each head as [N, 1, 1]
     return found
 
 

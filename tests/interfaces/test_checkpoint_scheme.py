@@ -67,7 +67,13 @@ LEGAL = {
     "ModelOpt": dict(quant_method="modelopt", quant_algo="FP8", kv_cache_quant_algo="FP8"),
     "dtype": {"kv_cache_scheme": dict(dtype="fp8_e4m3")},
     "name": {"kv_cache_scheme": "torch.float8_e4m3fn"},
-    "group": group("Module"),
+    "group": group("Attention"),
+    "group in place of the scheme": {**group("Attention"), "kv_cache_scheme": dict(E4M3, type="int")},
+    "projections by expression": group(r"re:.*self_attn.*", dynamic=True, strategy="token"),
+    "all modules": group("re:.*", type="int"),
+    "ignored": {**group("Attention", type="int"), "ignore": ["re:.*self_attn$"]},
+    "auto": {"kv_cache_dtype": "auto", "kv_cache_quant_algo": "None"},
+    "upper case": scheme(type="FLOAT", strategy="TENSOR"),
     "None": None,
 }
 
@@ -94,7 +100,13 @@ REFUSED = {
     "INT8 of ModelOpt": ({"quantization": {"kv_cache_quant_algo": "INT8"}}, "kv_cache_quant_algo fp8_e4m3, got INT8"),
     "dynamic in a word": ({"kv_cache_scheme": "dynamic"}, "kv_cache_scheme fp8_e4m3, got dynamic"),
     "no mapping": ({"kv_cache_scheme": 8}, "a mapping as its scheme, got int"),
-    "group": (group("Module", type="int"), "type float in its scheme, got int"),
+    "group": (group("Attention", type="int"), "type float in its scheme, got int"),
+    "group after a group of weights": (
+        {"config_groups": {"a": {"targets": ["Attention"]}, **group("Attention", type="int")["config_groups"]}},
+        "type float in its scheme, got int",
+    ),
+    "group against the scheme": ({**group("Attention", type="int"), "kv_cache_scheme": E4M3},
+                                 "type float in its scheme, got int"),
     "group by name": (group(PATH, num_bits=4), "num_bits 8 in its scheme, got 4"),
     "group by expression": (group(r"re:.*self_attn$", dynamic=True), "dynamic False in its scheme, got True"),
 }  # fmt: skip
@@ -132,16 +144,29 @@ def test_other_schemes(ops, case, name, plain_errors):
 def test_queries(ops, plain_errors):
     """The scheme of the inputs of attention belongs to the queries; their scales may be one for each head."""
     options = dict(cache_format=FP8_E4M3, fp8_mode="fp8_query")
-    both = {**group("Module", type="int"), "kv_cache_scheme": E4M3}
+    both = {**group("Attention", type="int"), "kv_cache_scheme": E4M3}
     for config, message in ((both, "type float in its scheme, got int"),
                             (scheme(num_bits=4), "num_bits 8 in its scheme, got 4"),
-                            (scheme(strategy="channel"), "strategy tensor in its scheme, got channel")):  # fmt: skip
+                            (scheme(strategy="channel"), "strategy tensor in its scheme, got channel"),
+                            ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype fp8_e4m3, got fp8_e5m2")):  # fmt: skip
         with pytest.raises(ValueError, match=f"^q_scale: expected a scale of a checkpoint with {message}$"):
             ops.MLAAttention.from_hf(quantised(config, q_scale=0.5), kv_scale=1.0, **options)
-    assert ops.MLAAttention.from_hf(quantised(both, k_scale=0.5), q_scale=1.0, **options).kv_scale.value.item() == 0.5
     heads = torch.arange(1.0, SMALL.num_heads + 1)
-    module = quantised({**group("Module", strategy="attn_head"), "kv_cache_scheme": E4M3}, q_scale=heads)
+    by_head = {**group("Attention", strategy="attn_head"), "kv_cache_scheme": E4M3}
+    module = quantised(by_head, q_scale=heads[:, None, None])
     assert torch.equal(ops.MLAAttention.from_hf(module, kv_scale=1.0, **options).q_scale.value, heads)
+
+
+def test_illegal_expression(ops, plain_errors):
+    module = quantised(group("re:*("), k_scale=0.5)
+    with pytest.raises(ValueError, match=r"^k_scale: expected legal expressions in config_groups, got 're:\*\(': "):
+        ops.MLAAttention.from_hf(module, cache_format=FP8_E4M3)
+
+
+def test_a_scale_that_is_not_used():
+    """A module has a `k_scale` and a `v_scale` -> an illegal `kv_scale` is not read."""
+    module = quantised(scheme(), k_scale=0.5, v_scale=2.0, kv_scale=0.0)
+    assert checkpoint_key_value_scales(module) == (0.5, 2.0)
 
 
 SIZES = {

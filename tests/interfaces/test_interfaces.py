@@ -15,8 +15,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from jaxtyping import TypeCheckError
 
 import reference
+from fast.mla.cache_write import WrittenTokens
 from reference.interfaces import (
     PRESETS,
     CommonAttentionMetadata,
@@ -30,6 +32,8 @@ from reference.interfaces import (
     check_slots,
     check_tensor,
 )
+from reference.interfaces.gqa import Descales
+from reference.interfaces.layer_results import ProjectedTokens
 
 from ..support.factories import CONFIGS, integers, preset, softmax_scale
 from ..support.properties import given, st
@@ -212,6 +216,20 @@ def test_contract_is_frozen():
     state = reference.AttentionState(torch.zeros(1, 2, 3), torch.zeros(2, 1))
     with pytest.raises(dataclasses.FrozenInstanceError):
         state.out = state.out
+
+
+def test_shapes_of_results_are_checked():
+    """Make a result of a layer with shapes that contradict each other -> the type check of the tests fails."""
+    results = [
+        (ProjectedTokens, [(2, 3, 4), (2, 5), (2, 6)], (3, 6)),
+        (WrittenTokens, [(2, 3, 4), (2, 5), (2, 4)], (3, 4)),
+        (Descales, [(2, 3), (2, 3), (2, 3)], (2, 4)),
+    ]
+    for make, shapes, wrong in results:
+        tensors = [torch.zeros(shape) for shape in shapes]
+        assert [tuple(x.shape) for x in make(*tensors)] == shapes
+        with pytest.raises(TypeCheckError):
+            make(*tensors[:-1], torch.zeros(wrong))
 
 
 @pytest.mark.parametrize(

@@ -282,7 +282,7 @@ def test_calibration_records_queries(ops, tmp_path):
         assert scales.queries == {}
     assert case.layer.observed_queries is None
     w_uk_t, _ = ops.absorb(*case.layer.up_projections())
-    q = torch.cat((projected[0], case.layer.project(case.hidden, case.batch.positions)[0]))
+    q = torch.cat((projected.q, case.layer.project(case.hidden, case.batch.positions).q))
     q_nope, q_pe = q.split([SMALL.qk_nope_head_dim, SMALL.qk_rope_head_dim], dim=-1)
     largest = max(float(ops.query_to_latent(q_nope, w_uk_t).abs().max()), float(q_pe.abs().max()))
     assert scales.queries["a"] == pytest.approx(largest / 448, rel=1e-6)

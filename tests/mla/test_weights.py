@@ -268,9 +268,9 @@ def test_layer_reads_norms_that_were_replaced(ops):
     config = CONFIGS["direct"]
     layer = make_layer(ops, config, make_weights(config, torch.float32), torch.float32)
     hidden, positions = torch.randn(2, config.hidden_size), torch.arange(2)
-    before = layer.project(hidden, positions)[1]
+    before = layer.project(hidden, positions).kv_c_normed
     layer.kv_a_layernorm.weight = nn.Parameter(2 * layer.kv_a_layernorm.weight.detach())
-    assert_same_bits(layer.project(hidden, positions)[1], 2 * before)
+    assert_same_bits(layer.project(hidden, positions).kv_c_normed, 2 * before)
 
 
 def test_layer_refuses_a_hooked_norm(ops, plain_errors):

@@ -10,10 +10,14 @@ from torch import nn
 from .factories import linear, make_weights
 
 
+class Attention(nn.Module):
+    """An attention module; its norms and projections have other classes."""
+
+
 def hf_module(config, **scales):
     """Return a module with the attributes of a DeepseekV3Attention of transformers that a layer reads."""
     weights = make_weights(config, torch.float64)
-    module = nn.Module()
+    module = Attention()
     for name, weight in weights.items():
         if weight.dim() == 2:
             setattr(module, name, linear(weight))

@@ -352,8 +352,16 @@ def _cache_reasons(version: int, kv_cache: Tensor) -> list[str]:
     return [f"flash_attn_{version}: {reason}" for reason in reasons]
 
 
-def _pages(version: int, kv_cache: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the pages of keys and of values, [pages, page size, Nkv, Dh], without a copy, and the table of pages.
+class _Pages(NamedTuple):
+    """Pages of keys and of values, [pages, page size, Nkv, Dh], and the table of the pages of each request."""
+
+    keys: Tensor
+    values: Tensor
+    table: Tensor
+
+
+def _pages(version: int, kv_cache: Tensor, block_table: Tensor) -> _Pages:
+    """Return the cache as pages of a size that the library knows, without a copy.
 
     Raises:
         UnsupportedConfiguration: `_cache_reasons` has a reason.
@@ -365,10 +373,10 @@ def _pages(version: int, kv_cache: Tensor, block_table: Tensor) -> tuple[Tensor,
     page = _page_size(version, block_size)
     parts = block_size // page
     if parts == 1:
-        return keys, values, block_table if block_table.stride(-1) == 1 else block_table.contiguous()
+        return _Pages(keys, values, block_table if block_table.stride(-1) == 1 else block_table.contiguous())
     offsets = torch.arange(parts, dtype=torch.int32, device=block_table.device)
     table = torch.add(offsets, block_table[:, :, None], alpha=parts).flatten(1)
-    return keys.view(-1, page, heads, width), values.view(-1, page, heads, width), table
+    return _Pages(keys.view(-1, page, heads, width), values.view(-1, page, heads, width), table)
 
 
 cache_reasons_2 = functools.partial(_cache_reasons, 2)

@@ -9,8 +9,8 @@ A layer that reads the cache of another layer uses the two `KVScale` objects of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -26,15 +26,22 @@ from ..support import is_capturing
 from .config import GQAConfig
 
 
-class Descales(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Descales:
     """Scales of queries, keys and values with one element for each request and KV head, or None for each.
 
-    The names are those of the arguments of FlashAttention-3.
+    The names are those of the arguments of FlashAttention-3. The object unpacks in this order.
     """
 
     q_descale: Float[Tensor, "B Nkv"] | None
     k_descale: Float[Tensor, "B Nkv"] | None
     v_descale: Float[Tensor, "B Nkv"] | None
+
+    def __iter__(self) -> Iterator[Tensor | None]:
+        """Yield the fields in their order."""
+        yield self.q_descale
+        yield self.k_descale
+        yield self.v_descale
 
 
 def make_key_value_scale(
@@ -105,11 +112,11 @@ def checkpoint_key_value_scales(module: nn.Module) -> tuple[Tensor | float | Non
     names = ("k_scale", "v_scale", "kv_scale")
     found = {name: getattr(module, name, None) for name in names}
     found = {name: value for name, value in found.items() if isinstance(value, Tensor | float | int)}
-    for name, value in found.items():
+    used = ["k_scale" if "k_scale" in found else "kv_scale", "v_scale" if "v_scale" in found else "kv_scale"]
+    for name in dict.fromkeys(name for name in used if name in found):
         check_checkpoint_scheme(name, module)
-        scale_number(name, value)
-    k_scale, v_scale, both = (found.get(name) for name in names)
-    return both if k_scale is None else k_scale, both if v_scale is None else v_scale
+        scale_number(name, found[name])
+    return found.get(used[0]), found.get(used[1])
 
 
 def choose_key_value_scales(

@@ -55,8 +55,9 @@ def test_descales_of_a_layer(ops, plain_errors):
         assert expanded.tolist() == [[value] * 2] * 4 and expanded.stride() == (0, 0)
         assert expanded.data_ptr() == scale.value.data_ptr()
     converted = ops.GQAAttention(CONFIG, FP8_E4M3).descales(4)
-    assert converted[0] is None and [scale.tolist() for scale in converted[1:]] == [[[1.0] * 2] * 4] * 2
-    assert ops.GQAAttention(CONFIG).descales(4) == (None, None, None)
+    assert converted.q_descale is None
+    assert converted.k_descale.tolist() == converted.v_descale.tolist() == [[1.0] * 2] * 4
+    assert tuple(ops.GQAAttention(CONFIG).descales(4)) == (None, None, None)
     for each in (layer, ops.GQAAttention(CONFIG)):
         with pytest.raises(ValueError, match="^num_requests: expected an int >= 0, got -1$"):
             each.descales(-1)
@@ -69,6 +70,7 @@ def test_descales_of_a_rank(ops):
     def program(ranks):
         layer = ops.GQAAttention(config, FP8_E4M3, ranks, k_scale=0.5, v_scale=0.25)
         assert layer.local_config.num_kv_heads == 2
-        return [tuple(scale.shape) for scale in layer.descales(3)[1:]]
+        found = layer.descales(3)
+        return [tuple(scale.shape) for scale in (found.k_descale, found.v_descale)]
 
     assert ops.simulate(1, 1, program, 2) == [[(3, 2)] * 2] * 2

@@ -63,7 +63,7 @@ def _packed_keys(rows, query_start, query_len, key_len, most_queries, most_keys,
     return keys_of_rows(first, end, position, rows.real, c)
 
 
-# No record has the listed parameters, because Triton specialises each field of a record (`..arguments`).
+# The parameters of the lists below are in no record, because Triton specialises each field of a record (`..arguments`).
 @triton.jit(
     do_not_specialize=["num_tokens", "num_keys", "num_requests", "most_queries", "most_keys", "row_blocks",
                        "num_programs"],

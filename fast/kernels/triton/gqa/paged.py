@@ -53,7 +53,7 @@ COMBINE_COST = 128  # time to start the combine kernel, in the same unit
 ROWS_COMBINED_PER_KEY = 64  # rows of partial outputs that the combine kernel adds in the time to attend one key
 
 
-# No record has the listed parameters, because Triton specialises each field of a record (`..arguments`).
+# The parameters of the lists below are in no record, because Triton specialises each field of a record (`..arguments`).
 @triton.jit(
     do_not_specialize=[
         "num_tokens", "num_requests", "num_blocks", "max_query_len", "max_keys", "num_splits", "row_blocks",

@@ -73,7 +73,7 @@ def _scheduled_range(tile_ranges, program, num_requests):
     )  # fmt: skip
 
 
-# No record has the listed parameters, because Triton specialises each field of a record (`..arguments`).
+# The parameters of the lists below are in no record, because Triton specialises each field of a record (`..arguments`).
 @triton.jit(
     do_not_specialize=[
         "num_tokens", "num_requests", "num_blocks", "max_query_len", "max_keys", "row_blocks", "request_rows",
