@@ -226,11 +226,11 @@ def plans(compared: Comparison, batch: Batch, workspace_tokens: int, config: MLA
     compared.exact("choose_paths", lambda m: m.choose_paths(query_lens, common.num_computed_tokens_cpu, 1, config))
     compared.exact("plan_decode", lambda m: m.plan_decode(common.seq_lens, PROGRAMS))
 
-    def advance(module: Any) -> list[Any]:
+    def advance(module: Any) -> tuple[Any, ...]:
         step = batch.common(compared.oracle, batch.query_lens)
         sampled = torch.arange(len(batch.lens), device=batch.positions.device)
         ids, positions = sampled.new_zeros(step.num_actual_tokens), sampled.new_zeros(step.num_actual_tokens)
-        return [module.advance_step(sampled, ids, positions, step, batch.block_size), ids, positions]
+        return module.advance_step(sampled, ids, positions, step, batch.block_size), ids, positions
 
     compared.exact("advance_step", advance)
 

@@ -26,7 +26,7 @@ from .checks import check
 
 # names of e4m3 in checkpoints, in lower case; the FNUZ variants and e5m2 have other names
 _NAMES_OF_E4M3 = ("fp8", "fp8_e4m3", "fp8_e4m3fn", "float8_e4m3", "float8_e4m3fn", "torch.float8_e4m3fn")
-_NO_NAMES = ("auto", "none", "")  # a checkpoint with one of these names no dtype
+_NO_NAMES = ("auto", "none", "")  # values that name no dtype
 # for each field of a scheme: the legal value, and the value of a scheme without this field
 _FIELDS: dict[str, tuple[Any, Any]] = {
     "num_bits": (8, 8), "type": ("float", "int"), "strategy": ("tensor", "tensor"), "group_size": (None, None),
@@ -46,7 +46,8 @@ def check_checkpoint_scheme(argument: str, module: nn.Module, queries: bool = Fa
 
     Raises:
         ValueError: the checkpoint names another scheme, such as 8-bit integers, e5m2, 4 bits, an e4m3 of the FNUZ
-            variants, a scale for each channel, or scales that are computed at run time.
+            variants, a scale for each channel, or scales that are computed at run time; or its `config_groups` have a
+            regular expression that is not legal.
     """
     config = _fields(getattr(getattr(module, "config", None), "quantization_config", None))
     if not config:

@@ -126,11 +126,11 @@ def compare_batches(compared: Comparison, batch: Batch) -> None:
         lambda m: m.compute_visible_lens(common.query_start_loc, common.seq_lens, common.num_actual_tokens),
     )
 
-    def advance(module: Any) -> list[Any]:
+    def advance(module: Any) -> tuple[Any, ...]:
         step = batch.common(compared.oracle, batch.query_lens)
         sampled = torch.arange(len(batch.lens), device=batch.positions.device)
         ids, positions = sampled.new_zeros(step.num_actual_tokens), sampled.new_zeros(step.num_actual_tokens)
-        return [module.advance_step(sampled, ids, positions, step, batch.block_size), ids, positions]
+        return module.advance_step(sampled, ids, positions, step, batch.block_size), ids, positions
 
     compared.exact("advance_step", advance)
 
