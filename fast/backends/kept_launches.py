@@ -38,11 +38,30 @@ class KeptLaunches:
         self._kernel = kernel
         self._kept: dict[Hashable, _Kept] = {}
 
+    def again(self, key: Hashable, tensors: tuple[Tensor, ...]) -> bool:
+        """Repeat the launch that `run` kept for a key, with other tensors; return whether there was such a launch.
+
+        The arguments are those of `run`. If the result is False, the caller must call `run`.
+        """
+        kept = self._kept.get(key)
+        if kept is None:
+            return False
+        start, rest, driver, hooks = kept
+        if calls_of(hooks.launch_enter_hook) or calls_of(hooks.launch_exit_hook):  # such as those of a profiler
+            return False
+        note_other_launch()
+        active = driver.active
+        stream = active.get_current_stream(active.get_current_device())
+        start(stream, (*[each.data_ptr() for each in tensors], *rest))
+        return True
+
     def run(
         self, key: Hashable, grid: tuple[int, ...], tensors: tuple[Tensor, ...], numbers: tuple[int, ...],
         **constants: Any,
     ) -> None:  # fmt: skip
-        """Launch the kernel on the current stream of the current device, which must be the device of the tensors.
+        """Launch the kernel on the current stream of the current device, and keep the launch for `again`.
+
+        The current device must be the device of the tensors.
 
         Args:
             key: must differ if anything but the addresses of the tensors differs: device, grid, numbers, constants,
@@ -53,16 +72,8 @@ class KeptLaunches:
             constants: values of the other parameters, and launch options such as `num_warps`.
         """
         note_other_launch()
-        kept = self._kept.get(key)
-        if kept is not None:
-            start, rest, driver, hooks = kept
-            if not (calls_of(hooks.launch_enter_hook) or calls_of(hooks.launch_exit_hook)):
-                active = driver.active
-                stream = active.get_current_stream(active.get_current_device())
-                start(stream, (*[each.data_ptr() for each in tensors], *rest))
-                return
         compiled = self._kernel[grid](*tensors, *numbers, **constants)
-        if kept is None and hasattr(compiled, "packed_metadata"):  # Triton's interpreter compiles nothing
+        if key not in self._kept and hasattr(compiled, "packed_metadata"):  # Triton's interpreter compiles nothing
             self._keep(key, compiled, grid, numbers, constants, len(tensors))
 
     def _keep(

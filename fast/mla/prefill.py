@@ -53,7 +53,7 @@ _check_context = backends.CheckedOnce(check_context)
 _check_expanded = backends.CheckedOnce(check_expanded)
 _check_prefill = backends.CheckedOnce(check_prefill)
 _check_rows = backends.CheckedOnce(check_rows)
-_CALLS_INSIDE = backends.CallsInside()
+_CALLS_INSIDE, _NEW_TOKENS_INSIDE, _CONTEXT_INSIDE = (backends.CallsInside() for _ in range(3))
 PREFILL_OPS = ("flash_attn_varlen", "gather_and_maybe_dequant_cache", "merge_attn_states")
 
 
@@ -94,11 +94,12 @@ def run_prefill_new_tokens(
         ValueError: shapes, dtypes or devices do not match, or `out` overlaps another tensor.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
-    _check_expanded(q, k_nope, k_pe, v, metadata)
-    check_flag("return_lse", return_lse)
-    dtype = wide_dtype(q.dtype) if return_lse else q.dtype
-    hooks = _hooks(metadata, backend)
-    return _attend_new_tokens(q, k_nope, k_pe, v, metadata, softmax_scale, dtype, return_lse, out, hooks)
+    with _NEW_TOKENS_INSIDE.given(q, k_nope, k_pe, v, metadata, softmax_scale, return_lse, out, backend):
+        _check_expanded(q, k_nope, k_pe, v, metadata)
+        check_flag("return_lse", return_lse)
+        dtype = wide_dtype(q.dtype) if return_lse else q.dtype
+        hooks = _hooks(metadata, backend)
+        return _attend_new_tokens(q, k_nope, k_pe, v, metadata, softmax_scale, dtype, return_lse, out, hooks)
 
 
 def _hooks(metadata: PrefillMetadata, backend: BackendChoice) -> BackendHooks:
@@ -150,8 +151,9 @@ def run_prefill_context_chunk(
     Returns:
         out [T, N, V] and lse [N, T], both in float32 (float64 if `q` is float64).
     """
-    _check_expanded(q, k_nope, k_pe, v, metadata, chunk)
-    return _attend_context(q, k_nope, k_pe, v, metadata, chunk, softmax_scale, _hooks(metadata, backend))
+    with _CONTEXT_INSIDE.given(q, k_nope, k_pe, v, metadata, chunk, softmax_scale, backend):
+        _check_expanded(q, k_nope, k_pe, v, metadata, chunk)
+        return _attend_context(q, k_nope, k_pe, v, metadata, chunk, softmax_scale, _hooks(metadata, backend))
 
 
 def _attend_context(q, k, k_pe, v, metadata, chunk, softmax_scale, hooks):

@@ -17,6 +17,7 @@ from fast.backends.adapters.conversion import Convention, lawful_state
 
 from ..support.factories import assert_same_bits
 from ..support.triton_mode import DEVICE, INTERPRETED, ON_GPU, gpu_only, run_in_interpreter, runs, starts_interpreter
+from .test_triton_gqa_offsets import far
 
 if ON_GPU or INTERPRETED:
     from fast.kernels.triton import conversion as kernels
@@ -177,16 +178,11 @@ def test_nothing_to_convert(launches):
 @runs
 def test_offsets_beyond_32_bit(launches):
     """Convert and join tensors whose last token begins behind element 2^31 -> the right numbers (pitfall 8)."""
-    step = 2**30 + 16
-    huge = [torch.zeros(2 * step + 64, dtype=torch.float16, device=DEVICE) for _ in range(2)]
-    far = [each.as_strided((3, 2, 16), (step, 16, 1)) for each in huge]
-    far[0].copy_(noise(3, 2, 16, dtype=torch.float16))
-    out, _ = lawful_state(far[0], noise(2, 3), Convention(base_2=True), torch.float16, 16, far[1])
-    assert_same_bits(out.contiguous(), far[0].contiguous())
-    k_pe = noise(3, 4, dtype=torch.float16)
-    far[1].zero_()
-    kernels.join_columns(far[0][..., :12], k_pe, far[1])
-    assert_same_bits(far[1].contiguous(), torch.cat((far[0][..., :12], k_pe[:, None].expand(-1, 2, -1)), -1))
+    made, target, k_pe = (far(torch.randn(shape).half(), 0).to(DEVICE) for shape in ((3, 2, 16), (3, 2, 16), (3, 4)))
+    out, _ = lawful_state(made, noise(2, 3), Convention(base_2=True), torch.float16, 16, target)
+    assert_same_bits(out.contiguous(), made.contiguous())
+    kernels.join_columns(made[..., :12], k_pe, target)
+    assert_same_bits(target.contiguous(), torch.cat((made[..., :12], k_pe[:, None].expand(-1, 2, -1)), -1))
 
 
 class Kernel:
@@ -206,7 +202,7 @@ class Kernel:
 
 
 def test_kept_launches(monkeypatch):
-    """Launch with an old key -> a direct launch with the addresses of this call; a new key, or a hook -> a search."""
+    """Launch with an old key -> a direct launch with the addresses of this call; a new key or a hook -> none."""
     triton = pytest.importorskip("triton")
     driver = driver_without_gpu(monkeypatch)
     seen = []
@@ -218,12 +214,13 @@ def test_kept_launches(monkeypatch):
     x, y, z = (torch.zeros(4) for _ in range(3))
     kept.run("a", (7,), (x, y), (5,), FLAG=True, OTHER=None, num_warps=4)
     assert kernel.searches == 1 and not seen
-    kept.run("a", (7,), (z, y), (5,), FLAG=True, OTHER=None, num_warps=4)
+    assert kept.again("a", (z, y)) and not kept.again("b", (z, y))
     assert kernel.searches == 1
     assert seen == [((7, 1, 1), driver.stream, (z.data_ptr(), y.data_ptr(), 5, True, None))]
     kept.run("b", (8,), (x, y), (6,), FLAG=False, OTHER=None)
     assert kernel.searches == 2
     monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", lambda *_: None)
+    assert not kept.again("a", (x, y)) and len(seen) == 1
     kept.run("a", (7,), (x, y), (5,), FLAG=True, OTHER=None)
     assert kernel.searches == 3 and len(seen) == 1
     monkeypatch.setattr(kept_launches, "MOST_KEYS", 2)

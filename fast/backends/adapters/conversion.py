@@ -177,23 +177,23 @@ def lawful_state(
     Returns:
         out [T, N, V]; and lse [N, T], or None without `made_lse`.
     """
-    same = made.dtype == out_dtype and made.shape[2] == columns
+    tokens, heads, width = made.shape
     copies = visible_lens is not None
     if out is not None:
         copies = copies or made.data_ptr() != out.data_ptr()
-    elif copies or not same or not made.is_contiguous():
-        out, copies = made.new_empty(*made.shape[:2], columns, dtype=out_dtype), True
+    elif copies or made.dtype != out_dtype or width != columns or not made.is_contiguous():
+        out, copies = made.new_empty((tokens, heads, columns), dtype=out_dtype), True
     else:
         out = made
     if made_lse is None:
-        return (out.copy_(made if made.shape[2] == columns else made[..., :columns]) if copies else out), None
+        return (out.copy_(made if width == columns else made[..., :columns]) if copies else out), None
     if lse is None and not copies and not any(convention) and made_lse.dim() == 2 and made_lse.is_contiguous():
         return out, made_lse
     launch = _own_launcher("convert_state", made)
     if launch is None:
         return _lawful_state(made, made_lse, convention, out if copies else None, lse, visible_lens, out)
     if lse is None:
-        lse = made_lse.new_empty(made.shape[1], made.shape[0])
+        lse = made_lse.new_empty((heads, tokens))
     launch(made, made_lse, out if copies else None, lse, *convention, visible_lens)
     return out, lse
 

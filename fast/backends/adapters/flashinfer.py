@@ -289,7 +289,9 @@ def attend(
     if call.num_queries == 0 or call.num_keys == 0:
         return state_without_keys(q, v, out_dtype, return_lse, out, lse)
     check(k.shape[0] >= call.num_keys, "k", f"at least {call.num_keys} keys", k.shape[0])
-    keys, values = in_words(k)[: call.num_keys], in_words(v)[: call.num_keys]
+    keys, values = in_words(k), in_words(v)
+    if k.shape[0] > call.num_keys:
+        keys, values = keys[: call.num_keys], values[: call.num_keys]
     target = out if out is not None and out.dtype == q.dtype and out.is_contiguous() else None
     made = call.state.run(call, in_words(q), keys, values, softmax_scale, target, return_lse)
     made, base_2_lse = made if return_lse else (made, None)

@@ -40,14 +40,17 @@ def join_columns(left: Tensor, right: Tensor | None, out: Tensor) -> None:
         left.shape, left.stride(), out.stride(), None if right is None else right.stride(), rest, in_place, left.dtype,
         left.get_device(), left.data_ptr() % 16, out.data_ptr() % 16, given.data_ptr() % 16,
     )  # fmt: skip
-    left_tile, right_tile = next_power_of_2(max(1, columns)), next_power_of_2(max(1, rest))
-    rows = max(1, JOINED_ELEMENTS // max(left_tile, right_tile))
-    head_tile = min(next_power_of_2(heads), rows)
-    token_tile, head_tiles = rows // head_tile, cdiv(heads, head_tile)
-    right_strides = (0, 0) if right is None else right.stride()
+    tensors = left, given, out
     with device_of(out):
+        if _JOINS.again(key, tensors):
+            return
+        left_tile, right_tile = next_power_of_2(max(1, columns)), next_power_of_2(max(1, rest))
+        rows = max(1, JOINED_ELEMENTS // max(left_tile, right_tile))
+        head_tile = min(next_power_of_2(heads), rows)
+        token_tile, head_tiles = rows // head_tile, cdiv(heads, head_tile)
+        right_strides = (0, 0) if right is None else right.stride()
         _JOINS.run(
-            key, (cdiv(tokens, token_tile) * head_tiles,), (left, given, out),
+            key, (cdiv(tokens, token_tile) * head_tiles,), tensors,
             (tokens, heads, head_tiles, *left.stride(), *right_strides, *out.stride()),
             LEFT=columns, LEFT_TILE=left_tile, RIGHT=rest, RIGHT_TILE=right_tile, TOKENS=token_tile, HEADS=head_tile,
             COPIES_LEFT=columns > 0 and not in_place, HAS_RIGHT=right is not None, num_warps=4,
@@ -114,12 +117,15 @@ def convert_state(
         target.dtype, base_2, poison, empty_is_inf, visible_lens is None, made.get_device(), made.data_ptr() % 16,
         made_lse.data_ptr() % 16, target.data_ptr() % 16, lse.data_ptr() % 16, seen.data_ptr() % 16,
     )  # fmt: skip
-    tile = next_power_of_2(max(1, columns))
-    head_tile = max(1, min(next_power_of_2(heads), 16, STATE_ELEMENTS // (STATE_TOKENS * tile)))
-    head_tiles = cdiv(heads, head_tile)
+    tensors = made, made_lse, target, lse, seen
     with device_of(made):
+        if _STATES.again(key, tensors):
+            return
+        tile = next_power_of_2(max(1, columns))
+        head_tile = max(1, min(next_power_of_2(heads), 16, STATE_ELEMENTS // (STATE_TOKENS * tile)))
+        head_tiles = cdiv(heads, head_tile)
         _STATES.run(
-            key, (cdiv(tokens, STATE_TOKENS) * head_tiles,), (made, made_lse, target, lse, seen),
+            key, (cdiv(tokens, STATE_TOKENS) * head_tiles,), tensors,
             (tokens, heads, head_tiles, queries, *made.stride(), *(*made_lse.stride(), 0)[:3], *target.stride(),
              *lse.stride()),
             COLUMNS=columns, TILE=tile, TOKENS=STATE_TOKENS, HEADS=head_tile, BASE_2=base_2, POISON=poison,
