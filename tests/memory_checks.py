@@ -146,6 +146,8 @@ def launch_samples(shard: int, shards: int) -> None:
     from .twins.test_ops import overload
 
     with compiling_ahead() as compiled:
+        if shard == 1:
+            launch_conversions()
         for name, arguments in samples()[shard - 1 :: shards]:
             op = overload(name)
             op(*arguments)
@@ -157,6 +159,22 @@ def launch_samples(shard: int, shards: int) -> None:
             torch.cuda.synchronize()
     print("\n".join(f"launched: {line}" for line in sorted(set(compiled))))
     print(f"shard {shard} of {shards} has ended")
+
+
+def launch_conversions() -> None:
+    """Launch the conversions of the adapters, which belong to no op, in several shapes and dtypes."""
+    from fast.backends.adapters import conversion
+
+    with torch.device("cuda"):
+        for tokens, heads, width, padded in ((1, 1, 128, 128), (37, 3, 128, 192), (130, 16, 40, 64)):
+            for dtype in (BF16, FP16):
+                keys, values = (torch.randn(tokens, heads, width).to(dtype) for _ in range(2))
+                conversion.whole_keys(keys, torch.randn(tokens, padded - width + 8).to(dtype))
+                made = conversion.pad_columns(values, padded)
+                for lse in (torch.randn(heads, tokens), torch.randn(tokens, heads).T):
+                    for convention in (conversion.Convention(base_2=True), conversion.Convention(False, True, True)):
+                        lens = None if convention.base_2 else torch.arange(tokens, dtype=torch.int32)
+                        conversion.lawful_state(made, lse, convention, F32, width, visible_lens=lens)
 
 
 def hostile(name: str, value: Any, far: int) -> Any:

@@ -27,6 +27,7 @@ from reference.interfaces import (
 
 from .. import backends
 from ..backends import BackendChoice
+from ..backends.adapters.conversion import whole_keys
 
 
 def flash_attn_varlen(
@@ -210,7 +211,7 @@ def _launch_attention(
         # If the call is not bounded, `attend` checks that the last offset is S.
         check_offsets("cu_seqlens_k", cu_seqlens_k, most=k.shape[0])
     if k_pe is not None and backends.support_of(backend, "flash_attn_varlen").whole_keys:
-        k, k_pe = torch.cat((k, k_pe[:, None].expand(-1, k.shape[1], -1)), dim=-1), None
+        k, k_pe = whole_keys(k, k_pe), None
     state = backends.kernel(backend, "flash_attn_varlen")(
         q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype,
         *written,

@@ -112,3 +112,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
             call.recorder.launches.append(Launch(compiled, (*grid, 1, 1)[:3], (*arguments, *rest)))
     elif call.recorder is not None:
         call.recorder.other_op = "a launch without a compiled kernel"
+
+
+def note_other_launch() -> None:
+    """Let a recorder of the running op know of a launch outside of `launch`, so that the op is not replayed."""
+    call = getattr(_PER_THREAD, "call", None)
+    if call is not None and call.recorder is not None:
+        call.recorder.other_op = "a launch that the record does not have"

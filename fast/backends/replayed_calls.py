@@ -204,8 +204,8 @@ class Replay:
             self._values(arguments) != self._expected
             or _repeated(tensors) != self._repeated
             or active.get_current_device() != self._device
-            or _calls_of(hooks.launch_enter_hook)
-            or _calls_of(hooks.launch_exit_hook)
+            or calls_of(hooks.launch_enter_hook)
+            or calls_of(hooks.launch_exit_hook)
         ):
             return MISFIT
         for size, options in self._allocations:
@@ -339,7 +339,7 @@ def triton_version() -> str:
     return triton.__version__
 
 
-def _calls_of(hook: Any) -> Any:
+def calls_of(hook: Any) -> Any:
     """Return the functions of a launch hook of Triton, which is a list of functions, one function or None."""
     return getattr(hook, "calls", hook)
 

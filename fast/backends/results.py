@@ -35,12 +35,35 @@ def check_state(
     """
     if backend in OWN_BACKENDS:
         return
+    wanted = wide_dtype(out_dtype)
+    if (
+        type(state) is tuple
+        and len(state) == 2
+        and _fits(state[0], shape, out_dtype, device, written[0])
+        and (_fits(state[1], (shape[1], shape[0]), wanted, device, written[1]) if lse else state[1] is written[1])
+    ):
+        return
     name = f"the result of the backend {backend} for {op}"
     pair = isinstance(state, tuple) and len(state) == 2
     check(pair, name, "a pair (out, lse)", type(state).__name__)
     check_tensor(f"{name}: out", state[0], shape, (out_dtype,), device)
     if lse:
-        check_tensor(f"{name}: lse", state[1], (shape[1], shape[0]), (wide_dtype(out_dtype),), device)
+        check_tensor(f"{name}: lse", state[1], (shape[1], shape[0]), (wanted,), device)
     for part, made, given in zip(("out", "lse"), state, written, strict=True):
         if given is not None and made is not given:
             check(False, f"{name}: {part}", "the tensor into which the backend had to write", "another tensor")
+
+
+def _fits(
+    tensor: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, written: Tensor | None
+) -> bool:
+    """Return whether a tensor is right for certain; False only means that `check_state` must look at each property."""
+    return (
+        (tensor is written or written is None)
+        and type(tensor) is Tensor
+        and tensor.shape == shape
+        and tensor.dtype is dtype
+        and tensor.device == device
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+    )

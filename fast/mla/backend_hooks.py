@@ -42,6 +42,8 @@ from ..attention.varlen import AttentionInputs, attend
 from ..backends import BackendChoice
 from ..backends.selection import named
 
+_ATTENTION = ("run_prefill_new_tokens", "run_prefill_context_chunk")
+
 
 class BackendHooks:
     """The methods of a backend without hooks of its own.
@@ -49,7 +51,18 @@ class BackendHooks:
     Args:
         backend: name of the backend. A direct call of a prefill, whose plan names no backend, may also have a mapping
             from op to name, or None.
+
+    Attributes:
+        runs_attention: whether the class has its own `run_prefill_new_tokens` or `run_prefill_context_chunk`, whose
+            results must be checked.
     """
+
+    runs_attention = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        own = [getattr(BackendHooks, name) is not getattr(cls, name) for name in _ATTENTION]
+        cls.runs_attention = any(own)
 
     def __init__(self, backend: BackendChoice):
         self.backend = backend
@@ -99,7 +112,8 @@ class BackendHooks:
         """Compute causal attention of the new tokens of each request over the new tokens of the same request.
 
         Args:
-            inputs: queries, keys and values of the new tokens, with the offsets of the requests.
+            inputs: queries, keys and values of the new tokens, with the offsets of the requests. The keys are whole
+                (`inputs.k_pe` is None) if the backend declares whole keys and the expansion wrote them so.
             metadata: prefill part of the plan.
             softmax_scale: factor of the scores.
             out_dtype: dtype of the output.

@@ -20,6 +20,7 @@ from reference.interfaces import AttentionState, CacheFormat, ContextChunk, MLAC
 
 from ..attention.varlen import AttentionInputs
 from ..backends.adapters import flashinfer, flashinfer_cudnn, trtllm_ragged
+from ..backends.adapters.conversion import whole_keys
 from ..backends.adapters.ragged_calls import RaggedCall
 from .backend_hooks import BackendHooks
 
@@ -111,8 +112,9 @@ class PlanningHooks(BackendHooks):
             return super().run_prefill_new_tokens(
                 inputs, metadata, softmax_scale, out_dtype, return_lse, out, out_is_checked
             )
+        keys = whole_keys(inputs.k, inputs.k_pe)
         made, lse = self.attend(
-            metadata.new_tokens, inputs.q, whole_keys(inputs), inputs.v, softmax_scale, out_dtype, return_lse, out
+            metadata.new_tokens, inputs.q, keys, inputs.v, softmax_scale, out_dtype, return_lse, out
         )
         return made if lse is None else AttentionState(made, lse)
 
@@ -126,16 +128,9 @@ class PlanningHooks(BackendHooks):
         if number is None:
             return super().run_prefill_context_chunk(inputs, metadata, chunk, softmax_scale)
         return AttentionState(*self.attend(
-            metadata.chunk_calls[number], inputs.q, whole_keys(inputs), inputs.v, softmax_scale,
+            metadata.chunk_calls[number], inputs.q, whole_keys(inputs.k, inputs.k_pe), inputs.v, softmax_scale,
             wide_dtype(inputs.q.dtype), True,
         ))  # fmt: skip
-
-
-def whole_keys(inputs: AttentionInputs) -> Tensor:
-    """Return keys [S, N, D] in one tensor: a copy of both parts of the keys, if they are in two tensors."""
-    if inputs.k_pe is None:
-        return inputs.k
-    return torch.cat((inputs.k, inputs.k_pe[:, None].expand(-1, inputs.k.shape[1], -1)), dim=-1)
 
 
 def calls_with_host_lens(calls: list[Offsets], states: Iterable[Any]) -> list[RaggedCall]:

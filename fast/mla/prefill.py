@@ -47,12 +47,13 @@ from ..backends.selection import check_same_backend
 from ..cache.latent import gather_and_maybe_dequant_cache
 from .backend_hooks import BackendHooks, hooks_of
 from .weights import expand_into
+from .whole_keys import expand_whole, takes_whole_keys
 
 _check_context = backends.CheckedOnce(check_context)
 _check_expanded = backends.CheckedOnce(check_expanded)
 _check_prefill = backends.CheckedOnce(check_prefill)
 _check_rows = backends.CheckedOnce(check_rows)
-_CALLS_INSIDE = backends.CallsInside()
+_CALLS_INSIDE, _NEW_TOKENS_INSIDE, _CONTEXT_INSIDE = (backends.CallsInside() for _ in range(3))
 PREFILL_OPS = ("flash_attn_varlen", "gather_and_maybe_dequant_cache", "merge_attn_states")
 
 
@@ -93,11 +94,12 @@ def run_prefill_new_tokens(
         ValueError: shapes, dtypes or devices do not match, or `out` overlaps another tensor.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
-    _check_expanded(q, k_nope, k_pe, v, metadata)
-    check_flag("return_lse", return_lse)
-    dtype = wide_dtype(q.dtype) if return_lse else q.dtype
-    hooks = _hooks(metadata, backend)
-    return _attend_new_tokens(q, k_nope, k_pe, v, metadata, softmax_scale, dtype, return_lse, out, hooks)
+    with _NEW_TOKENS_INSIDE.given(q, k_nope, k_pe, v, metadata, softmax_scale, return_lse, out, backend):
+        _check_expanded(q, k_nope, k_pe, v, metadata)
+        check_flag("return_lse", return_lse)
+        dtype = wide_dtype(q.dtype) if return_lse else q.dtype
+        hooks = _hooks(metadata, backend)
+        return _attend_new_tokens(q, k_nope, k_pe, v, metadata, softmax_scale, dtype, return_lse, out, hooks)
 
 
 def _hooks(metadata: PrefillMetadata, backend: BackendChoice) -> BackendHooks:
@@ -106,14 +108,15 @@ def _hooks(metadata: PrefillMetadata, backend: BackendChoice) -> BackendHooks:
     return BackendHooks(backend) if metadata.backend is None else hooks_of(metadata.backend)
 
 
-def _attend_new_tokens(
-    q, k_nope, k_pe, v, metadata, softmax_scale, dtype, return_lse, out, hooks, out_is_checked=False
-):
-    """Compute `run_prefill_new_tokens` with an output in `dtype`, and without checks of the plan."""
+def _attend_new_tokens(q, k, k_pe, v, metadata, softmax_scale, dtype, return_lse, out, hooks, out_is_checked=False):
+    """Compute `run_prefill_new_tokens` with an output in `dtype`, and without checks of the plan.
+
+    `k` has whole keys if `k_pe` is None.
+    """
     offsets = metadata.query_start_loc
-    inputs = AttentionInputs(q, k_nope, k_pe, v, offsets, offsets)
+    inputs = AttentionInputs(q, k, k_pe, v, offsets, offsets)
     arguments = inputs, metadata, softmax_scale, dtype, return_lse, out, out_is_checked
-    if type(hooks) is BackendHooks:
+    if not hooks.runs_attention:  # `attend` checks what the backend returns
         return hooks.run_prefill_new_tokens(*arguments)
     with backends.CallsOfOthers():
         result = hooks.run_prefill_new_tokens(*arguments)
@@ -148,14 +151,15 @@ def run_prefill_context_chunk(
     Returns:
         out [T, N, V] and lse [N, T], both in float32 (float64 if `q` is float64).
     """
-    _check_expanded(q, k_nope, k_pe, v, metadata, chunk)
-    return _attend_context(q, k_nope, k_pe, v, metadata, chunk, softmax_scale, _hooks(metadata, backend))
+    with _CONTEXT_INSIDE.given(q, k_nope, k_pe, v, metadata, chunk, softmax_scale, backend):
+        _check_expanded(q, k_nope, k_pe, v, metadata, chunk)
+        return _attend_context(q, k_nope, k_pe, v, metadata, chunk, softmax_scale, _hooks(metadata, backend))
 
 
-def _attend_context(q, k_nope, k_pe, v, metadata, chunk, softmax_scale, hooks):
-    """Compute `run_prefill_context_chunk` without checks of the plan."""
-    inputs = AttentionInputs(q, k_nope, k_pe, v, metadata.query_start_loc, chunk.cu_seq_lens)
-    if type(hooks) is BackendHooks:
+def _attend_context(q, k, k_pe, v, metadata, chunk, softmax_scale, hooks):
+    """Compute `run_prefill_context_chunk` without checks of the plan; `k` has whole keys if `k_pe` is None."""
+    inputs = AttentionInputs(q, k, k_pe, v, metadata.query_start_loc, chunk.cu_seq_lens)
+    if not hooks.runs_attention:
         return hooks.run_prefill_context_chunk(inputs, metadata, chunk, softmax_scale)
     with backends.CallsOfOthers():
         result = hooks.run_prefill_context_chunk(inputs, metadata, chunk, softmax_scale)
@@ -327,7 +331,8 @@ def _forward_prefill(
         rows, expanded = reserve_for_chunks(workspace, chunks, kv_c_normed, k_pe, w_uk, w_uv)
         backends.confirm(rows, expanded)
         gather = functools.partial(gather, workspace=rows)
-    k_nope, v = _expanded(expand, kv_c_normed, w_uk, w_uv, None)
+    whole = expand is None and takes_whole_keys(hooks.backend)
+    k, rope, v = _expanded(expand, whole, kv_c_normed, k_pe, w_uk, w_uv, None)
     # a part: consecutive requests that all have context, or that all have none
     states = []  # for each part: an attention state, or only the final output
     parts = metadata.all_parts(q.shape[0])
@@ -336,7 +341,7 @@ def _forward_prefill(
         dtype, final = wide_dtype(q.dtype), None
         if not part.rows and output_scale is None:
             dtype, final = q.dtype, rows_of(out, *tokens)
-        new_tokens = [rows_of(x, *tokens) for x in (q, k_nope, k_pe, v)]
+        new_tokens = [None if x is None else rows_of(x, *tokens) for x in (q, k, rope, v)]
         states.append(_attend_new_tokens(
             *new_tokens, part.plan, softmax_scale, dtype, return_lse or bool(part.rows), final, hooks,
             out_is_checked=True,
@@ -344,16 +349,16 @@ def _forward_prefill(
         if not part.rows and output_scale is not None:
             attended = states[-1].out if return_lse else states[-1]
             rows_of(out, *tokens).copy_(to_e4m3(attended, output_scale))
-    del k_nope, v, new_tokens
+    del k, v, new_tokens
     for number, chunk in enumerate(chunks):
         context = gather(kv_cache, metadata, chunk, cache_format=cache_format, out_dtype=q.dtype)
-        k_nope, v = _expanded(expand, context[:, :latent], w_uk, w_uv, expanded)
+        k, rope, v = _expanded(expand, whole, context[:, :latent], context[:, latent:], w_uk, w_uv, expanded)
         for index, part in enumerate(parts):
             last = len(part.rows) - 1
             for place, (part_chunk, own) in enumerate(zip(part.plan.context_chunks, part.rows, strict=True)):
                 if own.chunk == number:
                     tokens = part.first_token, part.end_token
-                    keys = [rows_of(x, own.first, own.end) for x in (k_nope, context[:, latent:], v)]
+                    keys = [None if x is None else rows_of(x, own.first, own.end) for x in (k, rope, v)]
                     chunk_state = _attend_context(
                         rows_of(q, *tokens), *keys, part.plan, part_chunk, softmax_scale, hooks
                     )
@@ -362,7 +367,7 @@ def _forward_prefill(
                     )
                     states[index] = _merge_into(target, chunk_state, states[index], backend, scale)
                     del chunk_state, keys
-        del k_nope, v, context  # free the memory of this chunk before the next chunk is expanded
+        del k, rope, v, context  # free the memory of this chunk before the next chunk is expanded
     if not return_lse:
         return out
     lses = [state.lse for state in states]
@@ -370,16 +375,23 @@ def _forward_prefill(
 
 
 def _expanded(
-    expand: Callable[[Tensor], tuple[Tensor, Tensor]] | None, latents: Tensor, w_uk: Tensor, w_uv: Tensor,
-    workspace: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return `expand(latents)`, or the product of the latents and the weights if `expand` is None."""
+    expand: Callable[[Tensor], tuple[Tensor, Tensor]] | None, whole: bool, latents: Tensor, k_pe: Tensor,
+    w_uk: Tensor, w_uv: Tensor, workspace: Tensor | None,
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """Return keys, their rope part, and values: of `expand`, or of products with the weights if `expand` is None.
+
+    If `whole` is True, the keys are whole, and None stands for the rope part.
+    """
+    if whole:
+        keys, v = expand_whole(latents, k_pe, w_uk, w_uv, workspace)
+        return keys, None, v
     if expand is None:
-        return expand_into(latents, w_uk, w_uv, workspace)
+        k_nope, v = expand_into(latents, w_uk, w_uv, workspace)
+        return k_nope, k_pe, v
     k_nope, v = expand(latents)
     for name, made, weight in (("k_nope", k_nope, w_uk), ("v", v, w_uv)):
         check_tensor(f"expand: {name}", made, (latents.shape[0], *weight.shape[1:]), (latents.dtype,), latents.device)
-    return k_nope, v
+    return k_nope, k_pe, v
 
 
 def _merge_into(

@@ -304,7 +304,7 @@ def write_values(
 ) -> Shaped[Tensor, "T N V"]:
     """Compute `latent_to_value` without checks, write the result to `out`, and return `out`."""
     if output_scale is None and type(w_uv) is not QuantizedWeight:
-        _bmm_into(latent.transpose(0, 1), w_uv, out.transpose(0, 1))
+        bmm_into(latent.transpose(0, 1), w_uv, out.transpose(0, 1))
         return out
     arguments = latent, *_values_and_scale(w_uv, "w_uv", output_scale, "output_scale"), output_scale
     signature = _PRODUCTS_INTO.signature(latent, w_uv, output_scale, out, backend)
@@ -391,12 +391,12 @@ def expand_kv(
         ValueError: shapes, dtypes or devices do not match; `workspace` is too small or overlaps an argument.
     """
     if workspace is not None:  # check in every call: a signature does not show whether two tensors share memory
-        _check_expansion(kv_c_normed, w_uk, w_uv, workspace)
+        check_expansion_once(kv_c_normed, w_uk, w_uv, workspace)
         check_no_overlap(workspace, kv_c_normed, w_uk, w_uv)
     return expand_into(kv_c_normed, w_uk, w_uv, workspace)
 
 
-_check_expansion = backends.CheckedOnce(check_expansion)
+check_expansion_once = backends.CheckedOnce(check_expansion)
 
 
 def expand_into(
@@ -406,7 +406,7 @@ def expand_into(
     workspace: Float[Tensor, " elements"] | None,
 ) -> tuple[Float[Tensor, "S N P"], Float[Tensor, "S N V"]]:
     """Compute `expand_kv` without the check that `workspace` overlaps no argument."""
-    _check_expansion(kv_c_normed, w_uk, w_uv, workspace)
+    check_expansion_once(kv_c_normed, w_uk, w_uv, workspace)
     tokens, heads = kv_c_normed.shape[0], w_uk.shape[1]
     by_head = kv_c_normed.expand(heads, -1, -1)  # [N, S, Lkv], no copy
     if workspace is None:
@@ -415,11 +415,11 @@ def expand_into(
     parts = split_for_keys(workspace, tokens, heads, w_uk.shape[2], w_uv.shape[2])
     k_nope, v = (part.view(heads, tokens, weight.shape[2]) for part, weight in zip(parts, (w_uk, w_uv), strict=True))
     for made, weight in ((k_nope, w_uk), (v, w_uv)):
-        _bmm_into(by_head, weight.transpose(0, 1), made)
+        bmm_into(by_head, weight.transpose(0, 1), made)
     return k_nope.transpose(0, 1), v.transpose(0, 1)
 
 
-def _bmm_into(a: Float[Tensor, "N T K"], b: Float[Tensor, "N K M"], out: Float[Tensor, "N T M"]) -> None:
+def bmm_into(a: Float[Tensor, "N T K"], b: Float[Tensor, "N K M"], out: Float[Tensor, "N T M"]) -> None:
     """Write the batched product of `a` and `b` into `out`, which may have any strides.
 
     `torch.compile` cannot trace `torch.bmm(out=)` into a tensor that is not contiguous, so compiled code calls a custom

@@ -22,7 +22,8 @@ NAMES = {  # part of a step: texts; a kernel belongs to the first part with a te
     "movement": (
         "_write_kernel", "_gather_kernel", "_copy_blocks", "_rope_", "_merge_", "_reorg_", "_sort_by_owner",
         "_zero_padding_kernel", "_write_quantized_kernel", "_gather_dequantized_kernel", "_quantize_kernel",
-        "_dequantize_kernel", "Memcpy", "Memset", "elementwise", "CatArray", "copy", "fill",
+        "_dequantize_kernel", "_join_columns", "_convert_state", "Memcpy", "Memset", "elementwise", "CatArray", "copy",
+        "fill",
     ),
 }  # fmt: skip
 STEP_MARK, LAYER_MARK = "atanh_kernel", "asinh_kernel"  # names of two kernels that no layer launches, used as marks

@@ -7,10 +7,30 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from ..own import TRITON
+from ..registry import imported
+
+
+class Convention(NamedTuple):
+    """How the LSE of a library differs from the state law. `lawful_state` converts it.
+
+    Attributes:
+        base_2: whether the LSE is log2(sum of exp(scores)).
+        poison: whether a row with NaN may have a valid LSE; a row whose first output is NaN or infinite gets the LSE
+            NaN.
+        empty_is_inf: whether a row without keys has the LSE +inf (`without_empty_rows`).
+    """
+
+    base_2: bool = False
+    poison: bool = False
+    empty_is_inf: bool = False
 
 
 def in_words(tensor: Tensor) -> Tensor:
@@ -26,9 +46,57 @@ def in_words(tensor: Tensor) -> Tensor:
 
 def is_in_words(tensor: Tensor) -> bool:
     """Return whether each row of the last dimension consists of aligned words of 16 bytes."""
-    size = tensor.element_size()
-    *outer, inner = tensor.stride()
-    return inner == 1 and tensor.data_ptr() % 16 == 0 and not any(stride * size % 16 for stride in outer)
+    return tensor.data_ptr() % 16 == 0 and _are_in_words(tensor.stride(), tensor.element_size())
+
+
+@functools.lru_cache(maxsize=1024)
+def _are_in_words(strides: tuple[int, ...], size: int) -> bool:
+    """Return whether rows with these strides, in elements of `size` bytes, consist of words of 16 bytes."""
+    *outer, inner = strides
+    return inner == 1 and not any(stride * size % 16 for stride in outer)
+
+
+def _own_launcher(name: str, tensor: Tensor) -> Callable | None:
+    """Return a launcher of `fast.kernels.triton.conversion`; None for a CPU tensor, or without Triton."""
+    if not tensor.is_cuda or TRITON.missing_package is not None:
+        return None
+    return imported(f"fast.kernels.triton.conversion:{name}")
+
+
+def whole_keys(k: Tensor, k_pe: Tensor | None) -> Tensor:
+    """Return keys in one tensor: `k` itself if it has all columns, and else a copy of both parts in one launch.
+
+    Args:
+        k: [S, N, P].
+        k_pe: [S, R] in the dtype of `k`, the columns that all heads share; None if `k` has whole keys.
+
+    Returns:
+        [S, N, P + R].
+    """
+    if k_pe is None or k_pe.shape[1] == 0:
+        return k
+    tokens, heads, nope = k.shape
+    launch = _own_launcher("join_columns", k)
+    if launch is None:
+        return torch.cat((k, k_pe[:, None].expand(-1, heads, -1)), dim=-1)
+    whole = k.new_empty(tokens, heads, nope + k_pe.shape[1])
+    launch(k, k_pe, whole)
+    return whole
+
+
+def write_shared_columns(whole: Tensor, k_pe: Tensor) -> None:
+    """Write the last columns of whole keys, which all heads share; the other columns stay.
+
+    Args:
+        whole: [S, N, P + R].
+        k_pe: [S, R].
+    """
+    nope = whole.shape[2] - k_pe.shape[1]
+    launch = None if torch.compiler.is_compiling() else _own_launcher("join_columns", whole)
+    if launch is None:
+        whole[..., nope:].copy_(k_pe[:, None])
+    else:
+        launch(whole[..., :nope], k_pe, whole)
 
 
 def pad_columns(tensor: Tensor, columns: int) -> Tensor:
@@ -39,7 +107,14 @@ def pad_columns(tensor: Tensor, columns: int) -> Tensor:
         columns: number of columns of the result, at least V.
     """
     missing = columns - tensor.shape[-1]
-    return tensor if missing == 0 else pad(tensor, (0, missing))
+    if missing == 0:
+        return tensor
+    launch = _own_launcher("join_columns", tensor) if tensor.dim() == 3 else None
+    if launch is None:
+        return pad(tensor, (0, missing))
+    padded = tensor.new_empty(*tensor.shape[:2], columns)
+    launch(tensor, None, padded)
+    return padded
 
 
 def pad_heads(tensor: Tensor, heads: int) -> Tensor:
@@ -69,6 +144,75 @@ def without_empty_rows(out: Tensor, lse: Tensor) -> Tensor:
         lse: [N, T], LSE of the library, natural log.
     """
     return torch.where(lse == torch.inf, out[..., 0].T - torch.inf, lse)  # 0 - inf is -inf, and NaN stays NaN
+
+
+def with_poison(out: Tensor, lse: Tensor) -> Tensor:
+    """Return an LSE that is NaN where the first output is NaN or infinite; some libraries give such rows another LSE.
+
+    Args:
+        out: [T, N, Dv], output of the library.
+        lse: [N, T], LSE of the library, natural log.
+    """
+    return torch.add(lse, out[..., 0].T, alpha=0)
+
+
+def lawful_state(
+    made: Tensor, made_lse: Tensor | None, convention: Convention, out_dtype: torch.dtype, columns: int,
+    out: Tensor | None = None, lse: Tensor | None = None, visible_lens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Convert what a library returned to the state law: one launch on a GPU, and none if there is nothing to convert.
+
+    Args:
+        made: [T, N, at least V], output of the library. If `made` has the memory of `out`, it is not copied.
+        made_lse: [N, T] or [N, B, Sq] with B Sq = T, float32, any strides; None for an output alone.
+        convention: how the LSE differs from the state law.
+        out_dtype: dtype of the output.
+        columns: V; columns after them are padding, and are cut.
+        out: [T, N, V] in `out_dtype`, any strides, written in place; None returns `made`, or allocates a tensor if the
+            dtype or the number of columns differ, or if `made` is not contiguous.
+        lse: [N, T], float32, written in place; None returns `made_lse`, or allocates a tensor.
+        visible_lens: [T], int32; a token with no visible key has output 0 and LSE -inf, whatever the library returned.
+            None if the library has a convention for such rows.
+
+    Returns:
+        out [T, N, V]; and lse [N, T], or None without `made_lse`.
+    """
+    tokens, heads, width = made.shape
+    copies = visible_lens is not None
+    if out is not None:
+        copies = copies or made.data_ptr() != out.data_ptr()
+    elif copies or made.dtype != out_dtype or width != columns or not made.is_contiguous():
+        out, copies = made.new_empty((tokens, heads, columns), dtype=out_dtype), True
+    else:
+        out = made
+    if made_lse is None:
+        return (out.copy_(made if width == columns else made[..., :columns]) if copies else out), None
+    if lse is None and not copies and not any(convention) and made_lse.dim() == 2 and made_lse.is_contiguous():
+        return out, made_lse
+    launch = _own_launcher("convert_state", made)
+    if launch is None:
+        return _lawful_state(made, made_lse, convention, out if copies else None, lse, visible_lens, out)
+    if lse is None:
+        lse = made_lse.new_empty((heads, tokens))
+    launch(made, made_lse, out if copies else None, lse, *convention, visible_lens)
+    return out, lse
+
+
+def _lawful_state(made, made_lse, convention, target, lse, visible_lens, out) -> tuple[Tensor, Tensor]:
+    """Compute `lawful_state` with PyTorch: write the output to `target` if there is one, return `out` and the LSE."""
+    found = made_lse.reshape(made.shape[1], made.shape[0])
+    if convention.base_2:
+        found = natural_lse(found)
+    if convention.poison:
+        found = with_poison(made, found)
+    if convention.empty_is_inf:
+        found = without_empty_rows(made, found)
+    if visible_lens is not None:
+        empty = visible_lens <= 0
+        found, made = found.masked_fill(empty, -torch.inf), made.masked_fill(empty[:, None, None], 0)
+    if target is not None:
+        target.copy_(made[..., : target.shape[2]])
+    return out, found.contiguous() if lse is None else lse.copy_(found)
 
 
 def rows_with_nan(q: Tensor, k: Tensor, causal: bool) -> Tensor:

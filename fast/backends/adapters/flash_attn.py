@@ -28,7 +28,7 @@ from torch import Tensor
 from reference.interfaces import NEUTRAL_COSTS, GraphSupport, QueryLenSupport, ScheduleCosts
 
 from ..registry import Backend, OpSupport
-from .conversion import in_words, is_in_words, pad_columns, without_empty_rows
+from .conversion import Convention, in_words, is_in_words, lawful_state, pad_columns
 from .sources import Source, is_installed, loaded, missing_artifacts, missing_package
 
 HALF = (torch.bfloat16, torch.float16)
@@ -46,6 +46,8 @@ SOURCES_4 = (
 # flash-attn computes with other tiles if no query has more than 1 token (2) or 64 tokens (3). A larger bound avoids
 # these tiles, so that the result of a request does not depend on the longest query of its batch.
 LEAST_QUERY_BOUND = {2: 2, 3: 65, 4: 1}
+POISONED = Convention(poison=True)  # flash-attn 3 and 4 give rows with NaN the LSE -inf
+CONVENTIONS = {2: Convention(empty_is_inf=True), 3: POISONED, 4: POISONED}
 
 
 def _attend(
@@ -67,8 +69,8 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute attention of packed requests with one version of flash-attn.
 
-    Besides the library's call: one padded copy of `v` if the kernel needs values as wide as keys, one conversion of the
-    output if its dtype, width or place differs, and the conversion of the LSE.
+    Besides the library's call: one padded copy of `v` if the kernel needs values as wide as keys, and one conversion of
+    the LSE, with the output if its dtype, width or place differs.
 
     Args:
         version: 2, 3 or 4.
@@ -110,15 +112,9 @@ def _attend(
         version, source, module, q, k, v, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(),
         max(max_seqlen_q, LEAST_QUERY_BOUND[version]), max_seqlen_k, softmax_scale, causal, out if direct else None,
     )  # fmt: skip
-    if with_lse:
-        found = without_empty_rows(made, made_lse) if version == 2 else with_poison(made, made_lse)
-        lse = found.contiguous() if lse is None else lse.copy_(found)
-    made = made[..., :value]
-    if out is None:
-        out = made.to(out_dtype).contiguous()
-    elif not direct:
-        out.copy_(made)
-    return out, lse
+    return lawful_state(
+        out if direct else made, made_lse if with_lse else None, CONVENTIONS[version], out_dtype, value, out, lse
+    )
 
 
 def _call(
@@ -140,16 +136,6 @@ def _call(
         given |= dict(return_lse=True, num_splits=1)
     made, lse, *_ = module.flash_attn_varlen_func(q, k, v, **given)
     return made, lse
-
-
-def with_poison(out: Tensor, lse: Tensor) -> Tensor:
-    """Return an LSE that is NaN where the output is NaN; flash-attn 3 and 4 give such rows the LSE -inf.
-
-    Args:
-        out: [T, N, Dv], output of the library.
-        lse: [N, T], LSE of the library: natural log, -inf for a row without keys.
-    """
-    return torch.add(lse, out[..., 0].T, alpha=0)
 
 
 def _value_columns(version: int, dim: int, value: int) -> int:

@@ -31,7 +31,8 @@ from reference.interfaces import (
     UnsupportedConfiguration,
 )
 
-from .flash_attn import SOURCES_3_OF_ALL, VLLM, with_poison
+from .conversion import lawful_state
+from .flash_attn import POISONED, SOURCES_3_OF_ALL, VLLM
 from .sources import Source, loaded
 
 PAGE = 32  # most tokens in a page that the library loads in its second way
@@ -101,10 +102,7 @@ def mla_decode(
         source, module, ql_nope, q_pe, pages, table, seq_lens.contiguous(), query_start_loc.contiguous(), max_query_len,
         max_seq_len, softmax_scale, schedule, out if out is not None and out.dtype == ql_nope.dtype else None,
     )  # fmt: skip
-    lse = with_poison(made, made_lse).contiguous()
-    if out is None:
-        return made.to(out_dtype), lse
-    return (out if made.data_ptr() == out.data_ptr() else out.copy_(made)), lse
+    return lawful_state(made, made_lse, POISONED, out_dtype, made.shape[2], out)
 
 
 def _call(

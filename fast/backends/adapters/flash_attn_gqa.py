@@ -40,9 +40,10 @@ from .conversion import (
     in_words,
     is_in_words,
     slopes_on_device,
+    with_poison,
     without_empty_rows,
 )
-from .flash_attn import LEAST_QUERY_BOUND, SOURCES_2, SOURCES_3, SOURCES_3_OF_ALL, VLLM, with_poison
+from .flash_attn import LEAST_QUERY_BOUND, SOURCES_2, SOURCES_3, SOURCES_3_OF_ALL, VLLM
 from .sources import Source, loaded
 
 PAGE = 32  # most tokens of a page of flash-attn 3

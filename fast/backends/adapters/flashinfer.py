@@ -37,9 +37,10 @@ from reference.interfaces import GraphSupport, check, check_int
 from ..kernel_request import KernelRequest
 from ..own import missing
 from ..registry import Backend, OpSupport
-from .conversion import in_words, natural_lse
+from .conversion import Convention, in_words, lawful_state
 from .ragged_calls import RaggedCall, direct_call
 
+BASE_2, NATURAL = Convention(base_2=True), Convention()
 WORKSPACE_VARIABLE = "VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE"
 WORKSPACE_SIZE = 394 * 2**20  # in bytes, as vLLM's buffer, if neither an argument nor the variable sets a size
 HALF_DTYPES = (torch.bfloat16, torch.float16)
@@ -217,13 +218,15 @@ class RaggedWrappers:
 
 
 def to_state(
-    made: Tensor, lse_by_token: Tensor | None, out_dtype: torch.dtype, out: Tensor | None, lse: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
+    made: Tensor, lse_by_token: Tensor | None, convention: Convention, out_dtype: torch.dtype, out: Tensor | None,
+    lse: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Convert what a library returned to the layout of an `AttentionState`.
 
     Args:
         made: [T, N, V], output of the library.
-        lse_by_token: [T, N], natural-log LSE of the library; None without an LSE.
+        lse_by_token: [T, N], LSE of the library; None without an LSE.
+        convention: how the LSE differs from the state law.
         out_dtype: dtype of the output.
         out: [T, N, V], written in place; None allocates a tensor if the dtype of `made` is another dtype.
         lse: [N, T], float32, written in place; None allocates a tensor.
@@ -231,13 +234,8 @@ def to_state(
     Returns:
         out [T, N, V] in `out_dtype`, and lse [N, T] or None.
     """
-    if out is None:
-        out = made.to(out_dtype)
-    elif out is not made:
-        out.copy_(made)
-    if lse_by_token is None:
-        return out, None
-    return out, lse_by_token.T.contiguous() if lse is None else lse.copy_(lse_by_token.T)
+    by_head = None if lse_by_token is None else lse_by_token.T
+    return lawful_state(made, by_head, convention, out_dtype, made.shape[2], out, lse)
 
 
 def state_without_keys(
@@ -291,12 +289,13 @@ def attend(
     if call.num_queries == 0 or call.num_keys == 0:
         return state_without_keys(q, v, out_dtype, return_lse, out, lse)
     check(k.shape[0] >= call.num_keys, "k", f"at least {call.num_keys} keys", k.shape[0])
-    keys, values = in_words(k)[: call.num_keys], in_words(v)[: call.num_keys]
+    keys, values = in_words(k), in_words(v)
+    if k.shape[0] > call.num_keys:
+        keys, values = keys[: call.num_keys], values[: call.num_keys]
     target = out if out is not None and out.dtype == q.dtype and out.is_contiguous() else None
     made = call.state.run(call, in_words(q), keys, values, softmax_scale, target, return_lse)
     made, base_2_lse = made if return_lse else (made, None)
-    natural = None if base_2_lse is None else natural_lse(base_2_lse)
-    state = to_state(made, natural, out_dtype, out, lse)
+    state = to_state(made, base_2_lse, BASE_2, out_dtype, out, lse)
     return without_rows(*state, call.empty_rows)
 
 

@@ -22,7 +22,7 @@ from reference.interfaces import GraphSupport, check
 
 from ..own import missing
 from ..registry import Backend, OpSupport
-from .flashinfer import HALF_DTYPES, missing_library, state_without_keys, to_state
+from .flashinfer import HALF_DTYPES, NATURAL, missing_library, state_without_keys, to_state
 
 WORKSPACE_SIZE_PER_REQUEST = 12_800  # in bytes, the size that engines give to cuDNN
 SHARED_WORKSPACE_SIZE = 4 * 2**20  # in bytes; the graph for all lengths needs 1 MiB for 4096 requests
@@ -149,7 +149,7 @@ def attend(
         out=made,
         lse=natural,
     )
-    out, lse = to_state(made, natural, out_dtype, out, lse)
+    out, lse = to_state(made, natural, NATURAL, out_dtype, out, lse)
     empty = call.empty_rows(tokens)
     if empty is not None:
         out.masked_fill_(empty[:, None, None], 0.0)

@@ -3,9 +3,9 @@
 The kernels come from the package `flash_mla`, or from vLLM, whichever can be imported first. The kernel for e4m3 is in
 vLLM alone. FlashMLA pads no heads: it processes the rows (heads times query tokens) of a request in row blocks of 64.
 
-An eager call costs a few small ops besides the library's call: one copy that joins both parts of the queries, three ops
-that convert the LSE, and one conversion of the output if its dtype or its place differs. For e4m3, one pass over the
-output sets empty rows to 0, because the kernel does not write valid numbers there.
+An eager call costs two launches besides the library's call: one copy that joins both parts of the queries, and one
+conversion of the LSE, with the output if its dtype or its place differs (`conversion.lawful_state`). For e4m3, this
+conversion also sets empty rows to 0, because the kernel does not write valid numbers there.
 
 Block tables: both kernels read no entry after the last block of a request that has keys. For a request without keys:
 
@@ -40,6 +40,7 @@ from reference.interfaces import (
 )
 
 from ..registry import Backend
+from .conversion import Convention, lawful_state
 from .flash_attn import HALF, STATE_DTYPES, decode_ops
 from .sources import Source, loaded, missing_artifacts, missing_package
 
@@ -115,7 +116,7 @@ def mla_decode(
     if tokens == 0 or heads == 0 or requests == 0:
         out = ql_nope.new_empty(ql_nope.shape, dtype=out_dtype) if out is None else out
         return out.zero_(), torch.full((heads, tokens), -torch.inf, dtype=torch.float32, device=ql_nope.device)
-    lse = torch.empty(heads, tokens, dtype=torch.float32, device=ql_nope.device)
+    empty_rows = None  # visible lengths, if the library gives no valid numbers for rows without keys
     pages, lens = kv_cache.unsqueeze(2), seq_lens.contiguous()
     if in_e4m3:
         q = torch.cat((ql_nope.view(torch.uint8), q_pe.view(torch.uint8)), dim=-1).view(ql_nope.dtype)
@@ -124,10 +125,7 @@ def mla_decode(
         made, made_lse = _operators().fwd_kvcache_mla_fp8(
             q, pages, LATENT, lens, table, softmax_scale, True, *schedule, q_scale.view(1), kv_scale.view(1)
         )
-        empty = visible_lens <= 0
-        lse.view(heads, requests, -1).copy_(made_lse.transpose(0, 1))
-        lse.masked_fill_(empty, -torch.inf)
-        made = made.view(tokens, heads, LATENT).masked_fill_(empty[:, None, None], 0)
+        convention, empty_rows = Convention(), visible_lens.contiguous()
     else:
         q = torch.cat((ql_nope, q_pe), dim=-1).view(requests, -1, heads, LATENT + ROPE)
         module = loaded(SOURCES)[1]
@@ -138,12 +136,11 @@ def mla_decode(
         made, made_lse = module.flash_mla_with_kvcache(
             q, pages, table, lens, LATENT, plan, softmax_scale=softmax_scale, causal=True
         )
-        # the library gives the LSE +inf to rows without keys and to rows whose output is NaN: make it -inf and NaN
-        into = lse.view(heads, requests, -1)
-        torch.add(made_lse.transpose(0, 1), made[..., 0].permute(2, 0, 1), alpha=0, out=into)
-        lse.masked_fill_(lse == torch.inf, -torch.inf)
-        made = made.view(tokens, heads, LATENT)
-    return (made.to(out_dtype) if out is None else out.copy_(made)), lse
+        convention = Convention(poison=True, empty_is_inf=True)  # the LSE of a row with NaN is +inf too
+    return lawful_state(
+        made.view(tokens, heads, LATENT), made_lse.transpose(0, 1), convention, out_dtype, LATENT, out,
+        visible_lens=empty_rows,
+    )  # fmt: skip
 
 
 def _check_modes(cache_format: CacheFormat, in_e4m3: bool, q_scale: Tensor | None) -> None:

@@ -20,10 +20,10 @@ The kernels differ in what they take:
   CPU. The kernels on a GPU take no mask; the adapter adds queries before the first query and drops their output.
 
 On a CPU, PyTorch itself takes the flash attention kernel for these inputs, unless the process has switched this kernel
-off. On a GPU, PyTorch chooses among several kernels, so the adapter asks for its kernel with
-`torch.nn.attention.sdpa_kernel`. This is a setting of the whole process: while the adapter calls SDPA, the SDPA calls
-of other threads get this kernel too, or an error if the kernel cannot serve them. Calls of the adapters in several
-threads wait for each other. If the kernel cannot serve a call, PyTorch raises an error and never takes another kernel.
+off. On a GPU, PyTorch chooses among several kernels, so the adapter allows its kernel alone (`OnlyKernel`). This is a
+setting of the whole process: while the adapter calls SDPA, the SDPA calls of other threads get this kernel too, or an
+error if the kernel cannot serve them. Calls of the adapters in several threads wait for each other. If the kernel
+cannot serve a call, PyTorch raises an error and never takes another kernel.
 """
 
 from __future__ import annotations
@@ -41,9 +41,49 @@ from ..kernel_request import KernelRequest
 from ..registry import Backend, OpSupport
 from .conversion import in_words, pad_columns, rows_with_nan
 
-FLASH, CUDNN = "FLASH_ATTENTION", "CUDNN_ATTENTION"  # names in `torch.nn.attention.SDPBackend`
+FLASH, CUDNN = "flash", "cudnn"  # names in `OnlyKernel`
 LEAST_CUDNN = 91501  # 9.15.1: PyTorch itself avoids older versions, which fail for lengths such as 261
 _CHOICE_OF_KERNEL = threading.Lock()  # held while the process-wide setting of the kernel is changed
+
+
+class OnlyKernel:
+    """Context manager that allows one kernel of SDPA on a GPU, and then restores the setting of the process.
+
+    `torch.nn.attention.sdpa_kernel` has the same effect, but takes some 20 to 50 us of Python.
+
+    Args:
+        kernel: `FLASH` or `CUDNN`.
+    """
+
+    SETTINGS = (  # name of a kernel, function that returns whether it is allowed, function that allows or forbids it
+        (FLASH, torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+        (CUDNN, torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+        ("math", torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+        ("efficient", torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    )
+
+    def __init__(self, kernel: str):
+        self._kernel = kernel
+
+    def __enter__(self) -> None:
+        _CHOICE_OF_KERNEL.acquire()
+        self._restore = []
+        try:
+            for name, is_allowed, allow in self.SETTINGS:
+                before, wanted = is_allowed(), name == self._kernel
+                if before != wanted:
+                    self._restore.append((allow, before))
+                    allow(wanted)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            for allow, before in self._restore:
+                allow(before)
+        finally:
+            _CHOICE_OF_KERNEL.release()
 
 
 def flash_attn_varlen(
@@ -159,13 +199,14 @@ def _on_gpu(kernel, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_s
 
     If all requests have the same length, this function does not wait for the GPU.
     """
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    with _CHOICE_OF_KERNEL, sdpa_kernel(getattr(SDPBackend, kernel)):
+    with OnlyKernel(kernel):
         requests = equal_requests(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q)
         if requests:
-            batch = [x[: q.shape[0]].unflatten(0, (requests, max_seqlen_q)) for x in (q, k, v)]
-            out.copy_(attend_equal(*batch, softmax_scale, causal, kernel).flatten(0, 1))
+            if kernel == FLASH:
+                v = pad_columns(v, q.shape[2])  # in one launch
+            batch = [_in_requests(x, requests, max_seqlen_q) for x in (q, k, v)]
+            made = attend_equal(*batch, softmax_scale, causal, kernel)
+            _in_requests(out, requests, max_seqlen_q).copy_(made[..., : out.shape[2]])
             return out
         q_offsets, k_offsets = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()  # waits for the GPU
         for number in range(len(q_offsets) - 1):
@@ -173,6 +214,12 @@ def _on_gpu(kernel, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_s
             keys = slice(k_offsets[number], k_offsets[number + 1])
             attend_request(out[rows], q[rows], k[keys], v[keys], softmax_scale, causal, kernel)
     return out
+
+
+def _in_requests(x: Tensor, requests: int, length: int) -> Tensor:
+    """Return the first `requests * length` tokens of [tokens, N, columns] as a view [requests, length, N, columns]."""
+    token, *inner = x.stride()
+    return x.as_strided((requests, length, *x.shape[1:]), (length * token, token, *inner))
 
 
 def equal_requests(q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int) -> int:

@@ -30,8 +30,17 @@ from torch import Tensor
 from reference.interfaces import GraphSupport
 
 from ..registry import Backend, OpSupport
-from .conversion import grouped_state, grouped_state_without_keys, in_words, pad_columns, without_empty_rows
+from .conversion import (
+    Convention,
+    grouped_state,
+    grouped_state_without_keys,
+    in_words,
+    lawful_state,
+    pad_columns,
+    without_empty_rows,
+)
 
+EMPTY_IS_INF = Convention(empty_is_inf=True)
 ALL_KEYS, CAUSAL = (-1, -1), (-1, 0)  # windows of `varlen_attn`: keys before and after a query; -1 for no limit
 
 
@@ -115,13 +124,7 @@ def flash_attn_varlen(
         in_words(q), in_words(k), in_words(pad_columns(v, q.shape[2])), cu_seqlens_q, cu_seqlens_k,
         max(max_seqlen_q, 2), max_seqlen_k, scale=softmax_scale, window_size=CAUSAL if causal else ALL_KEYS,
     )  # fmt: skip
-    if needs_lse:
-        found = without_empty_rows(made, found)
-        lse = found if lse is None else lse.copy_(found)
-    if out is None and width == q.shape[2] and out_dtype == q.dtype:
-        return made, lse
-    out = q.new_empty(tokens, heads, width, dtype=out_dtype) if out is None else out
-    return out.copy_(made[..., :width]), lse
+    return lawful_state(made, found if needs_lse else None, EMPTY_IS_INF, out_dtype, width, out, lse)
 
 
 def gqa_varlen_attention(

@@ -19,8 +19,8 @@ from reference.interfaces import GraphSupport, check
 from ..kernel_request import KernelRequest
 from ..own import missing
 from ..registry import Backend, OpSupport
-from .conversion import natural_lse
 from .flashinfer import (
+    BASE_2,
     HALF_DTYPES,
     missing_library,
     state_without_keys,
@@ -117,8 +117,7 @@ def attend(
         q_seq_lens_cpu=q_lens,
         kv_seq_lens_cpu=k_lens,
     )
-    natural = None if base_2_lse is None else natural_lse(base_2_lse)
-    return without_rows(*to_state(made, natural, out_dtype, out, lse), call.empty_rows)
+    return without_rows(*to_state(made, base_2_lse, BASE_2, out_dtype, out, lse), call.empty_rows)
 
 
 def flash_attn_varlen(

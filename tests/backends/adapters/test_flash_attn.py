@@ -18,6 +18,7 @@ import reference
 from fast import backends
 from fast.attention.varlen import flash_attn_varlen_shared_rope
 from fast.backends.adapters import flash_attn, sources
+from fast.backends.adapters.conversion import with_poison
 from fast.backends.adapters.flash_attn import FLASH_ATTN_2, FLASH_ATTN_3, FLASH_ATTN_4
 from fast.parity import compare_states
 from reference.interfaces import AttentionState, UnsupportedConfiguration
@@ -337,7 +338,7 @@ def test_poisoned_rows():
     out, lse = torch.zeros(3, 2, 4, dtype=torch.bfloat16), torch.tensor([[0.25, -torch.inf, -torch.inf]] * 2)
     out[0], out[2] = 3.0, torch.nan
     expected = torch.tensor([[0.25, -torch.inf, torch.nan]] * 2)
-    torch.testing.assert_close(flash_attn.with_poison(out, lse), expected, equal_nan=True, rtol=0, atol=0)
+    torch.testing.assert_close(with_poison(out, lse), expected, equal_nan=True, rtol=0, atol=0)
 
 
 # The tests below run the libraries on a GPU.

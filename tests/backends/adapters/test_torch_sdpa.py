@@ -325,3 +325,24 @@ def test_equal_lengths_do_not_wait_for_the_gpu(name):
         launch(*given)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_one_allowed_kernel(kernel):
+    """Enter `OnlyKernel` with some kernels forbidden -> one kernel is allowed, and afterwards the setting as before."""
+
+    def allowed():
+        return {name: is_allowed() for name, is_allowed, _ in torch_sdpa.OnlyKernel.SETTINGS}
+
+    original = allowed()
+    torch.backends.cuda.enable_math_sdp(False)
+    try:
+        before = allowed()
+        with pytest.raises(ZeroDivisionError), torch_sdpa.OnlyKernel(kernel):
+            assert allowed() == {name: name == kernel for name in before}
+            assert torch_sdpa._CHOICE_OF_KERNEL.locked()
+            raise ZeroDivisionError
+        assert allowed() == before and not torch_sdpa._CHOICE_OF_KERNEL.locked()
+    finally:
+        torch.backends.cuda.enable_math_sdp(original["math"])
+    assert allowed() == original
