@@ -307,12 +307,14 @@ def test_a_name_at_an_op_is_that_backend_or_every_reason(capability, monkeypatch
     """A call that names a backend runs a kernel of this backend, or raises an error.
 
     The error lists every reason why the backend cannot serve the call. For example, `hopper` serves only the ops of a
-    decode.
+    decode, and `flash_attn_varlen` if the call names it.
     """
     capability(9, 0)
     with_backends(monkeypatch, *own_backends())
     assert backends.select(ON_GPU, "hopper").name == "hopper"
-    for op in sorted(set(OPS) - set(DECODES)):
+    prefill = KernelRequest("flash_attn_varlen", GPU, torch.bfloat16)
+    assert backends.select(prefill, "hopper").name == "hopper" and backends.select(prefill).name == "triton"
+    for op in sorted(set(OPS) - {*DECODES, prefill.op}):
         request = KernelRequest(op, GPU, torch.bfloat16)
         assert refusal(lambda request=request: backends.select(request, "hopper")) == [
             f"hopper: has no kernel for {op}"
