@@ -470,12 +470,13 @@ def test_explain_decodes_together(block_size, served, capability):
 def test_explain_lists_what_is_bound_and_what_is_chosen(capability, monkeypatch):
     capability(9, 0)
     with_backends(monkeypatch, *own_backends())
-    for backend in ("hopper", {"mla_decode": "hopper"}):
+    for backend, prefills in (("hopper", {"flash_attn_varlen"}), ({"mla_decode": "hopper"}, set())):
         found = explained(backend=backend)
-        assert {op for op, said in found.items() if said == "hopper, bound"} == set(DECODES)
+        bound = {op for op, said in found.items() if said == "hopper, bound"}
+        assert bound == set(DECODES) | prefills
         chosen = "triton, chosen by priority (cpu: serves device cpu, got cuda; hopper: has no kernel for apply_rope)"
         assert found["apply_rope"] == chosen
-        assert all(said.startswith("triton, chosen by priority (") for op, said in found.items() if op not in DECODES)
+        assert all(said.startswith("triton, chosen by priority (") for op, said in found.items() if op not in bound)
     assert set(explained(backend="triton").values()) == {"triton, bound"}
     found = explained(backend="hopper", block_size=48)
     reason = "hopper: serves block sizes (16, 32, 64, 128), got 48"
