@@ -1,4 +1,4 @@
-"""Launch every op and all variants of the Hopper decode under compute-sanitizer, on valid and on hostile indices.
+"""Launch every op and all variants of the Hopper kernels under compute-sanitizer, on valid and on hostile indices.
 
     compute-sanitizer --tool memcheck python -m tests.memory_checks 1/8
 
@@ -44,6 +44,12 @@ DECODES = [  # heads, tokens of a block, (latent, rope) width, dtype of the quer
     (100, 128, (512, 64), FP16, FP16, LONG), (128, 16, (512, 32), BF16, BF16, SHORT),
     (128, 32, (256, 64), FP16, BF16, SHORT),
 ]  # fmt: skip
+# Prefills of the Hopper kernel: P, R and V, dtype of the queries, dtype of the outputs, (Sq, S) of each request
+PREFILLS = [
+    ((128, 64, 128), BF16, BF16, ((150, 300), (0, 9), (70, 70), (140, 20))),
+    ((128, 64, 128), FP16, FP16, ((1, 257), (3, 0), (129, 128))), ((64, 32, 64), BF16, BF16, ((130, 130), (5, 600))),
+    ((192, 0, 128), BF16, BF16, ((130, 190),)), ((256, 0, 256), BF16, F32, ((70, 200), (65, 64))),
+]  # fmt: skip
 # The grouped-query calls: config, dtype, format of the cache, and (Sq, S) of each request. SPLIT has long requests,
 # PROMPTS have row blocks of 64 rows or more, and MIXED has short and long queries.
 SPLIT, PROMPTS, MIXED = ((1, 3000), (2, 70)), ((150, 500), (70, 70), (0, 9)), ((1, 90), (200, 230), (3, 40))
@@ -75,6 +81,16 @@ VARIANTS = {  # kernel: list of texts; on Hopper, each text must occur in the co
         "SOFT_CAP True",
     ),
     "gqa_packed_kernel": ("BULK_COPY True", "WINDOW True", "SOFT_CAP True"),
+    "varlen_kernel": (
+        "FIRST 64,",
+        "FIRST 128,",
+        "FIRST 256,",
+        "SECOND 0,",
+        "SHARED True",
+        "SHARED False",
+        "VALUE 256,",
+        "fp16",
+    ),
     "two_phases_kernel": ("HEADS 64,", "HEADS 128,", "ROPE 32,", "ROPE 64,", "BLOCK_SIZE 16,", "BLOCK_SIZE 64,"),
 }
 
@@ -85,6 +101,23 @@ def decodes() -> list[tuple]:
 
     return [given for heads, block_size, widths, dtype, out_dtype, lens in DECODES
             for given in decode_samples(dtype, *widths, heads, block_size, lens, out_dtype)]  # fmt: skip
+
+
+def prefills() -> list[tuple]:
+    """Return arguments of `flash_attn_varlen` with the backend "hopper" for `PREFILLS`, with and without a mask."""
+    from .support.factories import offsets
+
+    found = []
+    for (nope, rope, value), dtype, out_dtype, lens in PREFILLS:
+        queries, keys = zip(*lens, strict=True)
+        q = torch.randn(sum(queries), 3, nope + rope).to(dtype)
+        k, v = (torch.randn(sum(keys), 3, width).to(dtype) for width in (nope, value))
+        k_pe = torch.randn(sum(keys), rope).to(dtype) if rope else None
+        found += [
+            (q, k, k_pe, v, offsets(queries), offsets(keys), max(queries), max(keys), 0.1, causal, out_dtype, "hopper")
+            for causal in (True, False)
+        ]
+    return found
 
 
 def grouped_query_samples() -> list[tuple[str, tuple]]:
@@ -126,7 +159,7 @@ def _on_gpu(value: Any) -> Any:
 
 
 def samples() -> list[tuple[str, tuple]]:
-    """Return (name of an op, arguments on the GPU) for all ops, and on a Hopper GPU also for the decodes of DECODES."""
+    """Return (name of an op, arguments on the GPU) for all ops, and on a Hopper GPU also for DECODES and PREFILLS."""
     from .support.triton_mode import ON_HOPPER
     from .twins import test_ops
 
@@ -135,6 +168,7 @@ def samples() -> list[tuple[str, tuple]]:
                  for name, many in test_ops.samples(dtype).items() for given in many]  # fmt: skip
         if ON_HOPPER:
             found += [("mla_twins::mla_decode", given) for given in decodes()]
+            found += [("mla_twins::flash_attn_varlen", given) for given in prefills()]
     with torch.device("cpu"):
         return found + grouped_query_samples()
 

@@ -12,7 +12,7 @@ name, such as "triton". A backend declares its ops, and the calls of each op tha
   chosen as with None. A bound op raises `UnsupportedConfiguration` if its backend cannot serve the call. If the backend
   declares none of the called ops, the class or function raises `UnsupportedConfiguration` at once. For example,
   `dcp_decode(.., backend="hopper")` decodes with "hopper" and merges the states of the ranks with another backend.
-  `forward_prefill(.., backend="hopper")` raises, because "hopper" has no op of a prefill.
+  `GQAAttention(.., backend="hopper")` raises, because "hopper" has no op of grouped-query attention.
 - A mapping: each op in the mapping is bound to the given backend. The backends of the other ops are chosen as with
   None. An unknown op, an unknown name, or an op that the given backend does not declare raises an error at once. The
   keys "gqa_decode" and "gqa_prefill" bind `gqa_paged_attention` for one part of a layer's step alone.

@@ -104,6 +104,14 @@ HOPPER = Backend(
         head_dims={"kv_lora_rank": (256, 512), "qk_rope_head_dim": (0, 32, 64)},
         block_sizes=(16, 32, 64, 128),
         needs_words=True,
+    )
+    | _ops_of(
+        "hopper",
+        ("flash_attn_varlen",),
+        dtypes=(torch.bfloat16, torch.float16),
+        out_dtypes=GPU_DTYPES,
+        head_dims={"qk_head_dim": (64, 96, 128, 192, 256), "v_head_dim": (64, 128, 256)},
+        only_named=True,  # until its times are measured
     ),
     missing_package=missing("triton", "3.6"),
 )

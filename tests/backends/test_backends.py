@@ -307,12 +307,14 @@ def test_a_name_at_an_op_is_that_backend_or_every_reason(capability, monkeypatch
     """A call that names a backend runs a kernel of this backend, or raises an error.
 
     The error lists every reason why the backend cannot serve the call. For example, `hopper` serves only the ops of a
-    decode.
+    decode, and `flash_attn_varlen` if the call names it.
     """
     capability(9, 0)
     with_backends(monkeypatch, *own_backends())
     assert backends.select(ON_GPU, "hopper").name == "hopper"
-    for op in sorted(set(OPS) - set(DECODES)):
+    prefill = KernelRequest("flash_attn_varlen", GPU, torch.bfloat16)
+    assert backends.select(prefill, "hopper").name == "hopper" and backends.select(prefill).name == "triton"
+    for op in sorted(set(OPS) - {*DECODES, prefill.op}):
         request = KernelRequest(op, GPU, torch.bfloat16)
         assert refusal(lambda request=request: backends.select(request, "hopper")) == [
             f"hopper: has no kernel for {op}"
@@ -468,12 +470,13 @@ def test_explain_decodes_together(block_size, served, capability):
 def test_explain_lists_what_is_bound_and_what_is_chosen(capability, monkeypatch):
     capability(9, 0)
     with_backends(monkeypatch, *own_backends())
-    for backend in ("hopper", {"mla_decode": "hopper"}):
+    for backend, prefills in (("hopper", {"flash_attn_varlen"}), ({"mla_decode": "hopper"}, set())):
         found = explained(backend=backend)
-        assert {op for op, said in found.items() if said == "hopper, bound"} == set(DECODES)
+        bound = {op for op, said in found.items() if said == "hopper, bound"}
+        assert bound == set(DECODES) | prefills
         chosen = "triton, chosen by priority (cpu: serves device cpu, got cuda; hopper: has no kernel for apply_rope)"
         assert found["apply_rope"] == chosen
-        assert all(said.startswith("triton, chosen by priority (") for op, said in found.items() if op not in DECODES)
+        assert all(said.startswith("triton, chosen by priority (") for op, said in found.items() if op not in bound)
     assert set(explained(backend="triton").values()) == {"triton, bound"}
     found = explained(backend="hopper", block_size=48)
     reason = "hopper: serves block sizes (16, 32, 64, 128), got 48"

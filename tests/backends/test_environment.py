@@ -73,7 +73,7 @@ def test_direct_calls_do_not_read_the_environment(monkeypatch):
         (DECODE, "hoper", ValueError, "trtllm_ragged (the most similar name: hopper), got hoper"),
         (PREFILL, "\x00", ValueError, f"{PREFILL}: expected one of"),
         (DECODE, "torch_flash", UnsupportedConfiguration, f"{DECODE}: torch_flash has no kernel for mla_decode"),
-        (PREFILL, "hopper", UnsupportedConfiguration, f"{PREFILL}: hopper has no kernel for flash_attn_varlen"),
+        (PREFILL, "torch", UnsupportedConfiguration, f"{PREFILL}: torch has no kernel for flash_attn_varlen"),
     ],
 )
 def test_rubbish(make, variable, value, error, message, monkeypatch):

@@ -13,7 +13,8 @@ import pytest
 from fast.backends import checked_calls
 
 LAUNCHERS = {  # module: its function that chooses launch sizes
-    "fast.kernels.hopper.mla_decode.launch": "_launch_sizes", "fast.kernels.triton.attention": "launch_sizes",
+    "fast.kernels.hopper.mla_decode.launch": "_launch_sizes", "fast.kernels.hopper.varlen.launch": "_launch_sizes",
+    "fast.kernels.triton.attention": "launch_sizes",
 }  # fmt: skip
 
 

@@ -48,6 +48,8 @@ from fast.kernels.hopper.mla_decode import select  # noqa: E402
 from fast.kernels.hopper.mla_decode.main_loops import row_blocks_16_32, row_blocks_64  # noqa: E402
 from fast.kernels.hopper.mla_decode.two_phases import kernel as two_phases_kernels  # noqa: E402
 from fast.kernels.hopper.mla_decode.two_phases import launch as two_phases_launch  # noqa: E402
+from fast.kernels.hopper.varlen import kernel as varlen_kernels  # noqa: E402
+from fast.kernels.hopper.varlen import launch as varlen  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 BF16 = torch.bfloat16
@@ -61,7 +63,7 @@ CUTS = ("whole", "split", "scheduled", "batch-invariant", "batch-invariant, plan
 ONLY_MANY = CUTS[-2:]  # these two cuts exist only for more than 32 heads
 LAUNCHED_BY = {row_blocks_16_32._row_blocks_16_32_kernel: decode, row_blocks_64._row_blocks_64_kernel: decode,
                two_phases_kernels._two_phases_kernel: two_phases_launch,
-               two_phases_kernels._clear_kernel: two_phases_launch}  # fmt: skip
+               two_phases_kernels._clear_kernel: two_phases_launch, varlen_kernels._varlen_kernel: varlen}  # fmt: skip
 
 
 def record(monkeypatch, launches: dict) -> None:
@@ -449,14 +451,17 @@ def test_two_phases_where_processors_are_idle(monkeypatch):
 
 
 def test_memory_checkers_see_every_variant(monkeypatch):
-    """The decodes of `tests.memory_checks` launch every Hopper kernel in every variant, on an H200."""
+    """The decodes and prefills of `tests.memory_checks` launch every Hopper kernel in every variant, on an H200."""
     launches = {}
     record(monkeypatch, launches)
+    monkeypatch.setattr(varlen, "device_facts", lambda _: H200)
     monkeypatch.setattr(decode, "combine_partial_outputs", lambda *_, **__: None)
     monkeypatch.setattr(decode, "device_facts", lambda _: H200)
     for given in memory_checks.decodes():
         *tensors, cut = given[:-6]  # then: cache format, its scale, fp8 mode, scale of queries, prepared, backend
         decode.mla_decode(*tensors, InvariantSplitRule(*cut))
+    for given in memory_checks.prefills():
+        varlen.flash_attn_varlen(*given[:-1])
     lines = []
     for kernel, kinds, constants in launches.values():
         source = Source(kernel, kinds, constants)

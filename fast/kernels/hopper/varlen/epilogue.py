@@ -1,0 +1,62 @@
+"""Epilogue of the prefill kernel: normalise the weighted sums of a consumer, and store outputs and LSEs."""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..common.epilogue import LN_2
+from .records import ROWS
+
+
+@gluon.constexpr_function
+def _lines(columns):
+    """Return a layout of [64, columns] in which a thread has 8 adjacent columns, and 4 threads have 32.
+
+    A warp has the same 16 rows as in the result of a matrix product. The conversion from that layout moves values
+    between the threads of a warp only, and needs no shared memory.
+    """
+    wide = []
+    column = 32
+    while column < columns:
+        wide.append([0, column])
+        column *= 2
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], *wide, [8, 0]],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, columns],
+    )
+
+
+@gluon.jit
+@no_type_check
+def write_rows(largest, total, weighted, item, ctx, c):
+    """Store output and LSE of the rows of this consumer that belong to the request of the work item.
+
+    A row that saw no key gets the output 0 and the LSE -inf. A row with NaN scores gets NaN.
+    """
+    outputs, sizes = ctx.outputs, ctx.sizes
+    dtype: gl.constexpr = outputs.out.dtype.element_ty
+    first_row = c.CONSUMER * ROWS
+    divisor = gl.where(total == 0, 1.0, total)
+    if outputs.lse is not None:
+        log = largest * sizes.scale_log2 + gl.log2(divisor)
+        log = gl.where(total == 0, float("-inf"), log * LN_2)
+        row = first_row + gl.arange(0, ROWS, log.type.layout)
+        pointers = outputs.lse + item.head.to(gl.int64) * sizes.num_tokens + (item.token + row)
+        gl.store(pointers, log, mask=row < item.rows)
+    factor = gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, weighted.type.layout))
+    rounded = (weighted * factor[:, None]).to(dtype)
+    if dtype.primitive_bitwidth == 16:
+        rounded = gl.convert_layout(rounded, _lines(c.VALUE))
+    LAYOUT: gl.constexpr = rounded.type.layout
+    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, weighted.shape[1], gl.SliceLayout(0, LAYOUT))
+    base = outputs.out + item.head.to(gl.int64) * outputs.strides.head
+    tokens = (item.token + row).to(gl.int64) * outputs.strides.token
+    pointers = base + tokens[:, None] + (column.to(gl.int64) * outputs.strides.column)[None, :]
+    gl.store(pointers, rounded, mask=(row < item.rows)[:, None])
