@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Shaped
@@ -374,24 +375,32 @@ def _forward_prefill(
     return AttentionState(out, lses[0] if len(lses) == 1 else torch.cat(lses, dim=1))
 
 
+class _Expanded(NamedTuple):
+    """Keys and values of the heads; `rope` is None if `keys` are whole."""
+
+    keys: Tensor
+    rope: Tensor | None
+    v: Tensor
+
+
 def _expanded(
     expand: Callable[[Tensor], tuple[Tensor, Tensor]] | None, whole: bool, latents: Tensor, k_pe: Tensor,
     w_uk: Tensor, w_uv: Tensor, workspace: Tensor | None,
-) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+) -> _Expanded:  # fmt: skip
     """Return keys, their rope part, and values: of `expand`, or of products with the weights if `expand` is None.
 
     If `whole` is True, the keys are whole, and None stands for the rope part.
     """
     if whole:
         keys, v = expand_whole(latents, k_pe, w_uk, w_uv, workspace)
-        return keys, None, v
+        return _Expanded(keys, None, v)
     if expand is None:
         k_nope, v = expand_into(latents, w_uk, w_uv, workspace)
-        return k_nope, k_pe, v
+        return _Expanded(k_nope, k_pe, v)
     k_nope, v = expand(latents)
     for name, made, weight in (("k_nope", k_nope, w_uk), ("v", v, w_uv)):
         check_tensor(f"expand: {name}", made, (latents.shape[0], *weight.shape[1:]), (latents.dtype,), latents.device)
-    return k_nope, k_pe, v
+    return _Expanded(k_nope, k_pe, v)
 
 
 def _merge_into(

@@ -15,8 +15,8 @@ PARTS = ("plan", "projections", "attention", "movement")
 OTHER = "other"  # part of the kernels whose names contain no text of NAMES
 NAMES = {  # part of a step: texts; a kernel belongs to the first part with a text that the kernel's name contains
     "plan": ("_plan_", "_visible_lens_kernel", "_advance_step_kernel"),
-    "attention": ("_flash_attn_varlen", "_row_blocks_", "_two_phases", "_clear_kernel", "_combine_", "decode_kernel",
-                  "_gqa_"),
+    "attention": ("_flash_attn_varlen", "_varlen_kernel", "_row_blocks_", "_two_phases", "_clear_kernel", "_combine_",
+                  "decode_kernel", "_gqa_"),
     "projections": ("gemm", "gemv", "cutlass", "nvjet", "cublas", "splitK", "xmma", "layer_norm", "rms_norm", "RMSNorm",
                     "dot_kernel", "_multiply_heads_kernel"),
     "movement": (

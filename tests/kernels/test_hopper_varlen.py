@@ -72,7 +72,7 @@ def check_parity(inputs, query_lens, key_lens, causal, scale=SCALE, out_dtype=No
     q, k, k_pe, v = inputs
     if k_pe is not None:
         k = torch.cat((k, k_pe[:, None].expand(-1, k.shape[1], -1)), dim=-1)
-    rest = (offsets(query_lens), offsets(key_lens), 0, 0, scale, causal)
+    rest = (offsets(query_lens).to(DEVICE), offsets(key_lens).to(DEVICE), 0, 0, scale, causal)
     gold = reference.flash_attn_varlen(q.double(), k.double(), v.double(), *rest)
     low = reference.flash_attn_varlen(q, k, v, *rest, out_dtype)
     assert state.out.is_contiguous() and state.out.dtype == (out_dtype or q.dtype)

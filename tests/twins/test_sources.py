@@ -89,6 +89,8 @@ COUNTS_BYTES = {
     "fast/kernels/cpu/decode.py": "CHUNK_BYTES is a fraction of the CPU's cache",
     "fast/kernels/cpu/gqa.py": "TILE_BYTES is a fraction of the CPU's cache",
     "fast/kernels/torch/attention.py": "TILE_BYTES and SCORE_BYTES bound the memory of a call",
+    "fast/kernels/hopper/varlen/launch.py": "alignment to the words of the copy engine",
+    "fast/kernels/hopper/varlen/select.py": "shared memory of tiles",
     "fast/kernels/triton/attention_sizes.py": "shared memory of tiles",
     "fast/kernels/triton/cache.py": "rows of a program have a fixed number of bytes",
     "fast/kernels/triton/cache_formats.py": "rows of a program have a fixed number of bytes",

@@ -136,8 +136,8 @@ class Step:
 
     def run(self, layer, plan):
         """Return the attention output [T, N, V] of the step."""
-        output = torch.full((self.inputs[0].shape[0], self.config.num_heads, self.config.v_head_dim), torch.nan)
-        output = output.to(self.device, self.inputs[0].dtype)
+        shape = self.inputs[0].shape[0], self.config.num_heads, self.config.v_head_dim
+        output = torch.full(shape, torch.nan, dtype=self.inputs[0].dtype, device=self.device)
         layer.forward_attention(*self.inputs, self.cache.clone(), plan, output)
         return output
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -106,16 +107,30 @@ def flash_attn_varlen(
     return out, lse
 
 
+class LaunchSizes(NamedTuple):
+    """What a launch depends on besides its tensors.
+
+    Attributes:
+        constants: compile-time constants.
+        whole: whether both parts of the keys must be joined.
+        order: order of the work items.
+    """
+
+    constants: Constants
+    whole: bool
+    order: Order
+
+
 @functools.lru_cache(MOST_SIZES)
 def _launch_sizes(
     nope: int, rope: int, value: int, tokens: int, requests: int, heads: int, max_keys: int, causal: bool,
     processors: int,
-) -> tuple[Constants, bool, Order]:  # fmt: skip
-    """Return constants, whether the parts of the keys must be joined, and the order of the work items."""
+) -> LaunchSizes:  # fmt: skip
+    """Return the `LaunchSizes` of calls with these sizes."""
     parts = parts_of(nope, rope)
     width = (parts.first if parts.shared else nope + rope) + value
     order = order_of(tokens, max(requests, 0), heads, max_keys, width, causal, processors)
-    return constants_of(parts, value), parts.whole, order
+    return LaunchSizes(constants_of(parts, value), parts.whole, order)
 
 
 def in_boxes(x: Tensor) -> Tensor:

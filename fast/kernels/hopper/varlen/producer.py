@@ -32,7 +32,7 @@ def _load_queries(item, loads, tensors, ctx, c):
     Rows behind the end of the request are loaded too, but their outputs are not stored.
     """
     shared, bars = ctx.shared, ctx.bars
-    BYTES: gl.constexpr = ROWS * (c.FIRST + c.SECOND) * 2
+    BYTES: gl.constexpr = ROWS * (c.FIRST + c.SECOND) * (tensors.v.dtype.primitive_bitwidth // 8)
     for consumer in gl.static_range(CONSUMERS):
         mbarrier.wait(bars.q_empty.index(consumer), (loads & 1) ^ 1)
         full = bars.q_full.index(consumer)
@@ -50,7 +50,7 @@ def _load_queries(item, loads, tensors, ctx, c):
 def _load_keys(tile, item, count, tensors, ctx, c):
     """Load key tile `tile`, the `count`-th key tile of this program, as soon as its stage is empty."""
     shared, bars = ctx.shared, ctx.bars
-    BYTES: gl.constexpr = c.KEYS * (c.FIRST + c.SECOND) * 2
+    BYTES: gl.constexpr = c.KEYS * (c.FIRST + c.SECOND) * (tensors.v.dtype.primitive_bitwidth // 8)
     stage, lap = count % c.STAGES, count // c.STAGES
     mbarrier.wait(bars.k_empty.index(stage), (lap & 1) ^ 1)
     full = bars.k_full.index(stage)
@@ -76,7 +76,7 @@ def _load_values(tile, item, count, tails, tensors, ctx, c):
     at `v_full` itself.
     """
     shared, bars = ctx.shared, ctx.bars
-    BYTES: gl.constexpr = c.KEYS * c.VALUE * 2
+    BYTES: gl.constexpr = c.KEYS * c.VALUE * (tensors.v.dtype.primitive_bitwidth // 8)
     stage, lap = count % c.STAGES, count // c.STAGES
     mbarrier.wait(bars.v_empty.index(stage), (lap & 1) ^ 1)
     full, loaded, buffer = bars.v_full.index(stage), bars.tail_loaded.index(0), shared.v.index(stage)

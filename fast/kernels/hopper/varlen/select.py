@@ -17,6 +17,7 @@ KEY_WIDTHS = {64: (64, 0), 96: (64, 32), 128: (128, 0), 192: (128, 64), 256: (25
 VALUE_WIDTHS = (64, 128, 256)
 KEYS = {64: 128, 128: 128, 256: 64}  # keys of a key tile by columns of a value: the accumulators must fit in registers
 MOST_STAGES = 4
+ELEMENT_BYTES = torch.bfloat16.itemsize  # as of float16
 SHARED = 227 * 1024  # bytes of shared memory of a program on Hopper
 BARRIERS = 512  # bytes of barriers and work items, rounded up
 L2_BYTES = 32 * 2**20  # keys and values of a group of heads should fit into this share of the L2 (50 MB)
@@ -71,8 +72,8 @@ def constants_of(parts: Parts, value: int) -> Constants:
         raise UnsupportedConfiguration([f"hopper: flash_attn_varlen serves values of {_words(VALUE_WIDTHS)} columns, "
                                         f"got {value}"])  # fmt: skip
     keys = min(KEYS[value], KEYS[parts.first])
-    room = SHARED - BARRIERS - 2 * QUERY_TILE.value * width
-    stages = min(room // (2 * keys * (width + value)), MOST_STAGES)
+    room = SHARED - BARRIERS - ELEMENT_BYTES * QUERY_TILE.value * width
+    stages = min(room // (ELEMENT_BYTES * keys * (width + value)), MOST_STAGES)
     if stages < 2:
         raise UnsupportedConfiguration([f"hopper: flash_attn_varlen has no tiles for keys of {width} columns and values"
                                         f" of {value} columns"])  # fmt: skip
@@ -113,6 +114,6 @@ def order_of(tokens: int, requests: int, heads: int, max_keys: int, width: int, 
         processors: number of multiprocessors.
     """
     num_slots = tokens // QUERY_TILE.value + requests
-    fitting = L2_BYTES // max(2 * width * max_keys, 1)
+    fitting = L2_BYTES // max(ELEMENT_BYTES * width * max_keys, 1)
     group_heads = max(1, min(fitting, heads)) if causal else 1
     return Order(num_slots, group_heads, max(1, min(processors, num_slots * heads)))
