@@ -69,7 +69,9 @@ ANY_DEVICE = (
 SHARDS = {"test_hopper_decode.py": 16, "test_hopper_shapes.py": 8, "test_triton_scheduled_decode.py": 4,
           "test_triton_fp8_decode.py": 4, "test_triton_gqa.py": 4, "test_hopper_two_phases.py": 3,
           "test_triton_decode.py": 3, "test_triton_fp8_modes.py": 3,
-          "test_triton_conversion.py": 4, "test_hopper_varlen.py": 4}  # fmt: skip
+          "test_triton_conversion.py": 4, "test_hopper_varlen.py": 4, "test_gqa_adapters.py": 4, "test_graphs.py": 2,
+          "test_mixed_graphs.py": 2, "test_process_groups.py": 2, "test_gqa_context_parallel.py": 2,
+          "test_compilation.py": 2, "test_hopper_compilation.py": 2, "test_torch_sdpa_gqa.py": 2}  # fmt: skip
 # A test file with one of these texts runs compiled kernels, or asks whether there is a GPU.
 GPU_TEXTS = ("triton_mode", '"cuda"', "cuda.is_available", "Gluon")
 
@@ -136,7 +138,9 @@ def run_tests(args: argparse.Namespace) -> dict[str, Any]:
                 f"--shard={shard}",
                 f"--junitxml={report}",
             ]
+            start = time.perf_counter()
             status, output = run(command, args.limit, OMP_WAIT_POLICY="PASSIVE")
+            seconds = time.perf_counter() - start
             found = read_junit(report) if report.exists() else {"passed": 0, "failed": [file.name], "skipped": {}}
         if status not in (0, 5) and not found["failed"]:  # 5: no test of the file was selected
             found["failed"] = [f"{file.name}: exit status {status}"]
@@ -144,7 +148,10 @@ def run_tests(args: argparse.Namespace) -> dict[str, Any]:
             found["failed"] = [f"{file.name} --device=cuda: nothing ran"]
         name = f"{file.name} --device={device} --shard={shard}"
         left_out = sum(found["skipped"].values())
-        print(f"  {name}: {found['passed']} passed, {len(found['failed'])} failed, {left_out} skipped", flush=True)
+        print(
+            f"  {name}: {found['passed']} passed, {len(found['failed'])} failed, {left_out} skipped, {seconds:.0f} s",
+            flush=True,
+        )
         if found["failed"]:
             print(f"-- {name}\n{output}", flush=True)
         return name, found

@@ -134,7 +134,9 @@ def test_a_packed_batch_gives_what_each_request_gives_alone(kind, ops):
     expected = [call_of(plain, kind, input_ids=ids).logits[0] for ids in prompts]
     layers = gqa_layers(model)
     caches = {
-        name: ops.allocate_key_value_cache(5, BLOCK, layer.config.num_kv_heads, HEAD_DIM, torch.float32)
+        name: ops.allocate_key_value_cache(
+            5, BLOCK, layer.config.num_kv_heads, HEAD_DIM, torch.float32, device=model.device
+        )
         for name, layer in layers.items()
         if layer.config.kv_sharing_layer is None
     }

@@ -155,7 +155,7 @@ def test_every_width_fits():
         for value in select.VALUE_WIDTHS:
             c = select.constants_of(select.parts_of(width, 0), value)
             elements = 128 * width + c.STAGES * c.KEYS * (width + value)
-            assert 2 * elements + select.BARRIERS <= select.SHARED and c.STAGES in (2, 4)
+            assert 2 * elements + select.OTHER_MEMORY <= select.SHARED and c.STAGES in (2, 4)
 
 
 def test_order():

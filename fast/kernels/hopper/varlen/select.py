@@ -19,7 +19,7 @@ KEYS = {64: 128, 128: 128, 256: 64}  # keys of a key tile by columns of a value:
 MOST_STAGES = 4
 ELEMENT_BYTES = torch.bfloat16.itemsize  # as of float16
 SHARED = 227 * 1024  # bytes of shared memory of a program on Hopper
-BARRIERS = 512  # bytes of barriers and work items, rounded up
+OTHER_MEMORY = 4608  # bytes, rounded up: barriers, work items, and the conversion of an output from accumulator to rows
 L2_BYTES = 32 * 2**20  # keys and values of a group of heads should fit into this share of the L2 (50 MB)
 
 
@@ -72,7 +72,7 @@ def constants_of(parts: Parts, value: int) -> Constants:
         raise UnsupportedConfiguration([f"hopper: flash_attn_varlen serves values of {_words(VALUE_WIDTHS)} columns, "
                                         f"got {value}"])  # fmt: skip
     keys = min(KEYS[value], KEYS[parts.first])
-    room = SHARED - BARRIERS - ELEMENT_BYTES * QUERY_TILE.value * width
+    room = SHARED - OTHER_MEMORY - ELEMENT_BYTES * QUERY_TILE.value * width
     stages = min(room // (ELEMENT_BYTES * keys * (width + value)), MOST_STAGES)
     if stages < 2:
         raise UnsupportedConfiguration([f"hopper: flash_attn_varlen has no tiles for keys of {width} columns and values"
