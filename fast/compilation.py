@@ -34,6 +34,7 @@ from reference.interfaces import (
     CommonAttentionMetadata,
     DecodeSchedule,
     MLAConfig,
+    MLAMetadata,
     allocate_kv_cache,
     check,
     check_config,
@@ -47,7 +48,7 @@ from reference.interfaces import (
 from reference.interfaces.gqa import GQAConfig
 
 from . import backends
-from .backends import BackendChoice
+from .backends import OWN_BACKENDS, BackendChoice
 from .cache.blocks import copy_blocks, swap_blocks
 from .cache.formats import dequantize_entries, quantize_entries
 from .kernels.device import device_facts
@@ -55,6 +56,7 @@ from .mla.device_choices import DecodeLayer
 from .mla.layer import MLAAttention
 from .mla.metadata import build_mla_metadata
 from .mla.padding_tokens import zero_padding_tokens
+from .mla.prefill_choice import choose_prefill_backend, with_backend
 from .planning.advance import advance_step
 from .planning.decode_schedule import plan_decode
 from .planning.shared_prefix import split_shared_prefix
@@ -152,7 +154,7 @@ def warmup(
     formats = cache_format, fp8_weights, fp8_mode, fp8_output
     bound = backends.bind_with_environment(backend)
     given = (config, device, dtype, block_size, decode_threshold, batch_invariant, *formats, bound)
-    with _compiling_ahead() as compiled, _progress_bar(progress) as bar:
+    with _of_compile_log("compiling_ahead", []) as compiled, _progress_bar(progress) as bar:
         if context_parallel is None:
             _run(_launches(None, *given), threads if device.type == "cuda" else 1, bar)
         else:
@@ -210,7 +212,7 @@ def _run(launches: Sequence[Launch], threads: int, bar: _Bar) -> None:
             bar.advance()
         return
     enter = thread_state()
-    with _sharing_compilations() as shared, ThreadPoolExecutor(threads, "warm-up") as pool:
+    with _of_compile_log("share_compilations", None) as shared, ThreadPoolExecutor(threads, "warm-up") as pool:
 
         def run(launch: Launch) -> None:
             try:
@@ -278,19 +280,22 @@ def _launches(
             common, block_size, workspace, threshold, ownership=ownership, cache_format=cache_format, dtype=dtype,
             fp8_mode=fp8_mode,
         )  # fmt: skip
-        tokens = sum(query_lens)
+        plans, tokens = [plan], sum(query_lens)
+        if batch_invariant and plan.num_prefills:  # a batch-invariant builder may choose another backend for prefills
+            name = choose_prefill_backend(plan.prefill, config, dtype, backend, True)
+            plans += [dataclasses.replace(plan, prefill=with_backend(plan.prefill, name))] * (name in OWN_BACKENDS)
 
         def inputs() -> tuple[Tensor, Tensor]:
             hidden_states = torch.zeros(tokens, config.hidden_size, dtype=dtype, device=device)
             return hidden_states, torch.zeros(tokens, dtype=torch.int64, device=device)
 
-        def serve(schedule: DecodeSchedule | None) -> None:
+        def serve(schedule: DecodeSchedule | None, plan: MLAMetadata = plan) -> None:
             layer(*inputs(), kv_cache, dataclasses.replace(plan, schedule=schedule))
 
         def serve_planned(count: int) -> None:
             serve(plan_decode(plan.decode.seq_lens, count, costs, batch_invariant, backend=backend))
 
-        def attend() -> None:  # `project` and `forward_attention`, which an engine may call instead of `forward`
+        def attend(plan: MLAMetadata) -> None:  # an engine may call `project` and `forward_attention`, not `forward`
             hidden_states, positions = inputs()
             projected = layer.project(hidden_states, positions)
             for out_dtype, output_scale in outputs:
@@ -300,7 +305,7 @@ def _launches(
                 for output in (memory[1:],) if output_scale is None else (memory[1:], memory[:-1]):
                     layer.forward_attention(*projected, kv_cache, plan, output, output_scale)
 
-        launches.append(functools.partial(serve, None))
+        launches.extend(functools.partial(serve, None, each) for each in plans)
         if plan.num_decodes and scheduled:
             found = decoded.programs_and_costs(max(query_lens), None, costs, backend, batch_invariant=False)
             counts = {found.num_programs, *PLANNED_PROGRAMS.get(len(query_lens), ())}
@@ -309,7 +314,7 @@ def _launches(
         if plan.num_decodes and batch_invariant:
             schedule = DecodeSchedule(batch_invariant=True, split_rule=costs.split_rule)
             launches.append(functools.partial(serve, schedule))
-        launches.append(attend)
+        launches.extend(functools.partial(attend, each) for each in plans)
 
     def cascade(requests: int, prefix: int, query_len: int) -> None:
         lens = [prefix + query_len + 1] * requests
@@ -394,22 +399,13 @@ def _launches(
     return launches
 
 
-def _compiling_ahead():
-    """Return a context manager that collects one line for each compiled kernel, or no line if Triton is missing."""
+def _of_compile_log(name: str, otherwise):
+    """Return the context manager `name` of `fast.kernels.compile_log`; without Triton, one that yields `otherwise`."""
     if importlib.util.find_spec("triton") is None:
-        return contextlib.nullcontext([])
-    from .kernels.compile_log import compiling_ahead
+        return contextlib.nullcontext(otherwise)
+    from .kernels import compile_log
 
-    return compiling_ahead()
-
-
-def _sharing_compilations():
-    """Return a context manager in which threads share their compilations; it yields None if Triton is missing."""
-    if importlib.util.find_spec("triton") is None:
-        return contextlib.nullcontext()
-    from .kernels.compile_log import share_compilations
-
-    return share_compilations()
+    return getattr(compile_log, name)()
 
 
 def _batch(

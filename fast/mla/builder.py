@@ -67,7 +67,7 @@ from .choose_path import choose_paths
 from .decode_choice import check_decode_backend, decode_limits, device_to_check
 from .device_choices import DecodeLayer, ProgramsAndCosts
 from .metadata import PLANNING_OPS, _rank_local_decode_lens, _with_schedule, build_mla_metadata
-from .prefill_choice import check_invariant_prefills, choose_prefill_backend
+from .prefill_choice import check_invariant_prefills, choose_prefill_backend, with_backend
 from .staging import StagingBuffer
 
 
@@ -277,10 +277,7 @@ class MLAMetadataBuilder:
         prefill = metadata.prefill
         name = choose_prefill_backend(prefill, self.config, self.dtype, self.backend, self.batch_invariant)
         hooks = hooks_of(name)
-        parts = tuple(
-            dataclasses.replace(part, plan=dataclasses.replace(part.plan, backend=name)) for part in prefill.parts
-        )
-        prefill = dataclasses.replace(prefill, backend=name, parts=parts)
+        prefill = with_backend(prefill, name)
         state = self._backend_state(hooks, prefill.block_table.device, self.config)
         prefill = hooks.post_process_prefill_metadata(prefill, state, prefill.query_start_loc)
         check_type(f"the prefill of the backend {name}", prefill, PrefillMetadata)

@@ -7,6 +7,7 @@ layer.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import torch
@@ -85,6 +86,14 @@ def choose_prefill_backend(
         UnsupportedConfiguration: no backend that `backend` allows can serve all of these calls.
     """
     return _choose(prefill_requests(prefill, config, dtype, False, batch_invariant), name_for(OP, backend))
+
+
+def with_backend(prefill: PrefillMetadata, name: str) -> PrefillMetadata:
+    """Return the prefill part of a plan, and the plans of its parts, with the name of the backend of its attention."""
+    parts = tuple(
+        dataclasses.replace(part, plan=dataclasses.replace(part.plan, backend=name)) for part in prefill.parts
+    )
+    return dataclasses.replace(prefill, backend=name, parts=parts)
 
 
 def check_invariant_prefills(backend: BackendChoice, batch_invariant: bool) -> None:

@@ -307,13 +307,14 @@ def test_a_name_at_an_op_is_that_backend_or_every_reason(capability, monkeypatch
     """A call that names a backend runs a kernel of this backend, or raises an error.
 
     The error lists every reason why the backend cannot serve the call. For example, `hopper` serves only the ops of a
-    decode, and `flash_attn_varlen` if the call names it.
+    decode, and `flash_attn_varlen`.
     """
     capability(9, 0)
     with_backends(monkeypatch, *own_backends())
     assert backends.select(ON_GPU, "hopper").name == "hopper"
     prefill = KernelRequest("flash_attn_varlen", GPU, torch.bfloat16)
-    assert backends.select(prefill, "hopper").name == "hopper" and backends.select(prefill).name == "triton"
+    assert backends.select(prefill, "triton").name == "triton"
+    assert backends.select(prefill, "hopper").name == backends.select(prefill).name == "hopper"
     for op in sorted(set(OPS) - {*DECODES, prefill.op}):
         request = KernelRequest(op, GPU, torch.bfloat16)
         assert refusal(lambda request=request: backends.select(request, "hopper")) == [
@@ -470,10 +471,14 @@ def test_explain_decodes_together(block_size, served, capability):
 def test_explain_lists_what_is_bound_and_what_is_chosen(capability, monkeypatch):
     capability(9, 0)
     with_backends(monkeypatch, *own_backends())
-    for backend, prefills in (("hopper", {"flash_attn_varlen"}), ({"mla_decode": "hopper"}, set())):
+    prefills = "flash_attn_varlen"
+    for backend, wanted in (("hopper", {*DECODES, prefills}), ({"mla_decode": "hopper"}, set(DECODES))):
         found = explained(backend=backend)
         bound = {op for op, said in found.items() if said == "hopper, bound"}
-        assert bound == set(DECODES) | prefills
+        assert bound == wanted
+        assert (
+            prefills in bound or found.pop(prefills) == "hopper, chosen by priority (cpu: serves device cpu, got cuda)"
+        )
         chosen = "triton, chosen by priority (cpu: serves device cpu, got cuda; hopper: has no kernel for apply_rope)"
         assert found["apply_rope"] == chosen
         assert all(said.startswith("triton, chosen by priority (") for op, said in found.items() if op not in bound)
@@ -504,3 +509,33 @@ def test_a_device_without_kernels_is_refused():
                 for _ in range(2)
             )
         )
+
+
+HOPPER_REFUSES = [
+    (dict(qk_rope_head_dim=48), "hopper: serves qk_head_dim in (64, 96, 128, 192, 256), got 176"),
+    (dict(v_head_dim=96), "hopper: serves v_head_dim in (64, 128, 256), got 96"),
+]
+
+
+@pytest.mark.parametrize("changes, reason", HOPPER_REFUSES)
+def test_prefills_that_hopper_does_not_serve(changes, reason, capability, monkeypatch):
+    """On compute capability 9.0 `hopper` serves prefills, but not of all head dims; `explain` has the reason.
+
+    `triton` serves the other head dims, float32, GPUs of other capabilities, and steps that must be batch-invariant.
+    """
+    capability(9, 0)
+    with_backends(monkeypatch, *own_backends())
+    said = "triton, chosen by priority (cpu: serves device cpu, got cuda; "
+    op, config, asked = "flash_attn_varlen", replace(V3, **changes), dict(device="cuda", dtype=torch.bfloat16)
+    lines = dict(line.split(": ", 1) for line in backends.explain(config, **asked).splitlines())
+    assert lines[op] == f"{said}{reason})"
+    widths = (("qk_head_dim", 192), ("v_head_dim", 128))
+    served = KernelRequest(op, GPU, torch.bfloat16, widths, out_dtype=torch.float32, mask="causal", lse=True)
+    assert backends.select(served).name == "hopper"
+    assert backends.select(replace(served, dtype=torch.float32)).name == "triton"
+    assert backends.select(replace(served, batch_invariant=True)).name == "triton"
+    assert refusal(lambda: backends.select(replace(served, batch_invariant=True), "hopper")) == [
+        "hopper: is not batch-invariant"
+    ]
+    capability(8, 9)
+    assert backends.select(served).name == "triton"

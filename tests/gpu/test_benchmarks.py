@@ -103,7 +103,7 @@ def test_bytes_of_a_contender():
 
 def test_rows_are_the_published_ones():
     assert {(row.T, row.N) for row in weights.ROWS[:16]} == {(t, n) for t in (1, 16, 128, 512) for n in (16, 128)}
-    assert len(set(decode.ROWS)) == 23 and len(set(prefill.ROWS)) == 6 and len(set(moves.ROWS)) == 14
+    assert len(set(decode.ROWS)) == 23 and len(set(prefill.ROWS)) == 8 and len(set(moves.ROWS)) == 14
     assert {row.N for row in decode.ROWS} == {128, 64, 32, 16}
     assert decode.Row(1, 131072, 1, 16) in decode.ROWS and decode.Row(128, 4096, 2, 16) in decode.ROWS
 
@@ -467,7 +467,7 @@ def test_whole_program(name, monkeypatch, tmp_path, capsys):
     assert set(figures) == {"command", "ceilings", "bandwidth", "rows"} | more
     assert figures["ceilings"]["matmul_size"] == timing.MATMUL_SIZE
     (found,) = figures["rows"]
-    further = {"contender_bytes", "held_bytes", "errors"} if name == "weights" else set()
+    further = {"weights": {"contender_bytes", "held_bytes", "errors"}, "prefill": {"backend"}}.get(name, set())
     assert set(found) == {
         "dims", "flops", "bytes", "passed", "parity", "absent", "times", "host_us", "fast_against", *further
     }  # fmt: skip
@@ -520,7 +520,7 @@ def test_errors(name, argv, message, no_gpu, capsys):
         ("decode", "1,2,3,4,equal", "Sq is at most S"),
         ("decode", "1,2,x,4,equal", "invalid literal"),
         ("decode", "1,8,1,4,sorted", "lens is equal, mixed, ragged"),
-        ("prefill", "1,4,4,1,maybe", "causal or full"),
+        ("prefill", "1,4,4,1,maybe,equal", "causal or full"),
         ("bytes", "gather,100", "a multiple of 1024 tokens"),
         ("bytes", "swap,1024", "one of gather, cache_write"),
         ("weights", "absorb,16,128", "one of query_to_latent, latent_to_value, expand_kv"),

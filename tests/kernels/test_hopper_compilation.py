@@ -27,7 +27,7 @@ from fast.kernels.schedule_costs import measured_schedule_costs
 from reference.interfaces import DecodeMetadata, InvariantSplitRule, invariant_split_tiles
 
 from .. import memory_checks
-from ..support.backends import cpu_backend, with_backends
+from ..support.backends import cpu_backend, hopper_on_cpu, with_backends
 from ..support.compiled import Recorded, RecordedGluon, Source, compiled, without_products
 from ..support.decode_inputs import cut_of, schedule_of
 from ..support.factories import LOW_RANK, integers, offsets
@@ -539,7 +539,7 @@ def record_all(monkeypatch) -> dict:
             monkeypatch.setattr(module, kernel, Recorded(getattr(module, kernel), found))
     record(monkeypatch, found)
     without_products(monkeypatch)
-    with_backends(monkeypatch, cpu_backend({**portable.KERNELS, **hopper.KERNELS}))
+    with_backends(monkeypatch, cpu_backend(portable.KERNELS), hopper_on_cpu(hopper.KERNELS))
     return found
 
 

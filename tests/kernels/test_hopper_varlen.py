@@ -17,6 +17,7 @@ from fast.attention.varlen import flash_attn_varlen, flash_attn_varlen_shared_ro
 from fast.parity import compare_states
 from reference.interfaces import AttentionState, UnsupportedConfiguration
 
+from ..support.backends import own_backends, with_backends
 from ..support.factories import assert_same_bits, far_heads, offsets
 from ..support.triton_mode import DEVICE, ON_HOPPER
 
@@ -369,7 +370,7 @@ def test_captured_in_a_graph():
 
 
 def test_named_backend():
-    """`backend="hopper"` serves the public ops; an automatic choice never takes it before it was measured."""
+    """`backend="hopper"` serves the public ops, and refuses other widths."""
     lens = LENS["ragged"]
     inputs = make_inputs(*lens, 2, MLA, BF16)
     cu_q, cu_k = (offsets(each).to(DEVICE) for each in lens)
@@ -382,3 +383,14 @@ def test_named_backend():
     with pytest.raises(UnsupportedConfiguration, match="hopper: serves qk_head_dim"):
         narrow = make_inputs(*lens, 2, (40, 0, 64), BF16)
         flash_attn_varlen(narrow[0], narrow[1], narrow[3], cu_q, cu_k, 333, 1009, SCALE, True, backend="hopper")
+
+
+@pytest.mark.parametrize("dims", [*DIMS, *OTHER_DIMS, (40, 0, 64)], ids=str)
+def test_chosen_without_a_name(dims, monkeypatch):
+    """Without a name, the public ops launch this kernel, and for other widths portable Triton."""
+    with_backends(monkeypatch, *own_backends())
+    q, k, k_pe, v = inputs = make_inputs(*LENS["ragged"], 2, dims, BF16)
+    rest = (*(offsets(each).to(DEVICE) for each in LENS["ragged"]), 333, 1009, SCALE, True)
+    found = flash_attn_varlen(q, k, v, *rest) if k_pe is None else flash_attn_varlen_shared_rope(q, k, k_pe, v, *rest)
+    module = portable if dims == (40, 0, 64) else launch
+    assert_same_bits(found.out, attend(inputs, *LENS["ragged"], True, module=module).out)

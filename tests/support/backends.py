@@ -10,7 +10,7 @@ from dataclasses import replace
 from fast.backends import OWN_BACKENDS, Backend, register, unregister
 from fast.backends import registered as registered_backends
 from fast.backends.checked_calls import forget_calls
-from fast.backends.own import CPU
+from fast.backends.own import CPU, HOPPER
 
 
 def with_backends(monkeypatch, *wanted: Backend) -> None:
@@ -47,3 +47,13 @@ def cpu_backend(kernels: Mapping[str, Callable]) -> Backend:
     The backend declares the same formats and dtypes as the backend "cpu" of `fast`.
     """
     return Backend("cpu", 0, "cpu", {op: replace(CPU.ops[op], launcher=launch) for op, launch in kernels.items()})
+
+
+def hopper_on_cpu(kernels: Mapping[str, Callable]) -> Backend:
+    """Return the backend "hopper", but for CPU tensors and with other launchers, for tests that record launches.
+
+    Args:
+        kernels: mapping from the name of an op to its launcher.
+    """
+    ops = {op: replace(support, launcher=kernels[op]) for op, support in HOPPER.ops.items()}
+    return replace(HOPPER, device_type="cpu", ops=ops, capability=None, capability_end=None, missing_package=None)

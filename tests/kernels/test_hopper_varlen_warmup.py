@@ -1,0 +1,111 @@
+"""Tests of the automatic choice of Hopper's attention over packed requests, and of its warm-up; no GPU is needed."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fast
+from fast import backends
+from fast.backends.own import HOPPER
+from reference.interfaces import COMPUTE_FORMAT
+
+from ..support.factories import LOW_RANK, make_batch, make_layer, make_weights
+from ..support.format_caches import poisoned_cache
+from ..test_compilation import serve
+
+pytest.importorskip("triton")
+hopper_compilation = pytest.importorskip("tests.kernels.test_hopper_compilation")  # skips interpreted kernels
+
+from fast.kernels.hopper.varlen import select  # noqa: E402
+
+BF16 = torch.bfloat16
+OP = "flash_attn_varlen"
+DIMS = HOPPER.ops[OP].head_dims
+# P, R and V: shared rope part; keys that the launcher joins; keys without rope
+WIDTHS = {"shared rope": (64, 32, 64), "joined": (48, 16, 64), "no rope": (128, 0, 128)}
+
+
+def config_of(nope: int, rope: int, value: int):
+    """Return a config with these widths, whose decodes the backend "hopper" serves."""
+    return replace(
+        LOW_RANK, num_heads=4, kv_lora_rank=256, qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=value
+    )
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Let the backends "hopper" and "cpu" (with the kernels of "triton") serve CPU tensors; record their launches."""
+    return hopper_compilation.record_all(monkeypatch)
+
+
+def attention_kernels(found) -> set[str]:
+    """Return the names of the recorded kernels for attention over packed requests."""
+    return {key[0] for key in found} & {"_varlen_kernel", "_flash_attn_varlen_kernel"}
+
+
+@pytest.mark.parametrize("width, value", list(itertools.product(DIMS["qk_head_dim"], DIMS["v_head_dim"])))
+def test_declared_widths_are_served(width, value):
+    """Whatever part of a key is rope, the launcher finds parts and tiles for every pair of declared widths."""
+    for rope in range(width + 1):
+        parts = select.parts_of(width - rope, rope)
+        c = select.constants_of(parts, value)
+        assert (width, value) == (c.FIRST + c.SECOND, c.VALUE)
+
+
+def test_every_width_of_the_launcher_is_declared():
+    assert (DIMS["qk_head_dim"], DIMS["v_head_dim"]) == (tuple(select.KEY_WIDTHS), select.VALUE_WIDTHS)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_warmup_specialises_for_every_step(widths, batch_invariant, launches):
+    """Warm up -> steps launch no new variant; for batch-invariant steps the kernel of "triton" is ready too."""
+    config = config_of(*WIDTHS[widths])
+    fast.warmup(config, device="cpu", dtype=BF16, block_size=16, decode_threshold=2, batch_invariant=batch_invariant)
+    ahead = set(launches)
+    wanted = {"_varlen_kernel"} | ({"_flash_attn_varlen_kernel"} if batch_invariant else set())
+    assert attention_kernels(ahead) == wanted
+    assert len([key for key in ahead if key[0] == "_varlen_kernel"]) >= 2  # without context, and with context
+    serve(config, BF16, 2, batch_invariant)
+    assert set(launches) == ahead
+
+
+def test_warmup_for_an_output_in_e4m3(launches):
+    """Warm up for an output in e4m3 -> also the variant for a float32 output without an LSE is launched."""
+    config = config_of(*WIDTHS["shared rope"])
+    fast.warmup(config, device="cpu", dtype=BF16, block_size=16, decode_threshold=2, fp8_output=True)
+    ahead = set(launches)
+    assert len([key for key in ahead if key[0] == "_varlen_kernel"]) >= 3
+    serve(config, BF16, 2, output_scale=torch.tensor(0.5))
+    assert not [key for key in set(launches) - ahead if key[0] == "_varlen_kernel"]
+
+
+@pytest.mark.parametrize("value, batch_invariant, wanted", [
+    (64, False, "hopper"), (64, True, "cpu"), (48, False, "cpu"),
+])  # fmt: skip
+def test_steps_launch_the_chosen_kernel(value, batch_invariant, wanted, launches):
+    """The builder names the backend of a step's prefills, and the layer launches its kernel."""
+    config = config_of(64, 32, value)
+    layer = make_layer(fast, config, make_weights(config, BF16), BF16)
+    builder = fast.MLAMetadataBuilder(config, 16, 512, 8, workspace_tokens=256, batch_invariant=batch_invariant)
+    batch = make_batch([40, 90], [40, 300])
+    plan = builder.build(0, batch.common)
+    assert plan.prefill.backend == wanted and plan.prefill.context_chunks
+    cache = poisoned_cache(batch.num_blocks, 16, config, COMPUTE_FORMAT, BF16)
+    layer(torch.randn(130, config.hidden_size).to(BF16), torch.arange(130), cache, plan)
+    assert attention_kernels(launches) == {"_varlen_kernel" if wanted == "hopper" else "_flash_attn_varlen_kernel"}
+
+
+def test_a_named_backend_is_not_batch_invariant(launches):
+    """A batch-invariant builder refuses the backend "hopper" for prefills; its decodes may be named alone."""
+    config = config_of(64, 32, 64)
+    options = dict(batch_invariant=True, dtype=BF16)
+    with pytest.raises(fast.UnsupportedConfiguration, match="^hopper: is not batch-invariant$"):
+        fast.MLAMetadataBuilder(config, 16, 512, 8, **options, backend="hopper")
+    builder = fast.MLAMetadataBuilder(config, 16, 512, 8, **options, backend={"mla_decode": "hopper"})
+    assert backends.bind({"mla_decode": "hopper"}).get(OP) is None
+    assert builder.build(0, make_batch([40], [40]).common).prefill.backend == "cpu"
