@@ -154,11 +154,12 @@ def _place_of_tile(number, rank, first_request, row_tiles, column_tiles):
 @triton.jit
 @no_type_check
 def _rows_of_request(
-    query_start_loc, request, row_tile, num_tokens, request_rows, HEADS: tl.constexpr, ROWS: tl.constexpr
-):
-    """Return the `Rows` of one row tile of a request."""
-    query_start = tl.minimum(tl.maximum(tl.load(query_start_loc + request, cache_modifier=".cg"), 0), num_tokens)
-    query_end = tl.minimum(tl.load(query_start_loc + request + 1, cache_modifier=".cg"), num_tokens)
+    query_start_loc, request, row_tile, num_tokens, request_rows, HEADS: tl.constexpr, ROWS: tl.constexpr,
+    CACHE: tl.constexpr,
+):  # fmt: skip
+    """Return the `Rows` of one row tile of a request; loads have the cache modifier CACHE ("" allows the L1 cache)."""
+    query_start = tl.minimum(tl.maximum(tl.load(query_start_loc + request, cache_modifier=CACHE), 0), num_tokens)
+    query_end = tl.minimum(tl.load(query_start_loc + request + 1, cache_modifier=CACHE), num_tokens)
     row = row_tile * ROWS + tl.arange(0, ROWS)
     token = query_start + row // HEADS
     # compare tokens and not rows: for an invalid `query_end`, the number of rows could overflow
@@ -230,7 +231,9 @@ def _combine_tile(
     """Process one combine tile in a decode with a schedule; do nothing if its request has one split."""
     first_partial = tl.load(split_offsets + tile.request, cache_modifier=".cg")
     splits = tl.load(split_offsets + tile.request + 1, cache_modifier=".cg") - first_partial
-    rows = _rows_of_request(query_start_loc, tile.request, tile.row_tile, num_tokens, partials.rows, HEADS, ROWS)
+    rows = _rows_of_request(
+        query_start_loc, tile.request, tile.row_tile, num_tokens, partials.rows, HEADS, ROWS, ".cg"
+    )
     if DEPENDENT:
         gdc_wait()  # wait until the decode has written the partial outputs; for later tiles this takes no time
     if splits != 1:
@@ -333,7 +336,7 @@ def _combine_invariant_kernel(
         has_splits = tl.load(split_offsets + request + 1) > tl.load(split_offsets + request)
     remaining = (combined < splits) | (not has_splits)
     if remaining | AHEAD:
-        rows = _rows_of_request(query_start_loc, request, row_tile, num_tokens, request_rows, HEADS, ROWS)
+        rows = _rows_of_request(query_start_loc, request, row_tile, num_tokens, request_rows, HEADS, ROWS, "")
         columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
         first_partial = request * request_partials
         readable = rows.number < request_rows if AHEAD else rows.real & has_splits
