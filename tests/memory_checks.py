@@ -49,6 +49,7 @@ PREFILLS = [
     ((128, 64, 128), BF16, BF16, ((150, 300), (0, 9), (70, 70), (140, 20))),
     ((128, 64, 128), FP16, FP16, ((1, 257), (3, 0), (129, 128))), ((64, 32, 64), BF16, BF16, ((130, 130), (5, 600))),
     ((192, 0, 128), BF16, BF16, ((130, 190),)), ((256, 0, 256), BF16, F32, ((70, 200), (65, 64))),
+    ((128, 64, 128), BF16, BF16, ((70, 2100), (0, 9), (3, 1))),  # keys are divided into splits
 ]  # fmt: skip
 # The grouped-query calls: config, dtype, format of the cache, and (Sq, S) of each request. SPLIT has long requests,
 # PROMPTS have row blocks of 64 rows or more, and MIXED has short and long queries.
@@ -89,6 +90,8 @@ VARIANTS = {  # kernel: list of texts; on Hopper, each text must occur in the co
         "SHARED True",
         "SHARED False",
         "VALUE 256,",
+        "SPLIT True",
+        "SPLIT False",
         "fp16",
     ),
     "two_phases_kernel": ("HEADS 64,", "HEADS 128,", "ROPE 32,", "ROPE 64,", "BLOCK_SIZE 16,", "BLOCK_SIZE 64,"),

@@ -243,7 +243,7 @@ def equal_writes() -> frozenset[Place]:
     path = ROOT / "fast" / "kernels" / "combine" / "kernels.py"
     functions = {node.name: node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
     lines = [
-        node.lineno for node in functions["_write_rows"].body
+        node.lineno for node in functions["write_rows"].body
         if ast.unparse(node).startswith(("combined = ", "tl.store(out + "))
     ]  # fmt: skip
     return frozenset(Place(name, path.name, line) for name in functions if name.endswith("_kernel") for line in lines)

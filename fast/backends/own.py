@@ -111,7 +111,7 @@ HOPPER = Backend(
         dtypes=(torch.bfloat16, torch.float16),
         out_dtypes=GPU_DTYPES,
         head_dims={"qk_head_dim": (64, 96, 128, 192, 256), "v_head_dim": (64, 128, 256)},
-        batch_invariant=False,  # how the keys of a call are divided among programs may depend on the whole batch
+        batch_invariant=False,  # the sizes of the batch choose the splits of the keys
     ),
     missing_package=missing("triton", "3.6"),
 )

@@ -48,6 +48,7 @@ from fast.kernels.hopper.mla_decode import select  # noqa: E402
 from fast.kernels.hopper.mla_decode.main_loops import row_blocks_16_32, row_blocks_64  # noqa: E402
 from fast.kernels.hopper.mla_decode.two_phases import kernel as two_phases_kernels  # noqa: E402
 from fast.kernels.hopper.mla_decode.two_phases import launch as two_phases_launch  # noqa: E402
+from fast.kernels.hopper.varlen import combine as varlen_combine  # noqa: E402
 from fast.kernels.hopper.varlen import kernel as varlen_kernels  # noqa: E402
 from fast.kernels.hopper.varlen import launch as varlen  # noqa: E402
 
@@ -454,6 +455,8 @@ def test_memory_checkers_see_every_variant(monkeypatch):
     """The decodes and prefills of `tests.memory_checks` launch every Hopper kernel in every variant, on an H200."""
     launches = {}
     record(monkeypatch, launches)
+    combining = Recorded(varlen_combine._combine_varlen_kernel, launches)
+    monkeypatch.setattr(varlen_combine, "_combine_varlen_kernel", combining)
     monkeypatch.setattr(varlen, "device_facts", lambda _: H200)
     monkeypatch.setattr(decode, "combine_partial_outputs", lambda *_, **__: None)
     monkeypatch.setattr(decode, "device_facts", lambda _: H200)

@@ -2,7 +2,8 @@
 
 Gluon has no interpreter, so these tests need a Hopper GPU. Letters: S keys and Sq query tokens of a request; P, R and V
 are the head dims without rope, of rope, and of values. A query tile has 128 query tokens, and a key tile has 128 keys
-(64 if V is 256). The budget of a result is the largest error that docs/correctness.md allows.
+(64 if V is 256). The budget of a result is the largest error that docs/correctness.md allows. In a test with the
+argument `splits`, each call divides the keys of its query tiles into this number of splits; 1 means no splits.
 """
 
 from __future__ import annotations
@@ -45,6 +46,14 @@ LENS = {  # query lengths, key lengths
     "stages": ([64, 64, 64, 64], [128, 257, 513, 641]),
 }
 SCALE = 0.11
+with_splits = pytest.mark.parametrize("splits", [1, 3], indirect=True)
+
+
+@pytest.fixture
+def splits(request, monkeypatch):
+    """Let every call use the number of splits that is the parameter of the test, and return this number."""
+    monkeypatch.setattr(select, "best_num_splits", lambda *_: request.param)
+    return request.param
 
 
 def noise(*shape: int, dtype=F32) -> torch.Tensor:
@@ -105,6 +114,43 @@ def test_other_dims(dims):
     check_parity(make_inputs(*LENS["ragged"], 2, dims, BF16), *LENS["ragged"], True)
 
 
+@pytest.mark.parametrize("splits", [2, 7], indirect=True)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("lens", LENS)
+def test_lengths_with_splits(lens, causal, splits):
+    """Results are within the budget if some splits are empty, and if a request has fewer key tiles than splits."""
+    check_parity(make_inputs(*LENS[lens], 3, MLA, BF16), *LENS[lens], causal)
+
+
+@pytest.mark.parametrize("splits", [3], indirect=True)
+@pytest.mark.parametrize("out_dtype", [None, F32])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dims", DIMS + OTHER_DIMS, ids=str)
+def test_dims_with_splits(dims, causal, dtype, out_dtype, splits):
+    check_parity(make_inputs(*LENS["ragged"], 2, dims, dtype), *LENS["ragged"], causal, out_dtype=out_dtype)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("lens", [([130, 40], [4200, 2100]), ([1], [9000]), ([3, 0, 9], [5000, 7, 1])], ids=str)
+def test_chosen_splits(lens, causal):
+    """A few query tiles over many keys are split without being forced, and the results are within the budget."""
+    batch = select.BatchSizes(sum(lens[0]), sum(lens[1]), len(lens[0]), 2, max(lens[0]), max(lens[1]), causal)
+    assert select.best_num_splits(batch, 128, torch.cuda.get_device_properties(DEVICE).multi_processor_count) > 1
+    check_parity(make_inputs(*lens, 2, MLA, BF16), *lens, causal)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 32], indirect=True)
+def test_scores_of_very_different_sizes(splits):
+    """Five keys have scores ten times as large as the other keys, so one split has nearly all the weight of a row."""
+    lens = ([3, 130], [4200, 4300])
+    q, k, k_pe, v = make_inputs(*lens, 2, MLA, BF16)
+    k = k.clone()
+    for key in (0, 2111, 4199, 4201, 8499):
+        k[key] *= 10
+    check_parity((q, k, k_pe, v), *lens, False)
+
+
 @pytest.mark.parametrize("heads", [1, 16, 128])
 @pytest.mark.parametrize("causal", [True, False])
 def test_heads(heads, causal):
@@ -113,7 +159,8 @@ def test_heads(heads, causal):
     check_parity(make_inputs(*lens, heads, MLA, BF16), *lens, causal)
 
 
-def test_many_items():
+@with_splits
+def test_many_items(splits):
     """Every program processes dozens of work items with 0 to 9 key tiles, so that each barrier turns over often."""
     generator = torch.Generator().manual_seed(3)
     for _ in range(3):
@@ -125,8 +172,9 @@ def test_many_items():
             torch.testing.assert_close(found.lse, wanted.lse, atol=1e-4, rtol=1e-4)
 
 
+@with_splits
 @pytest.mark.parametrize("group_heads", [1, 2, 3, 5])
-def test_groups_of_heads(group_heads, monkeypatch):
+def test_groups_of_heads(group_heads, splits, monkeypatch):
     """The order of work items changes no bit of the result; the last group may have fewer heads."""
     inputs = make_inputs(*LENS["ragged"], 5, MLA, BF16)
     wanted = attend(inputs, *LENS["ragged"], True)
@@ -137,7 +185,8 @@ def test_groups_of_heads(group_heads, monkeypatch):
     assert_same_bits(found.lse, wanted.lse)
 
 
-def test_few_programs(monkeypatch):
+@with_splits
+def test_few_programs(splits, monkeypatch):
     """One program that processes all work items computes the same bits as 132 programs."""
     inputs = make_inputs(*LENS["ragged"], 3, MLA, BF16)
     wanted = attend(inputs, *LENS["ragged"], True)
@@ -149,9 +198,13 @@ def test_few_programs(monkeypatch):
         assert_same_bits(found.lse, wanted.lse)
 
 
+@with_splits
 @pytest.mark.parametrize("causal", [True, False])
-def test_batch_invariance(causal):
-    """A request gets the same bits alone and among other requests."""
+def test_batch_invariance(causal, splits):
+    """With the same number of splits, a request gets the same bits alone and among other requests.
+
+    The sizes of the whole batch choose the number of splits, so the backend does not declare batch invariance.
+    """
     lens = LENS["ragged"]
     inputs = make_inputs(*lens, 2, MLA, BF16)
     whole = attend(inputs, *lens, causal)
@@ -163,8 +216,9 @@ def test_batch_invariance(causal):
         assert_same_bits(alone.lse, whole.lse[:, rows])
 
 
+@with_splits
 @pytest.mark.parametrize("causal", [True, False])
-def test_empty_rows(causal):
+def test_empty_rows(causal, splits):
     """Rows without keys give output 0 and LSE -inf, even if other rows of their query tile see keys."""
     lens = ([400, 2, 70], [135, 0, 200])
     state = attend(make_inputs(*lens, 2, MLA, BF16), *lens, causal)
@@ -173,15 +227,17 @@ def test_empty_rows(causal):
     assert state.out[~empty].ne(0).any(-1).all() and state.lse[:, ~empty].isfinite().all()
 
 
+@with_splits
 @pytest.mark.parametrize("query_lens", [[], [0, 0]])
-def test_no_queries(query_lens):
+def test_no_queries(query_lens, splits):
     key_lens = [3] * len(query_lens)
     state = attend(make_inputs(query_lens, key_lens, 2, MLA, BF16), query_lens, key_lens, True)
     assert state.out.shape == (0, 2, 128) and state.lse.shape == (2, 0)
 
 
+@with_splits
 @pytest.mark.parametrize("causal", [True, False])
-def test_nan_query_row(causal):
+def test_nan_query_row(causal, splits):
     """If the query of one row (token, head) has a NaN, only the output and the LSE of this row are NaN."""
     lens = ([9, 340], [133, 570])
     inputs = make_inputs(*lens, 2, MLA, FP16)
@@ -198,8 +254,9 @@ def test_nan_query_row(causal):
     assert_same_bits(state.lse, clean.lse)
 
 
+@with_splits
 @pytest.mark.parametrize("part", ["k_nope", "k_pe"])
-def test_nan_in_a_visible_key(part):
+def test_nan_in_a_visible_key(part, splits):
     """A NaN in a key gives NaN in each row that sees the key; other rows of earlier tiles keep their bits."""
     lens = ([300], [300])
     inputs = list(make_inputs(*lens, 2, MLA, BF16))
@@ -213,10 +270,11 @@ def test_nan_in_a_visible_key(part):
     assert_same_bits(state.out[:200], clean.out[:200])
 
 
+@with_splits
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dims", [MLA, (64, 32, 64), (256, 0, 256)], ids=str)
-def test_bad_keys_stay_with_their_request(dims, causal, bad):
+def test_bad_keys_stay_with_their_request(dims, causal, bad, splits):
     """NaN or inf in the queries, keys and values of some requests changes no bit of the other requests.
 
     The tiles of a request end in the middle of the next request, at every multiple of 8 keys and between them.
@@ -241,7 +299,8 @@ def test_bad_keys_stay_with_their_request(dims, causal, bad):
     assert not state.out[own].isfinite().all()
 
 
-def test_keys_behind_the_last_request():
+@with_splits
+def test_keys_behind_the_last_request(splits):
     """Keys and queries behind the last request may be NaN; rows that belong to no request are not written."""
     lens = ([70, 9], [37, 133])
     q, k_nope, k_pe, v = inputs = make_inputs([*lens[0], 50], [*lens[1], 300], 2, MLA, BF16)
@@ -275,8 +334,9 @@ def test_strided_views(dtype):
         assert_same_bits(state.lse, packed.lse)
 
 
+@with_splits
 @pytest.mark.parametrize("dtype", [BF16, F32])
-def test_written_without_lse(dtype):
+def test_written_without_lse(dtype, splits):
     """The kernel writes its output into a strided view, and writes nothing outside this view."""
     inputs = make_inputs(*LENS["ragged"], 2, MLA, BF16)
     cu_q, cu_k = (offsets(lens).to(DEVICE) for lens in LENS["ragged"])
@@ -296,8 +356,9 @@ def test_written_without_lse(dtype):
         assert wide.eq(7.0).all()
 
 
+@with_splits
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-3, 4.0, 1e30])
-def test_scales(scale):
+def test_scales(scale, splits):
     lens = ([3, 140], [270, 133])
     inputs = make_inputs(*lens, 2, MLA, BF16)
     if scale < 1e3:
@@ -307,7 +368,8 @@ def test_scales(scale):
 
 
 @pytest.mark.parametrize("cu_seqlens", [[0, -5, 900], [0, 7, 2**31 - 1], [-(2**31), 3, 9], [9, 4, 0]], ids=str)
-def test_offsets_out_of_range_stay_inside(cu_seqlens):
+@with_splits
+def test_offsets_out_of_range_stay_inside(cu_seqlens, splits):
     """The kernel clamps invalid offsets, so it raises no error, ends, and accesses no memory outside the tensors."""
     inputs = make_inputs([9], [9], 2, MLA, BF16)
     bad, good = (torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in (cu_seqlens, [0, 4, 9]))
@@ -335,7 +397,8 @@ def test_keys_that_all_heads_share():
     check_parity((q, k[:, :1].expand(-1, 3, -1), k_pe, v[:, :1].expand(-1, 3, -1)), [9], [200], True)
 
 
-def test_same_bits_many_times():
+@with_splits
+def test_same_bits_many_times(splits):
     """Repeat a call 300 times; a race between loads and products would change bits (pitfall 20)."""
     lens = ([700, 1, 130, 257], [900, 513, 20, 1025])
     inputs = make_inputs(*lens, 32, MLA, BF16)
@@ -347,7 +410,8 @@ def test_same_bits_many_times():
         assert_same_bits(first.lse, again.lse)
 
 
-def test_captured_in_a_graph():
+@with_splits
+def test_captured_in_a_graph(splits):
     """Change the lengths of a captured graph, but not their sum -> a replay has the bits of a call without a graph."""
     lens, other = ([40, 200], [70, 330]), ([111, 129], [71, 329])
     inputs = make_inputs(*lens, 4, MLA, BF16)
@@ -369,7 +433,8 @@ def test_captured_in_a_graph():
         assert_same_bits(lse, expected.lse)
 
 
-def test_named_backend():
+@with_splits
+def test_named_backend(splits):
     """`backend="hopper"` serves the public ops, and refuses other widths."""
     lens = LENS["ragged"]
     inputs = make_inputs(*lens, 2, MLA, BF16)

@@ -17,15 +17,17 @@ import torch
 from reference.interfaces import UnsupportedConfiguration
 
 from .. import memory_checks
-from ..support.compiled import RecordedGluon, Source, compiled
+from ..support.compiled import Recorded, RecordedGluon, Source, compiled
 from ..support.factories import offsets
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
 
+from fast.backends.own import HOPPER
 from fast.kernels.compile_log import describe
-from fast.kernels.hopper.varlen import kernel, launch, select
+from fast.kernels.hopper.varlen import combine, kernel, launch, select
+from fast.mla.prefill_choice import check_invariant_prefills
 
 from .test_hopper_compilation import DEEP, H200, all_have_met, arrivals_for_all, product_loops, run
 
@@ -41,6 +43,7 @@ VARIANTS = {
     "256/256, float32 out": ((256, None, 256), FP16, F32),
 }  # fmt: skip
 ALWAYS = ("192/128", "192/128, float32 out", "128/128", "64/64", "96/64", "256/256")
+CASES = [(name, splits) for name in VARIANTS for splits in (1, 3)]
 
 
 @pytest.fixture(autouse=True)
@@ -48,11 +51,17 @@ def on_an_h200(monkeypatch):
     monkeypatch.setattr(launch, "device_facts", lambda _: H200)
 
 
-def recorded(monkeypatch, dims, dtype, out_dtype, stores_lse=True, views=False, heads=4):
-    """Record a launch on one request; return kernel, argument kinds and constants."""
+def recorded(monkeypatch, dims, dtype, out_dtype, stores_lse=True, views=False, heads=4, splits=1, combines=False):
+    """Record a launch on one request with `splits` splits; return kernel, argument kinds and constants.
+
+    With `combines`, return those of the combine kernel.
+    """
     nope, rope, value = dims
     launches: dict = {}
+    combine_launches: dict = {}
     monkeypatch.setattr(launch, "_varlen_kernel", RecordedGluon(kernel._varlen_kernel, launches))
+    monkeypatch.setattr(combine, "_combine_varlen_kernel", Recorded(combine._combine_varlen_kernel, combine_launches))
+    monkeypatch.setattr(launch, "order_of", lambda *given: select.order_of(*given)._replace(num_splits=splits))
     q = torch.zeros(200, heads, nope + (rope or 0), dtype=dtype)
     k, v = torch.zeros(300, heads, nope + value, dtype=dtype).split([nope, value], -1)
     if not views:
@@ -61,22 +70,23 @@ def recorded(monkeypatch, dims, dtype, out_dtype, stores_lse=True, views=False, 
     out = torch.zeros(200, heads, value, dtype=out_dtype)
     lse = torch.zeros(heads, 200) if stores_lse else None
     launch.flash_attn_varlen(q, k, k_pe, v, offsets([200]), offsets([300]), 200, 300, 0.1, True, out_dtype, out, lse)
-    (only,) = launches.values()
+    assert len(combine_launches) == (splits > 1)
+    (only,) = (combine_launches if combines else launches).values()
     return only
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_nothing_spills(variant, monkeypatch, tmp_path):
-    """Compile a variant and check the machine code.
+@pytest.mark.parametrize("variant, splits", CASES)
+def test_nothing_spills(variant, splits, monkeypatch, tmp_path):
+    """Compile a variant, with and without splits, and check the machine code.
 
     - No instruction reads or writes local memory (spilled registers).
     - The assembler serialises no matrix product (warnings C7510 to C7514).
     - Registers and shared memory are within the limits of Hopper.
     - One thread arrives at an mbarrier for its warp group only after a barrier of the group.
     """
-    if variant not in ALWAYS and not DEEP:
+    if not DEEP and (variant not in ALWAYS or (splits > 1 and "float32" in variant)):  # partial outputs are float32
         pytest.skip("runs only with HYPOTHESIS_PROFILE=deep")
-    found = compiled(*recorded(monkeypatch, *VARIANTS[variant]))
+    found = compiled(*recorded(monkeypatch, *VARIANTS[variant], splits=splits))
     assert found.metadata.shared <= H200.shared
     (tmp_path / "kernel.cubin").write_bytes(found.asm["cubin"])
     (tmp_path / "kernel.ptx").write_text(found.asm["ptx"])
@@ -89,12 +99,13 @@ def test_nothing_spills(variant, monkeypatch, tmp_path):
     assert arrivals and all(map(all_have_met, arrivals))
 
 
-def test_products_overlap_with_the_softmax(monkeypatch, tmp_path):
+@pytest.mark.parametrize("splits", [1, 3])
+def test_products_overlap_with_the_softmax(splits, monkeypatch, tmp_path):
     """In each main loop, the wait for the product with the values comes after the exponentials of the next scores.
 
     Without the wait for a barrier between the two, the compiler moves the wait for the product before the softmax.
     """
-    found = compiled(*recorded(monkeypatch, *VARIANTS["192/128"]))
+    found = compiled(*recorded(monkeypatch, *VARIANTS["192/128"], splits=splits))
     (tmp_path / "kernel.cubin").write_bytes(found.asm["cubin"])
     loops = product_loops(run("nvdisasm", "-c", tmp_path / "kernel.cubin"))
     assert len(loops) == 4  # with and without a mask, for each consumer
@@ -111,6 +122,15 @@ def test_options_compile(monkeypatch):
     """The kernel compiles without an LSE, with views, and with one head."""
     for options in ({"stores_lse": False}, {"views": True, "heads": 1}):
         assert compiled(*recorded(monkeypatch, MLA, BF16, BF16, **options)).metadata.shared <= H200.shared
+
+
+@pytest.mark.parametrize("variant, stores_lse", [("192/128", True), ("192/128", False), ("64/64", True),
+                                                ("256/256, float32 out", True)])  # fmt: skip
+def test_the_combine_kernel_compiles(variant, stores_lse, monkeypatch, tmp_path):
+    """The combine kernel spills no register, with and without an LSE."""
+    found = compiled(*recorded(monkeypatch, *VARIANTS[variant], stores_lse, splits=3, combines=True))
+    (tmp_path / "kernel.cubin").write_bytes(found.asm["cubin"])
+    assert not re.findall(r"\b(?:LDL|STL)\b.*", run("nvdisasm", "-c", tmp_path / "kernel.cubin"))
 
 
 def count_arrivals() -> None:
@@ -160,50 +180,143 @@ def test_every_width_fits():
 
 def test_order():
     """Heads come one by one without a mask; with a mask, a group has as many heads as fit into the L2."""
-    assert select.order_of(16384, 1, 128, 16384, 256, True, 132) == select.Order(129, 4, 132)
-    assert select.order_of(16384, 1, 128, 16384, 256, False, 132) == select.Order(129, 1, 132)
-    assert select.order_of(32768, 1, 16, 32768, 256, True, 132) == select.Order(257, 2, 132)
-    assert select.order_of(200, 2, 3, 300, 256, True, 132) == select.Order(3, 3, 9)
-    assert select.order_of(0, 0, 4, 0, 256, True, 132).programs == 1
+    whole = select.BatchSizes(16384, 16384, 1, 128, 16384, 16384, True)
+    long = select.BatchSizes(32768, 32768, 1, 16, 32768, 32768, True)
+    short = select.BatchSizes(200, 500, 2, 3, 200, 300, True)
+    for batch, wanted in (
+        (whole, (128, 4, 1, 132)), (whole._replace(causal=False), (128, 1, 1, 132)), (long, (256, 2, 1, 132)),
+        (short, (3, 3, 1, 9)), (select.BatchSizes(0, 0, 0, 4, 0, 0, True), (0, 4, 1, 1)),
+    ):  # fmt: skip
+        assert select.order_of(batch, 256, 128, 132) == select.Order(*wanted)
 
 
-def items_of(query_lens, key_lens, heads, group_heads, causal, keys_of_tile=128):
-    """Compute in Python the order of work items that `work_items.item_of` describes; skip the empty slots."""
-    starts_q, starts_k = offsets(query_lens).tolist(), offsets(key_lens).tolist()
-    num_slots = starts_q[-1] // 128 + len(query_lens)
-    for index in range(num_slots * heads):
-        group, inside = divmod(index, group_heads * num_slots)
+def sizes_of(query_lens, key_lens, heads, causal=False) -> select.BatchSizes:
+    return select.BatchSizes(
+        sum(query_lens), sum(key_lens), len(query_lens), heads, max(query_lens), max(key_lens), causal
+    )
+
+
+SPLITS = [  # query lengths, key lengths, heads, causal, and the number of splits on 132 multiprocessors
+    ([512], [65536], 16, False, 2),  # 64 work items become 128
+    ([512], [65536], 16, True, 2),  # the mask changes the number of keys by less than 1 %
+    ([512], [2000], 16, False, 2), ([512], [1900], 16, False, 1),  # a split has at least 8 key tiles
+    ([1], [65536], 16, False, 8), ([1], [65536], 128, False, 1),
+    ([1], [2**20], 1, False, 32),  # the greatest number of splits
+    ([1] * 32, [65536] + [100] * 31, 16, False, 7),  # one long request among short ones
+    ([4480], [65536], 4, False, 7),  # 140 work items: without splits, the second wave has 8 work items
+    ([16384], [16384], 128, True, 1), ([2048] * 4, [2048] * 4, 128, True, 1), ([4096], [16384], 128, False, 1),
+    ([32768], [32768], 16, True, 1), ([8192], [8192], 4, True, 1), ([8192], [8192], 1, True, 4),
+    ([1024], [32768], 16, False, 1),  # 128 work items
+    ([70000], [2**20], 1, False, 1),  # the partial outputs would be too large
+    ([300, 0], [0, 9], 4, True, 1), ([3], [0], 1, False, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("query_lens, key_lens, heads, causal, wanted", SPLITS)
+def test_number_of_splits(query_lens, key_lens, heads, causal, wanted):
+    """Keys are split if the work items do not fill the GPU; buffers of partial outputs stay within 64 MiB."""
+    batch = sizes_of(query_lens, key_lens, heads, causal)
+    assert select.best_num_splits(batch, 128, 132) == wanted
+    loose = batch._replace(max_keys=2**30, max_queries=2**30) if len(query_lens) == 1 and not causal else batch
+    assert select.best_num_splits(loose, 128, 132) == wanted  # bounds behind the end of the tensors change nothing
+
+
+def test_only_chosen_splits_change_the_kernel():
+    """The variant of a call depends on the number of splits alone: splits have their own variant."""
+    for query_lens, key_lens, heads, causal, wanted in SPLITS:
+        sizes = launch._launch_sizes(128, 64, 128, sizes_of(query_lens, key_lens, heads, causal), 132)
+        assert (wanted > 1) == sizes.constants.SPLIT and sizes.order.num_splits == wanted
+        assert sizes.constants._replace(SPLIT=False) == select.constants_of(select.parts_of(128, 64), 128)
+
+
+def test_the_backend_is_not_batch_invariant():
+    """A builder that needs batch-invariant prefills refuses the backend, because the batch chooses the splits."""
+    assert not HOPPER.ops["flash_attn_varlen"].batch_invariant and HOPPER.ops["mla_decode"].batch_invariant
+    with pytest.raises(UnsupportedConfiguration, match="hopper: is not batch-invariant"):
+        check_invariant_prefills({"flash_attn_varlen": "hopper"}, True)
+
+
+def items_of(query_lens, key_lens, heads, group_heads, causal, splits=1, keys_of_tile=128):
+    """Compute in Python the order of work items that `work_items.item_of` describes.
+
+    An item is head, first query token, number of rows, number of key tiles of the query tile, and the first and the
+    last key tile (not included). Without splits, the slots may be empty; an item of an empty slot is None.
+    """
+    starts = offsets(query_lens).tolist()
+    requests = range(len(query_lens))
+    if splits > 1:
+        slots = [(b, tile) for b in requests for tile in range(-(-query_lens[b] // 128))]
+    else:
+        firsts = [starts[b] // 128 + b for b in requests]
+        owners = [
+            max(b for b in requests if firsts[b] <= slot) for slot in range(-(-starts[-1] // 128) + len(requests) - 1)
+        ]
+        slots = [(b, slot - firsts[b]) for slot, b in enumerate(owners)]
+    for index in range(len(slots) * heads * splits):
+        rest, split = divmod(index, splits)
+        group, inside = divmod(rest, group_heads * len(slots))
         first_head = group * group_heads
         width = min(group_heads, heads - first_head)
-        slot, head = num_slots - 1 - inside // width, first_head + inside % width
-        request = max(b for b in range(len(query_lens)) if starts_q[b] // 128 + b <= slot)
-        tile = slot - (starts_q[request] // 128 + request)
-        rows = min(query_lens[request] - 128 * tile, 128)
-        if rows > 0:
-            keys = key_lens[request]
-            visible = keys - query_lens[request] + 128 * tile + 1 if causal else keys
-            most = max(min(visible + rows - 1, keys), 0)
-            yield head, starts_q[request] + 128 * tile, rows, starts_k[request], -(-most // keys_of_tile)
+        request, tile = slots[len(slots) - 1 - inside // width]
+        rows, keys = min(query_lens[request] - 128 * tile, 128), key_lens[request]
+        visible = keys - query_lens[request] + 128 * tile + 1 if causal else keys
+        steps = -(-max(min(visible + rows - 1, keys), 0) // keys_of_tile)
+        item = (first_head + inside % width, starts[request] + 128 * tile, rows, steps, steps * split // splits,
+                steps * (split + 1) // splits)  # fmt: skip
+        yield item if rows > 0 else None
 
 
+def ragged_lens(generator) -> tuple[list[int], list[int]]:
+    """Return random query and key lengths of 1 to 8 requests; about half of the query lengths are 0."""
+    requests = int(torch.randint(1, 9, (), generator=generator))
+    present = torch.randint(0, 2, (requests,), generator=generator)
+    query_lens = torch.randint(0, 300, (requests,), generator=generator) * present
+    return query_lens.tolist(), torch.randint(0, 1500, (requests,), generator=generator).tolist()
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5])
 @pytest.mark.parametrize("heads, group_heads", [(1, 1), (3, 1), (5, 2), (4, 4)])
-def test_every_row_has_one_item(heads, group_heads):
-    """The slots of all requests and heads hold every (head, query token) pair exactly once, for ragged lengths."""
+def test_every_row_has_one_item(heads, group_heads, splits):
+    """The items hold every (head, query token, split) triple exactly once, and the splits every key tile exactly once.
+
+    The launcher's bound of the number of slots holds for all lengths. With splits, no slot is empty.
+    """
     generator = torch.Generator().manual_seed(5)
     for _ in range(20):
-        requests = int(torch.randint(1, 9, (), generator=generator))
-        query_lens = (torch.randint(0, 300, (requests,), generator=generator) * torch.randint(
-            0, 2, (requests,), generator=generator)).tolist()  # fmt: skip
-        key_lens = torch.randint(0, 500, (requests,), generator=generator).tolist()
-        seen = [(head, token + row) for head, token, rows, *_ in
-                items_of(query_lens, key_lens, heads, group_heads, True) for row in range(rows)]  # fmt: skip
-        assert len(seen) == len(set(seen)) == heads * sum(query_lens)
+        lens = ragged_lens(generator)
+        found = list(items_of(*lens, heads, group_heads, True, splits))
+        slots = select.order_of(sizes_of(*lens, heads), 256, 128, 132).num_slots
+        assert (
+            len(found) == slots * heads if splits == 1 else None not in found and len(found) <= slots * heads * splits
+        )
+        seen, tiles = [], {}
+        for head, token, rows, steps, first, end in filter(None, found):
+            seen += [(head, token + row) for row in range(rows)]
+            of_tile = tiles.setdefault((head, token), list(range(steps)))
+            assert end - first in (steps // splits, steps // splits + 1)
+            for tile in range(first, end):
+                of_tile.remove(tile)
+        assert len(seen) == splits * len(set(seen)) == splits * heads * sum(lens[0])
+        assert not any(tiles.values())
+
+
+def test_splits_fill_the_programs():
+    """With splits, no program gets two work items while another program gets none (the items have equal lengths)."""
+    for query_lens, key_lens, heads in (
+        ([512], [65536], 16),
+        ([256, 256], [32768, 32768], 16),
+        ([100] * 4, [40000] * 4, 16),
+    ):
+        order = select.order_of(sizes_of(query_lens, key_lens, heads), 256, 128, 132)
+        items = list(items_of(query_lens, key_lens, heads, order.group_heads, False, order.num_splits))
+        assert order.num_splits == 2 and len(items) == 128 <= order.programs
 
 
 def test_memory_checkers_see_every_variant(monkeypatch):
     """The prefills of `tests.memory_checks` launch the kernel in every variant that `VARIANTS` lists there."""
     launches: dict = {}
     monkeypatch.setattr(launch, "_varlen_kernel", RecordedGluon(kernel._varlen_kernel, launches))
+    monkeypatch.setattr(combine, "_combine_varlen_kernel", Recorded(combine._combine_varlen_kernel, launches))
     for given in memory_checks.prefills():
         launch.flash_attn_varlen(*given[:-1])
     lines = []
@@ -211,7 +324,7 @@ def test_memory_checkers_see_every_variant(monkeypatch):
         source = Source(found, kinds, constants)
         lines.append(describe(found.fn.__name__, source.signature, source.constants))
     missing = memory_checks.never_launched(lines, hopper=True)
-    assert lines and not [name for name in missing if name.startswith("varlen_kernel")]
+    assert lines and not [name for name in missing if name.startswith(("varlen_kernel", "combine_varlen_kernel"))]
 
 
 def test_views_are_read_in_place():

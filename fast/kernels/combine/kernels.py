@@ -19,6 +19,9 @@ columns. A schedule assigns the keys of all requests to programs, in tiles of 64
 | by a schedule | [partial indices, rows of a request, Lkv] | [2, partial indices, rows of a request] |
 | by the length of the request alone (batch-invariant) | as with a schedule | as with a schedule, then [B, 2] int32 |
 
+The Hopper prefill (`fast.kernels.hopper.varlen`) uses the first layout too, and combines with the
+functions `combine_partials` and `write_rows`.
+
 Each split of a request has its own partial index. With a schedule, the partial indices of request b begin at
 `split_offsets[b]`. In a batch-invariant decode, every request has the same number n of partial indices, and split s of
 request b has the partial index b * n + s.
@@ -100,7 +103,7 @@ class CombineTile(NamedTuple):
 
 @triton.jit
 @no_type_check  # otherwise the tests' type checker wraps the kernel, and Triton's interpreter finds no module globals
-def _combine_partials(
+def combine_partials(
     partials, splits, first_partial, partial_row, real, columns,
     LATENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -168,24 +171,30 @@ def _rows_of_request(
 
 @triton.jit
 @no_type_check
-def _write_rows(
+def write_rows(
     state, token, head, real, columns, column_tile, num_tokens, out, lse, sinks, HEADS: tl.constexpr,
-    LATENT: tl.constexpr,
+    LATENT: tl.constexpr, strides=None,
 ):  # fmt: skip
     """Write COLUMNS columns of the output of ROWS rows, and for column tile 0 also the LSE of these rows.
 
-    Unless `sinks` is None, add the attention sinks first.
+    Unless `sinks` is None, add the attention sinks first. If `lse` is None, write no LSE. If `strides` is None, the
+    output is contiguous; otherwise `strides` has the fields `token`, `head` and `column`, and HEADS has no meaning.
     """
     if sinks is not None:
         state = add_sinks(state, sinks, head, real)
     divisor = tl.where(state.total == 0, 1.0, state.total)  # a row without keys gets output 0 and LSE -inf
-    offsets = (token.to(tl.int64) * HEADS + head) * LATENT
+    if strides is None:
+        offsets, places = (token.to(tl.int64) * HEADS + head) * LATENT, columns
+    else:
+        offsets = token.to(tl.int64) * strides.token + head.to(tl.int64) * strides.head
+        places = columns.to(tl.int64) * strides.column
     combined = (state.weighted * (1.0 / divisor)[:, None]).to(out.dtype.element_ty)
     held = real[:, None] & (columns < LATENT)[None, :]
-    tl.store(out + offsets[:, None] + columns[None, :], combined, mask=held)
-    if column_tile == 0:
-        lse_row = lse + head.to(tl.int64) * num_tokens + token
-        tl.store(lse_row, (state.largest + tl.log2(divisor)) * LN_2, mask=real)
+    tl.store(out + offsets[:, None] + places[None, :], combined, mask=held)
+    if lse is not None:  # noqa: SIM102  Triton decides this condition when it compiles the kernel
+        if column_tile == 0:
+            lse_row = lse + head.to(tl.int64) * num_tokens + token
+            tl.store(lse_row, (state.largest + tl.log2(divisor)) * LN_2, mask=real)
 
 
 @triton.jit(
@@ -215,10 +224,10 @@ def _combine_splits_kernel(
     held = real
     if query_start_loc is not None:  # the decode has written no partial outputs of padding tokens
         held = real & (row // HEADS < tl.load(query_start_loc + num_requests))
-    state = _combine_partials(partials, num_splits, 0, row, held, columns, LATENT, ROWS, COLUMNS, SPLITS)
+    state = combine_partials(partials, num_splits, 0, row, held, columns, LATENT, ROWS, COLUMNS, SPLITS)
     if sinks is not None:
         state = add_sinks(state, sinks, row % HEADS, held)
-    _write_rows(state, row // HEADS, row % HEADS, real, columns, column_tile, num_tokens, out, lse, None, HEADS, LATENT)
+    write_rows(state, row // HEADS, row % HEADS, real, columns, column_tile, num_tokens, out, lse, None, HEADS, LATENT)
 
 
 @triton.jit
@@ -238,11 +247,11 @@ def _combine_tile(
         gdc_wait()  # wait until the decode has written the partial outputs; for later tiles this takes no time
     if splits != 1:
         columns = tile.column_tile * COLUMNS + tl.arange(0, COLUMNS)
-        state = _combine_partials(
+        state = combine_partials(
             partials, tl.minimum(splits, partials.indices), first_partial, rows.number, rows.real, columns, LATENT,
             ROWS, COLUMNS, SPLITS,
         )  # fmt: skip
-        _write_rows(
+        write_rows(
             state, rows.token, rows.number % HEADS, rows.real, columns, tile.column_tile, num_tokens, out, lse, sinks,
             HEADS, LATENT,
         )  # fmt: skip
@@ -374,7 +383,7 @@ def _combine_invariant_kernel(
                         state = add_partial(state, one_split)
                 first += SPLITS
                 more = first < splits
-        _write_rows(
+        write_rows(
             state, rows.token, rows.number % HEADS, rows.real & remaining, columns, column_tile, num_tokens, out, lse,
             sinks, HEADS, LATENT,
         )  # fmt: skip

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from ..common.arrivals import arrive
 from ..common.epilogue import LEAST, shift_of
-from .epilogue import write_rows
+from .epilogue import write_partial_rows, write_rows
 from .records import ROWS, SoftmaxState
 from .work_items import read_item
 
@@ -175,10 +175,10 @@ def consume(ctx, c):
     loads = 0  # query tiles multiplied so far
     count = 0  # key tiles processed so far
     mbarrier.wait(bars.item_written, 0)
-    item = read_item(items, 0)
+    item = read_item(items, 0, c)
     while item.steps >= 0:
         arrive(bars.item_begun)
-        steps = item.steps
+        steps, end = item.steps, item.end
         first_row = c.CONSUMER * ROWS
         offset = gl.where(ctx.sizes.causal != 0, 1, 0)
         row = gl.arange(0, ROWS, ROW)
@@ -190,12 +190,12 @@ def consume(ctx, c):
         weighted = gl.zeros([ROWS, VALUE], gl.float32, VALUES)
         if steps > 0:
             mbarrier.wait(bars.q_full.index(c.CONSUMER), loads & 1)
-            state = _begin(steps - 1, visible, count, steps > 1, ctx, c)
-            masked_steps = gl.minimum(gl.maximum(steps - whole, 1), steps)
+            state = _begin(end - 1, visible, count, steps > 1, ctx, c)
+            masked_steps = gl.minimum(gl.maximum(end - whole, 1), steps)
             for step in range(1, masked_steps):
-                state = _attend(state, steps - 1 - step, visible, count + step, step + 1 < steps, ctx, c, True)
+                state = _attend(state, end - 1 - step, visible, count + step, step + 1 < steps, ctx, c, True)
             for step in range(masked_steps, steps):
-                state = _attend(state, steps - 1 - step, visible, count + step, step + 1 < steps, ctx, c, False)
+                state = _attend(state, end - 1 - step, visible, count + step, step + 1 < steps, ctx, c, False)
             count += steps
             arrive(bars.q_empty.index(c.CONSUMER))
             loads += 1
@@ -203,7 +203,11 @@ def consume(ctx, c):
             weighted, _ = warpgroup_mma_wait(0, deps=[weighted, probabilities])
             arrive(bars.v_empty.index((count - 1) % c.STAGES))
             largest, total = state.largest, state.total
-        write_rows(largest, total, weighted, read_item(items, number), ctx, c)
+        item = read_item(items, number, c)
+        if c.SPLIT:
+            write_partial_rows(largest, total, weighted, item, ctx, c)
+        else:
+            write_rows(largest, total, weighted, item, ctx, c)
         number += 1
         mbarrier.wait(bars.item_written, number & 1)
-        item = read_item(items, number)
+        item = read_item(items, number, c)

@@ -1,4 +1,4 @@
-"""Epilogue of the prefill kernel: normalise the weighted sums of a consumer, and store outputs and LSEs."""
+"""Epilogue of the prefill kernel: store the outputs and LSEs of a consumer, or its partial outputs and partial LSEs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import no_type_check
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..common.epilogue import LN_2
+from ...combine.states import RowState
+from ..common.epilogue import LN_2, in_base_two
 from .records import ROWS
 
 
@@ -60,3 +61,28 @@ def write_rows(largest, total, weighted, item, ctx, c):
     tokens = (item.token + row).to(gl.int64) * outputs.strides.token
     pointers = base + tokens[:, None] + (column.to(gl.int64) * outputs.strides.column)[None, :]
     gl.store(pointers, rounded, mask=(row < item.rows)[:, None])
+
+
+@gluon.jit
+@no_type_check
+def write_partial_rows(largest, total, weighted, item, ctx, c):
+    """Store partial output and partial LSE of the rows of this consumer that belong to the request of the work item.
+
+    A row that sees no key of the split gets the reference score -inf and zeros, also if the split has no key tile.
+    """
+    ROW: gl.constexpr = largest.type.layout
+    LAYOUT: gl.constexpr = weighted.type.layout
+    outputs, sizes = ctx.outputs, ctx.sizes
+    first_row = c.CONSUMER * ROWS
+    split_rows = sizes.num_tokens.to(gl.int64) * sizes.num_heads  # rows of a split
+    row = first_row + gl.arange(0, ROWS, ROW)
+    real = row < item.rows
+    base = item.split.to(gl.int64) * split_rows + item.head
+    partial_lse = outputs.lse + (base + (item.token + row).to(gl.int64) * sizes.num_heads)
+    gl.store(partial_lse, in_base_two(RowState(largest, total, weighted), sizes.scale_log2), mask=real)
+    gl.store(partial_lse + sizes.num_splits.to(gl.int64) * split_rows, total, mask=real)
+    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    partial_row = base + (item.token + row).to(gl.int64) * sizes.num_heads
+    column = gl.arange(0, weighted.shape[1], gl.SliceLayout(0, LAYOUT))
+    pointers = outputs.out + (partial_row * weighted.shape[1])[:, None] + column[None, :]
+    gl.store(pointers, weighted, mask=(row < item.rows)[:, None])

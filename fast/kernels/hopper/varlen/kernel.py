@@ -11,19 +11,20 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .consumer import consume
 from .producer import produce
 from .records import CONSUMERS, ROWS, Bars, Context, Outputs, Shared, Sizes, Tensors, of_consumer
-from .work_items import ITEM_FIELDS, ITEMS_HELD
+from .work_items import ITEMS_HELD, fields_of
 
 
 @gluon.jit(
     do_not_specialize=[
-        "num_tokens", "num_keys", "num_requests", "num_heads", "num_slots", "group_heads", "causal",
+        "num_tokens", "num_keys", "num_requests", "num_heads", "num_slots", "group_heads", "num_splits", "causal",
     ],
     do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "lse"],
 )  # fmt: skip
 @no_type_check
 def _varlen_kernel(
     q_first, q_second, k_first, k_second, v, cu_seqlens_q, cu_seqlens_k, out, lse, out_strides,
-    num_tokens, num_keys, num_requests, num_heads, num_slots, group_heads, causal, scale_log2, c: gl.constexpr,
+    num_tokens, num_keys, num_requests, num_heads, num_slots, group_heads, num_splits, causal, scale_log2,
+    c: gl.constexpr,
 ):  # fmt: skip
     """Attend all query tiles of all requests and heads.
 
@@ -36,15 +37,16 @@ def _varlen_kernel(
         v: TMA descriptor of the values, as [N, S, VALUE], for boxes of KEYS keys.
         cu_seqlens_q: [B + 1], first query token of each request.
         cu_seqlens_k: [B + 1], first key of each request.
-        out: [T, N, VALUE], output.
-        lse: [N, T], LSE, or None.
-        out_strides: `OutStrides`.
+        out: see `Outputs`.
+        lse: see `Outputs`.
+        out_strides: see `Outputs`.
         num_tokens: see `Sizes`.
         num_keys: see `Sizes`.
         num_requests: see `Sizes`.
         num_heads: see `Sizes`.
         num_slots: see `Sizes`.
         group_heads: see `Sizes`.
+        num_splits: see `Sizes`.
         causal: see `Sizes`.
         scale_log2: see `Sizes`.
         c: `Constants`.
@@ -52,6 +54,7 @@ def _varlen_kernel(
     dtype: gl.constexpr = v.dtype
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     STAGES: gl.constexpr = c.STAGES  # `static_range` accepts no field of a named tuple
+    FIELDS: gl.constexpr = fields_of(c)
     q_first_memory = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, ROWS, c.FIRST], q_first.layout)
     k_first_memory = gl.allocate_shared_memory(dtype, [STAGES, 1, c.KEYS, c.FIRST], k_first.layout)
     v_memory = gl.allocate_shared_memory(dtype, [STAGES, 1, c.KEYS, c.VALUE], v.layout)
@@ -59,7 +62,7 @@ def _varlen_kernel(
     if c.SECOND > 0:
         q_second_memory = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, ROWS, c.SECOND], q_second.layout)
         k_second_memory = gl.allocate_shared_memory(dtype, [STAGES, 1, c.KEYS, c.SECOND], k_second.layout)
-    items = gl.allocate_shared_memory(gl.int32, [ITEMS_HELD * ITEM_FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    items = gl.allocate_shared_memory(gl.int32, [ITEMS_HELD * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BAR)
     q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BAR)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
@@ -82,7 +85,7 @@ def _varlen_kernel(
     mbarrier.init(item_begun, CONSUMERS)
     fence_async_shared()
 
-    sizes = Sizes(num_tokens, num_keys, num_requests, num_heads, num_slots, group_heads, causal, scale_log2)
+    sizes = Sizes(num_tokens, num_keys, num_requests, num_heads, num_slots, group_heads, num_splits, causal, scale_log2)
     shared = Shared(q_first_memory, q_second_memory, k_first_memory, k_second_memory, v_memory, items)
     bars = Bars(q_full, q_empty, k_full, k_empty, v_full, v_empty, tail_loaded, item_written, item_begun)
     ctx = Context(cu_seqlens_q, cu_seqlens_k, Outputs(out, lse, out_strides), sizes, shared, bars)

@@ -15,9 +15,10 @@ from reference.interfaces import check
 from ....backends import launch
 from ...device import device_facts, device_of
 from ..common.descriptors import descriptor
+from .combine import combine_splits
 from .kernel import _varlen_kernel
 from .records import ROWS, Constants, OutStrides
-from .select import DTYPES, OUT_DTYPES, Order, constants_of, order_of, parts_of
+from .select import DTYPES, OUT_DTYPES, BatchSizes, Order, constants_of, order_of, parts_of
 
 LEAST_SCALE = 1e-30  # replaces a softmax scale of 0: masked scores are -inf, and -inf * 0 would be NaN
 MOST_SIZES = 4096  # size of the cache of `_launch_sizes`
@@ -40,6 +41,9 @@ def flash_attn_varlen(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute attention of packed requests of different lengths.
 
+    A call with few query tiles and many keys divides the keys into splits (`select.best_num_splits`). The number of
+    splits depends on the sizes of the whole batch, so the bits of a request may depend on the other requests.
+
     TMA reads a tensor in place if its rows are contiguous, its address and its strides are multiples of 16 bytes, and
     its strides are positive. Other tensors are copied first.
 
@@ -50,8 +54,9 @@ def flash_attn_varlen(
         v: [S, N, V], any strides.
         cu_seqlens_q: [B + 1], first query token of each request.
         cu_seqlens_k: [B + 1], first key of each request.
-        max_seqlen_q: not used by this backend.
-        max_seqlen_k: upper bound of the keys of a request; it changes only the order of the work.
+        max_seqlen_q: upper bound of the query tokens of a request; it changes only the number of splits.
+        max_seqlen_k: upper bound of the keys of a request; it changes only the order of the work and the number of
+            splits.
         softmax_scale: factor of the scores.
         causal: if True, a request's last query sees all keys, and each query sees one key less than the next query.
         out_dtype: dtype of the output: float32, bfloat16 or float16.
@@ -73,7 +78,8 @@ def flash_attn_varlen(
     if k_pe is not None and k_pe.shape[1] == 0:
         k_pe = None
     constants, whole, order = _launch_sizes(
-        nope, 0 if k_pe is None else k_pe.shape[1], value, tokens, requests, heads, max_seqlen_k, bool(causal),
+        nope, 0 if k_pe is None else k_pe.shape[1], value,
+        BatchSizes(tokens, keys, max(requests, 0), heads, max_seqlen_q, max_seqlen_k, bool(causal)),
         device_facts(q.device).processors,
     )  # fmt: skip
     if out is None:
@@ -96,14 +102,22 @@ def flash_attn_varlen(
         shared = in_boxes(k_pe[:, None])
         k_second = _descriptor(shared, constants.KEYS, constants.SECOND)
     values = _descriptor(v, constants.KEYS, constants.VALUE)
+    cu_seqlens_q = cu_seqlens_q.contiguous()
+    num_splits, results = None, (out, lse, OutStrides(*out.stride()))
+    if constants.SPLIT:
+        num_splits = order.num_splits
+        partial_out = torch.empty(num_splits * tokens * heads * value, dtype=torch.float32, device=q.device)
+        partial_lse = torch.empty(2 * num_splits * tokens * heads, dtype=torch.float32, device=q.device)
+        results = partial_out, partial_lse, None
     with device_of(q):
         launch(
             _varlen_kernel, (order.programs,),
-            q_first, q_second, k_first, k_second, values, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(),
-            out, lse, OutStrides(*out.stride()),
-            tokens, keys, requests, heads, order.num_slots, order.group_heads, int(causal),
+            q_first, q_second, k_first, k_second, values, cu_seqlens_q, cu_seqlens_k.contiguous(), *results,
+            tokens, keys, requests, heads, order.num_slots, order.group_heads, num_splits, int(causal),
             max(softmax_scale, LEAST_SCALE) / math.log(2), c=constants, num_warps=4,
         )  # fmt: skip
+    if constants.SPLIT:
+        combine_splits(partial_out, partial_lse, cu_seqlens_q, num_splits, out, lse)
     return out, lse
 
 
@@ -113,7 +127,7 @@ class LaunchSizes(NamedTuple):
     Attributes:
         constants: compile-time constants.
         whole: whether both parts of the keys must be joined.
-        order: order of the work items.
+        order: order of the work items, and number of splits.
     """
 
     constants: Constants
@@ -123,14 +137,14 @@ class LaunchSizes(NamedTuple):
 
 @functools.lru_cache(MOST_SIZES)
 def _launch_sizes(
-    nope: int, rope: int, value: int, tokens: int, requests: int, heads: int, max_keys: int, causal: bool,
-    processors: int,
+    nope: int, rope: int, value: int, batch: BatchSizes, processors: int
 ) -> LaunchSizes:  # fmt: skip
     """Return the `LaunchSizes` of calls with these sizes."""
     parts = parts_of(nope, rope)
+    constants = constants_of(parts, value)
     width = (parts.first if parts.shared else nope + rope) + value
-    order = order_of(tokens, max(requests, 0), heads, max_keys, width, causal, processors)
-    return LaunchSizes(constants_of(parts, value), parts.whole, order)
+    order = order_of(batch, width, constants.KEYS, processors)
+    return LaunchSizes(constants._replace(SPLIT=order.num_splits > 1), parts.whole, order)
 
 
 def in_boxes(x: Tensor) -> Tensor:

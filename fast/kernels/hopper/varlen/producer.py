@@ -135,25 +135,29 @@ def produce(tensors, ctx, c):
     loads = 0  # query tiles loaded so far
     count = 0  # key tiles loaded so far
     tails = 0
-    for index in range(gl.program_id(0), sizes.num_slots * sizes.num_heads, gl.num_programs(0)):
-        item = item_of(index, ctx, c.KEYS)
+    num_items = sizes.num_slots * sizes.num_heads
+    if c.SPLIT:
+        num_items = num_items * sizes.num_splits
+    for index in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        item = item_of(index, ctx, c)
         if item.rows > 0:
             if number > 0:  # the consumers no longer read the item that is overwritten
                 mbarrier.wait(bars.item_begun, (number - 1) & 1)
-            write_item(items, number, item, bars.item_written)
+            write_item(items, number, item, bars.item_written, c)
             number += 1
-            steps = item.steps
+            steps, end = item.steps, item.end
             if steps > 0:
                 for step in range(steps + 1):
                     if step < steps:
-                        _load_keys(steps - 1 - step, item, count + step, tensors, ctx, c)
+                        _load_keys(end - 1 - step, item, count + step, tensors, ctx, c)
                     if step == 0:
                         _load_queries(item, loads, tensors, ctx, c)
                     else:
-                        tails = _load_values(steps - step, item, count + step - 1, tails, tensors, ctx, c)
+                        tails = _load_values(end - step, item, count + step - 1, tails, tensors, ctx, c)
                 count += steps
                 loads += 1
     if number > 0:
         mbarrier.wait(bars.item_begun, (number - 1) & 1)
     none = number * 0
-    write_item(items, number, Item(none - 1, none, none, none, none, none, none), bars.item_written)
+    last = Item(none - 1, none, none, none, none, none, none, none, none)
+    write_item(items, number, last, bars.item_written, c)

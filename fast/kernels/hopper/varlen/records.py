@@ -30,6 +30,7 @@ class Constants(NamedTuple):
         VALUE: columns of a value.
         KEYS: keys of a key tile.
         STAGES: number of key tiles, and of value tiles, that shared memory holds.
+        SPLIT: True if the key tiles of a query tile are divided into splits. The kernel then writes partial outputs.
     """
 
     CONSUMER: Any
@@ -39,6 +40,7 @@ class Constants(NamedTuple):
     VALUE: Any
     KEYS: Any
     STAGES: Any
+    SPLIT: Any
 
 
 @constexpr_function
@@ -55,8 +57,9 @@ class Sizes(NamedTuple):
         num_keys: S, packed keys.
         num_requests: B.
         num_heads: N.
-        num_slots: number of slots for query tiles of one head (see `work_items.item_of`).
+        num_slots: number of slots for query tiles of one head (see `work_items.item_of`); with SPLIT, an upper bound.
         group_heads: number of heads whose query tiles are attended before those of the next heads.
+        num_splits: number of splits of each query tile; None without SPLIT.
         causal: 1 with a causal mask, otherwise 0.
         scale_log2: softmax scale divided by ln 2, because the kernel uses exp2 in place of exp.
     """
@@ -67,6 +70,7 @@ class Sizes(NamedTuple):
     num_heads: Any
     num_slots: Any
     group_heads: Any
+    num_splits: Any
     causal: Any
     scale_log2: Any
 
@@ -90,7 +94,15 @@ class OutStrides(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Pointers to the output and to the LSE [N, T], and the strides of the output; `lse` None stores no LSE."""
+    """Pointers to the results, and the strides of the output.
+
+    `fast.kernels.combine.kernels` defines the layouts of partial outputs and partial LSEs.
+
+    Attributes:
+        out: output [T, N, VALUE]; with SPLIT, partial outputs [num_splits, T, N, VALUE], contiguous.
+        lse: LSE [N, T], or None to store no LSE; with SPLIT, partial LSEs [2, num_splits, T, N].
+        strides: `OutStrides` of `out`; None with SPLIT.
+    """
 
     out: Any
     lse: Any
@@ -98,16 +110,20 @@ class Outputs(NamedTuple):
 
 
 class Item(NamedTuple):
-    """Work item: one query tile of one request and one head, with all keys that its rows see.
+    """Work item: one query tile of one request and one head, with the keys that its rows see, or one split of them.
+
+    The key tiles of a work item are the tiles [end - steps, end) of the request.
 
     Attributes:
-        steps: number of key tiles; 0 if no row sees a key, -1 if there is no work item left.
+        steps: number of key tiles; 0 if no row sees a key or the split is empty, -1 if there is no work item left.
         token: first query token of the tile.
         rows: number of query tokens of the tile, 1 to 128.
         head: head.
         keys: number of keys of the request.
         visible: number of keys that row 0 of the tile sees, before it is limited to [0, keys]. With a causal mask, row
             i sees i keys more. Without a mask, `visible` is `keys`, and the limit removes the surplus.
+        end: number of key tiles before the end of the work item; `steps` without SPLIT.
+        split: index of the split; 0 without SPLIT.
         key_start: first key of the request in the packed keys.
     """
 
@@ -117,6 +133,8 @@ class Item(NamedTuple):
     head: Any
     keys: Any
     visible: Any
+    end: Any
+    split: Any
     key_start: Any
 
 

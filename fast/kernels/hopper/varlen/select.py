@@ -1,14 +1,16 @@
-"""Choose how the prefill kernel computes a call: the parts of a key, tile sizes, and the order of the work items."""
+"""Choose how the prefill kernel computes a call: parts of a key, tile sizes, order of work items, and key splits."""
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
 
 from reference.interfaces import UnsupportedConfiguration
 
+from ...integers import cdiv
 from .records import QUERY_TILE, Constants
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -21,6 +23,13 @@ ELEMENT_BYTES = torch.bfloat16.itemsize  # as of float16
 SHARED = 227 * 1024  # bytes of shared memory of a program on Hopper
 OTHER_MEMORY = 4608  # bytes, rounded up: barriers, work items, and the conversion of an output from accumulator to rows
 L2_BYTES = 32 * 2**20  # keys and values of a group of heads should fit into this share of the L2 (50 MB)
+LEAST_SPLIT_TILES = 8  # key tiles of a split of the longest request
+MOST_SPLITS = 32
+MOST_PARTIAL_ROWS = 2**17  # (query token, head, split) triples with partial outputs: 64 MiB for values of 128 columns
+# Estimates in units of the time in which a program processes one key tile. They were not measured.
+ITEM_STEPS = 2  # a work item, in addition to its key tiles
+COMBINE_STEPS = 3  # the launch of the combine kernel
+PARTIAL_ROWS_OF_A_STEP = 10_000  # partial outputs that are written and combined
 
 
 class Parts(NamedTuple):
@@ -79,41 +88,108 @@ def constants_of(parts: Parts, value: int) -> Constants:
                                         f" of {value} columns"])  # fmt: skip
     return Constants(
         CONSUMER=0, FIRST=parts.first, SECOND=parts.second, SHARED=parts.shared, VALUE=value, KEYS=keys,
-        STAGES=2 if stages < 4 else 4,
+        STAGES=2 if stages < 4 else 4, SPLIT=False,
     )  # fmt: skip
+
+
+class BatchSizes(NamedTuple):
+    """Sizes of a call that the host knows without reading a length from the GPU.
+
+    Attributes:
+        tokens: T.
+        keys: S.
+        requests: B.
+        heads: N.
+        max_queries: upper bound of the query tokens of a request.
+        max_keys: upper bound of the keys of a request.
+        causal: whether there is a causal mask.
+    """
+
+    tokens: int
+    keys: int
+    requests: int
+    heads: int
+    max_queries: int
+    max_keys: int
+    causal: bool
 
 
 class Order(NamedTuple):
     """The order of work items (`work_items`) and the number of programs.
 
     Attributes:
-        num_slots: slots for query tiles of one head.
+        num_slots: slots for query tiles of one head. Without splits, up to one slot of each request but the last stays
+            empty. With splits, no slot stays empty, and this number is an upper bound.
         group_heads: heads of a group.
+        num_splits: splits of each query tile; 1 means that the keys are not divided.
         programs: programs of the launch, at most one for each multiprocessor.
     """
 
     num_slots: int
     group_heads: int
+    num_splits: int
     programs: int
 
 
-def order_of(tokens: int, requests: int, heads: int, max_keys: int, width: int, causal: bool, processors: int) -> Order:
+def order_of(batch: BatchSizes, width: int, tile_keys: int, processors: int) -> Order:
     """Return the `Order` of a call.
 
     Heads-outer order reads keys from the L2 most often. With a causal mask, a group of several heads has fewer short
-    work items at its end; its keys and values should still fit into the L2. Splitting the keys of an item over several
-    programs, for calls with fewer items than multiprocessors, is not implemented; it would belong here.
+    work items at its end; its keys and values should still fit into the L2.
 
     Args:
-        tokens: T.
-        requests: B.
-        heads: N.
-        max_keys: upper bound of the keys of a request.
+        batch: sizes of the call.
         width: columns of a key that are not shared, and of a value.
-        causal: whether there is a causal mask.
+        tile_keys: keys of a key tile.
         processors: number of multiprocessors.
     """
-    num_slots = tokens // QUERY_TILE.value + requests
-    fitting = L2_BYTES // max(ELEMENT_BYTES * width * max_keys, 1)
-    group_heads = max(1, min(fitting, heads)) if causal else 1
-    return Order(num_slots, group_heads, max(1, min(processors, num_slots * heads)))
+    num_slots = _slots_of(batch)
+    fitting = L2_BYTES // max(ELEMENT_BYTES * width * batch.max_keys, 1)
+    group_heads = max(1, min(fitting, batch.heads)) if batch.causal else 1
+    num_splits = best_num_splits(batch, tile_keys, processors)
+    programs = max(1, min(processors, num_slots * batch.heads * num_splits))
+    return Order(num_slots, group_heads, num_splits, programs)
+
+
+def _slots_of(batch: BatchSizes) -> int:
+    """Return an upper bound of the slots that the query tiles of one head need, for any lengths of the requests."""
+    return max(cdiv(batch.tokens, QUERY_TILE.value) + batch.requests - 1, 0)
+
+
+def best_num_splits(batch: BatchSizes, tile_keys: int, processors: int) -> int:
+    """Return into how many splits to divide the key tiles of each query tile, so that the estimated time is lowest.
+
+    If several numbers give the same time, the function returns the smallest of these numbers. The estimate is a sum:
+
+    - The programs process the work items in waves. A wave takes as long as its longest item. Short items count as a
+      fraction of a longest item, which the mean number of keys of a request gives. With a causal mask and as many
+      queries as keys, items have all lengths from the longest to 0, and the last wave is short too.
+    - Each work item takes some time in addition to its key tiles, even if it has no key tile. Without splits, empty
+      slots count as work items, because they leave programs without work as long items do.
+    - The combine kernel takes some time, and more time for more partial outputs.
+
+    Args:
+        batch: sizes of the call.
+        tile_keys: keys of a key tile.
+        processors: number of multiprocessors.
+    """
+    tokens, keys, requests, heads, max_queries, max_keys, causal = batch
+    longest = min(max_keys, keys)
+    steps = cdiv(longest, tile_keys)
+    rows = tokens * heads
+    most = min(MOST_SPLITS, steps // LEAST_SPLIT_TILES, MOST_PARTIAL_ROWS // max(rows, 1))
+    if rows == 0 or requests == 0 or most < 2:
+        return 1
+    slots = _slots_of(batch)
+    tiles = min(slots, requests * cdiv(max(min(max_queries, tokens), 1), QUERY_TILE.value))
+    uneven = min(max_queries / longest, 1.0) if causal else 0.0
+    share = min(keys / (requests * longest), 1.0) * (1 - uneven / 2)  # mean length of an item / longest length
+
+    def cost(splits: int) -> float:
+        items = (slots if splits == 1 else tiles) * heads * splits
+        waves = items * share / processors
+        waves = max(1.0, waves + (1 - uneven) * (math.ceil(waves) - waves))
+        combine_steps = COMBINE_STEPS + rows * splits / PARTIAL_ROWS_OF_A_STEP if splits > 1 else 0.0
+        return waves * cdiv(steps, splits) + ITEM_STEPS * cdiv(items, processors) + combine_steps
+
+    return min(range(1, most + 1), key=cost)
