@@ -240,9 +240,7 @@ def _combine_tile(
     """Process one combine tile in a decode with a schedule; do nothing if its request has one split."""
     first_partial = tl.load(split_offsets + tile.request, cache_modifier=".cg")
     splits = tl.load(split_offsets + tile.request + 1, cache_modifier=".cg") - first_partial
-    rows = _rows_of_request(
-        query_start_loc, tile.request, tile.row_tile, num_tokens, partials.rows, HEADS, ROWS, ".cg"
-    )
+    rows = _rows_of_request(query_start_loc, tile.request, tile.row_tile, num_tokens, partials.rows, HEADS, ROWS, ".cg")
     if DEPENDENT:
         gdc_wait()  # wait until the decode has written the partial outputs; for later tiles this takes no time
     if splits != 1:
