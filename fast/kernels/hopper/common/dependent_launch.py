@@ -7,8 +7,11 @@ A kernel that may begin early is launched with `launch_pdl=True`, and calls two 
 
 The next kernel begins only after every program of this kernel has called `launch_next`. Because of the order above, all
 kernels before this kernel have finished by then. The next kernel may therefore read the outputs of these earlier
-kernels before it waits for this kernel. For example, the combine kernel reads a schedule before it waits for the decode
-kernel.
+kernels before it waits for this kernel. For example, the combine kernel of a schedule reads the schedule before it
+waits for the decode kernel.
+
+`follow_kernel_early` calls both functions in the other order. The next kernel begins earlier, but must read nothing
+before it waits.
 """
 
 from __future__ import annotations
@@ -43,3 +46,14 @@ def follow_kernel():
     """Wait for the previous kernel of the stream, then allow the next kernel to begin."""
     await_previous()
     launch_next()
+
+
+@gluon.jit
+@no_type_check
+def follow_kernel_early():
+    """Allow the next kernel of the stream to begin, then wait for the previous kernel.
+
+    The next kernel must wait for this kernel before it reads anything that an earlier kernel has written.
+    """
+    launch_next()
+    await_previous()

@@ -82,6 +82,33 @@ def _masked(scores, tile, visible, KEYS: gl.constexpr):
 
 @gluon.jit
 @no_type_check
+def _halves(x):
+    """Return the even and the odd columns of a tensor [ROWS, columns]; each thread keeps its numbers."""
+    return gl.split(x.reshape([x.shape[0], x.shape[1] // 2, 2]))
+
+
+@gluon.jit
+@no_type_check
+def _largest_of(scores):
+    """Return the largest score of each row.
+
+    The first step takes the larger one of each pair of columns, so that a thread does not compare its scores one after
+    another.
+    """
+    even, odd = _halves(scores)
+    return gl.convert_layout(gl.max(gl.maximum(even, odd), 1), gl.SliceLayout(1, scores.type.layout))
+
+
+@gluon.jit
+@no_type_check
+def _total_of(weights):
+    """Return the sum of the probabilities of each row; see `_largest_of`."""
+    even, odd = _halves(weights)
+    return gl.convert_layout(gl.sum(even + odd, 1), gl.SliceLayout(1, weights.type.layout))
+
+
+@gluon.jit
+@no_type_check
 def _packed(weights, dtype: gl.constexpr):
     """Round probabilities [ROWS, KEYS] to `dtype` and return them as int32 [ROWS, KEYS // 2], two in each element.
 
@@ -89,7 +116,7 @@ def _packed(weights, dtype: gl.constexpr):
     would split and join each pair in every step.
     """
     CONVERT: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
-    even, odd = gl.split(weights.reshape([weights.shape[0], weights.shape[1] // 2, 2]))
+    even, odd = _halves(weights)
     return gl.inline_asm_elementwise(CONVERT, "=r,r,r", [even, odd], gl.int32, is_pure=True, pack=1)
 
 
@@ -118,11 +145,11 @@ def _begin(tile, visible, count, more, ctx, c):
     scores = warpgroup_mma_wait(0, deps=[_issue_scores(count, ctx, c)])
     arrive(ctx.bars.k_empty.index(count % c.STAGES))
     scores = _masked(scores, tile, visible, c.KEYS)
-    largest = gl.maximum(gl.max(scores, 1), LEAST)
+    largest = gl.maximum(_largest_of(scores), LEAST)
     weights = gl.exp2(scores * scale_log2 - shift_of(largest, scale_log2)[:, None])
     weighted = gl.zeros([ROWS, VALUE], gl.float32, VALUES)
     _await_keys(count + 1, more, ctx, c)
-    return SoftmaxState(largest, gl.sum(weights, 1), weighted, _packed(weights, ctx.shared.v.dtype))
+    return SoftmaxState(largest, _total_of(weights), weighted, _packed(weights, ctx.shared.v.dtype))
 
 
 @gluon.jit
@@ -148,11 +175,11 @@ def _attend(state, tile, visible, count, more, ctx, c, MASKED: gl.constexpr):
     arrive(bars.k_empty.index(count % c.STAGES))
     if MASKED:
         scores = _masked(scores, tile, visible, c.KEYS)
-    largest = gl.maximum(state.largest, gl.max(scores, 1))
+    largest = gl.maximum(state.largest, _largest_of(scores))
     shift = shift_of(largest, scale_log2) if MASKED else largest * scale_log2
     weights = gl.exp2(scores * scale_log2 - shift[:, None])
     decay = gl.exp2((state.largest - largest) * scale_log2)
-    total = state.total * decay + gl.sum(weights, 1)
+    total = state.total * decay + _total_of(weights)
     packed = _packed(weights, ctx.shared.v.dtype)
     # Without this wait, which has a branch, the compiler would wait for the product with the values before the softmax.
     _await_keys(count + 1, more, ctx, c)

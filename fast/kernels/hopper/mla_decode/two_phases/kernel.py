@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ...common.arrivals import arrive
-from ...common.dependent_launch import follow_kernel
+from ...common.dependent_launch import follow_kernel_early
 from ...common.loads import prefetch_queries
 from ...common.own_length import TILE
 from ...common.records import Inputs, Outputs, Queries, Sizes, SplitPlan, SplitRule, Strides
@@ -50,7 +50,7 @@ CLEARED = gl.constexpr(1024)  # words that a program of `_clear_kernel` clears
 @no_type_check
 def _clear_kernel(words, num_words):
     """Set the words of all score blocks to NOT_WRITTEN."""
-    follow_kernel()
+    follow_kernel_early()
     word = gl.program_id(0) * CLEARED + gl.arange(0, CLEARED, gl.BlockedLayout([4], [32], [4], [0]))
     gl.store(words + word, gl.full([CLEARED], NOT_WRITTEN, gl.int32, word.type.layout), mask=word < num_words)
 
@@ -149,7 +149,7 @@ def _two_phases_kernel(
         mbarrier.init(probabilities_full.index(i), 1)
     mbarrier.init(scored, 1)
     fence_async_shared()
-    follow_kernel()
+    follow_kernel_early()
 
     inputs = Inputs(ql_nope, q_pe, block_table, seq_lens, query_start_loc, visible_lens)
     progress = written.partial_lse + 2 * num_partials.to(gl.int64) * request_rows
