@@ -52,6 +52,7 @@ from .backends import OWN_BACKENDS, BackendChoice
 from .cache.blocks import copy_blocks, swap_blocks
 from .cache.formats import dequantize_entries, quantize_entries
 from .kernels.device import device_facts
+from .kernels.prescribed_splits import prescribe_splits
 from .mla.device_choices import DecodeLayer
 from .mla.layer import MLAAttention
 from .mla.metadata import build_mla_metadata
@@ -99,9 +100,9 @@ def warmup(
     """Compile every kernel that a layer with this config can launch, so that no request waits for a compilation.
 
     The function runs a layer whose projections return zeros: decodes with and without splits and schedules, cascades,
-    and prefills with and without context. It also runs the ops outside a layer, such as `copy_blocks`. A CUDA graph
-    needs no further kernels. Triton also stores compiled kernels on disk. The layer that the function runs has the
-    scale 1.0; the function does not set the scale (`KVScale`) of any other layer.
+    and prefills with and without context and splits. It also runs the ops outside a layer, such as `copy_blocks`. A
+    CUDA graph needs no further kernels. Triton also stores compiled kernels on disk. The layer that the function runs
+    has the scale 1.0; the function does not set the scale (`KVScale`) of any other layer.
 
     Args:
         config: configuration of the layer. A `GQAConfig` is an error: the function does not know the kernels of
@@ -388,7 +389,10 @@ def _launches(
         for context in (0, 16 * block_size, 3):
             step([long_query], [long_query + context])
     launches.extend(functools.partial(advance, ids) for ids in (torch.int32, torch.int64))
+    before = len(launches)
     step([long_query] * 3, [long_query, long_query + 3, long_query])  # requests with and without context
+    # This step runs once more with splits, as over a long context; it comes first, because its kernels compile slowly.
+    launches[:0] = map(prescribe_splits(2), launches[before:])
     if fp8_weights or fp8_output or fp8_mode != CONVERTED:  # products of heads with a weight or a result in e4m3
         for tokens in PRODUCT_TOKENS:
             step([1] * tokens, [1] * tokens, scheduled=False)

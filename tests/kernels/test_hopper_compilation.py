@@ -541,6 +541,8 @@ def record_all(monkeypatch) -> dict:
         for kernel in [key for key in vars(module) if key.endswith("_kernel")]:
             monkeypatch.setattr(module, kernel, Recorded(getattr(module, kernel), found))
     record(monkeypatch, found)
+    combine_varlen = Recorded(varlen_combine._combine_varlen_kernel, found)
+    monkeypatch.setattr(varlen_combine, "_combine_varlen_kernel", combine_varlen)
     without_products(monkeypatch)
     with_backends(monkeypatch, cpu_backend(portable.KERNELS), hopper_on_cpu(hopper.KERNELS))
     return found

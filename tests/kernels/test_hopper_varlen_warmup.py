@@ -1,4 +1,7 @@
-"""Tests of the automatic choice of Hopper's attention over packed requests, and of its warm-up; no GPU is needed."""
+"""Tests of the automatic choice of Hopper's attention over packed requests, and of its warm-up.
+
+Only the last test needs a GPU. The other tests record launches.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,25 @@ from reference.interfaces import COMPUTE_FORMAT
 
 from ..support.factories import LOW_RANK, make_batch, make_layer, make_weights
 from ..support.format_caches import poisoned_cache
-from ..test_compilation import serve
+from ..support.triton_mode import ON_HOPPER
+from ..test_compilation import attend, serve
 
 pytest.importorskip("triton")
 hopper_compilation = pytest.importorskip("tests.kernels.test_hopper_compilation")  # skips interpreted kernels
 
-from fast.kernels.hopper.varlen import select  # noqa: E402
+from fast.kernels.compile_log import compiling_ahead  # noqa: E402
+from fast.kernels.hopper.varlen import launch, select  # noqa: E402
+from fast.kernels.prescribed_splits import prescribe_splits  # noqa: E402
 
 BF16 = torch.bfloat16
 OP = "flash_attn_varlen"
 DIMS = HOPPER.ops[OP].head_dims
 # P, R and V: shared rope part; keys that the launcher joins; keys without rope
 WIDTHS = {"shared rope": (64, 32, 64), "joined": (48, 16, 64), "no rope": (128, 0, 128)}
+# New tokens and lengths of the requests of a step. On an H200, a layer with 4 heads divides these keys into splits: the
+# context in steps 1 and 2, the new tokens in step 3, which has no context, and both in step 4.
+LONG_STEPS = (([16], [4112]), ([3, 30], [5000, 8000]), ([2100], [2100]), ([2100], [6196]))
+SPLIT_KERNELS = ("_varlen_kernel", "_combine_varlen_kernel")
 
 
 def config_of(nope: int, rope: int, value: int):
@@ -84,6 +94,67 @@ def test_warmup_for_an_output_in_e4m3(launches):
     assert not [key for key in set(launches) - ahead if key[0] == "_varlen_kernel"]
 
 
+def split_variants(found) -> set[tuple]:
+    """Return those of the recorded variants of the prefill that only calls with splits launch."""
+    return {
+        key
+        for key in found
+        if key[0] == "_combine_varlen_kernel" or (key[0] == "_varlen_kernel" and "SPLIT=True" in dict(key[1:])["c"])
+    }
+
+
+def serve_long(config, output_scale=None) -> None:
+    """Run the layer, and with an `output_scale` only its attention, in all steps of `LONG_STEPS`."""
+    layer = make_layer(fast, config, make_weights(config, BF16), BF16)
+    for query_lens, seq_lens in LONG_STEPS:
+        batch = make_batch(query_lens, seq_lens)
+        cache = torch.zeros_like(poisoned_cache(batch.num_blocks, 16, config, COMPUTE_FORMAT, BF16))
+        plan = fast.build_mla_metadata(batch.common, 16, 16384, 1, dtype=BF16)
+        tokens = sum(query_lens)
+        inputs = torch.randn(tokens, config.hidden_size).to(BF16), torch.arange(tokens), cache, plan
+        layer(*inputs) if output_scale is None else attend(layer, output_scale, *inputs)
+
+
+@pytest.mark.parametrize("fp8_output", [False, True])
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_warmup_specialises_for_splits(widths, fp8_output, launches, monkeypatch):
+    """Warm up -> prefills with splits launch no new variant, and all variants for splits that warm-up launched.
+
+    Warm-up compiles the combine kernel for an output in float32 with an LSE, and for a bfloat16 output without an LSE;
+    for an output in e4m3 also for a float32 output without an LSE.
+    """
+    monkeypatch.setattr(launch, "device_facts", lambda _: hopper_compilation.H200)
+    config = config_of(*WIDTHS[widths])
+    fast.warmup(config, device="cpu", dtype=BF16, block_size=16, fp8_output=fp8_output)
+    ahead = set(launches)
+    launches.clear()
+    serve_long(config)
+    if fp8_output:
+        serve_long(config, torch.tensor(0.5))
+    assert not set(launches) - ahead
+    assert split_variants(launches) == split_variants(ahead)
+    counts = {name: sum(key[0] == name for key in split_variants(ahead)) for name in SPLIT_KERNELS}
+    assert counts == {"_varlen_kernel": 1, "_combine_varlen_kernel": 3 if fp8_output else 2}
+
+
+def test_prescribed_splits_end_with_their_context(launches):
+    """Prescribe splits for a call -> the same call before and after launches the kernel without splits."""
+    q, k, v = (torch.zeros(16, 4, 64, dtype=BF16) for _ in range(3))
+    cu_seqlens = torch.tensor([0, 16], dtype=torch.int32)
+
+    def call() -> int:
+        """Return the number of variants with splits that the call launches."""
+        launches.clear()
+        fast.flash_attn_varlen(q, k, v, cu_seqlens, cu_seqlens, 16, 16, 0.1, causal=True)
+        assert attention_kernels(launches) == {"_varlen_kernel"}
+        return len(split_variants(launches))
+
+    assert [call(), call()] == [0, 0]
+    with prescribe_splits(2):
+        assert [call(), call()] == [2, 2]
+    assert call() == 0
+
+
 @pytest.mark.parametrize("value, batch_invariant, wanted", [
     (64, False, "hopper"), (64, True, "cpu"), (48, False, "cpu"),
 ])  # fmt: skip
@@ -109,3 +180,17 @@ def test_a_named_backend_is_not_batch_invariant(launches):
     builder = fast.MLAMetadataBuilder(config, 16, 512, 8, **options, backend={"mla_decode": "hopper"})
     assert backends.bind({"mla_decode": "hopper"}).get(OP) is None
     assert builder.build(0, make_batch([40], [40]).common).prefill.backend == "cpu"
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+def test_warmup_leaves_nothing_to_compile_of_long_contexts():
+    """Warm up -> prefills with splits, over long contexts and of many new tokens, compile nothing."""
+    config = config_of(128, 64, 128)
+    over_context = select.BatchSizes(16, 4096, 1, config.num_heads, 16, 4096, causal=False)
+    processors = torch.cuda.get_device_properties("cuda").multi_processor_count
+    assert select.best_num_splits(over_context, 128, processors) > 1
+    fast.warmup(config, dtype=BF16, block_size=16, fp8_output=True)
+    with torch.device("cuda"), compiling_ahead() as compiled:
+        serve_long(config)
+        serve_long(config, torch.tensor(0.5))
+    assert compiled == []

@@ -14,6 +14,7 @@ from reference.interfaces import check
 
 from ....backends import launch
 from ...device import device_facts, device_of
+from ...prescribed_splits import prescribed_splits
 from ..common.descriptors import descriptor
 from .combine import combine_splits
 from .kernel import _varlen_kernel
@@ -79,7 +80,9 @@ def flash_attn_varlen(
         k_pe = None
     constants, whole, order = _launch_sizes(
         nope, 0 if k_pe is None else k_pe.shape[1], value,
-        BatchSizes(tokens, keys, max(requests, 0), heads, max_seqlen_q, max_seqlen_k, bool(causal)),
+        BatchSizes(
+            tokens, keys, max(requests, 0), heads, max_seqlen_q, max_seqlen_k, bool(causal), prescribed_splits()
+        ),
         device_facts(q.device).processors,
     )  # fmt: skip
     if out is None:

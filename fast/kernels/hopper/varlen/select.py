@@ -103,6 +103,7 @@ class BatchSizes(NamedTuple):
         max_queries: upper bound of the query tokens of a request.
         max_keys: upper bound of the keys of a request.
         causal: whether there is a causal mask.
+        prescribed_splits: number of splits that `prescribe_splits` prescribes; None lets `best_num_splits` choose.
     """
 
     tokens: int
@@ -112,6 +113,7 @@ class BatchSizes(NamedTuple):
     max_queries: int
     max_keys: int
     causal: bool
+    prescribed_splits: int | None = None
 
 
 class Order(NamedTuple):
@@ -159,7 +161,8 @@ def _slots_of(batch: BatchSizes) -> int:
 def best_num_splits(batch: BatchSizes, tile_keys: int, processors: int) -> int:
     """Return into how many splits to divide the key tiles of each query tile, so that the estimated time is lowest.
 
-    If several numbers give the same time, the function returns the smallest of these numbers. The estimate is a sum:
+    If `batch.prescribed_splits` is not None, the function returns this number. If several numbers give the same time,
+    the function returns the smallest of these numbers. The estimate is a sum:
 
     - The programs process the work items in waves. A wave takes as long as its longest item. Short items count as a
       fraction of a longest item, which the mean number of keys of a request gives. With a causal mask and as many
@@ -173,7 +176,9 @@ def best_num_splits(batch: BatchSizes, tile_keys: int, processors: int) -> int:
         tile_keys: keys of a key tile.
         processors: number of multiprocessors.
     """
-    tokens, keys, requests, heads, max_queries, max_keys, causal = batch
+    tokens, keys, requests, heads, max_queries, max_keys, causal, prescribed = batch
+    if prescribed is not None:
+        return prescribed
     longest = min(max_keys, keys)
     steps = cdiv(longest, tile_keys)
     rows = tokens * heads
