@@ -7,7 +7,6 @@ run in the pytest process.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib.util
 import os
@@ -34,6 +33,8 @@ import pytest
 import torch
 
 from reference.interfaces import UnsupportedConfiguration
+
+from .support.commands import share_of
 
 try:
     import hypothesis
@@ -67,7 +68,7 @@ if hypothesis is not None:
 def pytest_addoption(parser):
     parser.addoption("--device", default="cpu", help="device of the tests' tensors: cpu (default) or cuda")
     parser.addoption(
-        "--shard", type=_shard, default=(1, 1), metavar="K/N", help="run only the K-th of N equal parts of the tests"
+        "--shard", type=share_of, default=(1, 1), metavar="K/N", help="run only the K-th of N equal parts of the tests"
     )
     parser.addoption("--backend", default=None, metavar="NAME", help="run the tests of adapters for this backend only")
     parser.addoption(
@@ -81,13 +82,6 @@ def pytest_configure(config):
         from tests.support.adapters import Report
 
         config.pluginmanager.register(Report(config))
-
-
-def _shard(text: str) -> tuple[int, int]:
-    number, _, count = text.partition("/")
-    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-        raise argparse.ArgumentTypeError(f"expected K/N with 1 <= K <= N, got {text}")
-    return int(number), int(count)
 
 
 MOST_WORKERS = 8  # limits memory: each worker holds torch, transformers and one or two models

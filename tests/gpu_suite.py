@@ -11,7 +11,8 @@ Stages:
 
 - tests: the test suite with compiled kernels. Each file runs in one process; a slow file is divided among several
   processes. The files of `ANY_DEVICE` run twice: with tensors on the CPU and with tensors on the GPU. The option
-  `--gpu-files-only` leaves out the files whose tests do the same on every machine.
+  `--gpu-files-only` leaves out the files whose tests do the same on every machine. With `--part K/N`, only the K-th of
+  N parts runs; the results file adds up the parts of the same sources.
 - opcheck: `torch.library.opcheck` of every registered op on the GPU.
 - memcheck, racecheck: every registered op under the compute-sanitizer tool that has the name of the stage, with valid
   indices and with indices out of range. Without compute-sanitizer on PATH both stages are skipped.
@@ -44,7 +45,7 @@ from fast.mla.choose_path import short_name
 
 from .benchmarks.report import digest, package_version, provenance
 from .sanitizers import run_memcheck, run_racecheck
-from .support.commands import ROOT, run
+from .support.commands import ROOT, run, share_of
 
 BENCHMARKS = {  # maps the name of a benchmark to its options, without --json
     "decode": (), "prefill": (), "bytes": (), "planning": ("--device", "cuda"),
@@ -120,6 +121,8 @@ def run_tests(args: argparse.Namespace) -> dict[str, Any]:
             for number in range(1, count + 1)]  # fmt: skip
     runs += [(ROOT / "tests" / name, "cuda", "1/1") for name in ANY_DEVICE]
     runs += [(file, "cpu", "1/1") for file in files if file.name not in SHARDS]
+    part, parts = args.part
+    runs = runs[part - 1 :: parts]
 
     def one(file: Path, device: str, shard: str) -> tuple[str, dict[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
@@ -167,7 +170,19 @@ def run_tests(args: argparse.Namespace) -> dict[str, Any]:
     if left_out_files:
         counts["files_left_out"] = sorted(file.name for file in left_out_files)
         print(f"  {len(left_out_files)} files left out, whose tests do not use a GPU")
-    return {"ok": not failed, **counts}
+    return {"ok": not failed, **counts, **({"parts": [f"{part}/{parts}"]} if parts > 1 else {})}
+
+
+def sum_of_parts(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any] | None:
+    """Add up the results of different parts of the tests; return None if they are not parts of the same division."""
+    names = [*first.get("parts", ()), *second.get("parts", ())]
+    if not first.get("parts") or not second.get("parts") or len(set(names)) < len(names):
+        return None
+    if len({name.partition("/")[2] for name in names}) > 1:
+        return None
+    skipped = Counter(first["skipped"]) + Counter(second["skipped"])
+    return {**second, "ok": first["ok"] and second["ok"], "passed": first["passed"] + second["passed"],
+            "failed": first["failed"] + second["failed"], "skipped": dict(skipped), "parts": sorted(names)}  # fmt: skip
 
 
 def run_opcheck(args: argparse.Namespace) -> dict[str, Any]:
@@ -283,6 +298,9 @@ def with_earlier_stages(report: dict[str, Any], earlier: dict[str, Any]) -> dict
     if any(earlier.get(key) != report.get(key) for key in ("fast_sha256", "tests_sha256", "hardware", "versions")):
         return report
     kept = {stage: earlier[stage] for stage in STAGES if stage in earlier and stage not in report}
+    if "tests" in report and (whole := sum_of_parts(earlier.get("tests", {}), report["tests"])):
+        kept["tests"] = whole
+        report["seconds"]["tests"] = round(report["seconds"]["tests"] + earlier["seconds"]["tests"], 1)
     command = " && ".join(dict.fromkeys([earlier["command"], report["command"]] if kept else [report["command"]]))
     return {**report, **kept, "command": command, "seconds": {**earlier["seconds"], **report["seconds"]}}
 
@@ -301,6 +319,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--peers", type=Path, metavar="DIR", help="folder with peers.py, for the benchmarks")
     parser.add_argument("--jobs", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)), metavar="N",
                         help="number of test files that run at a time (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--part", type=share_of, default=(1, 1), metavar="K/N",
+                        help="run only the K-th of N parts of the stage tests (default: 1/1)")  # fmt: skip
     parser.add_argument("--gpu-files-only", action="store_true",
                         help="leave out the test files whose tests do the same without a GPU")  # fmt: skip
     parser.add_argument("--limit", type=float, default=1800.0, metavar="S",

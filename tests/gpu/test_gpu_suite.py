@@ -254,7 +254,7 @@ def test_shards(count):
 @pytest.mark.parametrize("said", ["", "3", "0/2", "3/2", "a/2", "1/2/3", "-1/2"])
 def test_no_share(said):
     with pytest.raises(argparse.ArgumentTypeError, match=f"expected K/N with 1 <= K <= N, got {said}$"):
-        conftest._shard(said)
+        commands.share_of(said)
 
 
 @pytest.mark.parametrize("gpu_files_only", [False, True])
@@ -266,7 +266,7 @@ def test_suite_runs_every_file(gpu_files_only, monkeypatch):
     """
     called = []
     monkeypatch.setattr(gpu_suite, "run", lambda command, *_, **__: (called.append(command), (0, ""))[1])
-    counts = gpu_suite.run_tests(SimpleNamespace(jobs=1, limit=1.0, gpu_files_only=gpu_files_only))
+    counts = gpu_suite.run_tests(SimpleNamespace(jobs=1, limit=1.0, gpu_files_only=gpu_files_only, part=(1, 1)))
     found = Counter(tuple(word for word in command if ".py" in word or word.startswith(("--device", "--shard")))
                     for command in called)  # fmt: skip
     folder = Path(__file__).parents[1]
@@ -281,6 +281,29 @@ def test_suite_runs_every_file(gpu_files_only, monkeypatch):
         wanted.update((str(file), "--device=cpu", f"--shard={number}/{count}") for number in range(1, count + 1))
     assert found == wanted and {*gpu_suite.SHARDS} <= {file.name for file in files}
     assert len({file.name for file in files}) == len(files), "two test files have the same name"
+
+
+def test_parts_of_the_tests(monkeypatch):
+    """Run the parts of a division -> together they run every file once, and the results file adds their results."""
+    called = []
+    monkeypatch.setattr(gpu_suite, "run", lambda command, *_, **__: (called.append(tuple(command[:-1])), (5, ""))[1])
+    whole = SimpleNamespace(jobs=1, limit=1.0, gpu_files_only=False, part=(1, 1))
+    gpu_suite.run_tests(whole)
+    wanted, stages = Counter(called), []
+    called.clear()
+    for part in (1, 2, 3):
+        stages.append(gpu_suite.run_tests(SimpleNamespace(**{**vars(whole), "part": (part, 3)})))
+        stages[-1] |= {"passed": part, "failed": ["x"] * (part == 2), "ok": part != 2, "skipped": {"why": part}}
+    assert Counter(called) == wanted
+    reports = [{"command": "c", "tests": stage, "seconds": {"tests": 1.5}} for stage in stages]
+    found = reports[0]
+    for report in reports[1:]:
+        found = gpu_suite.with_earlier_stages(report, found)
+    tests = found["tests"]
+    assert (tests["passed"], tests["failed"], tests["ok"], tests["skipped"]) == (6, ["x"], False, {"why": 6})
+    assert tests["parts"] == ["1/3", "2/3", "3/3"] and found["seconds"]["tests"] == 4.5
+    again = gpu_suite.with_earlier_stages({"command": "c", "tests": stages[0], "seconds": {"tests": 1.5}}, found)
+    assert again["tests"] == stages[0], "a part that runs again replaces the results"
 
 
 def test_main_job_runs_both_families(monkeypatch):
