@@ -20,6 +20,7 @@ from typing import Any
 from cascades import cascade_table
 from charts import Chart, Line, Mark
 from fp8_errors import modes_table, weights_table
+from fp8_loss import bits_table, random_table, scores_table
 from markdown.extensions.toc import slugify
 from markdown_tables import DIMS, dims_table, shapes_table, table
 from mkdocs.config.defaults import MkDocsConfig
@@ -112,8 +113,8 @@ def tflops(ceilings: dict[str, Any]) -> list[tuple[str, float]]:
 class Results:
     """Draw tables and charts from docs/results; a page calls the public methods by their names."""
 
-    def __init__(self, docs: Path) -> None:
-        self._docs = docs
+    def __init__(self, docs: Path, root: str = "") -> None:
+        self._docs, self._root = docs, root
 
     def _load(self, name: str) -> dict[str, Any]:
         return json.loads((self._docs / "results" / name).read_text(encoding="utf-8"))
@@ -141,7 +142,7 @@ class Results:
                 f"sources of `fast/`: sha256 `{report['fast_sha256'][:12]}`, "
                 + ("unchanged since the measurement" if same else "changed since the measurement")
             )
-        return f"*{'; '.join(lines)}.* Complete file: [`{name}`](results/{name})."
+        return f"*{'; '.join(lines)}.* Complete file: [`{name}`]({self._root}results/{name})."
 
     def command(self, name: str, path: str = ".") -> str:
         """Return the command that wrote the file, in a shell block."""
@@ -266,6 +267,10 @@ class Results:
             "The same benchmark rounds absorbed weights of 16 heads, and measures the error of the other 15 heads:"
         )
         return self._whole(name, modes_table, lambda report: between, weights_table)
+
+    def fp8_loss(self, name: str, part: str) -> str:
+        """Return one table of a results file of tests.benchmarks.fp8_loss: "bits", "random" or "scores"."""
+        return {"bits": bits_table, "random": random_table, "scores": scores_table}[part](self._load(name))
 
     def prefill_backends(self, name: str) -> str:
         """Return the facts, table and command of a results file of tests.benchmarks.backends."""
@@ -471,9 +476,12 @@ def digest(folder: Path) -> str:
     return total.hexdigest()
 
 
-def filled(markdown: str, docs: Path) -> str:
-    """Return a page in which each comment `<!-- results: ... -->` is replaced by its table or chart."""
-    results = Results(docs)
+def filled(markdown: str, docs: Path, root: str = "") -> str:
+    """Return a page in which each comment `<!-- results: ... -->` is replaced by its table or chart.
+
+    `root` leads from the folder of the page to the folder `docs`, such as "../"; links to results files begin with it.
+    """
+    results = Results(docs, root)
 
     def draw(request: re.Match[str]) -> str:
         draw: Callable[..., str] | None = getattr(results, request["name"], None)
@@ -486,4 +494,4 @@ def filled(markdown: str, docs: Path) -> str:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Replace the comments `<!-- results: ... -->` of a page by tables and charts."""
-    return filled(markdown, Path(config.docs_dir))
+    return filled(markdown, Path(config.docs_dir), "../" * page.file.src_uri.count("/"))

@@ -20,28 +20,15 @@ import reference
 transformers = pytest.importorskip("transformers")
 from fast.integrations.transformers import use_mla  # noqa: E402
 
+from ..support.stdlib_sample import BOS, SAMPLE, windows  # noqa: E402
+
 ASSETS = Path(fast.__file__).parent / "assets"
 CHECKPOINT = ASSETS / "tiny-mla"
-SAMPLE = Path(__file__).parents[1] / "data" / "stdlib_sample"
-BOS, WINDOW = 256, 1024
 
 
 def load(dtype: torch.dtype = torch.float32, ops=None):
     model = transformers.AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=dtype, local_files_only=True).eval()
     return model if ops is None else use_mla(model, ops=ops)
-
-
-def windows(per_file: int | None = None) -> torch.Tensor:
-    """Return non-overlapping windows of 1024 bytes of the files in tests/data/stdlib_sample, [windows, 1024].
-
-    Args:
-        per_file: number of windows of each file; None takes all windows.
-    """
-    cut = []
-    for path in sorted(SAMPLE.glob("*.py.txt")):
-        content = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).long()
-        cut.append(content[: len(content) // WINDOW * WINDOW].view(-1, WINDOW)[:per_file])
-    return torch.cat(cut)
 
 
 @torch.inference_mode()

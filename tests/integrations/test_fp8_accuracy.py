@@ -26,21 +26,17 @@ from fast.demo.job import Job, encode  # noqa: E402
 from fast.demo.predictions import bits_per_byte, compare_bits_per_byte  # noqa: E402
 from fast.integrations.transformers import calibrate_model, restore, use_mla  # noqa: E402
 
+from ..benchmarks.fp8_loss import DRAWS, LATENT, ROPE, batches_of, random_errors, random_model  # noqa: E402
+from ..support.stdlib_sample import BOS, windows  # noqa: E402
 from ..support.transformers_models import WITHOUT_SHAPE_CHECKS  # noqa: E402
-from .test_checkpoint import ASSETS, BOS, CHECKPOINT, load, windows  # noqa: E402
+from .test_checkpoint import ASSETS, CHECKPOINT, load  # noqa: E402
 
 pytestmark = WITHOUT_SHAPE_CHECKS
 MOST_BITS = 0.01  # largest relative increase of the bits per byte
 CALIBRATED = 5  # number of prompts in the calibration
-DRAWS = 12
-LATENT, ROPE = 512, 64
 
 
 # bits per byte of the shipped checkpoint
-
-
-def batches_of(tokens: torch.Tensor) -> list[dict]:
-    return [dict(input_ids=row[None], attention_mask=torch.ones_like(row[None])) for row in tokens]
 
 
 def job_of(ops, prompts: list[str]) -> SimpleNamespace:
@@ -113,52 +109,15 @@ def test_no_bits_without_a_byte():
 # random models with the dims of fp8_ds_mla
 
 
-def random_model(seed: int, rope_size: float = 1.0):
-    """Return a random model with Lkv 512 and R 64; its projection to the rope keys is multiplied by `rope_size`."""
-    torch.manual_seed(seed)
-    config = transformers.DeepseekV3Config(
-        vocab_size=61, hidden_size=96, intermediate_size=64, num_hidden_layers=2, first_k_dense_replace=2,
-        num_attention_heads=2, num_key_value_heads=2, q_lora_rank=None, kv_lora_rank=LATENT, qk_nope_head_dim=32,
-        qk_rope_head_dim=ROPE, v_head_dim=32, max_position_embeddings=64, initializer_range=0.1, n_routed_experts=2,
-        n_group=1, topk_group=1, num_experts_per_tok=1, moe_intermediate_size=8, rope_interleave=True,
-        rope_parameters=dict(rope_type="default", rope_theta=10000.0), pad_token_id=0, eos_token_id=None,
-    )  # fmt: skip
-    model = transformers.DeepseekV3ForCausalLM(config).eval()
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.kv_a_proj_with_mqa.weight[LATENT:] *= rope_size
-    return model
-
-
-def error_ratio(seed: int, rope_size: float) -> float:
-    """Return the error of the last hidden states over fp8_ds_mla, divided by their error over fp8_e4m3.
-
-    In all runs, every key is read from the cache.
-    """
-    model = random_model(seed, rope_size)
-    ids = torch.randint(1, 61, (1, 40))
-    scales = calibrate_model(model, batches_of(ids), max_new_tokens=1)
-
-    def hidden(**options) -> torch.Tensor:
-        use_mla(model, decode_threshold=64, **options)
-        with torch.no_grad():
-            states = model.model(ids, use_cache=False).last_hidden_state
-        restore(model)
-        return states.double()
-
-    exact = hidden()
-    ds_mla = (hidden(cache_format=FP8_DS_MLA) - exact).norm()
-    return float(ds_mla / (hidden(cache_format=FP8_E4M3, kv_scales=scales) - exact).norm())
-
-
 @pytest.mark.parametrize(("rope_size", "most"), [(1.0, 1.0), (8.0, 0.6)])
 def test_error_of_fp8_ds_mla_against_fp8_e4m3(rope_size, most):
-    """Run 12 random models over both formats -> the median of their `error_ratio` is at most `most`.
+    """Run 12 random models over both formats -> the median of the ratio of their errors is at most `most`.
 
     If the rope keys are large, most of the error of fp8_e4m3 comes from them. The format fp8_ds_mla does not
     quantise rope keys.
     """
-    ratios = [error_ratio(seed, rope_size) for seed in range(DRAWS)]
+    errors = [random_errors(seed, rope_size)["float32"] for seed in range(DRAWS)]
+    ratios = [each["fp8_ds_mla"] / each["fp8_e4m3"] for each in errors]
     assert statistics.median(ratios) <= most, sorted(ratios)
 
 

@@ -70,3 +70,26 @@ def test_cascades(performance):
     assert "Of 3 points, 1 has a choice" in text and text.endswith("The largest loss is 25.00 %.")
     later = cascades.cascade_table({"points": points, "largest_loss": 0.25, "choices": {"date": "2026-01-02"}})
     assert later == f"{text} The choices are those of the sources of 2026-01-02; the times are older."
+
+
+def test_tables_of_the_loss_over_fp8_caches(performance):
+    """Draw the page fp8 caches -> the increases, ratios and deviations of the results file, and a link to this file.
+
+    The page names the measures in which `fp8_e4m3` exceeds the limit, and its source has no percentage of a loss.
+    """
+    name = "fp8-loss-cpu-2-cores.json"
+    report = json.loads((DOCS / "results" / name).read_text(encoding="utf-8"))
+    source = (DOCS / "use" / "fp8-caches.md").read_text(encoding="utf-8")
+    page = performance.filled(source, DOCS, "../").partition("## What is lost where")[2]
+    assert "<!-- results:" not in page and f"](../results/{name})" in page and report["command"] in page
+    assert not re.search(r"[+-]\d\.\d+ %|\b\d\.\d+ times", source)
+    for row in report["bits"]:
+        for base, found in row["over"].items():
+            for cache, each in found.items():
+                shown = f"{each['increase']:+.2%} (± {each['standard_error']:.2%})"
+                assert any(shown in line and f"| {row['model']} |" in line for line in page.splitlines()), (base, cache)
+    assert all(f"{row['rope'] / row['latent']:.1f}" in page for row in report["scores"])
+    assert all(f"{ratio['median']:.2f}" in page for row in report["random_models"] for ratio in row["ratios"].values())
+    over = [row for row in report["bits"] if row["over"]["bfloat16"]["fp8_e4m3"]["increase"] > report["limit"]]
+    verdict = next(line for line in page.splitlines() if line.startswith("`fp8_e4m3` needs"))
+    assert verdict.count("model in") == len(over)
