@@ -575,6 +575,8 @@ def test_other_table():
     results, ranks = results_of("h200-checks"), results_of("h200-x4")["between_gpus"]
     assert all(results[stage]["ok"] for stage in ("tests", "opcheck", "memcheck", "racecheck"))
     assert results["tests"]["passed"] >= 4348 and not results["tests"]["failed"]
+    parts = results["tests"].get("parts", ["1/1"])
+    assert len(parts) == int(parts[0].partition("/")[2]), "some parts of the tests did not run"
     assert results_of("h200-main-job")["main_job"]["ok"]
     assert results_of("h200")["benchmarks"]["ok"]
     assert ranks["ok"] and ranks["tests"]["passed"] >= 28 and not ranks["tests"]["failed"]

@@ -12,12 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ...backends.kept_launches import KeptLaunches
+from ..combine.states import LN_2
 from ..device import device_of
 from ..integers import cdiv, next_power_of_2
 
 JOINED_ELEMENTS = 4096  # elements of `left` that one program copies
 STATE_ELEMENTS, STATE_TOKENS = 2048, 8  # elements of the output and tokens of one program, as in `merge`
-LN_2 = tl.constexpr(0.6931471805599453)
 
 
 def join_columns(left: Tensor, right: Tensor | None, out: Tensor) -> None:
