@@ -25,6 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from reference.interfaces import (
     COMPUTE_FORMAT,
     DECODE_TILE,
+    FP8_E4M3,
     CacheFormat,
     InvariantSplitRule,
     ScheduleCosts,
@@ -43,8 +44,10 @@ from ..common.descriptors import descriptor
 from ..common.records import Constants
 from .arguments import BatchSizes, LaunchInputs, LaunchOutputs, Numbers, QueryStrides, RowSizes
 from .main_loops.row_blocks_16_32 import _row_blocks_16_32_kernel
+from .main_loops.row_blocks_16_32_e4m3 import _row_blocks_16_32_e4m3_kernel
 from .main_loops.row_blocks_64 import _row_blocks_64_kernel
 from .select import (
+    FEW_ROWS,
     MANY_ROWS,
     Assignment,
     assign_by_length,
@@ -158,15 +161,16 @@ def decode_splits(
     q_pe, rope_strides = _in_words(q_pe)
 
     planned = tile_ranges is not None
+    e4m3 = cache_format.name == FP8_E4M3.name
     assigned, program_rows, row_sizes, partial_out_size, partial_lse_size, constants = _launch_sizes(
         tokens, heads, latent, rope, block_size, requests, max_keys, max_query_len,
-        tile_ranges.shape[0] if planned else 0, batch_invariant, split_rule.numbers, device_facts(device).processors,
+        tile_ranges.shape[0] if planned else 0, batch_invariant, split_rule.numbers, device_facts(device).processors, e4m3,
     )  # fmt: skip
     if planned:
         tile_ranges, split_offsets = tile_ranges.contiguous(), split_offsets.contiguous()
     partial_out = torch.empty(partial_out_size, dtype=torch.float32, device=device)
     partial_lse = torch.empty(partial_lse_size, dtype=torch.float32, device=device)
-    latent_tma, rope_tma = _cache_descriptors(kv_cache, latent, rope)
+    latent_tma, rope_tma = _word_descriptors(kv_cache, latent, rope) if e4m3 else _cache_descriptors(kv_cache, latent, rope)
     inputs = LaunchInputs(
         ql_nope, q_pe, latent_tma, rope_tma, block_table, seq_lens.contiguous(), query_start_loc.contiguous(),
         visible_lens.contiguous(),
@@ -187,6 +191,8 @@ def decode_splits(
                 inputs, outputs, sizes, row_sizes, numbers, constants, assigned.programs, assigned.pairs,
                 assigned.num_splits,
             )  # fmt: skip
+        elif e4m3:
+            launch(_row_blocks_16_32_e4m3_kernel, (assigned.programs,), *arguments, kv_scale, c=constants, **LAUNCH)
         elif program_rows < MANY_ROWS:
             launch(_row_blocks_16_32_kernel, (assigned.programs,), *arguments, c=constants, **LAUNCH)
         else:
@@ -234,11 +240,14 @@ def _launch_sizes(
     batch_invariant: bool,
     split_numbers: tuple[int, int, int, int],
     processors: int,
+    e4m3: bool,
 ) -> LaunchSizes:
     """Return the `LaunchSizes` of a call; `ranges` is the number of programs in the schedule, 0 without a schedule."""
     split_rule = invariant_split_rule(*split_numbers)
     request_rows = rows_of_a_request(tokens, heads, max_query_len)
     program_rows = choose_program_rows(ranges > 0, batch_invariant, requests, request_rows, heads, max_keys, processors)
+    if e4m3:
+        program_rows = min(program_rows, FEW_ROWS[-1])
     row_blocks = cdiv(request_rows, program_rows)
     if ranges > 0:
         most_splits = most_invariant_splits(cdiv(max_keys, DECODE_TILE), split_rule) if batch_invariant else 0
@@ -249,7 +258,7 @@ def _launch_sizes(
         )
     else:
         assigned = assign_evenly(requests, tokens * heads, program_rows, row_blocks, max_keys, processors)
-    kept_values = assigned.programs * kept_values_of(program_rows, latent) if assigned.most_splits > 1 else 0
+    kept_values = assigned.programs * kept_values_of(program_rows, latent, e4m3) if assigned.most_splits > 1 else 0
     constants = Constants(
         CONSUMER=0, ROWS=program_rows, HEADS=heads, LATENT=latent, ROPE=rope, BLOCK_SIZE=block_size,
         BY_LENGTH=batch_invariant, SCHEDULED=ranges > 0, SPLIT=assigned.num_splits > 1 and not batch_invariant,
@@ -285,6 +294,15 @@ def _cache_descriptors(kv_cache: Tensor, latent: int, rope: int) -> tuple[Tensor
     whole = (kv_cache.data_ptr(), kv_cache.dtype, tuple(kv_cache.shape), kv_cache.stride())
     latent_tma = descriptor(*whole, (1, keys, columns), 128)
     return latent_tma, latent_tma if rope == 0 else descriptor(*whole, (1, keys, rope), 2 * rope)
+
+
+def _word_descriptors(kv_cache: Tensor, latent: int, rope: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Return two TMA descriptors of an e4m3 cache, which TMA loads in words of two elements."""
+    words = kv_cache.view(torch.int16)
+    keys = min(words.shape[1], DECODE_TILE)
+    whole = (words.data_ptr(), words.dtype, tuple(words.shape), words.stride())
+    latent_tma = descriptor(*whole, (1, keys, 64), 128)
+    return latent_tma, latent_tma if rope == 0 else descriptor(*whole, (1, keys, rope // 2), rope)
 
 
 def _row_descriptor(out: Tensor) -> TensorDescriptor:

@@ -135,14 +135,14 @@ def choose_program_rows(
     return program_rows if planned else _rows_where_alone(program_rows, requests, request_rows, keys, processors)
 
 
-def kept_values_of(program_rows: int, latent: int) -> int:
+def kept_values_of(program_rows: int, latent: int, e4m3: bool) -> int:
     """Return how many weighted sums a program keeps in global memory from one split to the next.
 
-    For row blocks of 64 rows, these are all sums. For smaller row blocks, they are half of the sums if the sums do not
+    For row blocks of 64 rows, and over e4m3 caches, these are all sums. For smaller row blocks, they are half of the sums if the sums do not
     fit into shared memory; otherwise 0.
     """
     values = program_rows * latent
-    if program_rows == MANY_ROWS:
+    if e4m3 or program_rows == MANY_ROWS:
         return values
     return 0 if values <= SHARED_VALUES.value else values // 2
 
