@@ -19,8 +19,8 @@ from triton.experimental.gluon import language as gl
 def halves_of_columns(words):
     """Convert words [keys, words of a key], of which a register holds two consecutive words of one key.
 
-    In both results, columns 2i and 2i + 1 are consecutive columns of the key: columns 4i and 4i + 1 in the first result,
-    and columns 4i + 2 and 4i + 3 in the second result.
+    In both results, columns 2i and 2i + 1 are consecutive columns of the key. In the first result, they are columns 4i
+    and 4i + 1 of the key; in the second result, they are columns 4i + 2 and 4i + 3.
     """
     return gl.inline_asm_elementwise(
         """

@@ -49,9 +49,7 @@ def prefetch_next(item, wanted, ctx, c):
             item.request, 2 * item.row_block + c.CONSUMER, item.query_start, item.query_end, item.length, item.begin,
             item.stop, item.partial, item.split_tiles,
         )  # fmt: skip
-        prefetch_queries(
-            item, ctx.shared.queries, ctx.sizes, HALF, c.HEADS, 0, c.LATENT, c.ROPE, c.CONSUMER * HALF
-        )
+        prefetch_queries(item, ctx.shared.queries, ctx.sizes, HALF, c.HEADS, 0, c.LATENT, c.ROPE, c.CONSUMER * HALF)
 
 
 @gluon.jit
@@ -118,9 +116,7 @@ def write_whole(state, block, scale_log2, following, wanted, ctx, c):
         # Transpose through the memory whose sums this consumer has read. Stores to global memory then fill whole cache
         # lines. The other consumer writes there again only after both have met.
         place: gl.constexpr = (1 - c.CONSUMER) * (ctx.shared.exchanged.shape[0] // 2)
-        staged = ctx.shared.exchanged.index(place)._reinterpret(
-            dtype, [ROWS, COLUMNS], gl.NVMMASharedLayout(128, 16)
-        )
+        staged = ctx.shared.exchanged.index(place)._reinterpret(dtype, [ROWS, COLUMNS], gl.NVMMASharedLayout(128, 16))
         staged.permute([1, 0]).store(weighted.to(dtype))
         rows = rows_at(block, ROWS, gl.SliceLayout(1, WIDE))
         lines = staged.load(WIDE)

@@ -22,7 +22,15 @@ from ...common.records import Context, Inputs, Outputs, Queries, Sizes, SplitPla
 from ...common.work_items import ITEM_FIELDS, ITEMS_HELD, first_position, next_position, seek_item, write_item
 from ...common.work_loop import run_work_items
 from .e4m3_tiles import CHUNK, STAGES, Bars, Shared, TileCounters, attend_tiles
-from .epilogue_16_32_e4m3 import keep, prefetch_next, prepare_queries, to_base_two, with_kept, write_partial, write_whole
+from .epilogue_16_32_e4m3 import (
+    keep,
+    prefetch_next,
+    prepare_queries,
+    to_base_two,
+    with_kept,
+    write_partial,
+    write_whole,
+)
 
 LONG = gl.constexpr(16)  # a first work item of at least this many tiles is long: see `row_blocks_16_32`
 EXCHANGED_VALUES = gl.constexpr(8192)  # float32 values that both consumers can write before they meet
@@ -131,9 +139,7 @@ def _row_blocks_16_32_e4m3_kernel(
     if c.ROPE > 0:
         k_rope = gl.allocate_shared_memory(gl.int16, [BOXES, 1, BOX_KEYS, c.ROPE // 2], rope_tma.layout)
         q_rope = gl.allocate_shared_memory(dtype, [1, ROWS, c.ROPE], gl.NVMMASharedLayout(2 * c.ROPE, 16))
-        rope_halves = gl.allocate_shared_memory(
-            gl.float16, [2, ROWS, c.ROPE // 2], gl.NVMMASharedLayout(c.ROPE, 16)
-        )
+        rope_halves = gl.allocate_shared_memory(gl.float16, [2, ROWS, c.ROPE // 2], gl.NVMMASharedLayout(c.ROPE, 16))
     weights = gl.allocate_shared_memory(gl.float16, [2, TILE, ROWS], gl.NVMMASharedLayout(2 * ROWS, 16))
     row_values = gl.allocate_shared_memory(gl.float32, [5, ROWS], PLAIN)
     # A warp accesses 8 columns by 8 rows at once; the layout spreads these 64 numbers evenly over the 32 banks.

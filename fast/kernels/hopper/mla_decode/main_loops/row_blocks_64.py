@@ -42,8 +42,8 @@ def _consume(ctx, c):
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     counters = PairCounters(0, 0)
     run_work_items(
-        prefetch_next, as_loaded, attend_pairs, with_kept, keep, write_partial, write_whole, to_base_two, counters, ctx, c,
-        gl.SliceLayout(1, SCORES), True,
+        prefetch_next, as_loaded, attend_pairs, with_kept, keep, write_partial, write_whole, to_base_two, counters, ctx,
+        c, gl.SliceLayout(1, SCORES), True,
     )  # fmt: skip
 
 
