@@ -60,7 +60,7 @@ def test_hopper_is_refused_by_name(name, capability):  # noqa: F811
 
 
 def test_hopper_serves_other_widths_and_pages_with_triton(capability):  # noqa: F811
-    """Over `fp8_e4m3`, `hopper` refuses the dtypes, widths and block sizes that it always refuses; `triton` serves them."""
+    """Over `fp8_e4m3`, `triton` serves the dtypes, widths and block sizes that `hopper` refuses over every format."""
     capability(9, 0)
     wanted = decode("fp8_e4m3")
     for change, reason in (

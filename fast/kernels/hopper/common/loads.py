@@ -228,5 +228,5 @@ def zero_from(columns, first_row):
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.arange(0, columns.shape[0], gl.SliceLayout(1, LAYOUT))
-    held = columns.load(LAYOUT)
-    columns.store(gl.where((row < first_row)[:, None], held, gl.zeros_like(held)))
+    ZERO: gl.constexpr = 0 if columns.dtype.is_int() else 0.0
+    columns.store(gl.where((row < first_row)[:, None], columns.load(LAYOUT), ZERO))
