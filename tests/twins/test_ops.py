@@ -85,6 +85,7 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
     decodes = decode_samples(dtype, DIRECT.kv_lora_rank, DIRECT.qk_rope_head_dim, 3)
     if decode_backend(dtype, 256, 32) != backend_here(dtype):  # another backend serves these widths
         decodes += decode_samples(dtype, 256, 32, 3) + decode_samples(dtype, 256, 32, 40)
+        decodes += decode_samples(dtype, 256, 32, 3, in_e4m3=True)
     eighths = fast.quantize_entries(
         cache.flatten(0, 1)[:, :24], cache.flatten(0, 1)[:, 24:], CACHE_FORMATS["fp8_e4m3"], torch.tensor(0.5)
     ).view(cache.shape)
