@@ -31,6 +31,7 @@ class Constants(NamedTuple):
         KEYS: keys of a key tile.
         STAGES: number of key tiles, and of value tiles, that shared memory holds.
         SPLIT: True if the key tiles of a query tile are divided into splits. The kernel then writes partial outputs.
+        WIDE_STORES: True if 16 bytes of a row of the output can be stored at once (`launch.rows_of_16_bytes`).
     """
 
     CONSUMER: Any
@@ -41,6 +42,7 @@ class Constants(NamedTuple):
     KEYS: Any
     STAGES: Any
     SPLIT: Any
+    WIDE_STORES: Any
 
 
 @constexpr_function

@@ -88,7 +88,7 @@ def constants_of(parts: Parts, value: int) -> Constants:
                                         f" of {value} columns"])  # fmt: skip
     return Constants(
         CONSUMER=0, FIRST=parts.first, SECOND=parts.second, SHARED=parts.shared, VALUE=value, KEYS=keys,
-        STAGES=2 if stages < 4 else 4, SPLIT=False,
+        STAGES=2 if stages < 4 else 4, SPLIT=False, WIDE_STORES=False,
     )  # fmt: skip
 
 

@@ -162,7 +162,7 @@ def write_item(items, number, item, item_written, c):
 @no_type_check
 def read_item(items, number, c):
     """In a consumer that has waited for the barrier `item_written`, read work item `number`; `key_start` is 0."""
-    steps = _field(items, number, 0, c)
+    steps = read_steps(items, number, c)
     end, split = steps, 0
     if c.SPLIT:
         end, split = _field(items, number, 6, c), _field(items, number, 7, c)
@@ -170,6 +170,13 @@ def read_item(items, number, c):
         steps, _field(items, number, 1, c), _field(items, number, 2, c), _field(items, number, 3, c),
         _field(items, number, 4, c), _field(items, number, 5, c), end, split, 0,
     )  # fmt: skip
+
+
+@gluon.jit
+@no_type_check
+def read_steps(items, number, c):
+    """Return only the number of key tiles of work item `number`; see `read_item`."""
+    return _field(items, number, 0, c)
 
 
 @gluon.jit
