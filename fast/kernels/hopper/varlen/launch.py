@@ -115,9 +115,11 @@ def flash_attn_varlen(
     elif rows_of_16_bytes(out):
         constants = constants._replace(WIDE_STORES=True)
     with device_of(q):
+        taken = torch.zeros(1, dtype=torch.int32, device=q.device) if order.counts_items else cu_seqlens_q
         launch(
             _varlen_kernel, (order.programs,),
-            q_first, q_second, k_first, k_second, values, cu_seqlens_q, cu_seqlens_k.contiguous(), *results,
+            q_first, q_second, k_first, k_second, values, cu_seqlens_q, cu_seqlens_k.contiguous(), taken,
+            *results,
             tokens, keys, requests, heads, order.num_slots, order.group_heads, num_splits, int(causal),
             max(softmax_scale, LEAST_SCALE) / math.log(2), c=constants, num_warps=4,
         )  # fmt: skip

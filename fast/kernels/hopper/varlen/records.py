@@ -175,10 +175,22 @@ class Bars(NamedTuple):
 
 
 class Context(NamedTuple):
-    """Kernel arguments, shared memory and barriers."""
+    """Kernel arguments, shared memory and barriers.
+
+    Attributes:
+        cu_seqlens_q: [B + 1], first query token of each request.
+        cu_seqlens_k: [B + 1], first key of each request.
+        taken: [1], number of work items that programs have taken, besides their first ones; 0 before the launch. The
+            kernel does not read it if there are at most as many work items as programs.
+        outputs: `Outputs`.
+        sizes: `Sizes`.
+        shared: `Shared`.
+        bars: `Bars`.
+    """
 
     cu_seqlens_q: Any
     cu_seqlens_k: Any
+    taken: Any
     outputs: Any
     sizes: Any
     shared: Any

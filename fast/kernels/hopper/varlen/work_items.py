@@ -12,7 +12,8 @@ The order of work items decides how long programs idle at the end, and how often
 4. With SPLIT, the splits of a query tile and head come one after another. A split has n // s or n // s + 1 of the n key
    tiles that the rows of the query tile see, for s splits. If n < s, some splits are empty.
 
-Program p processes the items p, p + P, p + 2P, ... of P programs. The order needs no lengths on the host.
+Of P programs, program p begins with item p, and then takes the next item that no program has taken
+(`producer._next_index`). The order needs no lengths on the host.
 """
 
 from __future__ import annotations
