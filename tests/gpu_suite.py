@@ -125,7 +125,7 @@ def run_tests(args: argparse.Namespace) -> dict[str, Any]:
     part, parts = args.part
     runs = runs[part - 1 :: parts]
 
-    gpus = torch.cuda.device_count()
+    gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))).split(",")
 
     def one(number: int, file: Path, device: str, shard: str) -> tuple[str, dict[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
@@ -145,8 +145,8 @@ def run_tests(args: argparse.Namespace) -> dict[str, Any]:
                 f"--junitxml={report}",
             ]
             start = time.perf_counter()
-            one_gpu = {"CUDA_VISIBLE_DEVICES": str(number % gpus)} if gpus > 1 else {}
-            status, output = run(command, args.limit, OMP_WAIT_POLICY="PASSIVE", **one_gpu)
+            gpu = gpus[number % len(gpus)]
+            status, output = run(command, args.limit, OMP_WAIT_POLICY="PASSIVE", CUDA_VISIBLE_DEVICES=gpu)
             seconds = time.perf_counter() - start
             found = read_junit(report) if report.exists() else {"passed": 0, "failed": [file.name], "skipped": {}}
         if status not in (0, 5) and not found["failed"]:  # 5: no test of the file was selected
