@@ -43,7 +43,7 @@ def test_one_short_request_is_cut_into_few_splits():
     """
     processors, heads, latent = 132, 128, 512
     for keys, splits in ((1024, 8), (2560 * 16, 64)):
-        rows = select.choose_program_rows(False, False, 1, heads, heads, keys, processors)
+        rows = select.choose_program_rows(0, False, 1, heads, heads, keys, processors)
         deal = select.assign_evenly(1, heads, rows, heads // rows, keys, processors)
         assert (deal.num_splits, deal.partial_rows * latent * 4) == (splits, splits << 18)
 
