@@ -89,7 +89,8 @@ class MLAMetadataBuilder:
         num_programs: number of programs of a schedule. `build` makes a schedule only if `choose_schedule` expects that
             the schedule saves time. The value is one of these:
 
-            - None: the number of programs that the device runs at the same time (`decode_programs`);
+            - None: the number of programs that the device runs at the same time (`decode_programs`). A graph of one
+              request has at most as many as its longest length needs (`programs_of_one_request`);
             - 0: no decode gets a schedule;
             - a positive int: this number. A decode with a query longer than `reorder_batch_threshold` gets no schedule;
             - a function: it takes the length of the longest query in the decode and returns the number.
