@@ -44,6 +44,10 @@ DECODES = [  # heads, tokens of a block, (latent, rope) width, dtype of the quer
     (100, 128, (512, 64), FP16, FP16, LONG), (128, 16, (512, 32), BF16, BF16, SHORT),
     (128, 32, (256, 64), FP16, BF16, SHORT),
 ]  # fmt: skip
+E4M3_DECODES = [  # the same, over a cache in the format `fp8_e4m3`
+    (3, 16, (256, 32), BF16, BF16, TINY), (8, 32, (512, 0), FP16, FP16, SHORT), (16, 64, (512, 64), BF16, BF16, LONG),
+    (40, 128, (256, 64), BF16, F32, SHORT), (128, 64, (512, 64), BF16, BF16, TINY),
+]  # fmt: skip
 # Prefills of the Hopper kernel: P, R and V, dtype of the queries, dtype of the outputs, (Sq, S) of each request
 PREFILLS = [
     ((128, 64, 128), BF16, BF16, ((150, 300), (0, 9), (70, 70), (140, 20))),
@@ -63,6 +67,16 @@ PREFETCHED = "HEADS 64, LATENT 512, ROPE 64, BLOCK_SIZE 64, BY_LENGTH False, SCH
 SLICED = "HEADS 64, LATENT 512, ROPE 64, BLOCK_SIZE 64, BY_LENGTH True, SCHEDULED False, SPLIT False, SLICES 2"
 VARIANTS = {  # kernel: list of texts; on Hopper, each text must occur in the constants of a launch of the kernel
     "row_blocks_16_32_kernel": (
+        "ROWS 16,",
+        "ROWS 32,",
+        "LATENT 256,",
+        "LATENT 512,",
+        "ROPE 0,",
+        "fp16",
+        *PLANS,
+        *PAGES,
+    ),
+    "row_blocks_16_32_e4m3_kernel": (
         "ROWS 16,",
         "ROWS 32,",
         "LATENT 256,",
@@ -99,11 +113,15 @@ VARIANTS = {  # kernel: list of texts; on Hopper, each text must occur in the co
 
 
 def decodes() -> list[tuple]:
-    """Return arguments of `mla_decode` for `DECODES`, with and without a schedule, and batch-invariant or not."""
+    """Return arguments of `mla_decode` for `DECODES` and `E4M3_DECODES`.
+
+    For each entry there are decodes with and without a schedule, and batch-invariant or not.
+    """
     from .twins.test_ops import decode_samples
 
-    return [given for heads, block_size, widths, dtype, out_dtype, lens in DECODES
-            for given in decode_samples(dtype, *widths, heads, block_size, lens, out_dtype)]  # fmt: skip
+    return [given for in_e4m3, cases in enumerate((DECODES, E4M3_DECODES))
+            for heads, block_size, widths, dtype, out_dtype, lens in cases
+            for given in decode_samples(dtype, *widths, heads, block_size, lens, out_dtype, bool(in_e4m3))]  # fmt: skip
 
 
 def prefills() -> list[tuple]:
@@ -162,7 +180,7 @@ def _on_gpu(value: Any) -> Any:
 
 
 def samples() -> list[tuple[str, tuple]]:
-    """Return (name of an op, arguments on the GPU) for all ops, and on a Hopper GPU also for DECODES and PREFILLS."""
+    """Return (name of an op, arguments on the GPU) for all ops; on Hopper also for `decodes` and `prefills`."""
     from .support.triton_mode import ON_HOPPER
     from .twins import test_ops
 

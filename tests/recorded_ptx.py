@@ -38,7 +38,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.jit import JITFunction
 
 import fast
-from reference.interfaces import InvariantSplitRule, MLAConfig
+from reference.interfaces import InvariantSplitRule, MLAConfig, format_named
 
 from . import memory_checks
 from .kernels import test_hopper_compilation as hopper_tests
@@ -90,8 +90,8 @@ def memory_checked() -> dict:
     with recording(found, hopper_tests.H200):
         decode = importlib.import_module("fast.kernels.hopper").KERNELS["mla_decode"]
         for given in memory_checks.decodes():
-            *tensors, cut = given[:-5]  # the last arguments: format, its scale, mode, scale of queries, backend
-            decode(*tensors, InvariantSplitRule(*cut))
+            *tensors, cut, stored, kv_scale = given[:-4]  # then: fp8 mode, scale of queries, prepared, backend
+            decode(*tensors, InvariantSplitRule(*cut), format_named(stored), kv_scale)
     return found
 
 

@@ -101,6 +101,7 @@ HOPPER = Backend(
         DECODES,
         dtypes=(torch.bfloat16, torch.float16),
         out_dtypes=GPU_DTYPES,
+        cache_formats=(COMPUTE_FORMAT.name, FP8_E4M3.name),
         head_dims={"kv_lora_rank": (256, 512), "qk_rope_head_dim": (0, 32, 64)},
         block_sizes=(16, 32, 64, 128),
         needs_words=True,

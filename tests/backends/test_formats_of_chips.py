@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -23,10 +25,15 @@ def decode(name: str, fp8_mode: str = "converted"):
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("chip", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0)])
 def test_chips_with_the_formats(chip, name, capability):  # noqa: F811
-    """From Ampere on, the backend `triton` serves both formats in every mode, also on Hopper."""
+    """From Ampere on, the backend `triton` serves both formats in every mode.
+
+    On Hopper, the backend `hopper` serves the format `fp8_e4m3` in the mode `converted`.
+    """
     capability(*chip)
     for mode in FP8_MODES:
-        assert backends.select(decode(name, mode)).name == "triton"
+        by_hopper = chip == (9, 0) and (name, mode) == ("fp8_e4m3", "converted")
+        assert backends.select(decode(name, mode)).name == ("hopper" if by_hopper else "triton")
+        assert backends.select(decode(name, mode), "triton").name == "triton"
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -40,10 +47,28 @@ def test_chips_without_the_formats(name, capability):  # noqa: F811
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_hopper_is_refused_by_name(name, capability):  # noqa: F811
-    """Name `hopper` for a decode over an fp8 format or in an fp8 mode -> every reason; no other backend replaces it."""
+    """Name `hopper` for a decode that it does not serve -> every reason; no other backend replaces it."""
     capability(9, 0)
     for mode in FP8_MODES:
+        if (name, mode) == ("fp8_e4m3", "converted"):
+            assert backends.select(decode(name, mode), "hopper").name == "hopper"
+            continue
         reasons = refusal(lambda mode=mode: backends.select(decode(name, mode), "hopper"))
         assert all(reason.startswith("hopper: ") for reason in reasons)
-        assert any(name in reason for reason in reasons), reasons
-        assert any(mode in reason for reason in reasons) == (mode != "converted"), reasons
+        assert any(f"got {name}" in reason for reason in reasons) == (name == "fp8_ds_mla"), reasons
+        assert any(f"got {mode}" in reason for reason in reasons) == (mode != "converted"), reasons
+
+
+def test_hopper_serves_other_widths_and_pages_with_triton(capability):  # noqa: F811
+    """Over `fp8_e4m3`, `triton` serves the dtypes, widths and block sizes that `hopper` refuses over every format."""
+    capability(9, 0)
+    wanted = decode("fp8_e4m3")
+    for change, reason in (
+        ({"dtype": torch.float32}, "hopper: serves torch.bfloat16, torch.float16, got torch.float32"),
+        ({"head_dims": (("kv_lora_rank", 64),)}, "hopper: serves kv_lora_rank in (256, 512), got 64"),
+        ({"block_size": 48}, "hopper: serves block sizes (16, 32, 64, 128), got 48"),
+        ({"cache_in_words": False}, "hopper: needs a cache of whole, aligned 16-byte words, with at least one block"),
+    ):
+        request = replace(wanted, **change)
+        assert backends.select(request).name == "triton"
+        assert refusal(lambda request=request: backends.select(request, "hopper")) == [reason]

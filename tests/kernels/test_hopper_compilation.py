@@ -24,7 +24,7 @@ import torch
 import fast
 from fast import compilation
 from fast.kernels.schedule_costs import measured_schedule_costs
-from reference.interfaces import DecodeMetadata, InvariantSplitRule, invariant_split_tiles
+from reference.interfaces import COMPUTE_FORMAT, DecodeMetadata, InvariantSplitRule, format_named, invariant_split_tiles
 
 from .. import memory_checks
 from ..support.backends import cpu_backend, hopper_on_cpu, with_backends
@@ -45,7 +45,7 @@ from fast.kernels.compile_log import describe  # noqa: E402
 from fast.kernels.device import DeviceFacts  # noqa: E402
 from fast.kernels.hopper.mla_decode import launch as decode  # noqa: E402
 from fast.kernels.hopper.mla_decode import select  # noqa: E402
-from fast.kernels.hopper.mla_decode.main_loops import row_blocks_16_32, row_blocks_64  # noqa: E402
+from fast.kernels.hopper.mla_decode.main_loops import row_blocks_16_32, row_blocks_16_32_e4m3, row_blocks_64  # noqa: E402
 from fast.kernels.hopper.mla_decode.two_phases import kernel as two_phases_kernels  # noqa: E402
 from fast.kernels.hopper.mla_decode.two_phases import launch as two_phases_launch  # noqa: E402
 from fast.kernels.hopper.varlen import combine as varlen_combine  # noqa: E402
@@ -63,6 +63,7 @@ CUTS = ("whole", "split", "scheduled", "batch-invariant", "batch-invariant, plan
         "batch-invariant, two phases")  # fmt: skip
 ONLY_MANY = CUTS[-2:]  # these two cuts exist only for more than 32 heads
 LAUNCHED_BY = {row_blocks_16_32._row_blocks_16_32_kernel: decode, row_blocks_64._row_blocks_64_kernel: decode,
+               row_blocks_16_32_e4m3._row_blocks_16_32_e4m3_kernel: decode,
                two_phases_kernels._two_phases_kernel: two_phases_launch,
                two_phases_kernels._clear_kernel: two_phases_launch, varlen_kernels._varlen_kernel: varlen}  # fmt: skip
 
@@ -75,7 +76,7 @@ def record(monkeypatch, launches: dict) -> None:
 
 def recorded(
     monkeypatch, heads, cut="whole", block_size=64, widths=(512, 64), dtype=torch.bfloat16, as_chosen=False,
-    out_dtype=None,
+    out_dtype=None, cache_format=COMPUTE_FORMAT,
 ):  # fmt: skip
     """Record a launch of `mla_decode` on one request, for an H200; return kernel, argument kinds and constants."""
     launches = {}
@@ -97,8 +98,9 @@ def recorded(
         schedule = schedule_of(plan, heads, 3, cut != "scheduled")
     decode.mla_decode(
         torch.zeros(1, heads, latent, dtype=dtype), torch.zeros(1, heads, rope, dtype=dtype),
-        torch.zeros(40, block_size, latent + rope, dtype=dtype), plan.block_table, plan.seq_lens, plan.query_start_loc,
-        plan.visible_lens, 1, plan.max_seq_len, 0.1, out_dtype or dtype, *cut_of(schedule),
+        torch.zeros(40, block_size, latent + rope, dtype=cache_format.dtype_for(dtype)), plan.block_table,
+        plan.seq_lens, plan.query_start_loc, plan.visible_lens, 1, plan.max_seq_len, 0.1, out_dtype or dtype,
+        *cut_of(schedule), cache_format, torch.ones(()) if cache_format.layer_scale else None,
     )  # fmt: skip
     *_, launch = launches.values()  # the last launch: `_two_phases_kernel` comes after `_clear_kernel`
     return launch
@@ -470,8 +472,8 @@ def test_memory_checkers_see_every_variant(monkeypatch):
     monkeypatch.setattr(decode, "combine_partial_outputs", lambda *_, **__: None)
     monkeypatch.setattr(decode, "device_facts", lambda _: H200)
     for given in memory_checks.decodes():
-        *tensors, cut = given[:-6]  # then: cache format, its scale, fp8 mode, scale of queries, prepared, backend
-        decode.mla_decode(*tensors, InvariantSplitRule(*cut))
+        *tensors, cut, stored, kv_scale = given[:-4]  # then: fp8 mode, scale of queries, prepared, backend
+        decode.mla_decode(*tensors, InvariantSplitRule(*cut), format_named(stored), kv_scale)
     for given in memory_checks.prefills():
         varlen.flash_attn_varlen(*given[:-1])
     lines = []

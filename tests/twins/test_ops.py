@@ -48,17 +48,26 @@ def decode_samples(
     block_size: int = 16,
     seq_lens: Sequence[int] = (20, 33, 0),
     out_dtype: torch.dtype | None = None,
+    in_e4m3: bool = False,
 ) -> list[tuple]:
-    """Return the arguments of four decodes: with or without a schedule, and batch-invariant or not."""
+    """Return the arguments of four decodes: with or without a schedule, and batch-invariant or not.
+
+    With `in_e4m3`, the cache has the format `fp8_e4m3`.
+    """
     batch = make_batch([1, 2, 0], seq_lens, block_size)
-    cache = new_cache(batch, latent + rope, dtype).nan_to_num(0)
+    cache, stored, kv_scale = new_cache(batch, latent + rope, dtype).nan_to_num(0), COMPUTE_FORMAT, None
+    if in_e4m3:
+        stored, kv_scale = CACHE_FORMATS["fp8_e4m3"], torch.tensor(0.5)
+        entries = cache.flatten(0, 1)
+        codes = fast.quantize_entries(entries[:, :latent], entries[:, latent:], stored, kv_scale)
+        cache = codes.view(cache.shape)
     plan = fast.build_mla_metadata(batch.common, block_size, 4096, 2).decode
     costs = measured_schedule_costs(heads)
     schedule, own = (fast.plan_decode(plan.seq_lens, 4, costs, own) for own in (False, True))
     ql, q_pe = (torch.randn(batch.num_tokens, heads, width).to(dtype) for width in (latent, rope))
     return [
         (ql, q_pe, cache, plan.block_table, plan.seq_lens, plan.query_start_loc, plan.visible_lens, 2, max(seq_lens),
-         0.3, out_dtype or dtype, *plan_of, list(costs.split_rule.numbers), COMPUTE_FORMAT.name, None,
+         0.3, out_dtype or dtype, *plan_of, list(costs.split_rule.numbers), stored.name, kv_scale,
          "converted", None, [], decode_backend(dtype, latent, rope, block_size))
         for plan_of in ((None, None, False), (schedule.tile_ranges, schedule.split_offsets, False), (None, None, True),
                     (own.tile_ranges, own.split_offsets, True))
@@ -76,6 +85,7 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
     decodes = decode_samples(dtype, DIRECT.kv_lora_rank, DIRECT.qk_rope_head_dim, 3)
     if decode_backend(dtype, 256, 32) != backend_here(dtype):  # another backend serves these widths
         decodes += decode_samples(dtype, 256, 32, 3) + decode_samples(dtype, 256, 32, 40)
+        decodes += decode_samples(dtype, 256, 32, 3, in_e4m3=True)
     eighths = fast.quantize_entries(
         cache.flatten(0, 1)[:, :24], cache.flatten(0, 1)[:, 24:], CACHE_FORMATS["fp8_e4m3"], torch.tensor(0.5)
     ).view(cache.shape)

@@ -38,7 +38,7 @@ def rows_at(block, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
 @no_type_check
 def prefetch_queries(
     item, queries, sizes, ROWS: gl.constexpr, HEADS: gl.constexpr, FIRST: gl.constexpr, COLUMNS: gl.constexpr,
-    ROPE: gl.constexpr,
+    ROPE: gl.constexpr, FIRST_ROW: gl.constexpr,
 ):  # fmt: skip
     """Issue the loads of a work item's queries into shared memory.
 
@@ -49,23 +49,32 @@ def prefetch_queries(
         item: `WorkItem`.
         queries: `Queries`.
         sizes: `Sizes`.
-        ROWS: rows of a row block.
+        ROWS: rows to load: all rows of a row block, or an equal part of them, which `item.row_block` then counts.
         HEADS: N.
         FIRST: first latent column to load.
         COLUMNS: number of latent columns to load.
         ROPE: number of rope columns to load; 0 loads none.
+        FIRST_ROW: row of the shared memory in which the first row is stored.
     """
     SPAN: gl.constexpr = COLUMNS if COLUMNS < 256 else 256
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // SPAN, SPAN // 8], [4, 1], [1, 0])
     NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     block, strides = row_block_of(item, sizes, HEADS), queries.strides
-    latents = queries.q_latent.index(0).slice(FIRST, COLUMNS, dim=1)
+    latents = _some_rows(queries.q_latent.index(0), FIRST_ROW, ROWS).slice(FIRST, COLUMNS, dim=1)
     _copy_rows(queries.ql_nope, latents, block, strides.latent_token, strides.latent_head, ROWS, FIRST, COLUMNS, WIDE)
     if ROPE > 0:
-        _copy_rows(
-            queries.q_pe, queries.q_rope.index(0), block, strides.rope_token, strides.rope_head, ROWS, 0, ROPE, NARROW
-        )
+        rope_parts = _some_rows(queries.q_rope.index(0), FIRST_ROW, ROWS)
+        _copy_rows(queries.q_pe, rope_parts, block, strides.rope_token, strides.rope_head, ROWS, 0, ROPE, NARROW)
     async_copy.commit_group()
+
+
+@gluon.jit
+@no_type_check
+def _some_rows(shared, FIRST_ROW: gl.constexpr, ROWS: gl.constexpr):
+    """Return ROWS rows of shared memory, from row FIRST_ROW on."""
+    if shared.shape[0] > ROWS:
+        shared = shared.slice(FIRST_ROW, ROWS, dim=0)
+    return shared
 
 
 @gluon.jit
@@ -219,4 +228,5 @@ def zero_from(columns, first_row):
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.arange(0, columns.shape[0], gl.SliceLayout(1, LAYOUT))
-    columns.store(gl.where((row < first_row)[:, None], columns.load(LAYOUT), 0.0))
+    ZERO: gl.constexpr = 0 if columns.dtype.is_int() else 0.0
+    columns.store(gl.where((row < first_row)[:, None], columns.load(LAYOUT), ZERO))

@@ -1,12 +1,13 @@
 """The work loop of a consumer (the warps that multiply): it processes one work item after another.
 
 A work item is consecutive tiles (64 keys each) of one request, for one row block. The producer (the warp that loads)
-writes work items to shared memory. Two kernels with different main loops use this work loop. Each kernel passes seven
+writes work items to shared memory. Three kernels with different main loops use this work loop. Each kernel passes eight
 functions of its own to `run_work_items` (their arguments are explained below the table):
 
 | function | what it does |
 |---|---|
 | `prefetch_next(item, wanted, ctx, c)` | If `wanted`, issue the loads of the item's queries. |
+| `prepare_queries(ctx, c)` | Convert the queries in shared memory, where the matrix unit needs another form. |
 | `attend(begin, stop, end, visibility, ctx, counters, c)` | Attend tiles [begin, stop); return state, counters. |
 | `keep(state, kept_values, ctx, c)` | Store `state`, the *kept state*, until the next split of the item is attended. |
 | `with_kept(state, kept_values, ctx, counters, c)` | Combine the kept state with `state`; return state, counters. |
@@ -15,7 +16,7 @@ functions of its own to `run_work_items` (their arguments are explained below th
 | `write_whole(state, block, scale_log2, following, wanted, ctx, c)` | Write outputs; prefetch the next queries. |
 
 A split is consecutive tiles of one request that give one partial output. A work item has one split, or several splits
-if the decode is batch-invariant. The arguments of the seven functions are:
+if the decode is batch-invariant. The arguments of the eight functions are:
 
 - `begin`, `stop`: first tile of the split, and end (exclusive) of its tiles. `end`: end of the work item's tiles.
 - `state`: `RowState` or `HalfState`. A state has the *reference score* of each row: the number that is subtracted from
@@ -48,14 +49,21 @@ from .work_items import read_item, row_block_of
 
 @gluon.jit
 @no_type_check
+def as_loaded(ctx, c):
+    """Leave the queries in shared memory as they are; `prepare_queries` of a kernel that multiplies them so."""
+
+
+@gluon.jit
+@no_type_check
 def run_work_items(
-    prefetch_next, attend, with_kept, keep, write_partial, write_whole, to_base_two, counters, ctx, c,
+    prefetch_next, prepare_queries, attend, with_kept, keep, write_partial, write_whole, to_base_two, counters, ctx, c,
     ROW: gl.constexpr, SEVERAL: gl.constexpr,
 ):  # fmt: skip
     """Process all work items of a program in one consumer: attend their tiles and write their outputs.
 
     Args:
         prefetch_next: see the module's table.
+        prepare_queries: see the module's table.
         attend: see the module's table.
         with_kept: see the module's table.
         keep: see the module's table.
@@ -81,6 +89,7 @@ def run_work_items(
         visible = gl.minimum(visible, item.length)
         visibility = visibility_of(item, visible, blocks, table_row, sizes, ctx.strides, c.BLOCK_SIZE, SEVERAL)
         async_copy.wait_group(0)
+        prepare_queries(ctx, c)
         fence_async_shared()
         partition_barrier()  # every thread executes the fence before one thread arrives
         arrive(bars.item_begun)

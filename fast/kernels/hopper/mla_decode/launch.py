@@ -8,6 +8,7 @@ A row is one (query token, head) pair, and a row block is the rows of a request 
 | row blocks of 16 or 32 rows | `main_loops/row_blocks_16_32.py` |
 | row blocks of 64 rows | `main_loops/row_blocks_64.py` |
 | row blocks of 64 rows, batch-invariant, few short requests | `two_phases` |
+| over a cache in e4m3: row blocks of 16 or 32 rows | `main_loops/row_blocks_16_32_e4m3.py` |
 
 If a request was split, `fast.kernels.combine` then adds its partial outputs.
 """
@@ -25,6 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from reference.interfaces import (
     COMPUTE_FORMAT,
     DECODE_TILE,
+    FP8_E4M3,
     CacheFormat,
     InvariantSplitRule,
     ScheduleCosts,
@@ -43,6 +45,7 @@ from ..common.descriptors import descriptor
 from ..common.records import Constants
 from .arguments import BatchSizes, LaunchInputs, LaunchOutputs, Numbers, QueryStrides, RowSizes
 from .main_loops.row_blocks_16_32 import _row_blocks_16_32_kernel
+from .main_loops.row_blocks_16_32_e4m3 import _row_blocks_16_32_e4m3_kernel
 from .main_loops.row_blocks_64 import _row_blocks_64_kernel
 from .select import (
     FEW_ROWS,
@@ -99,8 +102,8 @@ def mla_decode(
     Args:
         ql_nope: [T, N, Lkv], bfloat16 or float16; Lkv is 256 or 512.
         q_pe: [T, N, R]; R is 0, 32 or 64.
-        kv_cache: [num_blocks, block_size, Lkv + R]. A cache entry begins at a multiple of 16 bytes; the block size is
-            16, 32, 64 or 128.
+        kv_cache: [num_blocks, block_size, Lkv + R], in the dtype of the queries or in the format `fp8_e4m3`. A cache
+            entry begins at a multiple of 16 bytes; the block size is 16, 32, 64 or 128.
         block_table: [B, W]; tokens of a block whose number is outside the cache are masked.
         seq_lens: [B], keys of each request, clamped to [0, min(max_seq_len, W * block_size)].
         query_start_loc: [B + 1], first query token of each request.
@@ -115,8 +118,8 @@ def mla_decode(
         batch_invariant: if True, the splits of a request depend on its length alone. The bits of its result then do not
             depend on the other requests.
         split_rule: rule by which a batch-invariant decode splits a request; used only if `batch_invariant` is true.
-        cache_format: not used; this backend declares only caches in the dtype of the queries.
-        kv_scale: not used; caches in the dtype of the queries have no scale.
+        cache_format: format of the cache: the dtype of the queries, or `fp8_e4m3`.
+        kv_scale: scale of a cache in the format `fp8_e4m3`, a float32 number on the device; None for the other format.
         out: [T, N, Lkv] in `out_dtype`, contiguous, written in place; None allocates a tensor.
 
     Returns:
@@ -167,15 +170,18 @@ def decode_splits(
     q_pe, rope_strides = _in_words(q_pe)
 
     planned = tile_ranges is not None
+    e4m3 = cache_format.name == FP8_E4M3.name
     assigned, program_rows, row_sizes, partial_out_size, partial_lse_size, constants = _launch_sizes(
         tokens, heads, latent, rope, block_size, requests, max_keys, max_query_len,
         tile_ranges.shape[0] if planned else 0, batch_invariant, split_rule.numbers, device_facts(device).processors,
+        e4m3,
     )  # fmt: skip
     if planned:
         tile_ranges, split_offsets = tile_ranges.contiguous(), split_offsets.contiguous()
     partial_out = torch.empty(partial_out_size, dtype=torch.float32, device=device)
     partial_lse = torch.empty(partial_lse_size, dtype=torch.float32, device=device)
-    latent_tma, rope_tma = _cache_descriptors(kv_cache, latent, rope)
+    descriptors = _word_descriptors if e4m3 else _cache_descriptors
+    latent_tma, rope_tma = descriptors(kv_cache, latent, rope)
     inputs = LaunchInputs(
         ql_nope, q_pe, latent_tma, rope_tma, block_table, seq_lens.contiguous(), query_start_loc.contiguous(),
         visible_lens.contiguous(),
@@ -196,6 +202,8 @@ def decode_splits(
                 inputs, outputs, sizes, row_sizes, numbers, constants, assigned.programs, assigned.pairs,
                 assigned.num_splits,
             )  # fmt: skip
+        elif e4m3:
+            launch(_row_blocks_16_32_e4m3_kernel, (assigned.programs,), *arguments, kv_scale, c=constants, **LAUNCH)
         elif program_rows < MANY_ROWS:
             one_block = program_rows == FEW_ROWS[0] and row_sizes.row_blocks == 1
             room = ROOM_FOR_COMBINE if one_block and not batch_invariant else {}
@@ -245,22 +253,28 @@ def _launch_sizes(
     batch_invariant: bool,
     split_numbers: tuple[int, int, int, int],
     processors: int,
+    e4m3: bool,
 ) -> LaunchSizes:
-    """Return the `LaunchSizes` of a call; `ranges` is the number of programs in the schedule, 0 without a schedule."""
+    """Return the `LaunchSizes` of a call.
+
+    `ranges` is the number of programs in the schedule, 0 without a schedule. `e4m3` says that the cache is in e4m3.
+    """
     split_rule = invariant_split_rule(*split_numbers)
     request_rows = rows_of_a_request(tokens, heads, max_query_len)
-    program_rows = choose_program_rows(ranges, batch_invariant, requests, request_rows, heads, max_keys, processors)
+    program_rows = choose_program_rows(
+        ranges, batch_invariant, requests, request_rows, heads, max_keys, processors, e4m3
+    )
     row_blocks = cdiv(request_rows, program_rows)
     if ranges > 0:
         most_splits = most_invariant_splits(cdiv(max_keys, DECODE_TILE), split_rule) if batch_invariant else 0
         assigned = assign_planned(ranges, requests, request_rows, row_blocks, most_splits)
     elif batch_invariant:
         assigned = assign_by_length(
-            requests, request_rows, program_rows, max_keys, heads, latent, processors, split_rule
+            requests, request_rows, program_rows, max_keys, heads, latent, processors, split_rule, e4m3
         )
     else:
-        assigned = assign_evenly(requests, tokens * heads, program_rows, row_blocks, max_keys, processors)
-    kept_values = assigned.programs * kept_values_of(program_rows, latent) if assigned.most_splits > 1 else 0
+        assigned = assign_evenly(requests, tokens * heads, program_rows, row_blocks, max_keys, processors, e4m3)
+    kept_values = assigned.programs * kept_values_of(program_rows, latent, e4m3) if assigned.most_splits > 1 else 0
     constants = Constants(
         CONSUMER=0, ROWS=program_rows, HEADS=heads, LATENT=latent, ROPE=rope, BLOCK_SIZE=block_size,
         BY_LENGTH=batch_invariant, SCHEDULED=ranges > 0, SPLIT=assigned.num_splits > 1 and not batch_invariant,
@@ -298,6 +312,15 @@ def _cache_descriptors(kv_cache: Tensor, latent: int, rope: int) -> tuple[Tensor
     return latent_tma, latent_tma if rope == 0 else descriptor(*whole, (1, keys, rope), 2 * rope)
 
 
+def _word_descriptors(kv_cache: Tensor, latent: int, rope: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Return two TMA descriptors of an e4m3 cache, which TMA loads in words of two elements."""
+    words = kv_cache.view(torch.int16)
+    keys = min(words.shape[1], DECODE_TILE)
+    whole = (words.data_ptr(), words.dtype, tuple(words.shape), words.stride())
+    latent_tma = descriptor(*whole, (1, keys, 64), 128)
+    return latent_tma, latent_tma if rope == 0 else descriptor(*whole, (1, keys, rope // 2), rope)
+
+
 def _row_descriptor(out: Tensor) -> TensorDescriptor:
     """Return the TMA descriptor that writes boxes of `out` [T, N, Lkv]: 64 rows, and a quarter of the columns."""
     tokens, heads, latent = out.shape
@@ -320,7 +343,8 @@ def decode_programs(
     time.
     """
     rows = num_heads * query_len
-    return max(1, device_facts(device).processors // cdiv(rows, rows_of_a_program(rows)))
+    program_rows = rows_of_a_program(rows, cache_format.name == FP8_E4M3.name)
+    return max(1, device_facts(device).processors // cdiv(rows, program_rows))
 
 
 def schedule_costs(

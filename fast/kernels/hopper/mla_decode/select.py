@@ -17,7 +17,7 @@ from .main_loops.tile_scores import ROWS
 from .split_cost import best_num_programs, best_num_splits
 from .two_phases.column_blocks import COLUMN_BLOCKS
 
-FEW_ROWS = (16, 32)  # rows of a row block of `row_blocks_16_32`
+FEW_ROWS = (16, 32)  # rows of a row block of `row_blocks_16_32` and `row_blocks_16_32_e4m3`
 MANY_ROWS = ROWS.value  # rows of a row block of `row_blocks_64`: 64
 WIDE_LATENT = 512  # slices and two phases are used only with this latent width Lkv
 SLICES = 2  # programs that share a split, with different output columns, if multiprocessors would otherwise be idle
@@ -75,8 +75,9 @@ def assign_by_length(
     latent: int,
     processors: int,
     split_rule: InvariantSplitRule,
+    e4m3: bool = False,
 ) -> Assignment:
-    """Return the `Assignment` of a batch-invariant decode without a schedule.
+    """Return the `Assignment` of a batch-invariant decode without a schedule; `e4m3`: over a cache in e4m3.
 
     The number of programs is chosen for `keys`, the upper bound of the keys of a request.
     """
@@ -88,7 +89,7 @@ def assign_by_length(
     num_splits = most_splits
     if not in_two_phases:
         num_splits = best_num_programs(
-            items, requests * request_rows, whole_tiles(keys), heads, program_rows, processors, split_rule
+            items, requests * request_rows, whole_tiles(keys), heads, program_rows, processors, split_rule, e4m3
         )
     num_partials = requests * most_splits if num_splits > 1 else 0
     partial_rows = num_partials * request_rows
@@ -101,13 +102,15 @@ def assign_by_length(
 
 
 def assign_evenly(
-    requests: int, rows: int, program_rows: int, row_blocks: int, keys: int, processors: int
+    requests: int, rows: int, program_rows: int, row_blocks: int, keys: int, processors: int, e4m3: bool = False
 ) -> Assignment:
-    """Return the `Assignment` that gives every request the same number of splits.
+    """Return the `Assignment` that gives every request the same number of splits; `e4m3`: over a cache in e4m3.
 
     This number is chosen for `keys`, the upper bound of the keys of a request.
     """
-    num_splits = best_num_splits(requests * row_blocks, rows, whole_tiles(keys), program_rows, row_blocks, processors)
+    num_splits = best_num_splits(
+        requests * row_blocks, rows, whole_tiles(keys), program_rows, row_blocks, processors, e4m3
+    )
     programs = min(processors, requests * num_splits * row_blocks)
     return Assignment(programs, num_splits, num_splits, num_splits * rows if num_splits > 1 else 0)
 
@@ -121,38 +124,48 @@ def _scored_at_once(score_blocks: int, processors: int) -> bool:
 
 
 def choose_program_rows(
-    ranges: int, batch_invariant: bool, requests: int, request_rows: int, heads: int, keys: int, processors: int
+    ranges: int,
+    batch_invariant: bool,
+    requests: int,
+    request_rows: int,
+    heads: int,
+    keys: int,
+    processors: int,
+    e4m3: bool = False,
 ) -> int:
-    """Return the number of rows of a row block: 16, 32 or 64.
+    """Return the number of rows of a row block: 16, 32 or 64; over a cache in e4m3 (`e4m3`), 16 or 32.
 
     The number of rows also determines the kernel. In a batch-invariant decode, other requests must not change the
     kernel, so the number of heads decides: up to 32 heads take `row_blocks_16_32`, which computes the same bits with 16
-    rows as with 32 rows.
+    rows as with 32 rows. Over a cache in e4m3, there is one kernel, which also computes the same bits with both.
 
     `ranges` is the number of programs in the schedule, 0 without a schedule. The choice must not depend on a length:
     a CUDA graph is captured once, and replayed for other lengths.
     """
-    program_rows = rows_of_a_program(request_rows)
+    program_rows = rows_of_a_program(request_rows, e4m3)
     if batch_invariant:
         return min(program_rows, FEW_ROWS[-1] if heads <= FEW_ROWS[-1] else MANY_ROWS)
     return _rows_where_alone(program_rows, requests, request_rows, keys, processors, ranges)
 
 
-def kept_values_of(program_rows: int, latent: int) -> int:
+def kept_values_of(program_rows: int, latent: int, e4m3: bool) -> int:
     """Return how many weighted sums a program keeps in global memory from one split to the next.
 
-    For row blocks of 64 rows, these are all sums. For smaller row blocks, they are half of the sums if the sums do not
-    fit into shared memory; otherwise 0.
+    For row blocks of 64 rows, and over caches in e4m3, these are all sums. For smaller row blocks over other caches,
+    they are half of the sums if the sums do not fit into shared memory; otherwise 0.
     """
     values = program_rows * latent
-    if program_rows == MANY_ROWS:
+    if e4m3 or program_rows == MANY_ROWS:
         return values
     return 0 if values <= SHARED_VALUES.value else values // 2
 
 
-def rows_of_a_program(rows: int) -> int:
-    """Return the number of rows of a row block for a request with `rows` rows: 16, 32 or 64."""
-    return next((few for few in FEW_ROWS if rows <= few), MANY_ROWS)
+def rows_of_a_program(rows: int, e4m3: bool = False) -> int:
+    """Return the number of rows of a row block for a request with `rows` rows.
+
+    The number is 16, 32 or 64; over a cache in e4m3 (`e4m3`), it is 16 or 32.
+    """
+    return next((few for few in FEW_ROWS if rows <= few), FEW_ROWS[-1] if e4m3 else MANY_ROWS)
 
 
 def _rows_where_alone(

@@ -89,7 +89,7 @@ class Bars(NamedTuple):
 def prefetch_next(item, wanted, ctx, c):
     """If `wanted`, issue the loads of a work item's queries."""
     if wanted:
-        prefetch_queries(item, ctx.shared.queries, ctx.sizes, c.ROWS, c.HEADS, 0, c.LATENT, c.ROPE)
+        prefetch_queries(item, ctx.shared.queries, ctx.sizes, c.ROWS, c.HEADS, 0, c.LATENT, c.ROPE, 0)
 
 
 @gluon.jit

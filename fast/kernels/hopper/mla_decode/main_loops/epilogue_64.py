@@ -55,6 +55,7 @@ def prefetch_next(item, wanted, ctx, c):
             c.CONSUMER * HALF,
             HALF,
             c.ROPE if c.CONSUMER == 1 else 0,
+            0,
         )
 
 

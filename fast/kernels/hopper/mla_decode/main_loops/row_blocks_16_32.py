@@ -43,7 +43,7 @@ from ...common.records import (
     Strides,
 )
 from ...common.work_items import ITEM_FIELDS, ITEMS_HELD, first_position, next_position, seek_item, write_item
-from ...common.work_loop import run_work_items
+from ...common.work_loop import as_loaded, run_work_items
 from .epilogue_16_32 import (
     SHARED_VALUES,
     STAGES,
@@ -58,6 +58,7 @@ from .epilogue_16_32 import (
     write_partial,
     write_whole,
 )
+from .transposed_scores import masked_keys
 
 LONG = gl.constexpr(16)  # a first work item of at least this many tiles is long: see `_produce`
 
@@ -93,7 +94,6 @@ def attend_tiles(begin, stop, end, visibility, ctx, step, c):
     BUFFERS: gl.constexpr = k_latent.shape[0] // STAGES
     ROPE_BUFFERS: gl.constexpr = k_rope.shape[0] // STAGES
     ROW: gl.constexpr = gl.SliceLayout(0, TRANSPOSED)
-    KEY: gl.constexpr = gl.SliceLayout(1, TRANSPOSED)
     largest = gl.full([ROWS], LEAST, gl.float32, ROW)
     totals = gl.zeros([TILE, ROWS], gl.float32, TRANSPOSED)
     values = warpgroup_mma_init(gl.zeros([LATENT, ROWS], gl.float32, TRANSPOSED))
@@ -112,15 +112,7 @@ def attend_tiles(begin, stop, end, visibility, ctx, step, c):
             scores = warpgroup_mma(rope_tile, q_rope.index(zero).permute([1, 0]), scores, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[scores])
         if tile >= visibility.first_masked:
-            key = tile * TILE + gl.arange(0, TILE, KEY)
-            cache_block = gl.load(
-                visibility.table_row + (key // c.BLOCK_SIZE).to(gl.int64) * visibility.table_stride,
-                mask=key < visibility.checked_keys,
-                other=0,
-            )
-            readable = (cache_block >= 0) & (cache_block < visibility.num_blocks) & (key < end * TILE)
-            seen = readable[:, None] & (key[:, None] < visibility.visible[None, :])
-            scores = gl.where(seen, scores, float("-inf"))
+            scores = masked_keys(scores, tile, end, visibility, c.BLOCK_SIZE)
             if (tile + 1) * TILE > visibility.length:
                 for column in gl.static_range(0, LATENT, 64):
                     zero_from(k_tile.slice(column, 64, dim=1), visibility.length - tile * TILE)
@@ -147,7 +139,7 @@ def _consume(ctx, c):
     TRANSPOSED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.ROWS, 16])
     step = 0  # number of times that a stage of the ring has been filled so far
     run_work_items(
-        prefetch_next, attend_tiles, with_kept, keep, write_partial, write_whole, to_base_two, step, ctx, c,
+        prefetch_next, as_loaded, attend_tiles, with_kept, keep, write_partial, write_whole, to_base_two, step, ctx, c,
         gl.SliceLayout(0, TRANSPOSED), False,
     )  # fmt: skip
 

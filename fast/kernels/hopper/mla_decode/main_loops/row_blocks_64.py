@@ -27,7 +27,7 @@ from ...common.loads import block_table_row_of, cache_block_of
 from ...common.own_length import TILE
 from ...common.records import Context, Inputs, Outputs, Queries, Sizes, SplitPlan, SplitRule, Strides, of_consumer
 from ...common.work_items import ITEM_FIELDS, ITEMS_HELD, first_position, next_position, seek_item, write_item
-from ...common.work_loop import run_work_items
+from ...common.work_loop import as_loaded, run_work_items
 from .epilogue_64 import keep, prefetch_next, to_base_two, with_kept, write_partial, write_whole
 from .tile_pairs import Bars, PairCounters, Shared, attend_pairs
 from .tile_scores import ROWS, load_quarter
@@ -42,8 +42,8 @@ def _consume(ctx, c):
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     counters = PairCounters(0, 0)
     run_work_items(
-        prefetch_next, attend_pairs, with_kept, keep, write_partial, write_whole, to_base_two, counters, ctx, c,
-        gl.SliceLayout(1, SCORES), True,
+        prefetch_next, as_loaded, attend_pairs, with_kept, keep, write_partial, write_whole, to_base_two, counters, ctx,
+        c, gl.SliceLayout(1, SCORES), True,
     )  # fmt: skip
 
 

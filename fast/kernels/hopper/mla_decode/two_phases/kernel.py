@@ -63,7 +63,7 @@ def _consume(
     """Run the consumer (four warps): compute the products of both phases."""
     item, has_block = score_block_of_program(plan, inputs, sizes, pairs, c.HEADS)
     if has_block:
-        prefetch_queries(item, shared.queries, sizes, ROWS, c.HEADS, 0, c.LATENT, c.ROPE)
+        prefetch_queries(item, shared.queries, sizes, ROWS, c.HEADS, 0, c.LATENT, c.ROPE, 0)
     block = seek_column_block(first_column_block(), plan, inputs, sizes, splits_bound, c.HEADS)
     if has_block:
         compute_score_block(
