@@ -27,11 +27,12 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .kept_calls import KeptCall
 from .nested_calls import PER_THREAD, Entry, Order
 from .own import OWN_BACKENDS
 from .registry import on_change
@@ -52,11 +53,15 @@ class CheckedCalls:
         dispatched: the op in torch's dispatcher; its last argument is the name of a backend.
         launch: the Python function that implements the op, with the same arguments as `dispatched`.
         mutates: positions of the arguments that the op writes in place.
+        keep: function for the calls of other libraries (`KeptCall`); None calls `launch` each time.
     """
 
-    def __init__(self, dispatched: Callable, launch: Callable, mutates: tuple[int, ...] = ()):
-        self._dispatched, self._launch, self._mutates = dispatched, launch, mutates
-        self._known: dict[tuple, tuple[str, Launches]] = {}
+    def __init__(
+        self, dispatched: Callable, launch: Callable, mutates: tuple[int, ...] = (),
+        keep: Callable[..., Callable | None] | None = None,
+    ):  # fmt: skip
+        self._dispatched, self._launch, self._mutates, self._keep = dispatched, launch, mutates, keep
+        self._known: dict[tuple, tuple[str, Launches | KeptCall]] = {}
         _ALL_CALLS.append(self)
 
     def forget(self) -> None:
@@ -108,8 +113,7 @@ class CheckedCalls:
         else:
             known = self._known.get(signature)
             if known is None:
-                # replay only our own backends: a launcher of another project may do work that a replay would leave out
-                known = (backend, Launches(replays=backend in OWN_BACKENDS))
+                known = (backend, self._new_launches(backend))
                 _keep(self._known, signature, known)
             if order is not None:
                 order.note(self, known)
@@ -128,6 +132,12 @@ class CheckedCalls:
             if written is not None and not written.is_inference():
                 torch.autograd.graph.increment_version(written)
         return result
+
+    def _new_launches(self, backend: str) -> Launches | KeptCall:
+        """Return what will run the calls of a backend with one signature."""
+        own = backend in OWN_BACKENDS
+        # replay only our own backends: a launcher of another project may do work that a replay would leave out
+        return Launches(replays=own) if own or self._keep is None else KeptCall(self._keep)
 
 
 class CheckedOnce:
@@ -184,11 +194,13 @@ class CallsInside:
 
     def __init__(self):
         self._orders: dict[tuple, tuple[Entry, ...]] = {}
+        self._single: dict[tuple, KeptCall] = {}
         _ALL_CALLS.append(self)
 
     def forget(self) -> None:
         """Forget all signatures, so that the calls inside compute their own signatures again."""
         self._orders.clear()
+        self._single.clear()
 
     def given(self, *arguments: Any) -> Order | contextlib.AbstractContextManager[None]:
         """Return a context manager for the calls inside the function.
@@ -197,21 +209,38 @@ class CallsInside:
         later calls with this signature, the checks and ops inside reuse what was recorded. The context manager does
         nothing if the thread is already inside such a context manager, or if calls must be checked in full.
         """
+        return self.find(*arguments).order
+
+    def find(self, *arguments: Any) -> FoundCall:
+        """Return what earlier calls of the function with the same signature have left.
+
+        The caller may call the kept call alone: the checks inside have passed with this signature. If there is no kept
+        call, the caller enters the context manager.
+        """
         if PER_THREAD.order is not None or must_be_dispatched() or torch._C._is_any_autocast_enabled():
-            return _NOTHING  # autocast is not in the signature, but changes the dtypes of products in the function
+            return (
+                _NOTHING_FOUND  # autocast is not in the signature, but changes the dtypes of products in the function
+            )
         try:
             signature = (torch.is_grad_enabled(), identity_of(arguments))
+            kept = self._single.get(signature)
+            if kept is not None:
+                return FoundCall(kept, _NOTHING)
             entries = self._orders.get(signature)
         except (NoSignature, TypeError, RuntimeError):  # as in `CheckedCalls.signature`
-            return _NOTHING
-        return Order(entries, lambda found: self._end(signature, found))
+            return _NOTHING_FOUND
+        return FoundCall(None, Order(entries, lambda found: self._end(signature, found)))
 
     def _end(self, signature: tuple, found: tuple[Entry, ...] | None) -> None:
         """Keep the calls `found`; if `found` is None, forget what was recorded, because a call did not match."""
         if found is None:
             self._orders.pop(signature, None)
-        else:
-            _keep(self._orders, signature, found)
+            self._single.pop(signature, None)
+            return
+        _keep(self._orders, signature, found)
+        ops = [each for each in found if isinstance(each.owner, CheckedCalls)]
+        if len(ops) == 1 and isinstance(ops[0].value[1], KeptCall) and ops[0].value[1].again is not None:
+            _keep(self._single, signature, ops[0].value[1])
 
 
 def confirm(*tensors: Tensor) -> None:
@@ -226,6 +255,21 @@ def confirm(*tensors: Tensor) -> None:
 
 
 _NOTHING = contextlib.nullcontext()
+
+
+class FoundCall(NamedTuple):
+    """What earlier calls of a function have left (`CallsInside.find`).
+
+    Attributes:
+        kept: the kept call that runs the only op inside the function; None if there is none.
+        order: context manager for the calls inside the function.
+    """
+
+    kept: KeptCall | None
+    order: Order | contextlib.AbstractContextManager[None]
+
+
+_NOTHING_FOUND = FoundCall(None, _NOTHING)
 
 
 def _keep(kept: dict[tuple, Any], signature: tuple, value: Any) -> None:

@@ -72,6 +72,10 @@ class OpSupport:
             longest query, and cache format. None means that the kernel ignores schedules.
         cache_reasons: for `gqa_paged_attention`: function, or its dotted path, that returns why the kernel cannot read
             a cache with such strides, as a list of texts. Its argument is the cache. A layer asks before it writes.
+        kept_call: function, or its dotted path, that gets the arguments of a call of the launcher, and returns a
+            function with the same arguments and results for later calls with equal shapes, strides, dtypes, devices,
+            alignments and other values (`fast.backends.kept_calls`). None calls the launcher each time. Only for
+            `flash_attn_varlen` and `mla_decode`.
         one_set_of_parameters: whether the backend plans the op once for all layers of a step, so that they must have
             the same window, soft cap, scale and so on. `check_one_set_of_parameters` refuses a model whose layers
             differ.
@@ -101,10 +105,11 @@ class OpSupport:
     features: tuple[str, ...] = ()
     schedule_programs: str | Callable | None = None
     cache_reasons: str | Callable | None = None
+    kept_call: str | Callable | None = None
     one_set_of_parameters: bool = False
 
     def __post_init__(self):
-        for name in ("launcher", "schedule_programs", "cache_reasons"):
+        for name in ("launcher", "schedule_programs", "cache_reasons", "kept_call"):
             value = getattr(self, name)
             path = isinstance(value, str) and re.fullmatch(r"[\w.]+:\w+", value)
             missing = value is None and name != "launcher"
