@@ -42,15 +42,16 @@ class KeptCall:
         return result
 
 
-def kept_function(backend: str, op: str, *arguments: Any) -> Callable | None:
+def kept_function(backend: str, op: str, *arguments: Any, **options: Any) -> Callable | None:
     """Return the function for later calls that a backend of another library declares; None if it declares none.
 
     Args:
         backend: name of the backend.
         op: name of the op.
         arguments: arguments of the launcher in a call that has passed all checks.
+        options: arguments by name.
     """
     declared = None if backend in OWN_BACKENDS else support_of(backend, op).kept_call
     if declared is None:
         return None
-    return (imported(declared) if isinstance(declared, str) else declared)(*arguments)
+    return (imported(declared) if isinstance(declared, str) else declared)(*arguments, **options)

@@ -223,6 +223,7 @@ def _only_fa3_fwd() -> bool:
 
 _DECODE_3 = {} if _only_fa3_fwd() else decode_ops(
     "fast.backends.adapters.flash_attn_decode:mla_decode",
+    kept_call="fast.backends.adapters.flash_attn_decode:kept_decode",
     dtypes=HALF,
     out_dtypes=STATE_DTYPES,
     cache_formats=("compute_dtype",),
