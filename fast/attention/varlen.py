@@ -197,6 +197,8 @@ def attend_again(
     arguments = q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal
     if out is None and return_lse:
         return AttentionState(*kept.again(*arguments, out_dtype, None))
+    if out is None and kept.allocates:
+        return kept.again(*arguments, None, None, None)[0]
     made, lse = _targets(arguments, out_dtype, return_lse, out, False)
     kept.again(*arguments, made, lse, None)
     if out is not None and not out.is_inference():
@@ -306,10 +308,11 @@ def _kept(inputs, out_dtype, out, lse, backend):
             q, k, k_pe if splits_keys else None, v, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, scale, causal,
             out_dtype, out, lse,
         )  # fmt: skip
-        if not into or state[0] is not out or state[1] is not lse:
+        if out is None or type(state) is not tuple or len(state) != 2 or state[0] is not out or state[1] is not lse:
             backends.check_state(backend, "flash_attn_varlen", state, shape, out_dtype, device, needs_lse, (out, lse))
         return state
 
+    again.allocates = into and lse is None and getattr(call, "allocates", False)
     return again
 
 

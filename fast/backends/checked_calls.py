@@ -139,9 +139,10 @@ class CheckedCalls:
 
     def _new_launches(self, backend: str) -> Launches | KeptCall:
         """Return what will run the calls of a backend with one signature."""
-        own = backend in OWN_BACKENDS
-        # replay only our own backends: a launcher of another project may do work that a replay would leave out
-        return Launches(replays=own) if own or self._keep is None else KeptCall(self._keep)
+        if backend in OWN_BACKENDS:
+            return Launches()
+        # a launcher of another project may do work that a replay would leave out
+        return Launches(replays=False) if self._keep is None else KeptCall(self._keep)
 
 
 class CheckedOnce:
@@ -194,9 +195,14 @@ class CallsInside:
 
     The function passes to `given` all arguments that determine the signatures of these calls. If code of another
     project computes a tensor, such as the output of a projection, the function passes this tensor to `confirm`.
+
+    Args:
+        returns_one_op: whether the function calls only one op and returns the op's result. Its later calls may then go
+            straight to the kept call of this op (`find`).
     """
 
-    def __init__(self):
+    def __init__(self, returns_one_op: bool = False):
+        self._returns_one_op = returns_one_op
         self._orders: dict[tuple, tuple[Entry, ...]] = {}
         self._single: dict[tuple, KeptCall] = {}
         _ALL_CALLS.append(self)
@@ -222,9 +228,8 @@ class CallsInside:
         call, the caller enters the context manager.
         """
         if PER_THREAD.order is not None or must_be_dispatched() or torch._C._is_any_autocast_enabled():
-            return (
-                _NOTHING_FOUND  # autocast is not in the signature, but changes the dtypes of products in the function
-            )
+            # autocast is not in the signature, but changes the dtypes of products in the function
+            return _NOTHING_FOUND
         try:
             signature = (torch.is_grad_enabled(), identity_of(arguments))
             kept = self._single.get(signature)
@@ -242,9 +247,9 @@ class CallsInside:
             self._single.pop(signature, None)
             return
         _keep(self._orders, signature, found)
-        ops = [each for each in found if isinstance(each.owner, CheckedCalls)]
-        if len(ops) == 1 and isinstance(ops[0].value[1], KeptCall) and ops[0].value[1].again is not None:
-            _keep(self._single, signature, ops[0].value[1])
+        ops = [each.value for each in found if isinstance(each.owner, CheckedCalls)]
+        if self._returns_one_op and len(ops) == 1 and isinstance(ops[0][1], KeptCall) and ops[0][1].again is not None:
+            _keep(self._single, signature, ops[0][1])
 
 
 def confirm(*tensors: Tensor) -> None:

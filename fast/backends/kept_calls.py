@@ -13,6 +13,7 @@ from typing import Any
 
 from .own import OWN_BACKENDS
 from .registry import imported, support_of
+from .repeated_launches import Launches
 
 
 class KeptCall:
@@ -24,21 +25,27 @@ class KeptCall:
 
     Attributes:
         again: the function for later calls; None before the first call, or if each call must be checked.
+        allocates: whether `again` also serves calls that get no tensor for the output (`OpSupport.kept_call`).
     """
 
-    __slots__ = ("_keep", "again")
+    __slots__ = ("_keep", "_launches", "again", "allocates")
 
     def __init__(self, keep: Callable[..., Callable | None]):
         self._keep: Callable[..., Callable | None] | None = keep
+        self._launches = Launches(replays=False)  # a launcher of another project may do work that a replay leaves out
         self.again: Callable | None = None
+        self.allocates = False
 
     def run(self, launch: Callable, *arguments: Any) -> Any:
         """Return the result of the kept function; in the first call, return the result of `launch`."""
         if self.again is not None:
             return self.again(*arguments)
-        result = launch(*arguments)
-        if self._keep is not None:
-            self.again, self._keep = self._keep(*arguments), None
+        result = self._launches.run(launch, *arguments)
+        keep = self._keep  # another thread may set the attribute to None
+        if keep is not None:
+            again = keep(*arguments)
+            self.allocates = getattr(again, "allocates", False)
+            self.again, self._keep = again, None
         return result
 
 

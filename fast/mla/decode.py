@@ -298,7 +298,7 @@ def _kept_decode(*arguments):
         if with_scale:
             options = {**options, "q_scale": q_scale}
         if is_prepared:
-            options = {**options, "prepared": prepared}
+            options = {**options, "prepared": tuple(prepared)}
         state = call(
             ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, *rest, tile_ranges,
             split_offsets, *constants, kv_scale, *out, **options,

@@ -54,7 +54,8 @@ _check_context = backends.CheckedOnce(check_context)
 _check_expanded = backends.CheckedOnce(check_expanded)
 _check_prefill = backends.CheckedOnce(check_prefill)
 _check_rows = backends.CheckedOnce(check_rows)
-_CALLS_INSIDE, _NEW_TOKENS_INSIDE, _CONTEXT_INSIDE = (backends.CallsInside() for _ in range(3))
+_CALLS_INSIDE = backends.CallsInside()
+_NEW_TOKENS_INSIDE, _CONTEXT_INSIDE = (backends.CallsInside(returns_one_op=True) for _ in range(2))
 PREFILL_OPS = ("flash_attn_varlen", "gather_and_maybe_dequant_cache", "merge_attn_states")
 
 

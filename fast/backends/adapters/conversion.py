@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..kept_launches import KeptLaunch
 from ..own import TRITON
 from ..registry import imported
 
@@ -84,7 +85,7 @@ class Widened:
             columns: number of columns of the result, more than P.
         """
         if self._kept is not None:
-            wide = left.new_empty(self._shape)
+            wide = left.new_empty(self._shape)  # `_shape` is set before `_kept`: another thread may be in a call
             if self._kept.again((left, left if right is None else right, wide)):
                 return wide
         launch = _own_launcher("join_columns", left)
@@ -190,15 +191,11 @@ class StateConversion:
         columns: V; columns of the library's output after them are padding, and are cut.
     """
 
-    __slots__ = ("_columns", "_convention", "_kept", "_layout", "_new_lse", "_new_out", "_out_dtype", "_returns_made")
+    __slots__ = ("_columns", "_convention", "_kept", "_out_dtype")
 
     def __init__(self, convention: Convention, out_dtype: torch.dtype, columns: int):
         self._convention, self._out_dtype, self._columns = convention, out_dtype, columns
-        self._kept = None  # launch of an earlier call
-        self._layout = ()  # layout of the library's tensors in that call
-        self._new_out: tuple[int, ...] | None = None  # shape of the output, if the call allocates the output
-        self._new_lse: tuple[int, ...] | None = None  # shape of the LSE, if the call allocates the LSE
-        self._returns_made = False  # whether the output of that call was the library's tensor itself
+        self._kept: _KeptConversion | None = None  # set as a whole, because another thread may be in a call
 
     def __call__(
         self, made: Tensor, made_lse: Tensor | None, out: Tensor | None = None, lse: Tensor | None = None,
@@ -207,17 +204,17 @@ class StateConversion:
         """Return the state; `lawful_state` explains the arguments and the result."""
         if made_lse is None and made is out:
             return out, None
-        if self._kept is not None and self._layout == _layout_of(made, made_lse):
-            target = made if self._returns_made else out
-            if self._new_out is not None:
+        kept = self._kept
+        if kept is not None and kept.layout == _layout_of(made, made_lse):
+            target, new_lse = made if kept.returns_made else out, lse
+            if kept.new_out is not None:
                 source = made_lse if self._out_dtype == torch.float32 else made
-                target = source.new_empty(self._new_out, dtype=self._out_dtype)
-            if self._new_lse is not None:
-                lse = made_lse.new_empty(self._new_lse)
+                target = source.new_empty(kept.new_out, dtype=self._out_dtype)
+            if kept.new_lse is not None:
+                new_lse = made_lse.new_empty(kept.new_lse)
             seen = made_lse if visible_lens is None else visible_lens
-            if self._kept.again((made, made_lse, target, lse, seen)):
-                return target if out is None else out, lse
-            lse = None if self._new_lse is not None else lse
+            if kept.launch.again((made, made_lse, target, new_lse, seen)):
+                return target if out is None else out, new_lse
         return self._convert(made, made_lse, out, lse, visible_lens)
 
     def _convert(
@@ -243,12 +240,30 @@ class StateConversion:
             return _lawful_state(made, made_lse, self._convention, target, lse, visible_lens, out)
         if lse is None:
             lse = made_lse.new_empty((heads, tokens))
-        self._kept = launch(made, made_lse, out if copies else None, lse, *self._convention, visible_lens)
-        self._layout = _layout_of(made, made_lse)
-        self._new_out = (tokens, heads, self._columns) if given_out is None and copies else None
-        self._new_lse = (heads, tokens) if given_lse is None else None
-        self._returns_made = not copies
+        kept = launch(made, made_lse, out if copies else None, lse, *self._convention, visible_lens)
+        self._kept = None if kept is None else _KeptConversion(
+            kept, _layout_of(made, made_lse), (tokens, heads, self._columns) if given_out is None and copies else None,
+            (heads, tokens) if given_lse is None else None, not copies,
+        )  # fmt: skip
         return out, lse
+
+
+class _KeptConversion(NamedTuple):
+    """What a `StateConversion` keeps of an earlier call.
+
+    Attributes:
+        launch: the launch of `convert_state`.
+        layout: layout of the library's tensors in that call.
+        new_out: shape of the output, if the call allocated the output; otherwise None.
+        new_lse: shape of the LSE, if the call allocated the LSE; otherwise None.
+        returns_made: whether the output of that call was the library's tensor itself.
+    """
+
+    launch: KeptLaunch
+    layout: tuple
+    new_out: tuple[int, ...] | None
+    new_lse: tuple[int, ...] | None
+    returns_made: bool
 
 
 def _layout_of(made: Tensor, made_lse: Tensor | None) -> tuple:

@@ -21,12 +21,19 @@ class VarlenCall:
 
     A subclass has the attribute `convention` and the methods `columns_of_values`, `prepare` and `attend`.
 
+    Attributes:
+        convention: how the LSE of the library differs from the state law.
+        allocates: True, because an object made for calls with `out` and without an LSE also serves calls with `out`
+            None and without an LSE (`OpSupport.kept_call`). The result is then the library's own tensor, without a
+            copy, unless its dtype or width differs.
+
     Args:
         arguments: arguments of the first call; later calls have equal shapes, strides, dtypes, devices, alignments and
             numbers.
     """
 
     convention: Convention
+    allocates = True
 
     def __init__(self, *arguments):
         q, k, _, v, starts_q, starts_k, longest_q, longest_k, scale, causal, out_dtype, out, lse = (
@@ -41,7 +48,7 @@ class VarlenCall:
             return
         self._columns = self.columns_of_values(dim, value)
         self._widened = Widened() if self._columns > value else None
-        given = q, k, v if self._widened is None else q, starts_q, starts_k
+        given = (q, k, starts_q, starts_k) if self._widened is not None else (q, k, v, starts_q, starts_k)
         self._copies = not all(each.is_contiguous() if each.dim() == 1 else is_in_words(each) for each in given)
         takes_out = self.prepare(q.dtype, longest_q, longest_k, scale, causal)
         self._directs = (
@@ -102,11 +109,12 @@ class VarlenCall:
                 the query after it.
             out_dtype: dtype of the output.
             out: [T, N, V] in `out_dtype`, any strides, written in place; None allocates `out`.
-            lse: [N, T], float32, written in place; None allocates `lse`, or leaves it out if `out` is given.
+            lse: [N, T], float32, written in place; None allocates `lse`, or leaves it out if the first call had `out`
+                and no `lse`.
 
         Returns:
-            out [T, N, V] and lse [N, T], natural log, float32; None in place of the LSE if only `out` is given. Rows
-            without keys: output 0 and LSE -inf.
+            out [T, N, V] and lse [N, T], natural log, float32; None in place of an LSE that is left out. Rows without
+            keys: output 0 and LSE -inf.
         """
         if self._is_empty:
             return self._without_keys(q, v, out_dtype, out, lse)
@@ -115,8 +123,9 @@ class VarlenCall:
         if self._copies:
             q, k, v = in_words(q), in_words(k), in_words(v)
             cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
-        made, made_lse = self.attend(q, k, v, cu_seqlens_q, cu_seqlens_k, out if self._directs else None)
-        return self._convert(out if self._directs else made, made_lse if self._with_lse else None, out, lse)
+        target = out if self._directs else None
+        made, made_lse = self.attend(q, k, v, cu_seqlens_q, cu_seqlens_k, target)
+        return self._convert(made if target is None else target, made_lse if self._with_lse else None, out, lse)
 
     def _without_keys(self, q, v, out_dtype, out, lse):
         """Return the state of queries without keys, or of no queries."""

@@ -19,7 +19,7 @@ def counts(passed, failed=0, skipped=0, reasons=None, errors=()):
 
 
 def test_reports_are_added_up():
-    """Add up parts of two files, one of which crashed -> counts of each file; the crash belongs to its adapter alone."""
+    """Add up parts of two files, one of which crashed -> counts of each file; the crash belongs to its adapter."""
     runs = [Run(EVERY, 1, 2, "mine"), Run(EVERY, 2, 2, "mine"), Run(GROUPED, 1, 1, None), Run(EVERY, 1, 1, "other")]
     reports = [
         report_of(mine=counts(3, 1, 2, {"no LSE": 2}, ["wrong"])),
