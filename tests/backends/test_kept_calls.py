@@ -38,7 +38,8 @@ def attention(q, k, k_pe, v, starts_q, starts_k, longest_q, longest_k, scale, ca
     state = reference.flash_attn_varlen(q, k, v, starts_q, starts_k, longest_q, longest_k, scale, causal, out_dtype)
     if out is None:
         return state.out, state.lse
-    return out.copy_(state.out), None if lse is None else lse.copy_(state.lse)
+    out.data.copy_(state.out)  # as a kernel writes: PyTorch does not see the change
+    return out, None if lse is None else lse.copy_(state.lse)
 
 
 def properties(arguments):
@@ -263,6 +264,29 @@ def test_bad_input(toy, plain_errors):
     for options in ({}, {"return_lse": False}):
         with pytest.raises(ValueError, match="^cu_seqlens_k: "):
             fast.run_prefill_new_tokens(*given, metadata, SCALE, **options, backend="toy")
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_offsets_are_checked_in_every_call(toy, bounded, return_lse, plain_errors):
+    """Change offsets in place after good calls -> the error that names them, on a CPU."""
+    given, starts, keys = tensors(sum(KEYS)), offsets(NEW), offsets(KEYS)
+
+    def call():
+        return flash_attn_varlen_shared_rope(
+            *given, starts, keys, max(NEW), max(KEYS), SCALE, False, bounded=bounded, return_lse=return_lse,
+            backend="toy",
+        )  # fmt: skip
+
+    call(), call()
+    for argument, wrong in (("cu_seqlens_q", starts), ("cu_seqlens_k", keys)):
+        right = wrong.clone()
+        wrong[1] = 99
+        with pytest.raises(ValueError, match=f"^{argument}: "):
+            call()
+        wrong.copy_(right)
+    call()
+    assert toy.counts == (1, 1, 2)
 
 
 def test_memory_that_is_freed_and_used_again(toy):
