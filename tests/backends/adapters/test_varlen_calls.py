@@ -1,12 +1,18 @@
-"""Tests of `VarlenCall`: what an adapter does besides the call of its library, with a library of the reference."""
+"""Tests of what an adapter does besides the call of its library, with the reference in place of the library.
+
+`VarlenCall` and `StateConversion` serve all calls with one signature.
+"""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import reference
+from fast.backends.adapters import conversion
 from fast.backends.adapters.conversion import Convention
 from fast.backends.adapters.varlen_calls import VarlenCall
 
@@ -109,3 +115,72 @@ def test_nothing_besides_the_library(given):
 def test_operations_that_are_needed(given, wanted):
     """Pad the values, or convert or copy the output -> these operations and no others."""
     assert run(**given)[1] == wanted
+
+
+class KernelStandIn:
+    """Stand-in for `convert_state` of Triton, with formulas in PyTorch; it counts first and repeated launches."""
+
+    def __init__(self):
+        self.first, self.repeated, self.repeats = 0, 0, True
+
+    def __call__(self, made, made_lse, out, lse, *flags_and_lens):
+        *flags, visible_lens = flags_and_lens
+        self.first += 1
+
+        def convert(made, made_lse, target, lse, seen):
+            target = None if out is None else target
+            seen = None if visible_lens is None else seen
+            conversion._lawful_state(made, made_lse, Convention(*flags), target, lse, seen, made)
+
+        convert(made, made_lse, out, lse, visible_lens)
+
+        def again(tensors):
+            if self.repeats:
+                self.repeated += 1
+                convert(*tensors)
+            return self.repeats
+
+        return SimpleNamespace(again=again)
+
+
+@pytest.mark.parametrize("given", ["nothing", "output", "both"])
+@pytest.mark.parametrize(
+    ("convention", "out_dtype", "columns"),
+    [
+        (Convention(base_2=True), torch.float32, 16),
+        (Convention(empty_is_inf=True), torch.bfloat16, 12),
+        (Convention(poison=True), torch.bfloat16, 16),  # the output needs no conversion
+    ],
+)
+@pytest.mark.parametrize("with_lens", [False, True])
+def test_kept_conversions(given, convention, out_dtype, columns, with_lens, monkeypatch):
+    """Convert with a kept launch, in another layout, and where the launch cannot be repeated -> the right state."""
+    kernel = KernelStandIn()
+    monkeypatch.setattr(conversion, "_own_launcher", lambda name, tensor: kernel)
+    keep = conversion.StateConversion(convention, out_dtype, columns)
+    lens = torch.tensor([1, 0, 2, 3, 1], dtype=torch.int32) if with_lens else None
+
+    def convert(order=(0, 1)):
+        """Convert new values; the LSE of the library is [N, T] with strides in this order."""
+        made = torch.randn(5, 3, 16).bfloat16()
+        made_lse = torch.randn(*[(3, 5)[each] for each in order]).permute(order)
+        made_lse[1, 2], made[2, 1] = torch.inf, 0
+        made[4, 0, 0] = torch.nan
+        out = None if given == "nothing" else torch.zeros(5, 3, columns, dtype=out_dtype)
+        lse = torch.zeros(3, 5) if given == "both" else None
+        found = keep(made, made_lse, out, lse, lens)
+        with monkeypatch.context() as without_kernel:
+            without_kernel.setattr(conversion, "_own_launcher", lambda name, tensor: None)
+            wanted = conversion.lawful_state(made, made_lse, convention, out_dtype, columns, visible_lens=lens)
+        assert (out is None or found[0] is out) and (lse is None or found[1] is lse)
+        for mine, right in zip(found, wanted, strict=True):
+            assert mine.is_contiguous() and torch.equal(mine.nan_to_num(7.0), right.nan_to_num(7.0))
+
+    convert(), convert(), convert()
+    assert (kernel.first, kernel.repeated) == (1, 2)
+    convert(order=(1, 0))  # the library returns another layout
+    convert(order=(1, 0))
+    assert (kernel.first, kernel.repeated) == (2, 3)
+    kernel.repeats = False  # as on another device than the current one
+    convert(order=(1, 0))
+    assert (kernel.first, kernel.repeated) == (3, 3)
