@@ -70,7 +70,7 @@ MANY_REQUESTS = 512  # this number of short requests fills any GPU, so the kerne
 # Cascades with these numbers of query tokens and of shared prefix tokens launch all variants of the decode kernel.
 CASCADE_TOKENS = (2, 3, 7, 16, 32, 64, 128, 256, 512, 513)
 CASCADE_PREFIXES = (1, 1024, 8192, 16384)
-# number of requests -> numbers of programs of a schedule; these schedules launch all variants of the combine kernel
+# number of requests -> numbers of programs of a schedule; these launch all variants of decode and combine kernels
 PLANNED_PROGRAMS = {1: (1, 16), 2: (4, 40, 200)}
 # Batches with these numbers of tokens launch all variants of the product of heads, whose tiles have 16, 32 or 64 rows.
 # The numbers are those of `variant_tokens` of the backend "triton"; this module must not import that function.

@@ -12,7 +12,8 @@ Stages:
 - tests: the test suite with compiled kernels. Each file runs in one process; a slow file is divided among several
   processes. The files of `ANY_DEVICE` run twice: with tensors on the CPU and with tensors on the GPU. The option
   `--gpu-files-only` leaves out the files whose tests do the same on every machine. With `--part K/N`, only the K-th of
-  N parts runs; the results file adds up the parts of the same sources.
+  N parts runs; the results file adds up the parts of the same sources. With several GPUs, each process sees one of
+  them, in turn; tests of several GPUs run in the stage between_gpus.
 - opcheck: `torch.library.opcheck` of every registered op on the GPU.
 - memcheck, racecheck: every registered op under the compute-sanitizer tool that has the name of the stage, with valid
   indices and with indices out of range. Without compute-sanitizer on PATH both stages are skipped.
@@ -124,7 +125,9 @@ def run_tests(args: argparse.Namespace) -> dict[str, Any]:
     part, parts = args.part
     runs = runs[part - 1 :: parts]
 
-    def one(file: Path, device: str, shard: str) -> tuple[str, dict[str, Any]]:
+    gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+
+    def one(number: int, file: Path, device: str, shard: str) -> tuple[str, dict[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder) / "report.xml"
             command = [
@@ -142,7 +145,8 @@ def run_tests(args: argparse.Namespace) -> dict[str, Any]:
                 f"--junitxml={report}",
             ]
             start = time.perf_counter()
-            status, output = run(command, args.limit, OMP_WAIT_POLICY="PASSIVE")
+            gpu = gpus[number % len(gpus)]
+            status, output = run(command, args.limit, OMP_WAIT_POLICY="PASSIVE", CUDA_VISIBLE_DEVICES=gpu)
             seconds = time.perf_counter() - start
             found = read_junit(report) if report.exists() else {"passed": 0, "failed": [file.name], "skipped": {}}
         if status not in (0, 5) and not found["failed"]:  # 5: no test of the file was selected
@@ -160,7 +164,7 @@ def run_tests(args: argparse.Namespace) -> dict[str, Any]:
         return name, found
 
     with ThreadPoolExecutor(args.jobs) as pool:
-        results = dict(pool.map(one, *zip(*runs, strict=True)))
+        results = dict(pool.map(one, range(len(runs)), *zip(*runs, strict=True)))
     skipped = sum((Counter(found["skipped"]) for found in results.values()), Counter())
     failed = [name for found in results.values() for name in found["failed"]]
     counts = {"passed": sum(found["passed"] for found in results.values()), "failed": failed, "skipped": dict(skipped)}

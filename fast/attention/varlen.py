@@ -27,7 +27,8 @@ from reference.interfaces import (
 
 from .. import backends
 from ..backends import BackendChoice
-from ..backends.adapters.conversion import whole_keys
+from ..backends.adapters.conversion import Widened, whole_keys
+from ..backends.kept_calls import KeptCall, kept_function
 
 
 def flash_attn_varlen(
@@ -182,17 +183,48 @@ def attend(
     if not bounded:
         check_eager_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0])
     out_dtype = out_dtype or q.dtype
+    return _run(calls, signature, chosen, arguments, out_dtype, return_lse, out, out_is_checked)
+
+
+def attend_again(
+    kept: KeptCall, inputs: AttentionInputs, max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float, causal: bool,
+    out_dtype: torch.dtype, return_lse: bool, out: Float[Tensor, "T N Dv"] | None = None, bounded: bool = False,
+) -> AttentionState | Float[Tensor, "T N Dv"]:  # fmt: skip
+    """Compute `attend` by the kept call of an earlier call with the same signature (`CallsInside.find`)."""
+    q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k = inputs
+    if not bounded:
+        check_eager_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0])
+    arguments = q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal
+    if out is None and return_lse:
+        return AttentionState(*kept.again(*arguments, out_dtype, None))
+    if out is None and kept.allocates:
+        return kept.again(*arguments, None, None, None)[0]
+    made, lse = _targets(arguments, out_dtype, return_lse, out, False)
+    kept.again(*arguments, made, lse, None)
+    if out is not None and not out.is_inference():
+        torch.autograd.graph.increment_version(out)
+    return made if lse is None else AttentionState(made, lse)
+
+
+def _run(calls, signature, backend, arguments, out_dtype, return_lse, out, out_is_checked):
+    """Run a call of `attend` whose checks have passed."""
     if calls is _ATTENDS:
-        return AttentionState(*_ATTENDS.run(signature, chosen, *arguments, out_dtype))
+        return AttentionState(*calls.run(signature, backend, *arguments, out_dtype))
+    out, lse = _targets(arguments, out_dtype, return_lse, out, out_is_checked)
+    calls.run(signature, backend, *arguments, out, lse)
+    return out if lse is None else AttentionState(out, lse)
+
+
+def _targets(arguments, out_dtype, return_lse, out, out_is_checked):
+    """Return the tensors that receive output and LSE; None in place of an LSE that the caller does not need."""
+    q, v = arguments[0], arguments[3]
     tokens, heads, _ = q.shape
     if out is None:
         out = q.new_empty(tokens, heads, v.shape[2], dtype=out_dtype)
     elif not out_is_checked:  # check `out` in every call: which tensors overlap cannot be seen from their shapes
-        given = [each for each in inputs if each is not None]
+        given = [each for each in arguments[:6] if each is not None]
         check_out("out", out, (tokens, heads, v.shape[2]), out_dtype, q.device, *given)
-    lse = q.new_empty(heads, tokens, dtype=wide_dtype(out_dtype)) if return_lse else None
-    _ATTENDS_INTO.run(signature, chosen, *arguments, out, lse)
-    return out if lse is None else AttentionState(out, lse)
+    return out, q.new_empty(heads, tokens, dtype=wide_dtype(out_dtype)) if return_lse else None
 
 
 def _sizes(q: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> backends.AttentionSizes | None:
@@ -236,7 +268,55 @@ _flash_attn_varlen = torch.library.custom_op(
     " SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, bool causal, ScalarType out_dtype,"
     " str backend) -> (Tensor, Tensor)",
 )
-_ATTENDS = backends.CheckedCalls(torch.ops.mla_twins.flash_attn_varlen, _launch_attention)
+
+
+def _kept_attention(*arguments):
+    """Return a function for later calls of `_launch_attention` with the same signature; None if there is none."""
+    *inputs, out_dtype, backend = arguments
+    return _kept(inputs, out_dtype, None, None, backend)
+
+
+def _kept_attention_into(*arguments):
+    *inputs, out, lse, backend = arguments
+    return _kept(inputs, out.dtype, out, lse, backend)
+
+
+def _kept(inputs, out_dtype, out, lse, backend):
+    """Return a function that joins the keys if the backend needs whole keys, calls it, and checks what it returns."""
+    q, k, k_pe, v, *rest = inputs
+    support, widened, columns = backends.support_of(backend, "flash_attn_varlen"), None, 0
+    splits_keys = k_pe is not None and not support.whole_keys
+    if k_pe is not None and support.whole_keys and k_pe.shape[1]:
+        widened, columns = Widened(), k.shape[2] + k_pe.shape[1]
+        k = k.new_empty(*k.shape[:2], columns)
+    call = kept_function(
+        backend, "flash_attn_varlen", q, k, k_pe if splits_keys else None, v, *rest, out_dtype, out, lse
+    )
+    if call is None:
+        return None
+    on_cpu, into, needs_lse = q.device.type == "cpu", out is not None, out is None or lse is not None
+    shape, tokens, keys, device = (*q.shape[:2], v.shape[2]), q.shape[0], k.shape[0], q.device
+
+    def again(q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, scale, causal, *written):
+        if on_cpu:
+            check_offsets("cu_seqlens_q", cu_seqlens_q, tokens)
+            check_offsets("cu_seqlens_k", cu_seqlens_k, most=keys)
+        if widened is not None:
+            k = widened(k, k_pe, columns)
+        out, lse = written[:2] if into else (None, None)
+        state = call(
+            q, k, k_pe if splits_keys else None, v, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, scale, causal,
+            out_dtype, out, lse,
+        )  # fmt: skip
+        if out is None or type(state) is not tuple or len(state) != 2 or state[0] is not out or state[1] is not lse:
+            backends.check_state(backend, "flash_attn_varlen", state, shape, out_dtype, device, needs_lse, (out, lse))
+        return state
+
+    again.allocates = into and lse is None and getattr(call, "allocates", False)
+    return again
+
+
+_ATTENDS = backends.CheckedCalls(torch.ops.mla_twins.flash_attn_varlen, _launch_attention, keep=_kept_attention)
 
 
 @_flash_attn_varlen.register_fake
@@ -254,7 +334,7 @@ _flash_attn_varlen_out = torch.library.custom_op(
     " str backend) -> ()",
 )
 _ATTENDS_INTO = backends.CheckedCalls(
-    torch.ops.mla_twins.flash_attn_varlen_out, _launch_attention_into, mutates=(10, 11)
+    torch.ops.mla_twins.flash_attn_varlen_out, _launch_attention_into, mutates=(10, 11), keep=_kept_attention_into
 )
 
 

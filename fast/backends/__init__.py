@@ -49,7 +49,7 @@ from .gqa_requests import (
     varlen_attention_request,
 )
 from .kernel_request import GQA_OPS, AttentionSizes, KernelRequest
-from .nested_calls import CallsOfOthers
+from .nested_calls import CallsOfOthers, Entry
 from .one_set import check_one_set_of_parameters
 from .own import DECODES, MESSAGES, OWN_BACKENDS, register_own
 from .registry import (
@@ -93,6 +93,7 @@ __all__ = [
     "CallsOfOthers",
     "CheckedCalls",
     "CheckedOnce",
+    "Entry",
     "KernelRequest",
     "NoSignature",
     "OpSupport",

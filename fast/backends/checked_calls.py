@@ -21,28 +21,33 @@ The following calls are always checked in full, and always go through torch's di
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import operator
 import threading
-import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .kept_calls import KeptCall
 from .nested_calls import PER_THREAD, Entry, Order
 from .own import OWN_BACKENDS
 from .registry import on_change
 from .repeated_launches import Launches
-from .selection import BoundOps
+from .signatures import (
+    NoSignature,
+    forget_configs,
+    identity_of,
+    needs_dispatcher,
+    part_of,
+    signature_of,
+    when_full,
+)
 
 MOST_SIGNATURES = 512  # signatures kept for each op; every step of a decode can add one, because `max_seq_len` grows
-MOST_CONFIGS = 4096  # configs that are kept in `_CONFIGS`
+_MISSING = object()  # means "no result is kept", because None may be a result
 _KEEPING = threading.RLock()  # a thread holds this lock while it adds or forgets signatures
 _ALL_CALLS: list[CheckedCalls | CheckedOnce | CallsInside] = []
-_PROPERTIES = operator.attrgetter("shape", "dtype", "device", "requires_grad")
 
 
 class CheckedCalls:
@@ -52,11 +57,15 @@ class CheckedCalls:
         dispatched: the op in torch's dispatcher; its last argument is the name of a backend.
         launch: the Python function that implements the op, with the same arguments as `dispatched`.
         mutates: positions of the arguments that the op writes in place.
+        keep: function for the calls of other libraries (`KeptCall`); None calls `launch` each time.
     """
 
-    def __init__(self, dispatched: Callable, launch: Callable, mutates: tuple[int, ...] = ()):
-        self._dispatched, self._launch, self._mutates = dispatched, launch, mutates
-        self._known: dict[tuple, tuple[str, Launches]] = {}
+    def __init__(
+        self, dispatched: Callable, launch: Callable, mutates: tuple[int, ...] = (),
+        keep: Callable[..., Callable | None] | None = None,
+    ):  # fmt: skip
+        self._dispatched, self._launch, self._mutates, self._keep = dispatched, launch, mutates, keep
+        self._known: dict[tuple, tuple[str, Launches | KeptCall]] = {}
         _ALL_CALLS.append(self)
 
     def forget(self) -> None:
@@ -77,7 +86,7 @@ class CheckedCalls:
             return None
         try:
             signature = (torch.is_grad_enabled(), signature_of(arguments))
-            if signature not in self._known and _needs_dispatcher(arguments, signature[0]):
+            if signature not in self._known and needs_dispatcher(arguments, signature[0]):
                 return None
         except (NoSignature, TypeError, RuntimeError):  # an argument cannot be hashed, or a tensor has no strides
             return None
@@ -108,8 +117,7 @@ class CheckedCalls:
         else:
             known = self._known.get(signature)
             if known is None:
-                # replay only our own backends: a launcher of another project may do work that a replay would leave out
-                known = (backend, Launches(replays=backend in OWN_BACKENDS))
+                known = (backend, self._new_launches(backend))
                 _keep(self._known, signature, known)
             if order is not None:
                 order.note(self, known)
@@ -128,6 +136,13 @@ class CheckedCalls:
             if written is not None and not written.is_inference():
                 torch.autograd.graph.increment_version(written)
         return result
+
+    def _new_launches(self, backend: str) -> Launches | KeptCall:
+        """Return what will run the calls of a backend with one signature."""
+        if backend in OWN_BACKENDS:
+            return Launches()
+        # a launcher of another project may do work that a replay would leave out
+        return Launches(replays=False) if self._keep is None else KeptCall(self._keep)
 
 
 class CheckedOnce:
@@ -180,15 +195,22 @@ class CallsInside:
 
     The function passes to `given` all arguments that determine the signatures of these calls. If code of another
     project computes a tensor, such as the output of a projection, the function passes this tensor to `confirm`.
+
+    Args:
+        returns_one_op: whether the function calls only one op and returns the op's result. Its later calls may then go
+            straight to the kept call of this op (`find`).
     """
 
-    def __init__(self):
+    def __init__(self, returns_one_op: bool = False):
+        self._returns_one_op = returns_one_op
         self._orders: dict[tuple, tuple[Entry, ...]] = {}
+        self._single: dict[tuple, KeptCall] = {}
         _ALL_CALLS.append(self)
 
     def forget(self) -> None:
         """Forget all signatures, so that the calls inside compute their own signatures again."""
         self._orders.clear()
+        self._single.clear()
 
     def given(self, *arguments: Any) -> Order | contextlib.AbstractContextManager[None]:
         """Return a context manager for the calls inside the function.
@@ -197,21 +219,37 @@ class CallsInside:
         later calls with this signature, the checks and ops inside reuse what was recorded. The context manager does
         nothing if the thread is already inside such a context manager, or if calls must be checked in full.
         """
+        return self.find(*arguments).order
+
+    def find(self, *arguments: Any) -> FoundCall:
+        """Return what earlier calls of the function with the same signature have left.
+
+        The caller may call the kept call alone: the checks inside have passed with this signature. If there is no kept
+        call, the caller enters the context manager.
+        """
         if PER_THREAD.order is not None or must_be_dispatched() or torch._C._is_any_autocast_enabled():
-            return _NOTHING  # autocast is not in the signature, but changes the dtypes of products in the function
+            # autocast is not in the signature, but changes the dtypes of products in the function
+            return _NOTHING_FOUND
         try:
             signature = (torch.is_grad_enabled(), identity_of(arguments))
+            kept = self._single.get(signature)
+            if kept is not None:
+                return FoundCall(kept, _NOTHING)
             entries = self._orders.get(signature)
         except (NoSignature, TypeError, RuntimeError):  # as in `CheckedCalls.signature`
-            return _NOTHING
-        return Order(entries, lambda found: self._end(signature, found))
+            return _NOTHING_FOUND
+        return FoundCall(None, Order(entries, lambda found: self._end(signature, found)))
 
     def _end(self, signature: tuple, found: tuple[Entry, ...] | None) -> None:
         """Keep the calls `found`; if `found` is None, forget what was recorded, because a call did not match."""
         if found is None:
             self._orders.pop(signature, None)
-        else:
-            _keep(self._orders, signature, found)
+            self._single.pop(signature, None)
+            return
+        _keep(self._orders, signature, found)
+        ops = [each.value for each in found if isinstance(each.owner, CheckedCalls)]
+        if self._returns_one_op and len(ops) == 1 and isinstance(ops[0][1], KeptCall) and ops[0][1].again is not None:
+            _keep(self._single, signature, ops[0][1])
 
 
 def confirm(*tensors: Tensor) -> None:
@@ -220,12 +258,27 @@ def confirm(*tensors: Tensor) -> None:
     if order is None:
         return
     try:
-        order.confirm(tuple([_PART_OF[type(each)](each) for each in tensors]))
-    except (KeyError, NoSignature, TypeError, RuntimeError):  # a subclass of `Tensor`, or a tensor without strides
+        order.confirm(tuple([part_of(each) for each in tensors]))
+    except (NoSignature, TypeError, RuntimeError):  # a subclass of `Tensor`, or a tensor without strides
         order.give_up()
 
 
 _NOTHING = contextlib.nullcontext()
+
+
+class FoundCall(NamedTuple):
+    """What earlier calls of a function have left (`CallsInside.find`).
+
+    Attributes:
+        kept: the kept call that runs the only op inside the function; None if there is none.
+        order: context manager for the calls inside the function.
+    """
+
+    kept: KeptCall | None
+    order: Order | contextlib.AbstractContextManager[None]
+
+
+_NOTHING_FOUND = FoundCall(None, _NOTHING)
 
 
 def _keep(kept: dict[tuple, Any], signature: tuple, value: Any) -> None:
@@ -241,11 +294,11 @@ def forget_calls() -> None:
     with _KEEPING:
         for calls in _ALL_CALLS:
             calls.forget()
-        _CONFIGS.clear()
-        _CONFIG_TOKENS.clear()
+        forget_configs()
 
 
 on_change(forget_calls)
+when_full(forget_calls)
 
 
 @contextlib.contextmanager
@@ -295,146 +348,3 @@ def must_be_dispatched() -> bool:
         or torch.autograd._profiler_enabled()
         or PER_THREAD.checked
     )
-
-
-class NoSignature(Exception):
-    """An argument has no signature."""
-
-
-def signature_of(arguments: tuple) -> tuple:
-    """Return the signature of some arguments.
-
-    Raises:
-        NoSignature: an argument is a subclass of `Tensor`, or a mapping that `bind` has not checked.
-    """
-    return tuple([_PART_OF.get(type(argument), _part_of_new_kind)(argument) for argument in arguments])
-
-
-def _part_of_tensor(tensor: Tensor) -> tuple:
-    return _PROPERTIES(tensor), tensor.stride(), tensor.data_ptr() % 16, tensor.is_neg()
-
-
-def _part_of_value(value: Any) -> tuple:
-    return type(value), value  # True and 1 are equal, but a check may allow only one of them
-
-
-def _part_of_bound_ops(bound: BoundOps) -> tuple:
-    return bound.pairs
-
-
-# A record is a frozen dataclass. A token is an object that stands for a record in a signature.
-_RECORDS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # from a record with tensors to its signature
-_CONFIGS: dict[int, tuple[Any, object]] = {}  # from the id of a record without tensors to the record and its token
-_CONFIG_TOKENS: dict[tuple[Any, str], object] = {}  # from a record without tensors, and its text, to its token
-
-
-def _part_of_record(record: Any) -> tuple:
-    """Return the signature of a frozen record with tensors, such as a plan; compute it once for each record."""
-    kept = _RECORDS.get(record)
-    if kept is None:
-        fields = tuple([getattr(record, field.name) for field in dataclasses.fields(record)])
-        kept = _RECORDS[record] = (type(record), _needs_dispatcher(fields, True), signature_of(fields))
-    return kept
-
-
-def _part_of_config(config: Any) -> tuple:
-    """Return a token in place of a frozen record without tensors; records of equal value have the same token.
-
-    The fields of a record are hashed only once, because hashing takes longer than a check. `_CONFIGS` keeps the record
-    alive, so that no other record can get its id. Records with 1 and with 1.0 are equal but need different tokens, so a
-    key of `_CONFIG_TOKENS` also has the text (`repr`) of the record.
-    """
-    kept = _CONFIGS.get(id(config))
-    if kept is None:
-        if len(_CONFIGS) >= MOST_CONFIGS:
-            forget_calls()
-        kept = _CONFIGS[id(config)] = config, _CONFIG_TOKENS.setdefault((config, repr(config)), object())
-    return type(config), kept[1]
-
-
-def _part_of_named_tuple(values: tuple) -> tuple:
-    return type(values), signature_of(values)
-
-
-def _part_of_tuple(values: tuple) -> tuple:
-    if any(isinstance(value, Tensor) for value in values):
-        return tuple, signature_of(values)
-    return tuple, values
-
-
-def _no_part(argument: Any) -> tuple:
-    raise NoSignature
-
-
-_PART_OF: dict[type, Callable[[Any], tuple]] = {
-    Tensor: _part_of_tensor,
-    torch.nn.Parameter: _part_of_tensor,
-    BoundOps: _part_of_bound_ops,
-    tuple: _part_of_tuple,
-}
-
-
-def _part_of_new_kind(argument: Any) -> tuple:
-    """Return the signature of an argument of a new type, and keep the function that computes it for this type."""
-    kind = type(argument)
-    _PART_OF[kind] = _part_for(kind)
-    return _PART_OF[kind](argument)
-
-
-def _part_for(kind: type) -> Callable[[Any], tuple]:
-    """Return the function that computes the signature of an argument of the type `kind`."""
-    if issubclass(kind, (Tensor, dict, list)):
-        return _no_part
-    if hasattr(kind, "_fields"):
-        return _part_of_named_tuple
-    if not dataclasses.is_dataclass(kind):
-        return _part_of_value
-    frozen, compared = kind.__dataclass_params__.frozen, kind.__dataclass_params__.eq
-    return _no_part if not frozen else _part_of_config if compared else _part_of_record
-
-
-_MISSING = object()  # means "no result is kept", because None may be a result
-_TOKENS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # from a record with tensors to its token
-
-
-def _token_of(record: Any) -> object:
-    """Return a token in place of a record with tensors; the token does not keep the record alive."""
-    token = _TOKENS.get(record)
-    if token is None:
-        token = _TOKENS[record] = object()
-    return token
-
-
-_IDENTITY_OF = dict(_PART_OF)
-
-
-def identity_of(arguments: tuple) -> tuple:
-    """Return the signature of some arguments, with a token in place of each record with tensors.
-
-    Raises:
-        NoSignature: as in `signature_of`.
-    """
-    return tuple([_IDENTITY_OF.get(type(each), _identity_of_new_kind)(each) for each in arguments])
-
-
-def _identity_of_new_kind(argument: Any) -> Any:
-    """Compute `identity_of` for one argument of a new type, and keep the function that computes it for this type."""
-    kind = type(argument)
-    part = _part_for(kind)
-    _IDENTITY_OF[kind] = _token_of if part is _part_of_record else part
-    return _IDENTITY_OF[kind](argument)
-
-
-def _needs_dispatcher(arguments: tuple, grad: bool) -> bool:
-    """Return whether a tensor needs torch's dispatcher: it needs a gradient, or is a negated view or a meta tensor."""
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            if argument.is_neg() or argument.is_meta or (grad and argument.requires_grad):
-                return True
-        elif isinstance(argument, tuple) and _needs_dispatcher(argument, grad):
-            return True
-        elif dataclasses.is_dataclass(argument) and type(argument).__eq__ is object.__eq__:
-            fields = tuple([getattr(argument, field.name) for field in dataclasses.fields(argument)])
-            if _needs_dispatcher(fields, grad):
-                return True
-    return False

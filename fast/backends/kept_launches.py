@@ -18,13 +18,42 @@ from .replayed_calls import CannotReplay, calls_of, direct_launch
 MOST_KEYS = 1024  # launches kept for each kernel; each new number of tokens of a step may add one
 
 
-class _Kept(NamedTuple):
-    """A kept launch: function of (stream, arguments), the arguments after the tensors, Triton's driver and hooks."""
+class KeptLaunch(NamedTuple):
+    """One kept launch.
+
+    Attributes:
+        start: function of (stream, arguments) that launches the compiled kernel.
+        rest: the arguments after the tensors.
+        device: index of the device of the tensors.
+        driver: Triton's driver.
+        hooks: Triton's launch hooks, such as those of a profiler.
+    """
 
     start: Callable[[int, tuple], None]
     rest: tuple
+    device: int
     driver: Any
     hooks: Any
+
+    def again(self, tensors: tuple[Tensor, ...]) -> bool:
+        """Repeat the launch with other tensors; return whether it was repeated.
+
+        The launch is not repeated if another device is current, or if Triton has a launch hook.
+
+        Args:
+            tensors: tensors with the dtypes of the first tensors; their addresses are equal modulo 16.
+        """
+        start, rest, device, driver, hooks = self
+        active = driver.active
+        if (
+            active.get_current_device() != device
+            or calls_of(hooks.launch_enter_hook)
+            or calls_of(hooks.launch_exit_hook)
+        ):
+            return False
+        note_other_launch()
+        start(active.get_current_stream(device), (*[each.data_ptr() for each in tensors], *rest))
+        return True
 
 
 class KeptLaunches:
@@ -36,24 +65,19 @@ class KeptLaunches:
 
     def __init__(self, kernel: Any):
         self._kernel = kernel
-        self._kept: dict[Hashable, _Kept] = {}
+        self._kept: dict[Hashable, KeptLaunch] = {}
+
+    def kept(self, key: Hashable) -> KeptLaunch | None:
+        """Return the launch that `run` kept for a key; None if there is none."""
+        return self._kept.get(key)
 
     def again(self, key: Hashable, tensors: tuple[Tensor, ...]) -> bool:
-        """Repeat the launch that `run` kept for a key, with other tensors; return whether there was such a launch.
+        """Repeat the launch that `run` kept for a key, with other tensors; return whether it was repeated.
 
         The arguments are those of `run`. If the result is False, the caller must call `run`.
         """
         kept = self._kept.get(key)
-        if kept is None:
-            return False
-        start, rest, driver, hooks = kept
-        if calls_of(hooks.launch_enter_hook) or calls_of(hooks.launch_exit_hook):  # such as those of a profiler
-            return False
-        note_other_launch()
-        active = driver.active
-        stream = active.get_current_stream(active.get_current_device())
-        start(stream, (*[each.data_ptr() for each in tensors], *rest))
-        return True
+        return kept is not None and kept.again(tensors)
 
     def run(
         self, key: Hashable, grid: tuple[int, ...], tensors: tuple[Tensor, ...], numbers: tuple[int, ...],
@@ -91,4 +115,5 @@ class KeptLaunches:
         names = self._kernel.arg_names[num_tensors + len(numbers) :]
         if len(self._kept) >= MOST_KEYS:
             self._kept.clear()
-        self._kept[key] = _Kept(start, (*numbers, *[constants[name] for name in names]), driver, knobs.runtime)
+        rest = (*numbers, *[constants[name] for name in names])
+        self._kept[key] = KeptLaunch(start, rest, driver.active.get_current_device(), driver, knobs.runtime)

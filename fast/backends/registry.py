@@ -72,6 +72,12 @@ class OpSupport:
             longest query, and cache format. None means that the kernel ignores schedules.
         cache_reasons: for `gqa_paged_attention`: function, or its dotted path, that returns why the kernel cannot read
             a cache with such strides, as a list of texts. Its argument is the cache. A layer asks before it writes.
+        kept_call: function, or its dotted path, that gets the arguments of a call of the launcher, and returns a
+            function with the same arguments and results for later calls with equal shapes, strides, dtypes, devices,
+            alignments and other values (`fast.backends.kept_calls`). None calls the launcher each time. Only for
+            `flash_attn_varlen` and `mla_decode`. If the attribute `allocates` of a function of `flash_attn_varlen` is
+            True, a function for calls with `out` and without an LSE also serves such calls with `out=None`: it
+            allocates the output, and returns None in place of the LSE.
         one_set_of_parameters: whether the backend plans the op once for all layers of a step, so that they must have
             the same window, soft cap, scale and so on. `check_one_set_of_parameters` refuses a model whose layers
             differ.
@@ -101,10 +107,11 @@ class OpSupport:
     features: tuple[str, ...] = ()
     schedule_programs: str | Callable | None = None
     cache_reasons: str | Callable | None = None
+    kept_call: str | Callable | None = None
     one_set_of_parameters: bool = False
 
     def __post_init__(self):
-        for name in ("launcher", "schedule_programs", "cache_reasons"):
+        for name in ("launcher", "schedule_programs", "cache_reasons", "kept_call"):
             value = getattr(self, name)
             path = isinstance(value, str) and re.fullmatch(r"[\w.]+:\w+", value)
             missing = value is None and name != "launcher"
@@ -298,7 +305,8 @@ def on_change(forget: Callable[[], object]) -> None:
     _ON_CHANGE.append(forget)
 
 
-def _changed() -> None:
+def changed() -> None:
+    """Forget all choices of backends, after a change of what the registered backends serve."""
     for forget in _ON_CHANGE:
         forget()
 
@@ -320,7 +328,7 @@ def register(backend: Backend) -> None:
     check_type("backend", backend, Backend)
     check(backend.name not in _REGISTERED, "backend.name", "a name that no backend has", backend.name)
     _REGISTERED[backend.name] = backend
-    _changed()
+    changed()
 
 
 def unregister(name: str) -> None:
@@ -335,7 +343,7 @@ def unregister(name: str) -> None:
     names = [backend.name for backend in registered()]
     check(name in names, "name", f"one of {', '.join(names)}", name)
     del _REGISTERED[name]
-    _changed()
+    changed()
 
 
 @constant_when_traced
@@ -355,7 +363,7 @@ def _read_entry_points() -> bool:
         except Exception as error:
             _REGISTERED.clear()
             _REGISTERED.update(before)
-            _changed()
+            changed()
             failed.append(f"backend {entry.name} of {entry.value} is left out: {error}")
     for message in failed:
         warnings.warn(message, RuntimeWarning, stacklevel=2)

@@ -65,7 +65,7 @@ from .captured import plan_captured_decodes
 from .cascade import use_cascade_attention
 from .choose_path import choose_paths
 from .decode_choice import check_decode_backend, decode_limits, device_to_check
-from .device_choices import DecodeLayer, ProgramsAndCosts
+from .device_choices import DecodeLayer, ProgramsAndCosts, programs_of_one_request
 from .metadata import PLANNING_OPS, _rank_local_decode_lens, _with_schedule, build_mla_metadata
 from .prefill_choice import check_invariant_prefills, choose_prefill_backend, with_backend
 from .staging import StagingBuffer
@@ -89,7 +89,8 @@ class MLAMetadataBuilder:
         num_programs: number of programs of a schedule. `build` makes a schedule only if `choose_schedule` expects that
             the schedule saves time. The value is one of these:
 
-            - None: the number of programs that the device runs at the same time (`decode_programs`);
+            - None: the number of programs that the device runs at the same time (`decode_programs`). A graph of one
+              request has at most as many as its longest length needs (`programs_of_one_request`);
             - 0: no decode gets a schedule;
             - a positive int: this number. A decode with a query longer than `reorder_batch_threshold` gets no schedule;
             - a function: it takes the length of the longest query in the decode and returns the number.
@@ -344,12 +345,16 @@ class MLAMetadataBuilder:
                 or a request has more than `max_model_len` tokens.
         """
         kind = self._graph_kind(common)
-        plan = self._plan_captured(batch_of_capture(self, common, kind, self.reorder_batch_threshold), kind)
+        common = batch_of_capture(self, common, kind, self.reorder_batch_threshold)
+        most_keys = common.max_seq_len if self.ownership is None else self.ownership.most(common.max_seq_len)
+        plan = self._plan_captured(common, kind, most_keys)
         return dataclasses.replace(plan, captured=captured_tensors(plan))
 
-    def _plan_captured(self, common: CommonAttentionMetadata, graph: GraphSupport) -> MLAMetadata:
-        """Return the plan of a captured batch; no request of a replay is longer than `common.max_seq_len`."""
+    def _plan_captured(self, common: CommonAttentionMetadata, graph: GraphSupport, most_keys: int) -> MLAMetadata:
+        """Return the plan of a captured batch; on this rank, no request of a replay has more than `most_keys` keys."""
         programs, costs = self._programs_and_costs(common.max_query_len, common.block_table.device)
+        if self.num_programs is None and common.num_reqs == 1 and not self.batch_invariant:
+            programs = programs_of_one_request(programs, most_keys, costs)
         metadata = plan_captured_decodes(
             common, self.block_size, programs, costs, self.batch_invariant, self.ownership, graph, self.cache_format,
             self.fp8_mode, backend=self.backend,
@@ -369,7 +374,8 @@ class MLAMetadataBuilder:
             ValueError: the batch is too large for the captured plan, or a tensor of the captured plan was replaced.
                 Nothing has been written then.
         """
-        plan = self._plan_captured(batch_of_update(self, captured, common), captured.decode.graph)
+        common = batch_of_update(self, captured, common)
+        plan = self._plan_captured(common, captured.decode.graph, captured.decode.max_seq_len)
         check_captured(captured, plan)
         write_captured(captured, plan)
 

@@ -45,6 +45,7 @@ from reference.interfaces import (
 
 from .. import backends
 from ..backends import BackendChoice
+from ..backends.kept_calls import kept_function
 from ..backends.selection import check_same_backend, name_for
 
 
@@ -267,6 +268,54 @@ def _launch_decode(
     return state
 
 
+def _kept_decode(*arguments):
+    """Return a function for later calls of `_launch_decode` with the same signature; None if there is none."""
+    (
+        ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, longest_q, longest_k, scale,
+        out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, cache_format, kv_scale, fp8_mode, q_scale,
+        prepared, backend, *out,
+    ) = arguments  # fmt: skip
+    if ql_nope.device.type == "cpu":  # the values of the plan are checked in each call
+        return None
+    rest = longest_q, longest_k, scale, out_dtype
+    constants = batch_invariant, invariant_split_rule(*split_rule), format_named(cache_format)
+    modes = {} if fp8_mode == CONVERTED else {"fp8_mode": fp8_mode}
+    options = modes | ({"q_scale": q_scale} if modes else {}) | ({"prepared": tuple(prepared)} if prepared else {})
+    call = kept_function(
+        backend, "mla_decode", ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, *rest,
+        tile_ranges, split_offsets, *constants, kv_scale, *out, **options,
+    )  # fmt: skip
+    if call is None:
+        return None
+    shape, device, is_prepared, with_scale = tuple(ql_nope.shape), ql_nope.device, bool(prepared), bool(modes)
+
+    def again(
+        ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, longest_q, longest_k, scale,
+        out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, cache_format, kv_scale, fp8_mode, q_scale,
+        prepared, backend, *out,
+    ):  # fmt: skip
+        options = modes
+        if with_scale:
+            options = {**options, "q_scale": q_scale}
+        if is_prepared:
+            options = {**options, "prepared": tuple(prepared)}
+        state = call(
+            ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, *rest, tile_ranges,
+            split_offsets, *constants, kv_scale, *out, **options,
+        )  # fmt: skip
+        written = (*out, None) if out else (None, None)
+        backends.check_state(backend, "mla_decode", state, shape, out_dtype, device, written=written)
+        return state
+
+    return again
+
+
+def _kept_decode_into(*arguments):
+    *inputs, out, backend = arguments
+    kept = _kept_decode(*inputs, backend, out)
+    return None if kept is None else lambda *given: kept(*given[:-2], given[-1], given[-2])[1]
+
+
 def _launch_decode_into(*arguments):
     *inputs, out, backend = arguments
     return _launch_decode(*inputs, backend, out)[1]
@@ -283,7 +332,7 @@ _mla_decode = torch.library.custom_op(
     " str cache_format, Tensor? kv_scale, str fp8_mode, Tensor? q_scale, Tensor[] prepared, str backend)"
     " -> (Tensor, Tensor)",
 )
-_DECODES = backends.CheckedCalls(torch.ops.mla_twins.mla_decode, _launch_decode)
+_DECODES = backends.CheckedCalls(torch.ops.mla_twins.mla_decode, _launch_decode, keep=_kept_decode)
 
 
 @_mla_decode.register_fake
@@ -308,7 +357,9 @@ _mla_decode_out = torch.library.custom_op(
     " str cache_format, Tensor? kv_scale, str fp8_mode, Tensor? q_scale, Tensor[] prepared, Tensor(a!) out,"
     " str backend) -> Tensor",
 )
-_DECODES_INTO = backends.CheckedCalls(torch.ops.mla_twins.mla_decode_out, _launch_decode_into, mutates=(20,))
+_DECODES_INTO = backends.CheckedCalls(
+    torch.ops.mla_twins.mla_decode_out, _launch_decode_into, mutates=(20,), keep=_kept_decode_into
+)
 
 
 @_mla_decode_out.register_fake

@@ -7,12 +7,14 @@ number of programs and the costs.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
 
 from reference.interfaces import (
     CONVERTED,
+    DECODE_TILE,
     NEUTRAL_COSTS,
     CacheFormat,
     MLAConfig,
@@ -84,6 +86,29 @@ class DecodeLayer(NamedTuple):
         if num_programs is None:
             return ProgramsAndCosts(_programs_of_device(self, query_len, named), costs)
         return ProgramsAndCosts(num_programs, _costs_of_device(self, named))
+
+
+def programs_of_one_request(num_programs: int, max_keys: int, costs: ScheduleCosts) -> int:
+    """Return how many of `num_programs` programs the schedule of a single request of at most `max_keys` keys needs.
+
+    `plan_decode` divides a single request into equal parts that are not smaller than combining them allows, and every
+    part gets one program. The result is the largest number of these parts, for any length up to `max_keys`. (The other
+    line of `plan_decode`, the balanced one, could use more programs for some shorter lengths.) A schedule of more
+    programs launches programs without work, and its decode cannot have smaller row blocks. Each number of programs
+    gives correct results for each length, so a graph that is captured with the result serves all lengths.
+
+    Args:
+        num_programs: number of programs that run at the same time; 0 means no schedule, and the result is 0.
+        max_keys: upper bound of the keys of the request.
+        costs: costs from which the schedule is computed.
+    """
+    most = min(num_programs, 1)
+    for tiles in range(1, -(-max_keys // DECODE_TILE) + 1):
+        if most >= num_programs:
+            break
+        root = math.isqrt(-(-tiles // costs.splits_per_tile) - 1) + 1
+        most = max(most, -(-tiles // (root + root % 2 if root > 1 else 1)))
+    return min(most, num_programs)
 
 
 @functools.lru_cache(maxsize=1024)

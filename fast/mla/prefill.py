@@ -42,7 +42,7 @@ from reference.interfaces import (
 
 from .. import backends
 from ..attention.merge import merge_states
-from ..attention.varlen import AttentionInputs
+from ..attention.varlen import AttentionInputs, attend_again
 from ..backends import BackendChoice
 from ..backends.selection import check_same_backend
 from ..cache.latent import gather_and_maybe_dequant_cache
@@ -54,7 +54,8 @@ _check_context = backends.CheckedOnce(check_context)
 _check_expanded = backends.CheckedOnce(check_expanded)
 _check_prefill = backends.CheckedOnce(check_prefill)
 _check_rows = backends.CheckedOnce(check_rows)
-_CALLS_INSIDE, _NEW_TOKENS_INSIDE, _CONTEXT_INSIDE = (backends.CallsInside() for _ in range(3))
+_CALLS_INSIDE = backends.CallsInside()
+_NEW_TOKENS_INSIDE, _CONTEXT_INSIDE = (backends.CallsInside(returns_one_op=True) for _ in range(2))
 PREFILL_OPS = ("flash_attn_varlen", "gather_and_maybe_dequant_cache", "merge_attn_states")
 
 
@@ -95,7 +96,13 @@ def run_prefill_new_tokens(
         ValueError: shapes, dtypes or devices do not match, or `out` overlaps another tensor.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
-    with _NEW_TOKENS_INSIDE.given(q, k_nope, k_pe, v, metadata, softmax_scale, return_lse, out, backend):
+    kept, order = _NEW_TOKENS_INSIDE.find(q, k_nope, k_pe, v, metadata, softmax_scale, return_lse, out, backend)
+    if kept is not None:
+        offsets, longest = metadata.query_start_loc, metadata.max_query_len
+        inputs = AttentionInputs(q, k_nope, k_pe, v, offsets, offsets)
+        dtype = wide_dtype(q.dtype) if return_lse else q.dtype
+        return attend_again(kept, inputs, longest, longest, softmax_scale, True, dtype, return_lse, out)
+    with order:
         _check_expanded(q, k_nope, k_pe, v, metadata)
         check_flag("return_lse", return_lse)
         dtype = wide_dtype(q.dtype) if return_lse else q.dtype
@@ -152,7 +159,14 @@ def run_prefill_context_chunk(
     Returns:
         out [T, N, V] and lse [N, T], both in float32 (float64 if `q` is float64).
     """
-    with _CONTEXT_INSIDE.given(q, k_nope, k_pe, v, metadata, chunk, softmax_scale, backend):
+    kept, order = _CONTEXT_INSIDE.find(q, k_nope, k_pe, v, metadata, chunk, softmax_scale, backend)
+    if kept is not None:
+        inputs = AttentionInputs(q, k_nope, k_pe, v, metadata.query_start_loc, chunk.cu_seq_lens)
+        longest = metadata.max_query_len, chunk.max_seq_len
+        return attend_again(
+            kept, inputs, *longest, softmax_scale, False, wide_dtype(q.dtype), True, bounded=chunk.bounded
+        )
+    with order:
         _check_expanded(q, k_nope, k_pe, v, metadata, chunk)
         return _attend_context(q, k_nope, k_pe, v, metadata, chunk, softmax_scale, _hooks(metadata, backend))
 

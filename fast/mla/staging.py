@@ -45,14 +45,14 @@ class StagingBuffer:
     def __init__(self):
         self._parts: dict[torch.device, list[tuple[Tensor, torch.cuda.Event]]] = {}
 
-    def send(self, pieces: list[Tensor], device: torch.device) -> Tensor:
+    def send(self, vectors: list[Tensor], device: torch.device) -> Tensor:
         """Concatenate vectors in pinned memory, and return them as one int32 vector on a CUDA device.
 
         Args:
-            pieces: int32 vectors on the CPU.
+            vectors: int32 vectors on the CPU.
             device: device of the result.
         """
-        total = sum(piece.shape[0] for piece in pieces)
+        total = sum(vector.shape[0] for vector in vectors)
         parts = self._parts.setdefault(device, [])
         free = next((number for number, (_, event) in enumerate(parts) if event.query()), None)
         part, event = (None, torch.cuda.Event()) if free is None else parts.pop(free)
@@ -60,7 +60,7 @@ class StagingBuffer:
             if part is None or part.shape[0] < total:
                 part = torch.empty(2 * total, dtype=torch.int32, device="cpu", pin_memory=True)
             try:
-                return torch.cat(pieces, out=part[:total]).to(device, non_blocking=True)
+                return torch.cat(vectors, out=part[:total]).to(device, non_blocking=True)
             finally:
                 event.record(torch.cuda.current_stream(device))
                 parts.append((part, event))

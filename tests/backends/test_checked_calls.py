@@ -15,7 +15,7 @@ import torch
 
 import fast
 from fast import backends
-from fast.backends import Backend, OpSupport, checked_calls
+from fast.backends import Backend, OpSupport, checked_calls, signatures
 from fast.backends.checked_calls import signature_of
 from fast.backends.repeated_launches import Launches, launch
 from reference.interfaces import AttentionState, ScheduleCosts
@@ -286,7 +286,7 @@ def test_equal_configs_share_signatures(monkeypatch):
 
     At most MOST_CONFIGS objects are remembered. A further object makes `fast` forget all calls, so a check runs again.
     """
-    monkeypatch.setattr(checked_calls, "MOST_CONFIGS", 5)
+    monkeypatch.setattr(signatures, "MOST_CONFIGS", 5)
     seen = []
     check = backends.CheckedOnce(lambda costs: seen.append(costs.request_cost))
     for _ in range(20):

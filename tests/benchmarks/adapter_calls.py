@@ -12,7 +12,9 @@ so the difference is what `fast` adds. The plan of a step is made before; the ou
   the difference.
 - replayed: time of one call from a CUDA graph; missing if a call cannot be captured.
 
-Rows are a prefill of new tokens, a prefill over a chunk of context, and a decode, with DeepSeek-V3's dims.
+Rows are a prefill of new tokens, a prefill over a chunk of context, and a decode, with DeepSeek-V3's dims. A backend
+that needs each key in one tensor gets such keys, as from a layer, which expands its keys into one tensor. The rows
+"keys in two parts" have the cost of joining the keys in the call.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fast
 from fast import backends
 from fast.backends.adapters import flash_attn, flashmla, torch_sdpa, torch_varlen
+from fast.backends.adapters.conversion import whole_keys
 from fast.backends.adapters.sources import loaded
 from fast.demo.job import DTYPES
 from reference.interfaces import MLAConfig
@@ -113,16 +116,19 @@ def in_the_library(backend: str, calls: Sequence[Call]) -> Call:
     return body
 
 
-def prefill_call(backend: str, context: int, dtype: torch.dtype, device: str) -> Call:
-    """Return a prefill of one request with a backend, after a check of its output."""
+def prefill_call(backend: str, context: int, dtype: torch.dtype, device: str, whole: bool = False) -> Call:
+    """Return a prefill of one request with a backend, after a check of its output; `whole` gives it whole keys."""
     row = prefills.Row(1, TOKENS[device], HEADS[device], context)
     inputs = prefills.make_inputs(row, dtype, device)
     plan, scale = prefills.plan_of(row, inputs, dtype, backend), inputs.config.softmax_scale
+    q, k, k_pe, v = inputs[:4]
+    if whole:  # keys without a rope part
+        k, k_pe = whole_keys(k, k_pe), k_pe[:, :0]
     if context:
-        call = partial(fast.run_prefill_context_chunk, *inputs[:4], plan, plan.context_chunks[0], scale)
+        call = partial(fast.run_prefill_context_chunk, q, k, k_pe, v, plan, plan.context_chunks[0], scale)
         prefills.check(backend, row, inputs, call().out)
         return call
-    call = partial(fast.run_prefill_new_tokens, *inputs[:4], plan, scale, False)
+    call = partial(fast.run_prefill_new_tokens, q, k, k_pe, v, plan, scale, False)
     prefills.check(backend, row, inputs, call())
     return call
 
@@ -153,7 +159,10 @@ def cases(backend: backends.Backend, dtype: torch.dtype, device: str) -> dict[st
     for name, context in (("prefill", 0), ("prefill over context", CONTEXT[device])):
         row = prefills.Row(1, TOKENS[device], HEADS[device], context)
         if backend.name in prefills.able(row, dtype, device):
-            found[name] = partial(prefill_call, backend.name, context, dtype, device)
+            whole = backend.ops["flash_attn_varlen"].whole_keys
+            found[name] = partial(prefill_call, backend.name, context, dtype, device, whole)
+            if whole:
+                found[f"{name}, keys in two parts"] = partial(prefill_call, backend.name, context, dtype, device)
     if "mla_decode" in backend.ops and device == "cuda" and dtype == DTYPE and backend.is_available():
         found["decode"] = partial(decode_call, backend.name, device)
     return found

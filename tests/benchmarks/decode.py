@@ -46,6 +46,7 @@ from torch import Tensor
 
 import fast
 import reference
+from fast.mla.device_choices import programs_of_one_request
 from fast.parity import Parity, compare, compare_states
 from reference.interfaces import (
     COMPUTE_FORMAT,
@@ -389,7 +390,10 @@ def make_case(
 
     def schedule_of(metadata: DecodeMetadata, batch_invariant: bool, planned: bool) -> DecodeSchedule | None:
         if planned:
-            return fast.plan_decode(metadata.seq_lens, programs, costs, batch_invariant, backend=backend)
+            count = programs
+            if row.B == 1 and not batch_invariant:  # as a builder plans a graph for requests of at most S keys
+                count = programs_of_one_request(programs, row.S, costs)
+            return fast.plan_decode(metadata.seq_lens, count, costs, batch_invariant, backend=backend)
         return DecodeSchedule(batch_invariant=True, split_rule=costs.split_rule) if batch_invariant else None
 
     def contender(batch_invariant: bool, planned: bool, step: Call | None = None) -> Contender:

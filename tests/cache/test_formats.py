@@ -49,7 +49,7 @@ def stored(request, monkeypatch):
     return request.param
 
 
-def pieces(dtype, block_size=4):
+def written_inputs(dtype, block_size=4):
     """Return a paged cache, arguments that gather token ranges of three requests, and the gathered rows."""
     batch = make_batch([0, 0, 0], [33, 5, 16], block_size)
     entries = make_entries(batch, DIRECT.head_size, dtype)
@@ -62,7 +62,7 @@ def pieces(dtype, block_size=4):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gather_converts(ops, dtype, out_dtype):
     """A gather into another dtype rounds each element once, as `Tensor.to` does; the cache can be strided."""
-    cache, arguments, rows = pieces(dtype)
+    cache, arguments, rows = written_inputs(dtype)
     wanted = rows.to(out_dtype)
     strided = torch.stack((cache, cache), -1)[..., 0]
     for given in (cache, strided):
@@ -76,7 +76,7 @@ def test_gather_converts(ops, dtype, out_dtype):
 
 def test_gather_keeps_the_dtype_of_the_cache(ops):
     """Without `out_dtype`, a gather returns the dtype of the cache; `out` must have the dtype of the result."""
-    cache, arguments, rows = pieces(torch.bfloat16)
+    cache, arguments, rows = written_inputs(torch.bfloat16)
     assert_same_bits(ops.gather_and_maybe_dequant_cache(cache, *arguments), rows)
     if ops is fast:
         for out_dtype, dtype in ((None, torch.float32), (torch.float32, torch.bfloat16)):
@@ -88,7 +88,7 @@ def test_gather_keeps_the_dtype_of_the_cache(ops):
 @pytest.mark.parametrize("wrong", [torch.int32, torch.uint8, "float32", 4])
 def test_gather_refuses_other_dtypes(ops, wrong, plain_errors):
     """If a gather cannot return `out_dtype`, both packages raise an error of one line."""
-    cache, arguments, _ = pieces(torch.float32)
+    cache, arguments, _ = written_inputs(torch.float32)
     with pytest.raises(ValueError, match=rf"^out_dtype: expected one of torch.float32, .*, got {wrong}$"):
         ops.gather_and_maybe_dequant_cache(cache, *arguments, out_dtype=wrong)
 
@@ -99,7 +99,7 @@ def test_gather_of_a_stored_format(ops, stored, out_dtype):
 
     The test fails if the result is allocated in the dtype of the cache.
     """
-    cache, arguments, rows = pieces(torch.float16)
+    cache, arguments, rows = written_inputs(torch.float16)
     got = ops.gather_and_maybe_dequant_cache(cache, *arguments, stored, out_dtype)
     assert_same_bits(got, rows.to(out_dtype))
 
@@ -110,7 +110,7 @@ def test_a_stored_format_needs_a_dtype_of_its_queries(ops, stored, out_dtype):
 
     `out_dtype=None` raises too: it means the dtype of the cache, float16, which the format does not allow for results.
     """
-    cache, arguments, _ = pieces(torch.float16)
+    cache, arguments, _ = written_inputs(torch.float16)
     message = f"^out_dtype: expected one of torch.float32, torch.float64, got {out_dtype}$"
     with pytest.raises(ValueError, match=message):
         ops.gather_and_maybe_dequant_cache(cache, *arguments, stored, out_dtype)
@@ -123,7 +123,7 @@ def test_a_stored_format_of_other_dims(ops, stored):
 
     `stored.dims` is this pair, or None if the format allows any width.
     """
-    cache, arguments, _ = pieces(torch.float16)
+    cache, arguments, _ = written_inputs(torch.float16)
     wider = torch.cat((cache, cache[..., :1]), -1)
     if stored.dims is None:
         assert ops.gather_and_maybe_dequant_cache(wider, *arguments, stored, torch.float32).shape == (22, 33)
@@ -168,14 +168,14 @@ def test_context_of_all_ranks_in_a_stored_format(ops, stored, size):
         cache = torch.full((7, 4, DIRECT.head_size), torch.nan, dtype=torch.float16)
         own = entries[ranks.rank :: size]
         cache.view(-1, DIRECT.head_size)[: len(own)] = own
-        piece = ops.rank_local_chunk(chunk, ranks.ownership)
-        found = [ops.dcp_gather_context(cache, plan, piece, ranks, stored, torch.float64)]
+        part = ops.rank_local_chunk(chunk, ranks.ownership)
+        found = [ops.dcp_gather_context(cache, plan, part, ranks, stored, torch.float64)]
         if ops is fast:
-            rows = (size + 1) * piece.padded_tokens
+            rows = (size + 1) * part.padded_tokens
             workspace = torch.empty(rows, DIRECT.head_size, dtype=torch.float64)
-            found.append(fast.dcp_gather_context(cache, plan, piece, ranks, stored, torch.float64, workspace=workspace))
+            found.append(fast.dcp_gather_context(cache, plan, part, ranks, stored, torch.float64, workspace=workspace))
             with pytest.raises(ValueError, match="^workspace: expected dtype torch.float64, got torch.float16$"):
-                fast.dcp_gather_context(cache, plan, piece, ranks, stored, torch.float64, workspace=workspace.half())
+                fast.dcp_gather_context(cache, plan, part, ranks, stored, torch.float64, workspace=workspace.half())
         return found
 
     for found in ops.simulate(size, 1, program):

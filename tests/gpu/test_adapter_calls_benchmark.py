@@ -19,8 +19,9 @@ def test_a_prefill_through_pytorch(tmp_path, capsys):
     path = tmp_path / "calls.json"
     assert adapter_calls.main(["--device", "cpu", "--dtype", "float32", "--json", str(path)]) == 0
     report = json.loads(path.read_text())
-    (row,) = report["rows"]
+    row, parts = report["rows"]
     assert (row["backend"], row["row"], row["calls_of_the_library"]) == ("torch_flash", "prefill", 1)
+    assert parts["row"] == "prefill, keys in two parts"
     host = {who: times["median_us"] for who, times in row["host_us"].items()}
     assert host["library"] > 0 and row["added_us"] == pytest.approx(host["fast"] - host["library"])
     assert row["replayed_us"] == {} and report["absent"]["flashmla"] == "serves none of the rows here"
@@ -67,4 +68,4 @@ def test_unknown_backend(capsys):
 def test_rows_of_an_adapter():
     """Ask for the rows of PyTorch's kernel -> the prefill without context alone, because it returns no LSE."""
     (backend,) = (each for each in adapter_calls.backends.registered() if each.name == "torch_flash")
-    assert list(adapter_calls.cases(backend, torch.float32, "cpu")) == ["prefill"]
+    assert list(adapter_calls.cases(backend, torch.float32, "cpu")) == ["prefill", "prefill, keys in two parts"]

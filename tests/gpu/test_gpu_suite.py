@@ -283,6 +283,20 @@ def test_suite_runs_every_file(gpu_files_only, monkeypatch):
     assert len({file.name for file in files}) == len(files), "two test files have the same name"
 
 
+def test_gpus_in_turn(monkeypatch):
+    """Run the tests on a machine that shows the GPUs 2 and 5 -> half of the processes see GPU 2, and half GPU 5."""
+    seen = []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+
+    def run(*_, CUDA_VISIBLE_DEVICES, **__):
+        seen.append(CUDA_VISIBLE_DEVICES)
+        return 5, ""
+
+    monkeypatch.setattr(gpu_suite, "run", run)
+    gpu_suite.run_tests(SimpleNamespace(jobs=1, limit=1.0, gpu_files_only=False, part=(1, 1)))
+    assert seen[:4] == ["2", "5", "2", "5"] and abs(seen.count("2") - seen.count("5")) <= 1
+
+
 def test_parts_of_the_tests(monkeypatch):
     """Run the parts of a division -> together they run every file once, and the results file adds their results."""
     called = []

@@ -20,6 +20,8 @@ from ..support.triton_mode import INTERPRETED, ON_HOPPER
 if INTERPRETED:
     pytest.skip("Gluon has no interpreter", allow_module_level=True)
 
+from fast import compilation
+from fast.kernels.combine import launch as combine
 from fast.kernels.hopper.mla_decode import launch as decode
 from fast.kernels.hopper.mla_decode import select
 
@@ -43,7 +45,7 @@ def test_one_short_request_is_cut_into_few_splits():
     """
     processors, heads, latent = 132, 128, 512
     for keys, splits in ((1024, 8), (2560 * 16, 64)):
-        rows = select.choose_program_rows(False, False, 1, heads, heads, keys, processors)
+        rows = select.choose_program_rows(0, False, 1, heads, heads, keys, processors)
         deal = select.assign_evenly(1, heads, rows, heads // rows, keys, processors)
         assert (deal.num_splits, deal.partial_rows * latent * 4) == (splits, splits << 18)
 
@@ -54,6 +56,24 @@ def test_choices_are_made_once_in_a_tile_of_steps():
     for keys in range(1025, 1089):
         select.assign_evenly(4, 4 * 128, 64, 2, keys, 132)
     assert select.best_num_splits.cache_info().misses == 1
+
+
+@pytest.mark.parametrize("query_len", [1, 2, 3])
+@pytest.mark.parametrize("heads", [4, 16, 20, 32, 40, 64, 128])
+def test_warmup_knows_schedules_of_a_request_alone(heads, query_len):
+    """Warm-up launches every kernel of a single request with a schedule, of any number of programs that fills a GPU.
+
+    The number of rows and of row blocks determines the variant of the decode kernel, with its launch options.
+    """
+    rows, processors = heads * query_len, 132
+    programs = processors // -(-rows // select.rows_of_a_program(rows))
+
+    def launched(ranges: int) -> set[tuple]:
+        program_rows = select.choose_program_rows(ranges, False, 1, rows, heads, 4096, processors)
+        return {(program_rows, rows <= program_rows), combine._tile_of_a_schedule(ranges, rows, heads, 1)}
+
+    ahead = set().union(*map(launched, {programs, *compilation.PLANNED_PROGRAMS[1]}))
+    assert set().union(*map(launched, range(1, programs + 1))) <= ahead
 
 
 @on_hopper

@@ -304,16 +304,25 @@ def test_choice_of_rows():
         assert select._rows_where_alone(program_rows, requests, rows, keys, processors=132) == chosen
         blocks = triton.cdiv(rows, chosen)
         assert chosen == program_rows or requests * blocks * triton.cdiv(keys, 256) <= 132
+    # with a schedule of a single request, its number of programs decides, and no length
+    for ranges, rows, requests, chosen in (
+        (33, 128, 1, 32), (34, 128, 1, 64), (33, 128, 2, 64), (66, 64, 1, 32), (67, 64, 1, 64), (1, 16, 1, 16),
+    ):  # fmt: skip
+        given = requests, rows, rows
+        assert {select.choose_program_rows(ranges, False, *given, keys, 132) for keys in (64, 131072)} == {chosen}
 
 
 def test_which_kernel_takes_how_many_rows(monkeypatch):
-    for heads, name in (
-        (1, "_row_blocks_16_32_kernel"),
-        (32, "_row_blocks_16_32_kernel"),
-        (33, "_row_blocks_64_kernel"),
-    ):
-        kernel, _, constants = recorded(monkeypatch, heads)
+    """A request in one row block of 16 rows leaves registers for the combine kernel, except batch-invariant decodes."""
+    few, many, room = "_row_blocks_16_32_kernel", "_row_blocks_64_kernel", 144
+    for heads, cut, name, registers in (
+        (1, "whole", few, room), (16, "scheduled", few, room), (16, "split", few, room),
+        (16, "batch-invariant", few, None), (17, "scheduled", few, None), (32, "whole", few, None),
+        (33, "scheduled", many, None),
+    ):  # fmt: skip
+        kernel, _, constants = recorded(monkeypatch, heads, cut)
         assert kernel.fn.__name__ == name and heads == constants["c"].HEADS
+        assert constants.get("maxnreg") == registers
 
 
 @pytest.mark.parametrize("heads, cut, latent, out_dtype, box", [
@@ -527,7 +536,7 @@ def test_warmup_knows_a_request_alone(heads, query_len):
         program_rows = select._rows_where_alone(select.rows_of_a_program(rows), 1, rows, length, 132)
         blocks = triton.cdiv(rows, program_rows)
         splits = select.best_num_splits(blocks, rows, length, program_rows, blocks, 132)
-        return {(program_rows, splits > 1)} | (
+        return {(program_rows, blocks == 1, splits > 1)} | (
             {combine_launch._tile_for(splits, rows, heads, 1)} if splits > 1 else set()
         )
 

@@ -364,7 +364,7 @@ def test_scales(scale, splits):
     if scale < 1e3:
         check_parity(inputs, *lens, True, scale)
     else:  # the largest score alone counts; a row must not become NaN
-        assert attend(inputs, *lens, True, scale).out.isfinite().sum() > 0
+        assert attend(inputs, *lens, True, scale).out.isfinite().all()
 
 
 @pytest.mark.parametrize("cu_seqlens", [[0, -5, 900], [0, 7, 2**31 - 1], [-(2**31), 3, 9], [9, 4, 0]], ids=str)

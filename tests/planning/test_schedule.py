@@ -52,19 +52,19 @@ def check_chunks(ops, context_lens, workspace, block_size, ranks=1, interleave=1
     chunks = ops.plan_context_chunks(integers(*context_lens).cpu(), workspace, block_size, ranks, interleave)
     seen = [[] for _ in context_lens]
     for number, chunk in enumerate(chunks):
-        pieces = chunk.cu_seq_lens.diff().tolist()
+        lengths = chunk.cu_seq_lens.diff().tolist()
         assert chunk.starts.dtype == chunk.cu_seq_lens.dtype == torch.int32
-        assert chunk.cu_seq_lens[0] == 0 and chunk.cu_seq_lens[-1] == chunk.num_tokens == sum(pieces)
-        assert 0 < chunk.num_tokens <= workspace and chunk.max_seq_len == max(pieces)
-        assert sum(-(-length // unit) for length in pieces) <= workspace // unit, "the units exceed the workspace"
-        present = [request for request, length in enumerate(pieces) if length]
-        for request, (start, length) in enumerate(zip(chunk.starts.tolist(), pieces, strict=True)):
+        assert chunk.cu_seq_lens[0] == 0 and chunk.cu_seq_lens[-1] == chunk.num_tokens == sum(lengths)
+        assert 0 < chunk.num_tokens <= workspace and chunk.max_seq_len == max(lengths)
+        assert sum(-(-length // unit) for length in lengths) <= workspace // unit, "the units exceed the workspace"
+        present = [request for request, length in enumerate(lengths) if length]
+        for request, (start, length) in enumerate(zip(chunk.starts.tolist(), lengths, strict=True)):
             assert start % unit == 0 and length >= 0 and (length or start == 0)
             if start:
                 assert request == present[0] and seen[request], "only the first request of a chunk may continue"
             seen[request] += range(start, start + length)
         if number + 1 < len(chunks):
-            assert sum(-(-length // unit) for length in pieces) == workspace // unit, (
+            assert sum(-(-length // unit) for length in lengths) == workspace // unit, (
                 "a chunk before the last chunk is not full"
             )
     assert seen == [list(range(length)) for length in context_lens]

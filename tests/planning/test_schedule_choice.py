@@ -7,6 +7,7 @@ programs.
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ import fast.mla.builder
 import reference
 from fast.kernels.schedule_costs import measured_schedule_costs
 from reference.interfaces import DECODE_TILE, CommonAttentionMetadata, ScheduleChoice, ScheduleCosts, choose_schedule
+from reference.planning import decode_schedule as reference_schedule
 
 from ..benchmarks.decode import Row
 from ..support.factories import CONFIGS, integers, make_batch
@@ -188,6 +190,44 @@ def test_captured_plans_do_not_look_at_lengths(ops, plain_errors):
     narrow = builder.build_for_cudagraph_capture(batch_of([3] * 6))
     with pytest.raises(ValueError, match="^common: expected at most 64 keys a request, as captured, got 65$"):
         builder.update_captured(narrow, batch_of([65, 1, 3, 4, 5, 6]))
+
+
+@pytest.mark.parametrize("heads, programs", [(16, 132), (32, 132), (64, 132), (128, 66), (128, 1)])
+def test_programs_of_one_request(heads, programs):
+    """The schedule of a single request needs as many programs as the request has equal parts, for its longest length.
+
+    A schedule of this many programs divides the longest request as a schedule of all programs does, but all of its
+    programs have work.
+    """
+    costs = measured_schedule_costs(heads)
+    needed = functools.partial(fast.mla.device_choices.programs_of_one_request, programs, costs=costs)
+    most = 1
+    for tiles in range(1, 600):
+        (size,) = reference_schedule._equal_part_tiles([tiles], programs, costs.splits_per_tile)
+        most = max(most, -(-tiles // size))
+        assert needed(64 * tiles) == needed(64 * tiles - 63) == most
+    assert needed(131072) == programs and needed(0) == 1
+    assert fast.mla.device_choices.programs_of_one_request(0, 131072, costs) == 0
+    few, every = (reference.plan_decode(integers(8192), count, costs) for count in (needed(8192), programs))
+    assert {16: 64, 32: 64, 64: 32, 128: min(programs, 32)}[heads] == needed(8192) == few.split_offsets[1]
+    same(few.split_offsets, every.split_offsets)
+    first, last = every.tile_ranges.unbind(1)[:2]
+    same(few.tile_ranges, every.tile_ranges[first <= last])
+
+
+def test_captured_plans_of_one_request(eight_programs):
+    """A graph of one request gets a schedule of as many programs as its longest length needs, on each update too."""
+    given = {"schedule_costs": ScheduleCosts(), "device": "cpu"}
+    builder = fast.MLAMetadataBuilder(CONFIG, 64, 200, 8, **given)
+    table = torch.zeros(1, 40, dtype=torch.int32)
+    captured = builder.build_for_cudagraph_capture(replace(batch_of([3]), block_table=table))
+    assert captured.schedule.tile_ranges.shape == (4, 5) and captured.schedule_choice.num_programs == 4
+    for length in (1, 64, 65, 200):
+        builder.update_captured(captured, batch_of([length]))
+        same(captured.schedule.tile_ranges, reference.plan_decode(integers(length), 4, ScheduleCosts()).tile_ranges)
+    for batch, options in (([3], {"batch_invariant": True}), ([3], {"num_programs": 8}), ([3, 3], {})):
+        builder = fast.MLAMetadataBuilder(CONFIG, 64, 200, 8, **given, **options)
+        assert len(builder.build_for_cudagraph_capture(batch_of(batch)).schedule.tile_ranges) == 8
 
 
 def test_bounds_of_a_plan(ops, plain_errors):

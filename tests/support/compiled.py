@@ -10,7 +10,8 @@ import re
 
 import torch
 
-OPTIONS = ("num_warps", "num_stages", "launch_pdl", "launch_cooperative_grid")  # keyword arguments of Triton's launch
+# keyword arguments of Triton's launch
+OPTIONS = ("num_warps", "num_stages", "launch_pdl", "launch_cooperative_grid", "maxnreg")
 TYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int16: "i16", torch.int32: "i32",
     torch.int64: "i64", torch.uint8: "u8",

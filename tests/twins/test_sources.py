@@ -221,7 +221,8 @@ def test_formats_alone_know_the_columns():
 
 # functions that return a plain tuple with more than two elements: why it is not a record
 PLAIN_TUPLES = {
-    "fast/backends/checked_calls.py:_part_of_tensor": "part of a key that is only compared",
+    "fast/backends/signatures.py:_part_of_tensor": "part of a key that is only compared",
+    "fast/backends/adapters/conversion.py:_layout_of": "part of a key that is only compared",
     "fast/demo/gqa/op_parity.py:advance": "results that are only compared",
     "fast/demo/op_parity.py:advance": "results that are only compared",
     "fast/kernels/compile_log.py:_variant": "a key that is only compared",

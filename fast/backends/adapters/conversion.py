@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..kept_launches import KeptLaunch
 from ..own import TRITON
 from ..registry import imported
 
@@ -63,6 +64,41 @@ def _own_launcher(name: str, tensor: Tensor) -> Callable | None:
     return imported(f"fast.kernels.triton.conversion:{name}")
 
 
+class Widened:
+    """Copy tensors [S, N, P] into wider tensors, one launch on a GPU.
+
+    The object serves calls with equal shapes, strides, dtypes and alignments: the first call finds the compiled kernel,
+    and later calls launch it again.
+    """
+
+    __slots__ = ("_kept", "_shape")
+
+    def __init__(self):
+        self._kept, self._shape = None, None
+
+    def __call__(self, left: Tensor, right: Tensor | None, columns: int) -> Tensor:
+        """Return a tensor with `left` in its first columns, and `right` or zeros in the columns after them.
+
+        Args:
+            left: [S, N, P].
+            right: [S, columns - P] in the dtype of `left`, the columns that all heads share; None for zeros.
+            columns: number of columns of the result, more than P.
+        """
+        if self._kept is not None:
+            wide = left.new_empty(self._shape)  # `_shape` is set before `_kept`: another thread may be in a call
+            if self._kept.again((left, left if right is None else right, wide)):
+                return wide
+        launch = _own_launcher("join_columns", left)
+        if launch is None and right is None:
+            return pad(left, (0, columns - left.shape[2]))
+        if launch is None:
+            return torch.cat((left, right[:, None].expand(-1, left.shape[1], -1)), dim=-1)
+        self._shape = (*left.shape[:2], columns)
+        wide = left.new_empty(self._shape)
+        self._kept = launch(left, right, wide)
+        return wide
+
+
 def whole_keys(k: Tensor, k_pe: Tensor | None) -> Tensor:
     """Return keys in one tensor: `k` itself if it has all columns, and else a copy of both parts in one launch.
 
@@ -73,15 +109,7 @@ def whole_keys(k: Tensor, k_pe: Tensor | None) -> Tensor:
     Returns:
         [S, N, P + R].
     """
-    if k_pe is None or k_pe.shape[1] == 0:
-        return k
-    tokens, heads, nope = k.shape
-    launch = _own_launcher("join_columns", k)
-    if launch is None:
-        return torch.cat((k, k_pe[:, None].expand(-1, heads, -1)), dim=-1)
-    whole = k.new_empty(tokens, heads, nope + k_pe.shape[1])
-    launch(k, k_pe, whole)
-    return whole
+    return k if k_pe is None or k_pe.shape[1] == 0 else Widened()(k, k_pe, k.shape[2] + k_pe.shape[1])
 
 
 def write_shared_columns(whole: Tensor, k_pe: Tensor) -> None:
@@ -109,12 +137,7 @@ def pad_columns(tensor: Tensor, columns: int) -> Tensor:
     missing = columns - tensor.shape[-1]
     if missing == 0:
         return tensor
-    launch = _own_launcher("join_columns", tensor) if tensor.dim() == 3 else None
-    if launch is None:
-        return pad(tensor, (0, missing))
-    padded = tensor.new_empty(*tensor.shape[:2], columns)
-    launch(tensor, None, padded)
-    return padded
+    return Widened()(tensor, None, columns) if tensor.dim() == 3 else pad(tensor, (0, missing))
 
 
 def pad_heads(tensor: Tensor, heads: int) -> Tensor:
@@ -156,11 +179,106 @@ def with_poison(out: Tensor, lse: Tensor) -> Tensor:
     return torch.add(lse, out[..., 0].T, alpha=0)
 
 
+class StateConversion:
+    """Convert what a library returns to the state law: one launch on a GPU, and none if there is nothing to convert.
+
+    The object serves calls with equal shapes, strides, dtypes and alignments of the arguments. Each call looks at the
+    layout of the library's tensors, because only the library decides on it.
+
+    Args:
+        convention: how the LSE differs from the state law.
+        out_dtype: dtype of the output.
+        columns: V; columns of the library's output after them are padding, and are cut.
+    """
+
+    __slots__ = ("_columns", "_convention", "_kept", "_out_dtype")
+
+    def __init__(self, convention: Convention, out_dtype: torch.dtype, columns: int):
+        self._convention, self._out_dtype, self._columns = convention, out_dtype, columns
+        self._kept: _KeptConversion | None = None  # set as a whole, because another thread may be in a call
+
+    def __call__(
+        self, made: Tensor, made_lse: Tensor | None, out: Tensor | None = None, lse: Tensor | None = None,
+        visible_lens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Return the state; `lawful_state` explains the arguments and the result."""
+        if made_lse is None and made is out:
+            return out, None
+        kept = self._kept
+        if kept is not None and kept.layout == _layout_of(made, made_lse):
+            target, new_lse = made if kept.returns_made else out, lse
+            if kept.new_out is not None:
+                source = made_lse if self._out_dtype == torch.float32 else made
+                target = source.new_empty(kept.new_out, dtype=self._out_dtype)
+            if kept.new_lse is not None:
+                new_lse = made_lse.new_empty(kept.new_lse)
+            seen = made_lse if visible_lens is None else visible_lens
+            if kept.launch.again((made, made_lse, target, new_lse, seen)):
+                return target if out is None else out, new_lse
+        return self._convert(made, made_lse, out, lse, visible_lens)
+
+    def _convert(
+        self, made: Tensor, made_lse: Tensor | None, out: Tensor | None, lse: Tensor | None, visible_lens: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Convert a state, and keep the launch for later calls."""
+        (tokens, heads, width), given_out, given_lse = made.shape, out, lse
+        copies = visible_lens is not None
+        if out is not None:
+            copies = copies or made.data_ptr() != out.data_ptr()
+        elif copies or made.dtype != self._out_dtype or width != self._columns or not made.is_contiguous():
+            out, copies = made.new_empty((tokens, heads, self._columns), dtype=self._out_dtype), True
+        else:
+            out = made
+        if made_lse is None:
+            return (out.copy_(made if width == self._columns else made[..., : self._columns]) if copies else out), None
+        lawful = not any(self._convention)
+        if lse is None and not copies and lawful and made_lse.dim() == 2 and made_lse.is_contiguous():
+            return out, made_lse
+        launch = _own_launcher("convert_state", made)
+        if launch is None:
+            target = out if copies else None
+            return _lawful_state(made, made_lse, self._convention, target, lse, visible_lens, out)
+        if lse is None:
+            lse = made_lse.new_empty((heads, tokens))
+        kept = launch(made, made_lse, out if copies else None, lse, *self._convention, visible_lens)
+        self._kept = None if kept is None else _KeptConversion(
+            kept, _layout_of(made, made_lse), (tokens, heads, self._columns) if given_out is None and copies else None,
+            (heads, tokens) if given_lse is None else None, not copies,
+        )  # fmt: skip
+        return out, lse
+
+
+class _KeptConversion(NamedTuple):
+    """What a `StateConversion` keeps of an earlier call.
+
+    Attributes:
+        launch: the launch of `convert_state`.
+        layout: layout of the library's tensors in that call.
+        new_out: shape of the output, if the call allocated the output; otherwise None.
+        new_lse: shape of the LSE, if the call allocated the LSE; otherwise None.
+        returns_made: whether the output of that call was the library's tensor itself.
+    """
+
+    launch: KeptLaunch
+    layout: tuple
+    new_out: tuple[int, ...] | None
+    new_lse: tuple[int, ...] | None
+    returns_made: bool
+
+
+def _layout_of(made: Tensor, made_lse: Tensor | None) -> tuple:
+    """Return what a kept launch of `convert_state` expects of the library's tensors."""
+    if made_lse is None:
+        return ()
+    return (made.shape, made.stride(), made.dtype, made_lse.stride(), made_lse.dtype, made.data_ptr() % 16,
+            made_lse.data_ptr() % 16)  # fmt: skip
+
+
 def lawful_state(
     made: Tensor, made_lse: Tensor | None, convention: Convention, out_dtype: torch.dtype, columns: int,
     out: Tensor | None = None, lse: Tensor | None = None, visible_lens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Convert what a library returned to the state law: one launch on a GPU, and none if there is nothing to convert.
+    """Convert what a library returned to the state law, in one call (`StateConversion`).
 
     Args:
         made: [T, N, at least V], output of the library. If `made` has the memory of `out`, it is not copied.
@@ -177,25 +295,7 @@ def lawful_state(
     Returns:
         out [T, N, V]; and lse [N, T], or None without `made_lse`.
     """
-    tokens, heads, width = made.shape
-    copies = visible_lens is not None
-    if out is not None:
-        copies = copies or made.data_ptr() != out.data_ptr()
-    elif copies or made.dtype != out_dtype or width != columns or not made.is_contiguous():
-        out, copies = made.new_empty((tokens, heads, columns), dtype=out_dtype), True
-    else:
-        out = made
-    if made_lse is None:
-        return (out.copy_(made if width == columns else made[..., :columns]) if copies else out), None
-    if lse is None and not copies and not any(convention) and made_lse.dim() == 2 and made_lse.is_contiguous():
-        return out, made_lse
-    launch = _own_launcher("convert_state", made)
-    if launch is None:
-        return _lawful_state(made, made_lse, convention, out if copies else None, lse, visible_lens, out)
-    if lse is None:
-        lse = made_lse.new_empty((heads, tokens))
-    launch(made, made_lse, out if copies else None, lse, *convention, visible_lens)
-    return out, lse
+    return StateConversion(convention, out_dtype, columns)(made, made_lse, out, lse, visible_lens)
 
 
 def _lawful_state(made, made_lse, convention, target, lse, visible_lens, out) -> tuple[Tensor, Tensor]:

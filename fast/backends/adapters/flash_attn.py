@@ -18,9 +18,7 @@ values that belong to no request.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -28,8 +26,9 @@ from torch import Tensor
 from reference.interfaces import NEUTRAL_COSTS, GraphSupport, QueryLenSupport, ScheduleCosts
 
 from ..registry import Backend, OpSupport
-from .conversion import Convention, in_words, is_in_words, lawful_state, pad_columns
+from .conversion import Convention
 from .sources import Source, is_installed, loaded, missing_artifacts, missing_package
+from .varlen_calls import VarlenCall
 
 HALF = (torch.bfloat16, torch.float16)
 STATE_DTYPES = (torch.float32, *HALF)  # dtypes of the output: a kernel writes the dtype of `q`, the adapter converts
@@ -50,92 +49,49 @@ POISONED = Convention(poison=True)  # flash-attn 3 and 4 give rows with NaN the 
 CONVENTIONS = {2: Convention(empty_is_inf=True), 3: POISONED, 4: POISONED}
 
 
-def _attend(
-    version: int,
-    sources: tuple[Source, ...],
-    q: Tensor,
-    k: Tensor,
-    k_pe: None,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    causal: bool,
-    out_dtype: torch.dtype,
-    out: Tensor | None = None,
-    lse: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Compute attention of packed requests with one version of flash-attn.
-
-    Besides the library's call: one padded copy of `v` if the kernel needs values as wide as keys, and one conversion of
-    the LSE, with the output if its dtype, width or place differs.
+class FlashAttnCall(VarlenCall):
+    """Attention of packed requests with one version of flash-attn.
 
     Args:
         version: 2, 3 or 4.
         sources: modules that have the kernels.
-        q: [T, N, D], bfloat16 or float16.
-        k: [S, N, D], whole keys.
-        k_pe: None, because the declarations ask for whole keys.
-        v: [S, N, V], V at most D.
-        cu_seqlens_q: [B + 1], first query token of each request.
-        cu_seqlens_k: [B + 1], first key of each request; S may be larger than the last number.
-        max_seqlen_q: upper bound of the query lengths.
-        max_seqlen_k: upper bound of the key lengths.
-        softmax_scale: factor of the scores.
-        causal: if True, the last query of a request sees all keys, and each earlier query sees one key less than the
-            query after it.
-        out_dtype: dtype of the output.
-        out: [T, N, V] in `out_dtype`, any strides, written in place; None allocates `out`.
-        lse: [N, T], float32, written in place; None allocates `lse`, or leaves it out if `out` is given.
-
-    Returns:
-        out [T, N, V] and lse [N, T], natural log, float32; None in place of the LSE if only `out` is given. Rows
-        without keys: output 0 and LSE -inf.
+        arguments: arguments of the first call.
     """
-    with_lse = out is None or lse is not None
-    tokens, heads, dim = q.shape
-    value = v.shape[2]
-    if tokens == 0 or heads == 0 or k.shape[0] == 0:  # the libraries refuse empty tensors, or give LSE +inf
-        out = q.new_zeros(tokens, heads, value, dtype=out_dtype) if out is None else out.zero_()
-        if with_lse:
-            lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device) if lse is None else lse
-            lse.fill_(-torch.inf)
-        return out, lse
-    source, module = loaded(sources)
-    q, k, v = in_words(q), in_words(k), in_words(pad_columns(v, _value_columns(version, dim, value)))
-    direct = False  # whether the library writes into `out`
-    if out is not None and source.module == VLLM and v.shape[2] == value:
-        direct = out.dtype == q.dtype and is_in_words(out)
-    made, made_lse = _call(
-        version, source, module, q, k, v, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(),
-        max(max_seqlen_q, LEAST_QUERY_BOUND[version]), max_seqlen_k, softmax_scale, causal, out if direct else None,
-    )  # fmt: skip
-    return lawful_state(
-        out if direct else made, made_lse if with_lse else None, CONVENTIONS[version], out_dtype, value, out, lse
-    )
 
+    def __init__(self, version: int, sources: tuple[Source, ...], *arguments):
+        self._version, self._sources, self.convention = version, sources, CONVENTIONS[version]
+        super().__init__(*arguments)
 
-def _call(
-    version: int, source: Source, module: ModuleType, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float, causal: bool, out: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Call the library with the arguments of `source`; return its output and its LSE."""
-    given = dict(
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        softmax_scale=softmax_scale, causal=causal,
-    )  # fmt: skip
-    if source.module == VLLM:
-        given |= dict(return_softmax_lse=True, num_splits=1, out=out, fa_version=version)
-    elif version == 2:  # this function never splits keys, because there are as many heads of keys as of queries
-        given |= dict(return_attn_probs=True)
-    elif version == 3:
-        given |= dict(return_attn_probs=True, num_splits=1)
-    else:
-        given |= dict(return_lse=True, num_splits=1)
-    made, lse, *_ = module.flash_attn_varlen_func(q, k, v, **given)
-    return made, lse
+    def columns_of_values(self, dim: int, value: int) -> int:
+        """Return how many columns the values must have for keys of `dim` columns: `value`, or `dim` if padded."""
+        return _value_columns(self._version, dim, value)
+
+    def prepare(self, dtype: torch.dtype, longest_q: int, longest_k: int, scale: float, causal: bool) -> bool:
+        """Keep the module of the library and the constant arguments; only vLLM's function writes into `out`."""
+        source, self._library = loaded(self._sources)
+        self._options = {
+            "max_seqlen_q": max(longest_q, LEAST_QUERY_BOUND[self._version]), "max_seqlen_k": longest_k,
+            "softmax_scale": scale, "causal": causal,
+        }  # fmt: skip
+        if source.module == VLLM:
+            self._options |= {"return_softmax_lse": True, "num_splits": 1, "fa_version": self._version}
+        elif self._version == 2:  # never splits keys, because there are as many heads of keys as of queries
+            self._options |= {"return_attn_probs": True}
+        elif self._version == 3:
+            self._options |= {"return_attn_probs": True, "num_splits": 1}
+        else:
+            self._options |= {"return_lse": True, "num_splits": 1}
+        return source.module == VLLM
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, out: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Call the library; return its output and its LSE."""
+        options = self._options if out is None else {**self._options, "out": out}
+        made, lse, *_ = self._library.flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, **options
+        )
+        return made, lse
 
 
 def _value_columns(version: int, dim: int, value: int) -> int:
@@ -145,14 +101,35 @@ def _value_columns(version: int, dim: int, value: int) -> int:
     return value if version == 4 and (dim, value) == (192, 128) else dim
 
 
-flash_attn_varlen_2 = functools.partial(_attend, 2, SOURCES_2)
-flash_attn_varlen_4 = functools.partial(_attend, 4, SOURCES_4)
+def kept_varlen_2(*arguments) -> FlashAttnCall:
+    """Return the function for later calls of flash-attn 2 with the same signature."""
+    return FlashAttnCall(2, SOURCES_2, *arguments)
 
 
-def flash_attn_varlen_3(q: Tensor, *arguments, **options) -> tuple[Tensor, Tensor | None]:
-    """Compute attention of packed requests with flash-attn 3 (`_attend`); only some sources have float16 kernels."""
-    sources = SOURCES_3 if q.dtype == torch.bfloat16 else SOURCES_3_OF_ALL
-    return _attend(3, sources, q, *arguments, **options)
+def kept_varlen_3(*arguments) -> FlashAttnCall:
+    """Return the function for later calls of flash-attn 3; only some sources have float16 kernels."""
+    sources = SOURCES_3 if arguments[0].dtype == torch.bfloat16 else SOURCES_3_OF_ALL
+    return FlashAttnCall(3, sources, *arguments)
+
+
+def kept_varlen_4(*arguments) -> FlashAttnCall:
+    """Return the function for later calls of flash-attn 4 with the same signature."""
+    return FlashAttnCall(4, SOURCES_4, *arguments)
+
+
+def flash_attn_varlen_2(*arguments) -> tuple[Tensor, Tensor | None]:
+    """Compute attention of packed requests with flash-attn 2 (`VarlenCall.__call__`)."""
+    return kept_varlen_2(*arguments)(*arguments)
+
+
+def flash_attn_varlen_3(*arguments) -> tuple[Tensor, Tensor | None]:
+    """Compute attention of packed requests with flash-attn 3 (`VarlenCall.__call__`)."""
+    return kept_varlen_3(*arguments)(*arguments)
+
+
+def flash_attn_varlen_4(*arguments) -> tuple[Tensor, Tensor | None]:
+    """Compute attention of packed requests with flash-attn 4 (`VarlenCall.__call__`)."""
+    return kept_varlen_4(*arguments)(*arguments)
 
 
 def decode_programs(*arguments, **options) -> int:
@@ -180,11 +157,12 @@ def missing_4() -> list[str]:
     return missing_artifacts(SOURCES_4)
 
 
-def _prefill(launcher: str, dtypes: tuple[torch.dtype, ...], **declared) -> dict[str, OpSupport]:
+def _prefill(version: int, dtypes: tuple[torch.dtype, ...], **declared) -> dict[str, OpSupport]:
     """Declare `flash_attn_varlen` of one version."""
     return {
         "flash_attn_varlen": OpSupport(
-            f"{__name__}:{launcher}",
+            f"{__name__}:flash_attn_varlen_{version}",
+            kept_call=f"{__name__}:kept_varlen_{version}",
             dtypes=dtypes,
             out_dtypes=STATE_DTYPES,
             head_dims={"qk_head_dim": tuple(range(8, 257, 8))},
@@ -245,6 +223,7 @@ def _only_fa3_fwd() -> bool:
 
 _DECODE_3 = {} if _only_fa3_fwd() else decode_ops(
     "fast.backends.adapters.flash_attn_decode:mla_decode",
+    kept_call="fast.backends.adapters.flash_attn_decode:kept_decode",
     dtypes=HALF,
     out_dtypes=STATE_DTYPES,
     cache_formats=("compute_dtype",),
@@ -260,7 +239,7 @@ FLASH_ATTN_2 = Backend(
     name="flash_attn_2",
     priority=-5,
     device_type="cuda",
-    ops=_prefill("flash_attn_varlen_2", HALF) | gqa_ops(2),
+    ops=_prefill(2, HALF) | gqa_ops(2),
     capability=(8, 0),
     missing_package=missing_package(SOURCES_2),
     library="flash-attn 2",
@@ -271,9 +250,7 @@ FLASH_ATTN_3 = Backend(
     name="flash_attn_3",
     priority=-5,
     device_type="cuda",
-    ops=_prefill("flash_attn_varlen_3", HALF[:1] if _only_fa3_fwd() else HALF, mixes_nan=True, priority=30)
-    | _DECODE_3
-    | gqa_ops(3),
+    ops=_prefill(3, HALF[:1] if _only_fa3_fwd() else HALF, mixes_nan=True, priority=30) | _DECODE_3 | gqa_ops(3),
     capability=(9, 0),
     capability_end=(10, 0),
     missing_package=missing_package(SOURCES_3),
@@ -286,7 +263,7 @@ FLASH_ATTN_4 = Backend(
     name="flash_attn_4",
     priority=-5,
     device_type="cuda",
-    ops=_prefill("flash_attn_varlen_4", HALF, mixes_nan=True, batch_invariant=False),
+    ops=_prefill(4, HALF, mixes_nan=True, batch_invariant=False),
     capability=(9, 0),
     capability_end=(12, 0),
     missing_package=missing_package(SOURCES_4),

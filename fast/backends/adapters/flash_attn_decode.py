@@ -17,8 +17,6 @@ Limits of the library:
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
@@ -31,122 +29,151 @@ from reference.interfaces import (
     UnsupportedConfiguration,
 )
 
-from .conversion import lawful_state
+from .conversion import StateConversion
 from .flash_attn import POISONED, SOURCES_3_OF_ALL, VLLM
 from .sources import Source, loaded
 
 PAGE = 32  # most tokens in a page that the library loads in its second way
 
 
-def mla_decode(
-    ql_nope: Tensor,
-    q_pe: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    visible_lens: Tensor,
-    max_query_len: int,
-    max_seq_len: int,
-    softmax_scale: float,
-    out_dtype: torch.dtype,
-    tile_ranges: Tensor | None = None,
-    split_offsets: Tensor | None = None,
-    batch_invariant: bool = False,
-    split_rule: InvariantSplitRule | None = None,
-    cache_format: CacheFormat = COMPUTE_FORMAT,
-    kv_scale: Tensor | None = None,
-    out: Tensor | None = None,
-    *,
-    fp8_mode: str = CONVERTED,
-    q_scale: Tensor | None = None,
-    prepared: tuple[Tensor, ...] = (),
-) -> tuple[Tensor, Tensor]:
-    """Compute absorbed attention of the query tokens of each request over its cached latents, with a causal mask.
+class DecodeCall:
+    """Absorbed attention by flash-attn 3, for calls with equal properties (`fast.backends.kept_calls`).
 
     Args:
-        ql_nope: [T, N, 512], absorbed queries; bfloat16 or float16.
-        q_pe: [T, N, 64], rope part of the queries.
-        kv_cache: [num_blocks, block_size, 576] in the dtype of the queries.
-        block_table: [B, W].
-        seq_lens: [B], keys of each request.
-        query_start_loc: [B + 1], first query token of each request.
-        visible_lens: not used, because query i of Sq sees the first S - Sq + i + 1 keys.
-        max_query_len: upper bound of the query tokens of a request.
-        max_seq_len: upper bound of the keys of a request; the library chooses the number of splits by it.
-        softmax_scale: factor of the scores.
-        out_dtype: dtype of the output.
-        tile_ranges: not used, because the library makes its own schedule.
-        split_offsets: not used.
-        batch_invariant: False, because the declaration excludes True.
-        split_rule: not used.
-        cache_format: `compute_dtype`.
-        kv_scale: None, because the format has no scale.
-        out: [T, N, 512] in `out_dtype`, contiguous, written in place; None allocates a tensor.
-        fp8_mode: "converted".
-        q_scale: None.
-        prepared: the library's schedule and the page table, from `prepare`. Empty: this call makes both.
-
-    Returns:
-        out [T, N, 512] and lse [N, T], natural log, float32. Rows without keys: output 0 and LSE -inf.
+        arguments: arguments of the first call, as for `__call__`; later calls have equal shapes, strides, dtypes,
+            devices, alignments and numbers.
     """
-    tokens, heads, _ = ql_nope.shape
-    if tokens == 0 or heads == 0 or seq_lens.shape[0] == 0 or kv_cache.shape[0] == 0:
-        out = ql_nope.new_empty(ql_nope.shape, dtype=out_dtype) if out is None else out
-        return out.zero_(), torch.full((heads, tokens), -torch.inf, dtype=torch.float32, device=ql_nope.device)
-    source, module = loaded(SOURCES_3_OF_ALL)
-    block_size = kv_cache.shape[1]
-    pages = _pages(kv_cache)
-    schedule, table = prepared or (None, _page_table(block_table, block_size))
-    made, made_lse = _call(
-        source, module, ql_nope, q_pe, pages, table, seq_lens.contiguous(), query_start_loc.contiguous(), max_query_len,
-        max_seq_len, softmax_scale, schedule, out if out is not None and out.dtype == ql_nope.dtype else None,
-    )  # fmt: skip
-    return lawful_state(made, made_lse, POISONED, out_dtype, made.shape[2], out)
+
+    def __init__(self, *arguments, prepared: tuple[Tensor, ...] = (), **_):
+        ql_nope, _, kv_cache, _, seq_lens, query_start_loc, _, longest_q, longest_k, scale, out_dtype, *rest = arguments
+        out = rest[6] if len(rest) > 6 else None
+        (tokens, heads, latent), (num_blocks, block_size, columns) = ql_nope.shape, kv_cache.shape
+        self._is_empty = tokens == 0 or heads == 0 or seq_lens.shape[0] == 0 or num_blocks == 0
+        self._convert = StateConversion(POISONED, out_dtype, latent)
+        if self._is_empty:
+            return
+        source, self._library = loaded(SOURCES_3_OF_ALL)
+        self._is_vllm = source.module == VLLM
+        page = _page_size(kv_cache)
+        block, token, column = kv_cache.stride()
+        shape, strides = (
+            (num_blocks * block_size // page, page, 1),
+            (block if page == block_size else page * token, token),
+        )
+        self._values = (*shape, latent), (*strides, columns * column, column)
+        self._keys = (*shape, columns - latent), (*strides, columns * column, column)
+        self._first_key = latent * column
+        self._copies = not (seq_lens.is_contiguous() and query_start_loc.is_contiguous())
+        self._directs = self._is_vllm and out is not None and out.dtype == ql_nope.dtype
+        self._options = {
+            "max_seqlen_q": longest_q, "softmax_scale": scale, "causal": True, "num_splits": 0,
+            "return_softmax_lse": True,
+        }  # fmt: skip
+        if self._is_vllm:
+            self._options |= {"max_seqlen_k": longest_k, "fa_version": 3}
+
+    def __call__(
+        self,
+        ql_nope: Tensor,
+        q_pe: Tensor,
+        kv_cache: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        query_start_loc: Tensor,
+        visible_lens: Tensor,
+        max_query_len: int,
+        max_seq_len: int,
+        softmax_scale: float,
+        out_dtype: torch.dtype,
+        tile_ranges: Tensor | None = None,
+        split_offsets: Tensor | None = None,
+        batch_invariant: bool = False,
+        split_rule: InvariantSplitRule | None = None,
+        cache_format: CacheFormat = COMPUTE_FORMAT,
+        kv_scale: Tensor | None = None,
+        out: Tensor | None = None,
+        *,
+        fp8_mode: str = CONVERTED,
+        q_scale: Tensor | None = None,
+        prepared: tuple[Tensor, ...] = (),
+    ) -> tuple[Tensor, Tensor]:
+        """Compute absorbed attention of the query tokens of each request over its cached latents, with a causal mask.
+
+        Args:
+            ql_nope: [T, N, 512], absorbed queries; bfloat16 or float16.
+            q_pe: [T, N, 64], rope part of the queries.
+            kv_cache: [num_blocks, block_size, 576] in the dtype of the queries.
+            block_table: [B, W].
+            seq_lens: [B], keys of each request.
+            query_start_loc: [B + 1], first query token of each request.
+            visible_lens: not used, because query i of Sq sees the first S - Sq + i + 1 keys.
+            max_query_len: upper bound of the query tokens of a request.
+            max_seq_len: upper bound of the keys of a request; the library chooses the number of splits by it.
+            softmax_scale: factor of the scores.
+            out_dtype: dtype of the output.
+            tile_ranges: not used, because the library makes its own schedule.
+            split_offsets: not used.
+            batch_invariant: False, because the declaration excludes True.
+            split_rule: not used.
+            cache_format: `compute_dtype`.
+            kv_scale: None, because the format has no scale.
+            out: [T, N, 512] in `out_dtype`, contiguous, written in place; None allocates a tensor.
+            fp8_mode: "converted".
+            q_scale: None.
+            prepared: the library's schedule and the page table, from `prepare`. Empty: this call makes both.
+
+        Returns:
+            out [T, N, 512] and lse [N, T], natural log, float32. Rows without keys: output 0 and LSE -inf.
+        """
+        if self._is_empty:
+            tokens, heads, _ = ql_nope.shape
+            out = ql_nope.new_empty(ql_nope.shape, dtype=out_dtype) if out is None else out
+            return out.zero_(), torch.full((heads, tokens), -torch.inf, dtype=torch.float32, device=ql_nope.device)
+        schedule, table = prepared or (None, _page_table(block_table, kv_cache.shape[1]))
+        if self._copies:
+            seq_lens, query_start_loc = seq_lens.contiguous(), query_start_loc.contiguous()
+        first = kv_cache.storage_offset()
+        values = kv_cache.as_strided(*self._values, first)
+        keys = kv_cache.as_strided(*self._keys, first + self._first_key)
+        target = out if self._directs else None
+        if self._is_vllm:
+            made, lse = self._library.flash_attn_varlen_func(
+                q_pe, keys, values, cu_seqlens_q=query_start_loc, q_v=ql_nope, seqused_k=seq_lens, block_table=table,
+                out=target, scheduler_metadata=schedule, **self._options,
+            )  # fmt: skip
+        else:  # the function of flash-attn-3 always allocates the output
+            made, lse, *_ = self._library.flash_attn_with_kvcache(
+                q_pe, keys, values, cu_seqlens_q=query_start_loc, qv=ql_nope, cache_seqlens=seq_lens, page_table=table,
+                scheduler_metadata=schedule, **self._options,
+            )  # fmt: skip
+        return self._convert(made if target is None else target, lse, out)
 
 
-def _call(
-    source: Source, module: ModuleType, ql_nope: Tensor, q_pe: Tensor, pages: Tensor, table: Tensor, seq_lens: Tensor,
-    query_start_loc: Tensor, max_query_len: int, max_seq_len: int, softmax_scale: float, schedule: Tensor | None,
-    out: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Call the library with the arguments of `source`; return its output [T, N, 512] and its LSE [N, T].
-
-    The function of vLLM writes into `out`, if given. The function of flash-attn-3 always allocates the output.
-    """
-    latent = ql_nope.shape[2]
-    values, keys = pages[:, :, None, :latent], pages[:, :, None, latent:]
-    given = dict(
-        cu_seqlens_q=query_start_loc, max_seqlen_q=max_query_len, softmax_scale=softmax_scale, causal=True,
-        scheduler_metadata=schedule, num_splits=0, return_softmax_lse=True,
-    )  # fmt: skip
-    if source.module == VLLM:
-        made, lse = module.flash_attn_varlen_func(
-            q_pe, keys, values, q_v=ql_nope, seqused_k=seq_lens, max_seqlen_k=max_seq_len, block_table=table,
-            out=out, fa_version=3, **given,
-        )  # fmt: skip
-        return made, lse
-    made, lse, *_ = module.flash_attn_with_kvcache(
-        q_pe, keys, values, qv=ql_nope, cache_seqlens=seq_lens, page_table=table, **given
-    )
-    return made, lse
+def kept_decode(*arguments, **options) -> DecodeCall:
+    """Return the function for later calls with the same signature."""
+    return DecodeCall(*arguments, **options)
 
 
-def _pages(kv_cache: Tensor) -> Tensor:
-    """Return the cache as [pages, at most PAGE, 576], without a copy.
+def mla_decode(*arguments, **options) -> tuple[Tensor, Tensor]:
+    """Compute absorbed attention over cached latents, with a causal mask (`DecodeCall.__call__`)."""
+    return DecodeCall(*arguments, **options)(*arguments, **options)
+
+
+def _page_size(kv_cache: Tensor) -> int:
+    """Return the number of tokens of a page: at most PAGE.
 
     Raises:
         UnsupportedConfiguration: the blocks have more than PAGE tokens and do not follow each other in memory.
     """
-    num_blocks, block_size, columns = kv_cache.shape
+    num_blocks, block_size, _ = kv_cache.shape
     if block_size <= PAGE:
-        return kv_cache
+        return block_size
     if num_blocks > 1 and kv_cache.stride(0) != block_size * kv_cache.stride(1):
         raise UnsupportedConfiguration([
             f"flash_attn_3: serves blocks of more than {PAGE} tokens only if they follow each other in memory, got "
             f"blocks of {block_size} tokens with strides {kv_cache.stride()}"
         ])  # fmt: skip
-    return kv_cache.view(-1, PAGE, columns)
+    return PAGE
 
 
 def _page_table(block_table: Tensor, block_size: int) -> Tensor:

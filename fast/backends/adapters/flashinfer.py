@@ -36,7 +36,7 @@ from reference.interfaces import GraphSupport, check, check_int
 
 from ..kernel_request import KernelRequest
 from ..own import missing
-from ..registry import Backend, OpSupport
+from ..registry import Backend, OpSupport, changed
 from .conversion import Convention, in_words, lawful_state
 from .ragged_calls import RaggedCall, direct_call
 
@@ -111,9 +111,11 @@ def compile_kernel(
 ) -> None:  # fmt: skip
     """Let FlashInfer compile the kernel for a dtype and two head dims; this needs nvcc and takes minutes.
 
-    Grouped-query attention with a window, with a soft cap or with both has kernels of its own.
+    Later calls choose their backend again. Grouped-query attention with a window, with a soft cap or with both has
+    kernels of its own.
     """
     _module(dtype, qk_head_dim, v_head_dim, kernel_of(device), window, soft_cap).build_and_load()
+    changed()
 
 
 class FlashInferBackend(Backend):

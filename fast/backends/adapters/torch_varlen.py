@@ -35,10 +35,9 @@ from .conversion import (
     grouped_state,
     grouped_state_without_keys,
     in_words,
-    lawful_state,
-    pad_columns,
     without_empty_rows,
 )
+from .varlen_calls import VarlenCall
 
 EMPTY_IS_INF = Convention(empty_is_inf=True)
 ALL_KEYS, CAUSAL = (-1, -1), (-1, 0)  # windows of `varlen_attn`: keys before and after a query; -1 for no limit
@@ -74,57 +73,40 @@ def _library() -> Callable:
     return functools.partial(varlen_attn, return_aux=AuxRequest(lse=True), **splits)
 
 
-def flash_attn_varlen(
-    q: Tensor,
-    k: Tensor,
-    k_pe: None,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    causal: bool,
-    out_dtype: torch.dtype,
-    out: Tensor | None = None,
-    lse: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Compute attention of packed requests of different lengths, with an LSE, without waiting for the GPU.
+class TorchVarlenCall(VarlenCall):
+    """Attention of packed requests with `varlen_attn`, without waiting for the GPU."""
 
-    Args:
-        q: [T, N, D], bfloat16 or float16; D is a multiple of 8, at most 256.
-        k: [S, N, D], whole keys.
-        k_pe: None, because the declaration asks for whole keys.
-        v: [S, N, V], V at most D.
-        cu_seqlens_q: [B + 1], int32, first query token of each request.
-        cu_seqlens_k: [B + 1], int32, first key of each request. S may be larger than the last element.
-        max_seqlen_q: upper bound of the query lengths.
-        max_seqlen_k: upper bound of the key lengths.
-        softmax_scale: factor of the scores.
-        causal: if True, the last query of a request sees all keys, and each earlier query sees one key less than the
-            query after it.
-        out_dtype: dtype of `q`, or float32.
-        out: [T, N, V] in `out_dtype`, any strides, written in place; None allocates `out` and the LSE.
-        lse: [N, T], float32, written in place; None if `out` is given and the caller needs no LSE.
+    convention = EMPTY_IS_INF
 
-    Returns:
-        out [T, N, V], and the LSE [N, T] or None.
-    """
-    tokens, heads, width = q.shape[0], q.shape[1], v.shape[2]
-    needs_lse = out is None or lse is not None
-    if tokens == 0 or k.shape[0] == 0:  # the kernel takes no empty tensors
-        out = q.new_empty(tokens, heads, width, dtype=out_dtype) if out is None else out
-        if needs_lse:
-            lse = q.new_empty(heads, tokens, dtype=torch.float32) if lse is None else lse
-            lse.fill_(-torch.inf)
-        return out.zero_(), lse
-    # With an upper bound of 1, the kernel would take another variant, with other tiles on some GPUs. A request must get
-    # the same bits in each batch.
-    made, found = _library()(
-        in_words(q), in_words(k), in_words(pad_columns(v, q.shape[2])), cu_seqlens_q, cu_seqlens_k,
-        max(max_seqlen_q, 2), max_seqlen_k, scale=softmax_scale, window_size=CAUSAL if causal else ALL_KEYS,
-    )  # fmt: skip
-    return lawful_state(made, found if needs_lse else None, EMPTY_IS_INF, out_dtype, width, out, lse)
+    def columns_of_values(self, dim: int, value: int) -> int:
+        """Return `dim`, because the kernel needs values as wide as keys."""
+        return dim
+
+    def prepare(self, dtype: torch.dtype, longest_q: int, longest_k: int, scale: float, causal: bool) -> bool:
+        """Keep the constant arguments; `varlen_attn` writes into no given tensor.
+
+        With an upper bound of 1, the kernel would take another variant, with other tiles on some GPUs. A request must
+        get the same bits in each batch.
+        """
+        self._longest = max(longest_q, 2), longest_k
+        self._options = {"scale": scale, "window_size": CAUSAL if causal else ALL_KEYS}
+        return False
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, out: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Call the library; return its output and its LSE."""
+        return _library()(q, k, v, starts_q, starts_k, *self._longest, **self._options)
+
+
+def kept_varlen(*arguments) -> TorchVarlenCall:
+    """Return the function for later calls with the same signature."""
+    return TorchVarlenCall(*arguments)
+
+
+def flash_attn_varlen(*arguments) -> tuple[Tensor, Tensor | None]:
+    """Compute attention of packed requests (`VarlenCall.__call__`)."""
+    return TorchVarlenCall(*arguments)(*arguments)
 
 
 def gqa_varlen_attention(
@@ -198,6 +180,7 @@ TORCH_VARLEN = Backend(
     ops={
         "flash_attn_varlen": OpSupport(
             f"{__name__}:flash_attn_varlen",
+            kept_call=f"{__name__}:kept_varlen",
             dtypes=(torch.bfloat16, torch.float16),
             out_dtypes=(torch.bfloat16, torch.float16, torch.float32),
             head_dims={"qk_head_dim": tuple(range(8, 257, 8))},

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...backends.kept_launches import KeptLaunches
+from ...backends.kept_launches import KeptLaunch, KeptLaunches
 from ..combine.states import LN_2
 from ..device import device_of
 from ..integers import cdiv, next_power_of_2
@@ -20,7 +20,7 @@ JOINED_ELEMENTS = 4096  # elements of `left` that one program copies
 STATE_ELEMENTS, STATE_TOKENS = 2048, 8  # elements of the output and tokens of one program, as in `merge`
 
 
-def join_columns(left: Tensor, right: Tensor | None, out: Tensor) -> None:
+def join_columns(left: Tensor, right: Tensor | None, out: Tensor) -> KeptLaunch | None:
     """Write `left` into the first columns of `out`, and `right` into the columns after them, the same for each head.
 
     The launch reads each input once and writes `out` once.
@@ -29,12 +29,16 @@ def join_columns(left: Tensor, right: Tensor | None, out: Tensor) -> None:
         left: [S, N, P], any strides. If `left` is `out[..., :P]` itself, only the columns after it are written.
         right: [S, D - P] in the dtype of `left`, any strides; None writes zeros.
         out: [S, N, D] in the dtype of `left`, any strides.
+
+    Returns:
+        The launch of (left, right, out), or (left, left, out) without `right`, for later calls with equal shapes,
+        strides, dtypes and alignments; None if there was no launch or if it cannot be repeated.
     """
     tokens, heads, columns = left.shape
     rest = out.shape[2] - columns
     in_place = left.data_ptr() == out.data_ptr() and left.stride() == out.stride()
     if tokens == 0 or heads == 0 or rest + columns == 0:
-        return
+        return None
     given = left if right is None else right
     key = (
         left.shape, left.stride(), out.stride(), None if right is None else right.stride(), rest, in_place, left.dtype,
@@ -43,7 +47,7 @@ def join_columns(left: Tensor, right: Tensor | None, out: Tensor) -> None:
     tensors = left, given, out
     with device_of(out):
         if _JOINS.again(key, tensors):
-            return
+            return _JOINS.kept(key)
         left_tile, right_tile = next_power_of_2(max(1, columns)), next_power_of_2(max(1, rest))
         rows = max(1, JOINED_ELEMENTS // max(left_tile, right_tile))
         head_tile = min(next_power_of_2(heads), rows)
@@ -55,6 +59,7 @@ def join_columns(left: Tensor, right: Tensor | None, out: Tensor) -> None:
             LEFT=columns, LEFT_TILE=left_tile, RIGHT=rest, RIGHT_TILE=right_tile, TOKENS=token_tile, HEADS=head_tile,
             COPIES_LEFT=columns > 0 and not in_place, HAS_RIGHT=right is not None, num_warps=4,
         )  # fmt: skip
+    return _JOINS.kept(key)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -92,7 +97,7 @@ def _join_columns_kernel(
 def convert_state(
     made: Tensor, made_lse: Tensor, out: Tensor | None, lse: Tensor, base_2: bool, poison: bool, empty_is_inf: bool,
     visible_lens: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> KeptLaunch | None:  # fmt: skip
     """Convert the output and the LSE of a library in one launch.
 
     `fast.backends.adapters.conversion.lawful_state` explains the flags.
@@ -106,11 +111,16 @@ def convert_state(
         poison: whether a row whose first output is NaN or infinite gets the LSE NaN.
         empty_is_inf: whether the LSE +inf means a row without keys, unless its output is NaN.
         visible_lens: [T], int32, contiguous; a token with 0 or a negative number has no keys. None for no such tokens.
+
+    Returns:
+        The launch of (made, made_lse, out, lse, visible_lens), where `made` stands for a missing `out` and `made_lse`
+        for missing `visible_lens`, for later calls with equal shapes, strides, dtypes and alignments. None if there
+        was no launch or if it cannot be repeated.
     """
     (tokens, heads, _), columns = made.shape, 0 if out is None else out.shape[2]
     queries = 1 if made_lse.dim() == 2 else made_lse.shape[2]
     if lse.numel() == 0:
-        return
+        return None
     target, seen = made if out is None else out, made_lse if visible_lens is None else visible_lens
     key = (
         made.shape, queries, made_lse.stride(), made.stride(), target.stride(), lse.stride(), columns, made.dtype,
@@ -120,7 +130,7 @@ def convert_state(
     tensors = made, made_lse, target, lse, seen
     with device_of(made):
         if _STATES.again(key, tensors):
-            return
+            return _STATES.kept(key)
         tile = next_power_of_2(max(1, columns))
         head_tile = max(1, min(next_power_of_2(heads), 16, STATE_ELEMENTS // (STATE_TOKENS * tile)))
         head_tiles = cdiv(heads, head_tile)
@@ -131,6 +141,7 @@ def convert_state(
             COLUMNS=columns, TILE=tile, TOKENS=STATE_TOKENS, HEADS=head_tile, BASE_2=base_2, POISON=poison,
             EMPTY_IS_INF=empty_is_inf, HAS_LENS=visible_lens is not None, num_warps=4,
         )  # fmt: skip
+    return _STATES.kept(key)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "queries", "lse_head", "lse_request", "lse_token", "to_head", "to_token"])

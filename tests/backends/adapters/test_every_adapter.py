@@ -170,6 +170,23 @@ def test_outputs_with_other_strides(adapter, dtype, needs_lse, lengths):
     assert lse is None or torch.equal(lse, plain_lse)
 
 
+@pytest.mark.parametrize("lengths", ["new tokens", "longer keys"])
+def test_later_calls(adapter, dtype, needs_lse, lengths):
+    """Attend three times, with other values and in other memory each time -> each result is within its budget.
+
+    The calls have one signature. A backend with kept calls serves the second and the third call by its kept function.
+    """
+    for out_dtype in out_dtypes_of(backend_named(adapter), dtype, needs_lse):
+        kept = []
+        for _ in range(3):
+            call = served(adapter, make_call(*LENGTHS[lengths], DIMS["192/128"], dtype, True), out_dtype, needs_lse)
+            state = attend(call, adapter, needs_lse, out_dtype)
+            check_state(call, *state, out_dtype)
+            kept.append((call, state))
+        for call, state in kept:  # no later call has written into an earlier result
+            check_state(call, *state, out_dtype)
+
+
 def test_inputs_with_other_strides(adapter, dtype, needs_lse):
     """Attend slices of wider tensors, with NaN beside the slices and at odd addresses -> a result within the budget."""
     call = served(adapter, make_call(*LENGTHS["new tokens"], DIMS["192/128"], dtype, True), dtype, needs_lse)
@@ -459,6 +476,18 @@ def test_decode_refusals(adapter):
             fast.mla_decode(*on(device, *tensors), each, SCALE, backend=adapter)
     if not refused:
         pytest.skip(f"{adapter}: serves every mask and any query lengths")
+
+
+def test_decode_later_calls(adapter):
+    """Decode three times, with other values and in other memory each time -> each result is within its budget."""
+    backend, device = backend_named(adapter), torch.empty(0).device
+    with torch.device("cpu"):
+        case = "one token", backend.ops[DECODE].dtypes[0], COMPUTE_FORMAT, CONVERTED, 16
+        for _ in range(3):
+            given, plan, options, low, gold = decode_case(backend, *case)
+            state = decode(adapter, given, plan, device, **options)
+            for parity in compare_states(DECODE, state, low, gold):
+                assert parity.passed, parity
 
 
 @pytest.mark.parametrize("mutant", ["scale", "base 2", "swapped axes", "one key less"])

@@ -21,7 +21,7 @@ from ..common.arrivals import arrive
 from ..common.epilogue import LEAST, shift_of
 from .epilogue import write_partial_rows, write_rows
 from .records import ROWS, SoftmaxState
-from .work_items import read_item
+from .work_items import read_item, read_steps
 
 
 @gluon.jit
@@ -58,6 +58,28 @@ def _issue_scores(count, ctx, c):
 
 @gluon.jit
 @no_type_check
+def _issue_first_scores(steps, loads, count, ctx, c):
+    """Wait for the queries and the first key tile of an item of `steps` key tiles; issue the products of their scores.
+
+    If the item has no key tile, the function waits for nothing, and the scores have no meaning.
+    """
+    mbarrier.wait(ctx.bars.q_full.index(c.CONSUMER), loads & 1, pred=steps > 0)
+    _await_keys(count, steps > 0, ctx, c)
+    return _issue_scores(count, ctx, c)
+
+
+@gluon.jit
+@no_type_check
+def _await_first_scores(scores, steps, count, ctx, c):
+    """Wait for the result of `_issue_first_scores`, and release the key tile of an item of `steps` key tiles."""
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    arrive(ctx.bars.k_empty.index(count % c.STAGES), pred=steps > 0)
+    arrive(ctx.bars.q_empty.index(c.CONSUMER), pred=steps == 1)
+    return scores
+
+
+@gluon.jit
+@no_type_check
 def _issue_weighted(state, count, ctx, c):
     """Wait for the values of the `count`-th key tile; issue their product with the probabilities of the state."""
     shared, bars = ctx.shared, ctx.bars
@@ -76,35 +98,8 @@ def _masked(scores, tile, visible, KEYS: gl.constexpr):
 
     A key behind the end of the request may hold NaN. The function selects and does not add, so that NaN disappears.
     """
-    key = tile * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, scores.type.layout))
-    return gl.where(key[None, :] < visible[:, None], scores, float("-inf"))
-
-
-@gluon.jit
-@no_type_check
-def _halves(x):
-    """Return the even and the odd columns of a tensor [ROWS, columns]; each thread keeps its numbers."""
-    return gl.split(x.reshape([x.shape[0], x.shape[1] // 2, 2]))
-
-
-@gluon.jit
-@no_type_check
-def _largest_of(scores):
-    """Return the largest score of each row.
-
-    The first step takes the larger one of each pair of columns, so that a thread does not compare its scores one after
-    another.
-    """
-    even, odd = _halves(scores)
-    return gl.convert_layout(gl.max(gl.maximum(even, odd), 1), gl.SliceLayout(1, scores.type.layout))
-
-
-@gluon.jit
-@no_type_check
-def _total_of(weights):
-    """Return the sum of the probabilities of each row; see `_largest_of`."""
-    even, odd = _halves(weights)
-    return gl.convert_layout(gl.sum(even + odd, 1), gl.SliceLayout(1, weights.type.layout))
+    key = gl.arange(0, KEYS, gl.SliceLayout(0, scores.type.layout))  # in the tile
+    return gl.where(key[None, :] < (visible - tile * KEYS)[:, None], scores, float("-inf"))
 
 
 @gluon.jit
@@ -116,7 +111,7 @@ def _packed(weights, dtype: gl.constexpr):
     would split and join each pair in every step.
     """
     CONVERT: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
-    even, odd = _halves(weights)
+    even, odd = gl.split(weights.reshape([weights.shape[0], weights.shape[1] // 2, 2]))
     return gl.inline_asm_elementwise(CONVERT, "=r,r,r", [even, odd], gl.int32, is_pure=True, pack=1)
 
 
@@ -133,23 +128,20 @@ def _operand_of(packed, dtype: gl.constexpr, VALUES: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def _begin(tile, visible, count, more, ctx, c):
-    """Compute scores and softmax of the first key tile of an item; return the state, in which no value is added yet.
+def _begin(scores, tile, visible, count, more, ctx, c):
+    """Compute the softmax of the first key tile of an item; return the state, in which no value is added yet.
 
     The tile is masked in every case. A row that sees none of its keys keeps the largest score `LEAST`.
     """
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.VALUE, 16])
     VALUE: gl.constexpr = c.VALUE
     scale_log2 = ctx.sizes.scale_log2
-    _await_keys(count, True, ctx, c)
-    scores = warpgroup_mma_wait(0, deps=[_issue_scores(count, ctx, c)])
-    arrive(ctx.bars.k_empty.index(count % c.STAGES))
     scores = _masked(scores, tile, visible, c.KEYS)
-    largest = gl.maximum(_largest_of(scores), LEAST)
+    largest = gl.maximum(gl.max(scores, 1), LEAST)
     weights = gl.exp2(scores * scale_log2 - shift_of(largest, scale_log2)[:, None])
     weighted = gl.zeros([ROWS, VALUE], gl.float32, VALUES)
     _await_keys(count + 1, more, ctx, c)
-    return SoftmaxState(largest, _total_of(weights), weighted, _packed(weights, ctx.shared.v.dtype))
+    return SoftmaxState(largest, gl.sum(weights, 1), weighted, _packed(weights, ctx.shared.v.dtype))
 
 
 @gluon.jit
@@ -173,13 +165,14 @@ def _attend(state, tile, visible, count, more, ctx, c, MASKED: gl.constexpr):
     weighted, probabilities = _issue_weighted(state, count - 1, ctx, c)
     scores = warpgroup_mma_wait(1, deps=[scores])  # the product with the values still runs
     arrive(bars.k_empty.index(count % c.STAGES))
+    arrive(bars.q_empty.index(c.CONSUMER), pred=more == 0)
     if MASKED:
         scores = _masked(scores, tile, visible, c.KEYS)
-    largest = gl.maximum(state.largest, _largest_of(scores))
+    largest = gl.maximum(state.largest, gl.max(scores, 1))
     shift = shift_of(largest, scale_log2) if MASKED else largest * scale_log2
     weights = gl.exp2(scores * scale_log2 - shift[:, None])
     decay = gl.exp2((state.largest - largest) * scale_log2)
-    total = state.total * decay + _total_of(weights)
+    total = state.total * decay + gl.sum(weights, 1)
     packed = _packed(weights, ctx.shared.v.dtype)
     # Without this wait, which has a branch, the compiler would wait for the product with the values before the softmax.
     _await_keys(count + 1, more, ctx, c)
@@ -191,8 +184,42 @@ def _attend(state, tile, visible, count, more, ctx, c, MASKED: gl.constexpr):
 
 @gluon.jit
 @no_type_check
+def _attend_item(item, scores, count, ctx, c):
+    """Attend all key tiles of an item with key tiles, up to the softmax of the last tile; return the state."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.KEYS, 16])
+    steps, end = item.steps, item.end
+    first_row = c.CONSUMER * ROWS
+    offset = gl.where(ctx.sizes.causal != 0, 1, 0)
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+    visible = gl.minimum(item.visible + (first_row + row) * offset, item.keys)
+    # key tiles that all rows of this consumer see completely
+    whole = gl.maximum(gl.minimum(item.visible + first_row * offset, item.keys), 0) // c.KEYS
+    state = _begin(scores, end - 1, visible, count, steps > 1, ctx, c)
+    masked_steps = gl.minimum(gl.maximum(end - whole, 1), steps)
+    for step in range(1, masked_steps):
+        state = _attend(state, end - 1 - step, visible, count + step, step + 1 < steps, ctx, c, True)
+    for step in range(masked_steps, steps):
+        state = _attend(state, end - 1 - step, visible, count + step, step + 1 < steps, ctx, c, False)
+    return state
+
+
+@gluon.jit
+@no_type_check
+def _write(largest, total, weighted, item, ctx, c):
+    """Store the results of an item: its outputs and LSEs, or its partial outputs and partial LSEs."""
+    if c.SPLIT:
+        write_partial_rows(largest, total, weighted, item, ctx, c)
+    else:
+        write_rows(largest, total, weighted, item, ctx, c)
+
+
+@gluon.jit
+@no_type_check
 def consume(ctx, c):
-    """Run a consumer: attend the rows [64 * c.CONSUMER, 64 * c.CONSUMER + 64) of all query tiles of this program."""
+    """Run a consumer: attend the rows [64 * c.CONSUMER, 64 * c.CONSUMER + 64) of all query tiles of this program.
+
+    The first scores of the next item are computed while the results of the current item are stored.
+    """
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.KEYS, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.VALUE, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -202,39 +229,28 @@ def consume(ctx, c):
     loads = 0  # query tiles multiplied so far
     count = 0  # key tiles processed so far
     mbarrier.wait(bars.item_written, 0)
-    item = read_item(items, 0, c)
-    while item.steps >= 0:
+    steps = read_steps(items, 0, c)
+    scores = _await_first_scores(_issue_first_scores(steps, loads, count, ctx, c), steps, count, ctx, c)
+    while steps >= 0:
         arrive(bars.item_begun)
-        steps, end = item.steps, item.end
-        first_row = c.CONSUMER * ROWS
-        offset = gl.where(ctx.sizes.causal != 0, 1, 0)
-        row = gl.arange(0, ROWS, ROW)
-        visible = gl.minimum(item.visible + (first_row + row) * offset, item.keys)
-        # key tiles that all rows of this consumer see completely
-        whole = gl.maximum(gl.minimum(item.visible + first_row * offset, item.keys), 0) // c.KEYS
-        largest = gl.full([ROWS], LEAST, gl.float32, ROW)
-        total = gl.zeros([ROWS], gl.float32, ROW)
-        weighted = gl.zeros([ROWS, VALUE], gl.float32, VALUES)
         if steps > 0:
-            mbarrier.wait(bars.q_full.index(c.CONSUMER), loads & 1)
-            state = _begin(end - 1, visible, count, steps > 1, ctx, c)
-            masked_steps = gl.minimum(gl.maximum(end - whole, 1), steps)
-            for step in range(1, masked_steps):
-                state = _attend(state, end - 1 - step, visible, count + step, step + 1 < steps, ctx, c, True)
-            for step in range(masked_steps, steps):
-                state = _attend(state, end - 1 - step, visible, count + step, step + 1 < steps, ctx, c, False)
+            state = _attend_item(read_item(items, number, c), scores, count, ctx, c)
             count += steps
-            arrive(bars.q_empty.index(c.CONSUMER))
             loads += 1
             weighted, probabilities = _issue_weighted(state, count - 1, ctx, c)
-            weighted, _ = warpgroup_mma_wait(0, deps=[weighted, probabilities])
+            mbarrier.wait(bars.item_written, (number + 1) & 1)
+            steps = read_steps(items, number + 1, c)
+            scores = _issue_first_scores(steps, loads, count, ctx, c)
+            weighted, _ = warpgroup_mma_wait(1, deps=[weighted, probabilities])
             arrive(bars.v_empty.index((count - 1) % c.STAGES))
-            largest, total = state.largest, state.total
-        item = read_item(items, number, c)
-        if c.SPLIT:
-            write_partial_rows(largest, total, weighted, item, ctx, c)
+            _write(state.largest, state.total, weighted, read_item(items, number, c), ctx, c)
+            scores = _await_first_scores(scores, steps, count, ctx, c)
         else:
-            write_rows(largest, total, weighted, item, ctx, c)
+            nothing = gl.zeros([ROWS], gl.float32, ROW)
+            weighted = gl.zeros([ROWS, VALUE], gl.float32, VALUES)
+            _write(nothing + LEAST, nothing, weighted, read_item(items, number, c), ctx, c)
+            mbarrier.wait(bars.item_written, (number + 1) & 1)
+            steps = read_steps(items, number + 1, c)
+            scores = _issue_first_scores(steps, loads, count, ctx, c)
+            scores = _await_first_scores(scores, steps, count, ctx, c)
         number += 1
-        mbarrier.wait(bars.item_written, number & 1)
-        item = read_item(items, number, c)

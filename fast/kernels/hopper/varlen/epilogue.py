@@ -60,6 +60,9 @@ def write_rows(largest, total, weighted, item, ctx, c):
     base = outputs.out + item.head.to(gl.int64) * outputs.strides.head
     tokens = (item.token + row).to(gl.int64) * outputs.strides.token
     pointers = base + tokens[:, None] + (column.to(gl.int64) * outputs.strides.column)[None, :]
+    if c.WIDE_STORES:  # the compiler loses what it knows of the strides, in one of the two consumers
+        WIDE: gl.constexpr = 128 // dtype.primitive_bitwidth
+        pointers = gl.multiple_of(gl.max_contiguous(pointers, [1, WIDE]), [1, 16])
     gl.store(pointers, rounded, mask=(row < item.rows)[:, None])
 
 
@@ -85,4 +88,5 @@ def write_partial_rows(largest, total, weighted, item, ctx, c):
     partial_row = base + (item.token + row).to(gl.int64) * sizes.num_heads
     column = gl.arange(0, weighted.shape[1], gl.SliceLayout(0, LAYOUT))
     pointers = outputs.out + (partial_row * weighted.shape[1])[:, None] + column[None, :]
+    pointers = gl.multiple_of(gl.max_contiguous(pointers, [1, 2]), [1, 8])
     gl.store(pointers, weighted, mask=(row < item.rows)[:, None])

@@ -18,11 +18,11 @@ from .work_items import ITEMS_HELD, fields_of
     do_not_specialize=[
         "num_tokens", "num_keys", "num_requests", "num_heads", "num_slots", "group_heads", "num_splits", "causal",
     ],
-    do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "lse"],
+    do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "taken", "lse"],
 )  # fmt: skip
 @no_type_check
 def _varlen_kernel(
-    q_first, q_second, k_first, k_second, v, cu_seqlens_q, cu_seqlens_k, out, lse, out_strides,
+    q_first, q_second, k_first, k_second, v, cu_seqlens_q, cu_seqlens_k, taken, out, lse, out_strides,
     num_tokens, num_keys, num_requests, num_heads, num_slots, group_heads, num_splits, causal, scale_log2,
     c: gl.constexpr,
 ):  # fmt: skip
@@ -37,6 +37,7 @@ def _varlen_kernel(
         v: TMA descriptor of the values, as [N, S, VALUE], for boxes of KEYS keys.
         cu_seqlens_q: [B + 1], first query token of each request.
         cu_seqlens_k: [B + 1], first key of each request.
+        taken: see `Context`.
         out: see `Outputs`.
         lse: see `Outputs`.
         out_strides: see `Outputs`.
@@ -88,7 +89,7 @@ def _varlen_kernel(
     sizes = Sizes(num_tokens, num_keys, num_requests, num_heads, num_slots, group_heads, num_splits, causal, scale_log2)
     shared = Shared(q_first_memory, q_second_memory, k_first_memory, k_second_memory, v_memory, items)
     bars = Bars(q_full, q_empty, k_full, k_empty, v_full, v_empty, tail_loaded, item_written, item_begun)
-    ctx = Context(cu_seqlens_q, cu_seqlens_k, Outputs(out, lse, out_strides), sizes, shared, bars)
+    ctx = Context(cu_seqlens_q, cu_seqlens_k, taken, Outputs(out, lse, out_strides), sizes, shared, bars)
     tensors = Tensors(q_first, q_second, k_first, k_second, v)
     gl.warp_specialize(
         [
@@ -97,5 +98,5 @@ def _varlen_kernel(
             (produce, (tensors, ctx, c)),
         ],
         [4, 1],
-        [240, 24],
+        [232, 40],
     )  # fmt: skip

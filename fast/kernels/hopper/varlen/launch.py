@@ -112,10 +112,14 @@ def flash_attn_varlen(
         partial_out = torch.empty(num_splits * tokens * heads * value, dtype=torch.float32, device=q.device)
         partial_lse = torch.empty(2 * num_splits * tokens * heads, dtype=torch.float32, device=q.device)
         results = partial_out, partial_lse, None
+    elif rows_of_16_bytes(out):
+        constants = constants._replace(WIDE_STORES=True)
     with device_of(q):
+        taken = torch.zeros(1, dtype=torch.int32, device=q.device) if order.counts_items else cu_seqlens_q
         launch(
             _varlen_kernel, (order.programs,),
-            q_first, q_second, k_first, k_second, values, cu_seqlens_q, cu_seqlens_k.contiguous(), *results,
+            q_first, q_second, k_first, k_second, values, cu_seqlens_q, cu_seqlens_k.contiguous(), taken,
+            *results,
             tokens, keys, requests, heads, order.num_slots, order.group_heads, num_splits, int(causal),
             max(softmax_scale, LEAST_SCALE) / math.log(2), c=constants, num_warps=4,
         )  # fmt: skip
@@ -160,6 +164,12 @@ def in_boxes(x: Tensor) -> Tensor:
     if fits and all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in steps):
         return x
     return in_boxes(x.clone(memory_format=torch.contiguous_format))
+
+
+def rows_of_16_bytes(x: Tensor) -> bool:
+    """Return whether the address and the strides of a tensor [tokens, heads, columns] allow stores of 16 bytes."""
+    steps = x.stride(0) * x.element_size(), x.stride(1) * x.element_size(), x.data_ptr()
+    return x.stride(2) == 1 and not any(step % 16 for step in steps)
 
 
 def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:

@@ -123,6 +123,21 @@ def _zero_from(first_row, stage, v, c):
 
 @gluon.jit
 @no_type_check
+def _next_index(num_items, ctx):
+    """Return the position of the next work item of this program; `num_items` or more if no work item is left.
+
+    The first work items belong to the programs in turn. Each program then takes the next work item that no program has
+    taken. So the programs end at about the same time, although work items have different numbers of keys.
+    """
+    programs = gl.num_programs(0)
+    index = num_items
+    if num_items > programs:
+        index = programs + gl.atomic_add(ctx.taken, 1, sem="relaxed")
+    return index
+
+
+@gluon.jit
+@no_type_check
 def produce(tensors, ctx, c):
     """Run the producer: find the work items, write them for the consumers, and load their tiles.
 
@@ -138,7 +153,8 @@ def produce(tensors, ctx, c):
     num_items = sizes.num_slots * sizes.num_heads
     if c.SPLIT:
         num_items = num_items * sizes.num_splits
-    for index in range(gl.program_id(0), num_items, gl.num_programs(0)):
+    index = gl.program_id(0)
+    while index < num_items:
         item = item_of(index, ctx, c)
         if item.rows > 0:
             if number > 0:  # the consumers no longer read the item that is overwritten
@@ -156,6 +172,7 @@ def produce(tensors, ctx, c):
                         tails = _load_values(end - step, item, count + step - 1, tails, tensors, ctx, c)
                 count += steps
                 loads += 1
+        index = _next_index(num_items, ctx)
     if number > 0:
         mbarrier.wait(bars.item_begun, (number - 1) & 1)
     none = number * 0

@@ -31,6 +31,7 @@ class Constants(NamedTuple):
         KEYS: keys of a key tile.
         STAGES: number of key tiles, and of value tiles, that shared memory holds.
         SPLIT: True if the key tiles of a query tile are divided into splits. The kernel then writes partial outputs.
+        WIDE_STORES: True if 16 bytes of a row of the output can be stored at once (`launch.rows_of_16_bytes`).
     """
 
     CONSUMER: Any
@@ -41,6 +42,7 @@ class Constants(NamedTuple):
     KEYS: Any
     STAGES: Any
     SPLIT: Any
+    WIDE_STORES: Any
 
 
 @constexpr_function
@@ -173,10 +175,22 @@ class Bars(NamedTuple):
 
 
 class Context(NamedTuple):
-    """Kernel arguments, shared memory and barriers."""
+    """Kernel arguments, shared memory and barriers.
+
+    Attributes:
+        cu_seqlens_q: [B + 1], first query token of each request.
+        cu_seqlens_k: [B + 1], first key of each request.
+        taken: [1], number of work items that programs have taken, besides their first ones; 0 before the launch. The
+            kernel does not read it if there are at most as many work items as programs.
+        outputs: `Outputs`.
+        sizes: `Sizes`.
+        shared: `Shared`.
+        bars: `Bars`.
+    """
 
     cu_seqlens_q: Any
     cu_seqlens_k: Any
+    taken: Any
     outputs: Any
     sizes: Any
     shared: Any

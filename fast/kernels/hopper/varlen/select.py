@@ -22,7 +22,9 @@ MOST_STAGES = 4
 ELEMENT_BYTES = torch.bfloat16.itemsize  # as of float16
 SHARED = 227 * 1024  # bytes of shared memory of a program on Hopper
 OTHER_MEMORY = 4608  # bytes, rounded up: barriers, work items, and the conversion of an output from accumulator to rows
-L2_BYTES = 32 * 2**20  # keys and values of a group of heads should fit into this share of the L2 (50 MB)
+# Keys and values of a group of heads should fit into this fraction of the L2 (50 MB). 16 and 32 MiB take 2 and 3 % more
+# time for 4 x 2048 tokens with 128 heads, and the same time for 16384 tokens.
+L2_BYTES = 8 * 2**20
 LEAST_SPLIT_TILES = 8  # key tiles of a split of the longest request
 MOST_SPLITS = 32
 MOST_PARTIAL_ROWS = 2**17  # (query token, head, split) triples with partial outputs: 64 MiB for values of 128 columns
@@ -88,7 +90,7 @@ def constants_of(parts: Parts, value: int) -> Constants:
                                         f" of {value} columns"])  # fmt: skip
     return Constants(
         CONSUMER=0, FIRST=parts.first, SECOND=parts.second, SHARED=parts.shared, VALUE=value, KEYS=keys,
-        STAGES=2 if stages < 4 else 4, SPLIT=False,
+        STAGES=2 if stages < 4 else 4, SPLIT=False, WIDE_STORES=False,
     )  # fmt: skip
 
 
@@ -125,12 +127,14 @@ class Order(NamedTuple):
         group_heads: heads of a group.
         num_splits: splits of each query tile; 1 means that the keys are not divided.
         programs: programs of the launch, at most one for each multiprocessor.
+        counts_items: whether there may be more work items than programs, so that programs need a common counter.
     """
 
     num_slots: int
     group_heads: int
     num_splits: int
     programs: int
+    counts_items: bool
 
 
 def order_of(batch: BatchSizes, width: int, tile_keys: int, processors: int) -> Order:
@@ -149,8 +153,9 @@ def order_of(batch: BatchSizes, width: int, tile_keys: int, processors: int) -> 
     fitting = L2_BYTES // max(ELEMENT_BYTES * width * batch.max_keys, 1)
     group_heads = max(1, min(fitting, batch.heads)) if batch.causal else 1
     num_splits = best_num_splits(batch, tile_keys, processors)
-    programs = max(1, min(processors, num_slots * batch.heads * num_splits))
-    return Order(num_slots, group_heads, num_splits, programs)
+    items = num_slots * batch.heads * num_splits
+    programs = max(1, min(processors, items))
+    return Order(num_slots, group_heads, num_splits, programs, items > programs)
 
 
 def _slots_of(batch: BatchSizes) -> int:
@@ -176,23 +181,24 @@ def best_num_splits(batch: BatchSizes, tile_keys: int, processors: int) -> int:
         tile_keys: keys of a key tile.
         processors: number of multiprocessors.
     """
-    tokens, keys, requests, heads, max_queries, max_keys, causal, prescribed = batch
-    if prescribed is not None:
-        return prescribed
-    longest = min(max_keys, keys)
+    if batch.prescribed_splits is not None:
+        return batch.prescribed_splits
+    longest = min(batch.max_keys, batch.keys)
     steps = cdiv(longest, tile_keys)
-    rows = tokens * heads
+    rows = batch.tokens * batch.heads
     most = min(MOST_SPLITS, steps // LEAST_SPLIT_TILES, MOST_PARTIAL_ROWS // max(rows, 1))
-    if rows == 0 or requests == 0 or most < 2:
+    if rows == 0 or batch.requests == 0 or most < 2:
         return 1
     slots = _slots_of(batch)
-    tiles = min(slots, requests * cdiv(max(min(max_queries, tokens), 1), QUERY_TILE.value))
-    uneven = min(max_queries / longest, 1.0) if causal else 0.0
-    share = min(keys / (requests * longest), 1.0) * (1 - uneven / 2)  # mean length of an item / longest length
+    longest_query = max(min(batch.max_queries, batch.tokens), 1)
+    tiles = min(slots, batch.requests * cdiv(longest_query, QUERY_TILE.value))
+    uneven = min(batch.max_queries / longest, 1.0) if batch.causal else 0.0
+    # mean length of an item, divided by the longest length
+    mean = min(batch.keys / (batch.requests * longest), 1.0) * (1 - uneven / 2)
 
     def cost(splits: int) -> float:
-        items = (slots if splits == 1 else tiles) * heads * splits
-        waves = items * share / processors
+        items = (slots if splits == 1 else tiles) * batch.heads * splits
+        waves = items * mean / processors
         waves = max(1.0, waves + (1 - uneven) * (math.ceil(waves) - waves))
         combine_steps = COMBINE_STEPS + rows * splits / PARTIAL_ROWS_OF_A_STEP if splits > 1 else 0.0
         return waves * cdiv(steps, splits) + ITEM_STEPS * cdiv(items, processors) + combine_steps

@@ -12,7 +12,8 @@ The order of work items decides how long programs idle at the end, and how often
 4. With SPLIT, the splits of a query tile and head come one after another. A split has n // s or n // s + 1 of the n key
    tiles that the rows of the query tile see, for s splits. If n < s, some splits are empty.
 
-Program p processes the items p, p + P, p + 2P, ... of P programs. The order needs no lengths on the host.
+Of P programs, program p begins with item p, and then takes the next item that no program has taken
+(`producer._next_index`). The order needs no lengths on the host.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ def write_item(items, number, item, item_written, c):
 @no_type_check
 def read_item(items, number, c):
     """In a consumer that has waited for the barrier `item_written`, read work item `number`; `key_start` is 0."""
-    steps = _field(items, number, 0, c)
+    steps = read_steps(items, number, c)
     end, split = steps, 0
     if c.SPLIT:
         end, split = _field(items, number, 6, c), _field(items, number, 7, c)
@@ -170,6 +171,13 @@ def read_item(items, number, c):
         steps, _field(items, number, 1, c), _field(items, number, 2, c), _field(items, number, 3, c),
         _field(items, number, 4, c), _field(items, number, 5, c), end, split, 0,
     )  # fmt: skip
+
+
+@gluon.jit
+@no_type_check
+def read_steps(items, number, c):
+    """Return only the number of key tiles of work item `number`; see `read_item`."""
+    return _field(items, number, 0, c)
 
 
 @gluon.jit
