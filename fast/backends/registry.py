@@ -151,10 +151,14 @@ class OpSupport:
                   'families such as "9.x"', family)  # fmt: skip
             check_int(f"family_priorities[{family!r}]", priority, -(2**31), "an int")
 
+    def supports_dtype(self, dtype: torch.dtype) -> bool:
+        """Return whether the kernel serves queries and keys of a dtype."""
+        return dtype in self.dtypes
+
     def reasons(self, request: KernelRequest) -> list[str]:
         """Return every reason why the kernel cannot serve `request`; the texts do not name the backend."""
         found = []
-        if request.dtype is not None and request.dtype not in self.dtypes:
+        if request.dtype is not None and not self.supports_dtype(request.dtype):
             found.append(f"serves {', '.join(map(str, self.dtypes))}, got {request.dtype}")
         out_dtypes = self.dtypes if self.out_dtypes is None else self.out_dtypes
         if self.same_out_dtype:
@@ -286,6 +290,10 @@ class Backend:
         """Return whether the kernels run on NVIDIA GPUs of a compute capability, given as (major, minor)."""
         low = self.capability is None or capability >= self.capability
         return self.device_type == "cuda" and low and (self.capability_end is None or capability < self.capability_end)
+
+    def supports_dtype(self, op: str, dtype: torch.dtype) -> bool:
+        """Return whether the backend declares an op for queries and keys of a dtype."""
+        return op in self.ops and self.ops[op].supports_dtype(dtype)
 
     def validate_configuration(self, request: KernelRequest) -> list[str]:
         """Return every reason why this backend cannot serve `request`; an empty list if it can serve `request`."""
