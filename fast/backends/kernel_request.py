@@ -78,6 +78,7 @@ class KernelRequest:
         sizes: sizes of a call of `flash_attn_varlen`, from which the fastest backend is chosen
             (`fast.backends.measured`); None if the sizes must not influence the choice.
         features: what a call of `GQA_OPS` needs in addition, from `FEATURES`.
+        head_scales: True for a decode of queries in e4m3 that have one scale for each head.
     """
 
     op: str
@@ -96,6 +97,7 @@ class KernelRequest:
     fp8_mode: str = CONVERTED
     sizes: AttentionSizes | None = None
     features: tuple[str, ...] = ()
+    head_scales: bool = False
 
 
 def check_request(request: KernelRequest) -> None:
@@ -113,6 +115,7 @@ def check_request(request: KernelRequest) -> None:
     check_flag("request.batch_invariant", request.batch_invariant)
     check_flag("request.cache_in_words", request.cache_in_words)
     check_flag("request.lse", request.lse)
+    check_flag("request.head_scales", request.head_scales)
     check_type("request.sizes", request.sizes, (AttentionSizes, type(None)), "an AttentionSizes or None")
     check_fp8_mode(request.fp8_mode, "request.fp8_mode")
     check_features("request.features", request.features)

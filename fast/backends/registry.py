@@ -65,6 +65,9 @@ class OpSupport:
             `priority`. A family is "9.x" for all GPUs of compute capability 9, and so on.
         fp8_modes: supported modes of a decode over a cache in e4m3, from `FP8_MODES`. An op of grouped-query attention
             gets queries in the dtype of the model; in the mode "fp8_query" it rounds them to e4m3 first.
+        format_modes: mapping from the name of a cache format to the modes of `fp8_modes` that the kernel supports over
+            this format. A format that is missing in the mapping may have any mode of `fp8_modes`.
+        head_scales: whether queries in e4m3 may have one scale for each head (`KernelRequest.head_scales`).
         features: supported features of grouped-query attention, from `FEATURES`. A kernel without "scales" ignores the
             scales of a cache. It serves only calls that name its backend, and raises if a scale is not 1.
         schedule_programs: for `gqa_paged_attention`: function, or its dotted path, that returns how many programs a
@@ -104,6 +107,8 @@ class OpSupport:
     only_named: bool = False
     family_priorities: Mapping[str, int] = field(default_factory=dict)
     fp8_modes: tuple[str, ...] = (CONVERTED,)
+    format_modes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    head_scales: bool = True
     features: tuple[str, ...] = ()
     schedule_programs: str | Callable | None = None
     cache_reasons: str | Callable | None = None
@@ -125,11 +130,15 @@ class OpSupport:
         check(not unknown, "head_dims", f"names among {', '.join(HEAD_DIMS)}", ", ".join(map(str, unknown)))
         for mode in self.fp8_modes:
             check_fp8_mode(mode)
+        check_type("format_modes", self.format_modes, Mapping, "a mapping from cache format to fp8 modes")
+        for name, modes in self.format_modes.items():
+            check(name in self.cache_formats, "format_modes", f"formats among {', '.join(self.cache_formats)}", name)
+            check(set(modes) <= set(self.fp8_modes), f"format_modes[{name!r}]", f"some of {self.fp8_modes}", modes)
         check_features("features", self.features)
         check(set(self.masks) <= set(MASKS), "masks", f"some of {', '.join(MASKS)}", self.masks)
         check_flag("batch_invariant", self.batch_invariant)
         for name in ("lse", "needs_words", "same_out_dtype", "whole_keys", "narrow_values", "mixes_nan",
-                     "one_set_of_parameters", "only_named"):  # fmt: skip
+                     "one_set_of_parameters", "only_named", "head_scales"):  # fmt: skip
             check_flag(name, getattr(self, name))
         check_type("query_lens", self.query_lens, QueryLenSupport)
         check_type("graph", self.graph, GraphSupport)
@@ -142,10 +151,14 @@ class OpSupport:
                   'families such as "9.x"', family)  # fmt: skip
             check_int(f"family_priorities[{family!r}]", priority, -(2**31), "an int")
 
+    def supports_dtype(self, dtype: torch.dtype) -> bool:
+        """Return whether the kernel serves queries and keys of a dtype."""
+        return dtype in self.dtypes
+
     def reasons(self, request: KernelRequest) -> list[str]:
         """Return every reason why the kernel cannot serve `request`; the texts do not name the backend."""
         found = []
-        if request.dtype is not None and request.dtype not in self.dtypes:
+        if request.dtype is not None and not self.supports_dtype(request.dtype):
             found.append(f"serves {', '.join(map(str, self.dtypes))}, got {request.dtype}")
         out_dtypes = self.dtypes if self.out_dtypes is None else self.out_dtypes
         if self.same_out_dtype:
@@ -171,6 +184,13 @@ class OpSupport:
             found.append(f"applies the masks {', '.join(self.masks) or 'none'}, got {request.mask}")
         if request.fp8_mode not in self.fp8_modes:
             found.append(f"decodes in the fp8 modes {', '.join(self.fp8_modes)}, got {request.fp8_mode}")
+        elif request.cache_format is not None:
+            modes = self.format_modes.get(request.cache_format.name, self.fp8_modes)
+            if request.fp8_mode not in modes:
+                found.append(f"decodes caches in {request.cache_format.name} in the fp8 modes {', '.join(modes)}, got "
+                             f"{request.fp8_mode}")  # fmt: skip
+        if request.head_scales and not self.head_scales:
+            found.append("serves one scale for all queries, got one scale for each head")
         if missing := [feature for feature in request.features if feature not in self.features]:
             found.append(f"has no {', '.join(missing)}")
         if request.batch_invariant and not self.batch_invariant:
@@ -270,6 +290,10 @@ class Backend:
         """Return whether the kernels run on NVIDIA GPUs of a compute capability, given as (major, minor)."""
         low = self.capability is None or capability >= self.capability
         return self.device_type == "cuda" and low and (self.capability_end is None or capability < self.capability_end)
+
+    def supports_dtype(self, op: str, dtype: torch.dtype) -> bool:
+        """Return whether the backend declares an op for queries and keys of a dtype."""
+        return op in self.ops and self.ops[op].supports_dtype(dtype)
 
     def validate_configuration(self, request: KernelRequest) -> list[str]:
         """Return every reason why this backend cannot serve `request`; an empty list if it can serve `request`."""

@@ -303,6 +303,7 @@ def decode_request(
     graph: GraphSupport = GraphSupport.NONE,
     fp8_mode: str = CONVERTED,
     mask: str = VISIBLE_LENS,
+    head_scales: bool = False,
 ) -> KernelRequest:
     """Return the request for a call of `mla_decode`, or of another op of `DECODES`, which has no mask."""
     return KernelRequest(
@@ -320,6 +321,7 @@ def decode_request(
         mask=mask if op == "mla_decode" else None,
         lse=op == "mla_decode",
         fp8_mode=fp8_mode,
+        head_scales=head_scales,
     )
 
 

@@ -112,7 +112,8 @@ def swap_blocks(
         block_mapping: [pairs, 2], (source block, target block).
         source_scale: float32 scale of the source cache, if its format has one: [] for a latent cache, [2] for a
             key/value cache (the scales of keys and of values). The function compares the scales of both caches, so the
-            host waits if a scale is on a GPU.
+            host waits if a scale is on a GPU. A cache does not contain its scale. If both scales are None, nothing is
+            compared, and the caller must ensure that both caches have the same scale.
         target_scale: float32 scale of the target cache; it must equal `source_scale`.
         backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 

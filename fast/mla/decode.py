@@ -214,6 +214,7 @@ def mla_decode(
             backends.cache_in_words(kv_cache), out_dtype=ql_nope.dtype if out_dtype is None else out_dtype,
             cache_format=cache_format, batch_invariant=schedule is not None and schedule.batch_invariant,
             graph=metadata.graph, fp8_mode=fp8_mode, mask=metadata.mask,
+            head_scales=q_scale is not None and q_scale.numel() > 1,
         )  # fmt: skip
         check_same_backend("mla_decode", metadata.backend, backend, "metadata.backend", "the backend of the call")
         chosen = backends.select(request, metadata.backend or backend).name

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from reference.interfaces import (
     DECODE_MASKS,
@@ -108,22 +109,25 @@ def decode_limits(
 
 
 def decode_request_of(
-    layer: DecodeLayer, query_lens: QueryLenSupport, graph: GraphSupport, mask: str, batch_invariant: bool
-) -> KernelRequest:
+    layer: DecodeLayer, query_lens: QueryLenSupport, graph: GraphSupport, mask: str, batch_invariant: bool,
+    head_scales: bool = False,
+) -> KernelRequest:  # fmt: skip
     """Return the request for the decodes of a layer, over a cache of aligned 16-byte words."""
     config = layer.config
     return backends.decode_request(
         layer.device, layer.dtype, config.kv_lora_rank, config.qk_rope_head_dim, layer.block_size, query_lens,
         cache_format=layer.cache_format, batch_invariant=batch_invariant, graph=graph, fp8_mode=layer.fp8_mode,
-        mask=mask,
+        mask=mask, head_scales=head_scales,
     )  # fmt: skip
 
 
 def check_decode_backend(
     metadata: MLAMetadata, config: MLAConfig, dtype: torch.dtype, block_size: int, cache_format: CacheFormat,
-    fp8_mode: str, backend: BackendChoice,
+    fp8_mode: str, backend: BackendChoice, q_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Check that the backend that a plan names can serve the decodes of a layer; accept a plan without such a name.
+    """Check that the library's backend that a plan or its layer names can serve the decodes of the layer.
+
+    If the plan names no backend, and the layer none or one of this package, there is nothing to check.
 
     Args:
         metadata: plan of the step.
@@ -133,27 +137,31 @@ def check_decode_backend(
         cache_format: format of the cache.
         fp8_mode: fp8 mode of the layer.
         backend: backend of the layer: a name, a mapping from op to name, or None.
+        q_scale: float32 scale of the layer's queries in e4m3, [] or [N]; None for queries in the dtype of the layer.
 
     Raises:
         ValueError: the layer is bound to another backend, or no backend has the name.
         UnsupportedConfiguration: the backend cannot serve the layer.
     """
     decode = metadata.decode
-    if decode.backend is None or metadata.num_decode_tokens == 0:
+    name = name_for(OP, backend) if decode.backend is None else decode.backend
+    if name is None or metadata.num_decode_tokens == 0 or (decode.backend is None and name in OWN_BACKENDS):
         return
     check_same_backend(OP, decode.backend, backend, "metadata.decode.backend", "the backend of the layer")
-    chosen = named(decode.backend, "metadata.decode.backend")
+    chosen = named(name, "metadata.decode.backend")
     layer = DecodeLayer(config, decode.seq_lens.device, dtype, block_size, cache_format, fp8_mode)
     lens = backends.query_lens_of(metadata.num_decode_tokens, metadata.num_decodes, decode.max_query_len)
     if decode.graph is GraphSupport.ANY:
         lens = QueryLenSupport.VARLEN
     schedule = metadata.schedule
     request = decode_request_of(
-        layer, lens, decode.graph, decode.mask, schedule is not None and schedule.batch_invariant
-    )
+        layer, lens, decode.graph, decode.mask, schedule is not None and schedule.batch_invariant,
+        q_scale is not None and q_scale.numel() > 1,
+    )  # fmt: skip
     reasons = chosen.validate_configuration(request)
     if reasons:
-        raise UnsupportedConfiguration([f"metadata.decode.backend: {reason}" for reason in reasons])
+        source = "" if decode.backend is None else "metadata.decode.backend: "
+        raise UnsupportedConfiguration([f"{source}{reason}" for reason in reasons])
 
 
 def device_to_check(device: torch.device | str | None, backend: BackendChoice) -> torch.device:

@@ -431,9 +431,9 @@ class MLAAttention(nn.Module):
         _check_step(metadata, q.shape[0], kv_cache, self.workspace_tokens, self.cache_format, self.fp8_mode)
         check_step_values(metadata, kv_cache)
         _check_prefill_backend(metadata.prefill, self.config, q.dtype, self.backend, in_e4m3)
-        if metadata.decode.backend is not None:
+        if metadata.decode.backend is not None or self.backend is not None:
             _check_decode_backend(metadata, self.config, q.dtype, kv_cache.shape[1], self.cache_format, self.fp8_mode,
-                                  self.backend)  # fmt: skip
+                                  self.backend, getattr(self.q_scale, "value", None))  # fmt: skip
         check_step_ownership(metadata, self.context_parallel)
 
     def _prefill(self, q, kv_c_normed, k_pe, kv_cache, metadata, output, weights, workspace, output_scale=None) -> None:

@@ -62,7 +62,8 @@ def swap_blocks(
         block_mapping: [pairs, 2], pairs of (source block, target block).
         source_scale: float32 scale of the source cache, if its format has one (`CacheFormat.layer_scale`): [] for a
             latent cache, [2] for a key/value cache (the scales of keys and of values). The function reads both scales,
-            so the host waits for a scale on a GPU.
+            so the host waits for a scale on a GPU. A cache does not contain its scale. If both scales are None, the
+            function therefore compares nothing, and the caller must ensure that both caches have the same scale.
         target_scale: float32 scale of the target cache; it must equal `source_scale`.
 
     Raises:

@@ -428,6 +428,8 @@ def check_path(path: str | os.PathLike) -> None:
 def check_equal_scales(source: Tensor | None, target: Tensor | None, kv_cache: Tensor | None = None) -> None:
     """Check that two caches between which blocks are copied have the same scales. The check reads all scales.
 
+    If both scales are None, there is nothing to compare: a cache does not contain its scale.
+
     Args:
         source: scale of the source cache: [] for a latent cache, [2] (of keys and of values) for a key/value cache.
         target: scale of the target cache, of the same shape.

@@ -119,6 +119,15 @@ def test_reasons(change, reason):
     assert narrow.validate_configuration(replace(REQUEST, **change)) == [reason]
 
 
+def test_dtypes_of_an_op():
+    """Ask about a dtype -> what the op declares, as `validate_configuration` says; False for an op that is missing."""
+    narrow = deviceless("narrow", 5, dtypes=(torch.float32,))
+    for dtype in (torch.float32, torch.float64):
+        served = not narrow.validate_configuration(replace(REQUEST, dtype=dtype, out_dtype=None))
+        assert narrow.supports_dtype("mla_decode", dtype) == served == (dtype == torch.float32)
+    assert not narrow.supports_dtype("apply_rope", torch.float32)
+
+
 def test_every_reason_at_once():
     narrow = Backend(
         "narrow", 5, "cuda", {"mla_decode": OpSupport(print, (torch.float16,), block_sizes=(128,))}, (9, 0)

@@ -116,6 +116,14 @@ def test_entry_points(found, monkeypatch):
         (OpSupport(print), dict(masks=("window",)), "masks: expected some of causal, visible_lens, got ('window',)"),
         (OpSupport(print), dict(head_dims={"lkv": (512,)}), "head_dims: expected names among kv_lora_rank, "),
         (OpSupport(print), dict(query_lens="any"), "query_lens: expected a QueryLenSupport, got str"),
+        (OpSupport(print), dict(format_modes=("converted",)), "format_modes: expected a mapping from cache format to"),
+        (OpSupport(print), dict(format_modes={"fp8_e4m3": ()}), "format_modes: expected formats among compute_dtype"),
+        (
+            OpSupport(print),
+            dict(format_modes={"compute_dtype": ("fp8_query",)}),
+            "format_modes['compute_dtype']: expected some of ('converted',), got ('fp8_query',)",
+        ),
+        (OpSupport(print), dict(head_scales=1), "head_scales: expected True or False, got int"),
     ],
     ids=lambda value: str(value) if isinstance(value, str) else "",
 )

@@ -294,7 +294,7 @@ def test_copies_keep_every_byte(ops, cache_format, latent, rope):
 
 
 def test_swap_refuses_other_scales(ops, plain_errors):
-    """Swap blocks between caches of unequal scales -> an error before anything is written."""
+    """Swap blocks between caches of unequal scales -> an error before anything is written; without scales -> a copy."""
     source = torch.zeros(3, 4, 8).to(torch.float8_e4m3fn)
     target = torch.ones(3, 4, 8).to(torch.float8_e4m3fn)
     pairs, half = torch.tensor([[0, 1]]), torch.tensor(0.5)
@@ -307,6 +307,8 @@ def test_swap_refuses_other_scales(ops, plain_errors):
         with pytest.raises(ValueError, match=message):
             ops.swap_blocks(source, target, pairs, *scales)
     assert target.float().eq(1).all()
+    ops.swap_blocks(source, target, pairs, None, None)  # the caller vouches for equal scales
+    assert target[0].float().eq(1).all() and target[1].float().eq(0).all() and target[2].float().eq(1).all()
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -26,6 +26,7 @@ from reference.interfaces import (
     UnsupportedConfiguration,
 )
 
+from ..support.backends import registered as backends_registered
 from ..support.backends import with_backends
 from ..support.factories import assert_same_bits, make_batch, make_layer, make_weights
 from ..support.format_caches import SMALL, poisoned_cache, step_of
@@ -150,6 +151,42 @@ def test_layer_refuses_a_backend_by_name(monkeypatch):
     message = f"^plain: decodes in the fp8 modes converted, got {MODE}$"
     with pytest.raises(UnsupportedConfiguration, match=message):
         case.step(case.hidden, case.positions, case.builder.build(0, case.common))
+
+
+def library(**limits) -> backends.Backend:
+    """Return a backend of another library with the decode of this package, and with limits."""
+    ops = {op: replace(CPU_BACKEND.ops[op], **limits) for op in DECODES}
+    return backends.Backend("other", -100, "cpu", ops, library="Other")
+
+
+@pytest.mark.parametrize(
+    ("limits", "options", "reason"),
+    [
+        (dict(format_modes={"fp8_e4m3": ("fp8_product",)}), dict(fp8_mode="converted", q_scale=None),
+         "decodes caches in fp8_e4m3 in the fp8 modes fp8_product, got converted"),
+        (dict(head_scales=False), dict(q_scale=torch.full((SMALL.num_heads,), 2.0**-6)),
+         "serves one scale for all queries, got one scale for each head"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("plan_has_name", [False, True])
+def test_nothing_is_written_before_a_refusal(limits, options, reason, plan_has_name):
+    """Run a layer in a mode that its library has not over the cache's format -> the reason; the cache is unchanged."""
+    mode = options.get("fp8_mode", MODE)
+    given = dict(fp8_mode=mode, num_programs=0)
+    plan = make_builder(fast, **given).build(0, Case(fast).common)
+    if plan_has_name:
+        plan = replace(plan, decode=replace(plan.decode, backend="other"))
+    for declared in ({}, limits):
+        with backends_registered(library(**declared)):
+            case = Case(fast, **options, backend="other")
+            before = case.cache.clone().view(torch.uint8)
+            if declared:
+                prefix = "metadata.decode.backend: " if plan_has_name else ""
+                with pytest.raises(UnsupportedConfiguration, match=f"^{prefix}other: {reason}$"):
+                    case.step(case.hidden, case.positions, plan)
+            else:
+                case.step(case.hidden, case.positions, plan)
+            assert torch.equal(case.cache.view(torch.uint8), before) == bool(declared)
 
 
 # Graphs.

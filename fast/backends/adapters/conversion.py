@@ -1,4 +1,4 @@
-"""Conversions at the border of a library: padded values and heads, base-2 LSE, and rows without keys.
+"""Conversions at the border of a library: padded values, base-2 LSE, and rows without keys.
 
 The state law of this project: natural-log LSE, [N, T]; a row that attends no key has output 0 and LSE -inf.
 """
@@ -138,17 +138,6 @@ def pad_columns(tensor: Tensor, columns: int) -> Tensor:
     if missing == 0:
         return tensor
     return Widened()(tensor, None, columns) if tensor.dim() == 3 else pad(tensor, (0, missing))
-
-
-def pad_heads(tensor: Tensor, heads: int) -> Tensor:
-    """Return a copy of `tensor` with zeros for further heads, or `tensor` itself if it has enough heads.
-
-    Args:
-        tensor: [..., N, columns].
-        heads: number of heads of the result, at least N.
-    """
-    missing = heads - tensor.shape[-2]
-    return tensor if missing == 0 else pad(tensor, (0, 0, 0, missing))
 
 
 def natural_lse(base_2_lse: Tensor) -> Tensor:

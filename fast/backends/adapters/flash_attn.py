@@ -178,7 +178,7 @@ def decode_ops(launcher: str | Callable, **declared) -> dict[str, OpSupport]:
     """Declare the three ops of a decode whose schedule the library makes; `declared` describes `mla_decode`."""
     shared = {"priority": -100, "dtypes": declared["dtypes"], "cache_formats": declared["cache_formats"],
               "fp8_modes": declared["fp8_modes"], "head_dims": declared["head_dims"],
-              "block_sizes": declared["block_sizes"]}  # fmt: skip
+              "block_sizes": declared["block_sizes"], "format_modes": declared.get("format_modes", {})}  # fmt: skip
     return {
         "mla_decode": OpSupport(launcher, priority=-100, masks=("causal",), **declared),
         "decode_programs": OpSupport(f"{__name__}:decode_programs", **shared),

@@ -36,7 +36,6 @@ from reference.interfaces import (
     GraphSupport,
     InvariantSplitRule,
     QueryLenSupport,
-    UnsupportedConfiguration,
 )
 
 from ..registry import Backend
@@ -105,12 +104,8 @@ def mla_decode(
 
     Returns:
         out [T, N, 512] and lse [N, T], natural log, float32. Rows without keys: output 0 and LSE -inf.
-
-    Raises:
-        UnsupportedConfiguration: the cache format and the fp8 mode do not fit, or each head has its own scale.
     """
     in_e4m3 = fp8_mode == FP8_PRODUCT
-    _check_modes(cache_format, in_e4m3, q_scale)
     tokens, heads, _ = ql_nope.shape
     requests = seq_lens.shape[0]
     if tokens == 0 or heads == 0 or requests == 0:
@@ -141,20 +136,6 @@ def mla_decode(
         made.view(tokens, heads, LATENT), made_lse.transpose(0, 1), convention, out_dtype, LATENT, out,
         visible_lens=empty_rows,
     )  # fmt: skip
-
-
-def _check_modes(cache_format: CacheFormat, in_e4m3: bool, q_scale: Tensor | None) -> None:
-    """Raise if the cache format does not fit the fp8 mode, or if each head has its own scale."""
-    reasons = []
-    if in_e4m3 != (cache_format.name == FP8_E4M3.name):
-        reasons.append(
-            f"flashmla: decodes caches in {FP8_E4M3.name} only in the fp8 mode {FP8_PRODUCT}, and no other caches in "
-            f"this mode, got a cache in {cache_format.name}"
-        )
-    if q_scale is not None and q_scale.numel() != 1:
-        reasons.append(f"flashmla: serves one scale for all queries, got {q_scale.numel()} scales")
-    if reasons:
-        raise UnsupportedConfiguration(reasons)
 
 
 def _operators() -> Any:
@@ -221,6 +202,8 @@ FLASHMLA = Backend(
         out_dtypes=STATE_DTYPES,
         cache_formats=(COMPUTE_FORMAT.name, FP8_E4M3.name),
         fp8_modes=(CONVERTED, FP8_PRODUCT),
+        format_modes={COMPUTE_FORMAT.name: (CONVERTED,), FP8_E4M3.name: (FP8_PRODUCT,)},
+        head_scales=False,
         head_dims={"kv_lora_rank": (LATENT,), "qk_rope_head_dim": (ROPE,)},
         block_sizes=(BLOCK,),
         batch_invariant=False,  # the splits of a request depend on the lengths of all requests

@@ -332,6 +332,10 @@ class OnTwoDevices(Backend):
         backends = [super(), *([] if self.second is None else [self.second])]
         return any(each.supports_compute_capability(capability) for each in backends)
 
+    def supports_dtype(self, op: str, dtype: torch.dtype) -> bool:
+        """Return whether the backend declares an op for queries and keys of a dtype on one of the two devices."""
+        return super().supports_dtype(op, dtype) or (self.second is not None and self.second.supports_dtype(op, dtype))
+
 
 def _support(launcher: str, **declared) -> dict[str, OpSupport]:
     return {

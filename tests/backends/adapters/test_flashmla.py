@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+import fast
 import reference
 from fast import backends
 from fast.backends.adapters import flashmla, sources
@@ -21,6 +22,7 @@ from reference.interfaces import (
     AttentionState,
     DecodeMetadata,
     GraphSupport,
+    MLAConfig,
     QueryLenSupport,
     UnsupportedConfiguration,
     to_e4m3,
@@ -317,6 +319,15 @@ def request_for(**change):
         (dict(batch_invariant=True), "is not batch-invariant"),
         (dict(cache_format=FP8_DS_MLA), "reads caches in compute_dtype, fp8_e4m3, got fp8_ds_mla"),
         (dict(fp8_mode="fp8_query"), "decodes in the fp8 modes converted, fp8_product, got fp8_query"),
+        (dict(cache_format=FP8_E4M3), "decodes caches in fp8_e4m3 in the fp8 modes fp8_product, got converted"),
+        (
+            dict(fp8_mode="fp8_product", dtype=None),
+            "decodes caches in compute_dtype in the fp8 modes converted, got fp8_product",
+        ),
+        (
+            dict(cache_format=FP8_E4M3, fp8_mode="fp8_product", dtype=None, head_scales=True),
+            "serves one scale for all queries, got one scale for each head",
+        ),
         (dict(graph=GraphSupport.ANY), "has graph support 'one', got a call that needs 'any'"),
         (dict(cache_in_words=False), "needs a cache of whole, aligned 16-byte words, with at least one block"),
     ],
@@ -327,13 +338,22 @@ def test_refusals(change, reason):
     assert "flashmla: serves device cuda, got cpu" in FLASHMLA.validate_configuration(request_for(**change))
 
 
-def test_wrong_modes():
-    """Decode a cache and a mode that do not fit, or with a scale for each head -> the reasons."""
-    inputs = arguments(*make_inputs([1], [70], 2, torch.bfloat16), cache_format=FP8_E4M3)
-    with pytest.raises(UnsupportedConfiguration, match="only in the fp8 mode fp8_product"):
-        flashmla.mla_decode(*inputs)
-    with pytest.raises(UnsupportedConfiguration, match="one scale for all queries, got 2 scales"):
-        flashmla.mla_decode(*inputs, fp8_mode="fp8_product", q_scale=torch.ones(2))
+def test_refused_by_name():
+    """Ask a builder, a table of choices and a call for a cache in e4m3 with converted queries -> the same reason."""
+    config = MLAConfig.from_preset("deepseek-v3", num_heads=2)
+    reason = "flashmla: decodes caches in fp8_e4m3 in the fp8 modes fp8_product, got converted"
+    with pytest.raises(UnsupportedConfiguration) as error:
+        fast.MLAMetadataBuilder(
+            config, 64, 128, 4, cache_format=FP8_E4M3, dtype=torch.bfloat16, backend={"mla_decode": "flashmla"}
+        )
+    assert list(error.value.reasons) == [reason]
+    lines = backends.explain(
+        config, device="cpu", dtype=torch.bfloat16, cache_format=FP8_E4M3, backend={"mla_decode": "flashmla"}
+    ).splitlines()
+    assert [reason in line for line in lines if line.startswith("mla_decode:")] == [True]
+    (*queries, cache, plan), kv_scale = make_stored_inputs(FP8_E4M3, [1], [70], 2, torch.bfloat16)
+    with pytest.raises(UnsupportedConfiguration, match=reason):
+        fast.mla_decode(*queries, cache, plan, SCALE, cache_format=FP8_E4M3, kv_scale=kv_scale, backend="flashmla")
 
 
 def test_never_chosen_before_own_kernels():

@@ -6,6 +6,8 @@ on a GPU are tested with the same kernel. Whole calls on a GPU: test_every_adapt
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -273,6 +275,10 @@ def test_declarations_for_a_gpu(monkeypatch):
     assert torch_sdpa.TORCH_FLASH.validate_configuration(other) == ["torch_flash: serves device cpu, got meta"]
     assert torch_sdpa.TORCH_FLASH.supports_compute_capability((9, 0))
     assert not torch_sdpa.TORCH_FLASH.supports_compute_capability((7, 5))
+    on_cpu = replace(torch_sdpa.TORCH_FLASH.ops["flash_attn_varlen"], dtypes=(torch.float64,))
+    narrow = replace(torch_sdpa.TORCH_FLASH, ops={"flash_attn_varlen": on_cpu})  # its GPU serves bfloat16 and float16
+    dtypes = torch.float64, torch.bfloat16, torch.float32
+    assert [narrow.supports_dtype("flash_attn_varlen", dtype) for dtype in dtypes] == [True, True, False]
 
 
 @pytest.mark.parametrize(
