@@ -91,13 +91,14 @@ def make_inputs(row: Row, dtype: torch.dtype, device: str) -> Inputs:
 
 
 def request_of(row: Row, dtype: torch.dtype, device: str) -> backends.KernelRequest:
-    """Return the call of a row, as backends are asked for it."""
+    """Return the call of a row, as backends are asked for it; its sizes let measured times choose the default."""
     config = MLAConfig.from_preset("deepseek-v3", num_heads=row.N)
     return backends.KernelRequest(
         "flash_attn_varlen", torch.device(device), dtype,
         (("qk_head_dim", config.qk_head_dim), ("v_head_dim", config.v_head_dim)),
         query_lens=QueryLenSupport.VARLEN, out_dtype=reference.interfaces.wide_dtype(dtype) if row.C else dtype,
         mask=None if row.C else "causal", lse=bool(row.C),
+        sizes=backends.AttentionSizes.rounded(row.B, row.N, row.T, row.C or row.T),
     )  # fmt: skip
 
 
@@ -114,13 +115,16 @@ def candidates(row: Row, dtype: torch.dtype, device: str, left_out: Sequence[str
     return [default, *others]
 
 
-def plan_of(row: Row, inputs: Inputs, dtype: torch.dtype, name: str) -> PrefillMetadata:
-    """Return the plan of a step whose prefills a backend serves; each context is in one chunk."""
+def plan_of(row: Row, inputs: Inputs, dtype: torch.dtype, name: str | None) -> PrefillMetadata:
+    """Return the plan of a step whose prefills a backend serves; each context is in one chunk.
+
+    None as the name lets the builder choose, also for the causal call of the new tokens, which a step with context has.
+    """
     length = row.T + row.C
     builder = fast.MLAMetadataBuilder(
         inputs.config, BLOCK_SIZE, length, row.B, query_len_support=QueryLenSupport.SINGLE_ONLY, dtype=dtype,
         workspace_tokens=row.B * (length + BLOCK_SIZE) // BLOCK_SIZE * BLOCK_SIZE,
-        backend={"flash_attn_varlen": name},
+        backend=None if name is None else {"flash_attn_varlen": name},
     )  # fmt: skip
     plan = builder.build(0, inputs.common).prefill
     if len(plan.context_chunks) != bool(row.C):

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import fast
-from fast.backends import Backend, OpSupport
+from fast.backends import AttentionSizes, Backend, OpSupport, measured
+from fast.backends.measured import MeasuredRow, MeasuredTable
+from fast.backends.own import CPU
 
 from ..benchmarks import backends
 from ..support.backends import registered
@@ -29,6 +31,26 @@ def test_every_backend_is_timed(tmp_path, capsys):
         assert all(found["median_us"] > 0 and found["error_of_budget"] <= 1 for found in row["backends"].values())
     assert {"hardware", "versions", "date", "fast_sha256", "command"} <= report.keys()
     assert "torch_flash" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("row", [backends.Row(2, 5, 2), backends.Row(2, 6, 2, 70)])
+@pytest.mark.parametrize("fast_one", ["other", "cpu"])
+def test_the_default_is_the_choice_of_a_builder(row, fast_one, monkeypatch):
+    """Ship times in which one backend is faster -> it is the default of the row, and the choice of `backend=None`."""
+    other = Backend("other", -5, "cpu", {"flash_attn_varlen": CPU.ops["flash_attn_varlen"]})
+    times = {name: 1.0 if name == fast_one else 2.0 for name in ("cpu", "other")}
+    slow_elsewhere = {name: 3.0 - time for name, time in times.items()}
+    calls = [(True, row.T), *([(False, row.C)] if row.C else [])]  # whether the mask is causal, and the keys
+    sizes = [(causal, AttentionSizes.rounded(row.B, row.N, row.T, keys)) for causal, keys in calls]
+    table = MeasuredTable("a GPU", (
+        *(MeasuredRow(causal, each, times) for causal, each in sizes),
+        *(MeasuredRow(causal, AttentionSizes(64, 64, 4096, 4096), slow_elsewhere) for causal, _ in sizes),
+    ))  # fmt: skip
+    with registered(other):
+        monkeypatch.setattr(measured, "table_of", lambda device: table)
+        inputs = backends.make_inputs(row, torch.float32, "cpu")
+        assert backends.candidates(row, torch.float32, "cpu")[0] == fast_one
+        assert backends.plan_of(row, inputs, torch.float32, None).backend == fast_one
 
 
 def test_a_wrong_backend_is_not_timed():
