@@ -367,6 +367,7 @@ def test_who_serves_a_call():
     chosen = fast.mla_decode(*given, **stored)
     assert_same_bits(chosen.out, by_hopper.out)
     assert not torch.equal(by_triton.out, by_hopper.out), "the two kernels round differently"
-    programs = fast.decode_programs(config, **settings, cache_format=FP8_E4M3)
+    settings |= {"block_size": 64, "cache_format": FP8_E4M3}
+    programs = fast.decode_programs(config, **settings)
     assert programs == decode.device_facts(DEVICE).processors // 4  # 128 rows are four row blocks of 32 rows
-    assert fast.schedule_costs(config, **settings, cache_format=FP8_E4M3) == measured_schedule_costs(config.num_heads)
+    assert fast.schedule_costs(config, **settings) == measured_schedule_costs(config.num_heads)

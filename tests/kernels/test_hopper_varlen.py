@@ -192,7 +192,8 @@ def test_few_programs(splits, monkeypatch):
     wanted = attend(inputs, *LENS["ragged"], True)
     order_of = select.order_of
     for programs in (1, 7):
-        monkeypatch.setattr(launch, "order_of", lambda *given, n=programs: order_of(*given)._replace(programs=n))
+        changed = {"programs": programs, "counts_items": True}
+        monkeypatch.setattr(launch, "order_of", lambda *given, to=changed: order_of(*given)._replace(**to))
         found = attend(inputs, *LENS["ragged"], True)
         assert_same_bits(found.out, wanted.out)
         assert_same_bits(found.lse, wanted.lse)
