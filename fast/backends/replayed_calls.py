@@ -8,7 +8,7 @@ A `Recorder` watches one call. It records the allocations, the launches, and whi
 Some calls cannot be replayed (`CannotReplay`), and the host code of the op then runs in every call
 (`repeated_launches`). The main reasons are:
 
-- the host code calls an op of torch that is neither an allocation nor a view;
+- the host code calls an op of torch that is neither an allocation (`torch.empty`, `torch.zeros`) nor a view;
 - a result is neither an input nor a new tensor;
 - an address belongs to no known tensor, or to several tensors.
 """
@@ -29,8 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 KNOWN_VERSIONS = ((3, 6), (3, 7))  # versions of Triton that replays support
 MISFIT = object()  # returned by a replay if the host code of the op must run instead
 MOST_ADDRESSES = 512  # largest number of encoded TMA descriptors, one for each address, kept for a tensor argument
+_ZEROS = torch.ops.aten.zeros.default
 _ALLOCATIONS = frozenset({
-    torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default,
+    _ZEROS, torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default,
     torch.ops.aten.new_empty.default, torch.ops.aten.new_empty_strided.default,
 })  # fmt: skip
 
@@ -63,6 +64,20 @@ class Launch(NamedTuple):
     arguments: tuple
 
 
+class Allocation(NamedTuple):
+    """One allocation of a recorded call.
+
+    Attributes:
+        allocate: `torch.empty` or `torch.zeros`.
+        size: size of the tensor.
+        options: dtype and device of the tensor.
+    """
+
+    allocate: Callable[..., Tensor]
+    size: tuple[int, ...]
+    options: dict[str, Any]
+
+
 class CannotReplay(Exception):
     """Raised for a call that a replay cannot repeat."""
 
@@ -78,6 +93,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.inputs = [each for each in _flat(arguments) if isinstance(each, Tensor)]
         self.allocations: list[Tensor] = []
+        self.zeroed: list[bool] = []  # for each allocation, whether the call filled it with zeros when it was made
         self.launches: list[Launch] = []
         self.other_op: str | None = None
         self._origins: dict[int, Origin] = {}
@@ -95,6 +111,7 @@ class Recorder(TorchDispatchMode):
         if func in _ALLOCATIONS:
             self._note(result, Origin(True, len(self.allocations)))
             self.allocations.append(result)
+            self.zeroed.append(func is _ZEROS)
         elif func.is_view and isinstance(args[0], Tensor) and id(args[0]) in self._origins:
             source = self._origins[id(args[0])]
             for view in result if isinstance(result, (tuple, list)) else (result,):
@@ -107,7 +124,7 @@ class Recorder(TorchDispatchMode):
 
     def forget(self) -> None:
         """Drop all tensors of the call."""
-        for kept in (self.inputs, self.allocations, self.launches, self._seen, self._origins):
+        for kept in (self.inputs, self.allocations, self.zeroed, self.launches, self._seen, self._origins):
             kept.clear()
 
     def repeated_inputs(self) -> list[int]:
@@ -173,7 +190,10 @@ class Replay:
         self._inputs = _picker([place for place, has_tensor in enumerate(with_tensors) if has_tensor])
         self._in_records = any(isinstance(each, tuple) for each in self._inputs(arguments))
         self._repeated = recorder.repeated_inputs()
-        self._allocations = [_allocation_like(tensor) for tensor in recorder.allocations]
+        self._allocations = [
+            Allocation(torch.zeros if zeroed else torch.empty, *_allocation_like(tensor))
+            for tensor, zeroed in zip(recorder.allocations, recorder.zeroed, strict=True)
+        ]
         origins: dict[Origin, int] = {}
         self._launches = [_ReplayedLaunch(each, recorder, origins) for each in recorder.launches]
         self._driver, self._hooks = driver, knobs.runtime
@@ -208,8 +228,8 @@ class Replay:
             or calls_of(hooks.launch_exit_hook)
         ):
             return MISFIT
-        for size, options in self._allocations:
-            tensors.append(torch.empty(size, **options))
+        for allocate, size, options in self._allocations:
+            tensors.append(allocate(size, **options))
         addresses = [tensors[place].data_ptr() + offset for place, offset in self._addresses]
         stream = active.get_current_stream(self._device)
         for each in self._launches:
@@ -382,7 +402,7 @@ def _picker(places: list[int]) -> Callable[[Any], tuple]:
 
 
 def _allocation_like(tensor: Tensor) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """Return size and options with which `torch.empty` allocates a tensor like this tensor.
+    """Return size and options with which `torch.empty` or `torch.zeros` allocates a tensor like this tensor.
 
     Raises:
         CannotReplay: the tensor is not contiguous.

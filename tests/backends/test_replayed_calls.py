@@ -137,6 +137,26 @@ def test_a_replay_launches_with_new_addresses(version):
     assert launches.no_replay is None
 
 
+def test_a_replay_fills_new_tensors_with_zeros(version):
+    """A tensor that a call allocates with `torch.zeros` is filled with zeros in every replay; others are not filled."""
+    kernel, launches, filled = FakeKernel(version), Launches(), []
+
+    def call(x):
+        counter, out = torch.zeros(1000, dtype=torch.int32), torch.empty(4)
+        launch(kernel, (1,), counter, x, 3, WIDTH=4)
+        return counter, out
+
+    for step in range(6):
+        counter, out = launches.run(call, torch.ones(2))
+        assert counter.dtype == torch.int32 and counter.shape == (1000,) and counter.eq(0).all(), step
+        filled.append(counter.data_ptr())
+        counter.fill_(7)  # the next call may get this memory again
+        del counter, out
+    assert len(kernel.launcher.seen) == 4 and launches.no_replay is None
+    assert [arguments[0] for *_, arguments in kernel.launcher.seen] == filled[2:]
+    assert [each.allocate for each in launches.replay._allocations] == [torch.zeros, torch.empty]
+
+
 def test_a_replay_encodes_a_descriptor_once_for_each_address(version):
     """A replay passes a TMA descriptor of the call's own tensor; the descriptor is encoded once for each address."""
     kernel, launches = FakeKernel(version, described=True), Launches()
