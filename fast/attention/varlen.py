@@ -177,7 +177,7 @@ def attend(
         request = backends.KernelRequest(
             "flash_attn_varlen", q.device, q.dtype, (("qk_head_dim", q.shape[2]), ("v_head_dim", v.shape[2])),
             query_lens=QueryLenSupport.VARLEN, out_dtype=out_dtype or q.dtype, mask="causal" if causal else None,
-            lse=return_lse, sizes=_sizes(q, cu_seqlens_q, max_seqlen_q, max_seqlen_k),
+            lse=return_lse, sizes=_sizes(q, cu_seqlens_q, max_seqlen_q, max_seqlen_k), direct=True,
         )  # fmt: skip
         chosen = backends.select(request, backend).name
     if not bounded:

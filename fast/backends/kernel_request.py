@@ -79,6 +79,8 @@ class KernelRequest:
             (`fast.backends.measured`); None if the sizes must not influence the choice.
         features: what a call of `GQA_OPS` needs in addition, from `FEATURES`.
         head_scales: True for a decode of queries in e4m3 that have one scale for each head.
+        direct: True for a call that no builder has planned. An automatic choice then takes no backend that would have
+            to plan the call itself (`OpSupport.plans_steps`).
     """
 
     op: str
@@ -98,6 +100,7 @@ class KernelRequest:
     sizes: AttentionSizes | None = None
     features: tuple[str, ...] = ()
     head_scales: bool = False
+    direct: bool = False
 
 
 def check_request(request: KernelRequest) -> None:
@@ -116,6 +119,7 @@ def check_request(request: KernelRequest) -> None:
     check_flag("request.cache_in_words", request.cache_in_words)
     check_flag("request.lse", request.lse)
     check_flag("request.head_scales", request.head_scales)
+    check_flag("request.direct", request.direct)
     check_type("request.sizes", request.sizes, (AttentionSizes, type(None)), "an AttentionSizes or None")
     check_fp8_mode(request.fp8_mode, "request.fp8_mode")
     check_features("request.features", request.features)

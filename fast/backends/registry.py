@@ -61,6 +61,8 @@ class OpSupport:
             declare this reading op too. None for all other ops.
         priority: priority for this op; None for the priority of the backend.
         only_named: whether the backend serves this op only for calls that name the backend (`Backend.only_named`).
+        plans_steps: whether a call that no builder has planned waits for the GPU and plans anew. An automatic choice
+            takes this backend only for planned calls.
         family_priorities: mapping from a family of devices to the priority for this op on such a device, in place of
             `priority`. A family is "9.x" for all GPUs of compute capability 9, and so on.
         fp8_modes: supported modes of a decode over a cache in e4m3, from `FP8_MODES`. An op of grouped-query attention
@@ -105,6 +107,7 @@ class OpSupport:
     reads: str | None = None
     priority: int | None = None
     only_named: bool = False
+    plans_steps: bool = False
     family_priorities: Mapping[str, int] = field(default_factory=dict)
     fp8_modes: tuple[str, ...] = (CONVERTED,)
     format_modes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -138,7 +141,7 @@ class OpSupport:
         check(set(self.masks) <= set(MASKS), "masks", f"some of {', '.join(MASKS)}", self.masks)
         check_flag("batch_invariant", self.batch_invariant)
         for name in ("lse", "needs_words", "same_out_dtype", "whole_keys", "narrow_values", "mixes_nan",
-                     "one_set_of_parameters", "only_named", "head_scales"):  # fmt: skip
+                     "one_set_of_parameters", "only_named", "head_scales", "plans_steps"):  # fmt: skip
             check_flag(name, getattr(self, name))
         check_type("query_lens", self.query_lens, QueryLenSupport)
         check_type("graph", self.graph, GraphSupport)

@@ -111,7 +111,11 @@ def select_for_all(requests: tuple[KernelRequest, ...], backend: BackendChoice =
     name = name_for(op, backend)
     tried = candidates(op, device, name)
     able, by_priority_alone = [], any(request.sizes is None for request in requests)
+    unplanned = name is None and any(request.direct for request in requests)
+    planners = [each.name for each in tried if unplanned and op in each.ops and each.ops[op].plans_steps]
     for candidate in tried:
+        if candidate.name in planners:
+            continue
         if op in candidate.ops and not any(candidate.validate_configuration(request) for request in requests):
             able.append(candidate)
             if by_priority_alone:
@@ -119,7 +123,8 @@ def select_for_all(requests: tuple[KernelRequest, ...], backend: BackendChoice =
     if able:
         chosen = fastest([candidate.name for candidate in able], requests)
         return next(candidate for candidate in able if candidate.name == chosen)
-    found = [
+    found = [f"{each}: would plan in each direct call; name it to use it" for each in planners]
+    found += [
         reason
         for candidate in tried
         for request in requests

@@ -22,6 +22,7 @@ from reference.interfaces import (
     GraphSupport,
     InvariantSplitRule,
     MLAConfig,
+    QueryLenSupport,
     ScheduleCosts,
     UnsupportedConfiguration,
 )
@@ -124,6 +125,7 @@ def test_entry_points(found, monkeypatch):
             "format_modes['compute_dtype']: expected some of ('converted',), got ('fp8_query',)",
         ),
         (OpSupport(print), dict(head_scales=1), "head_scales: expected True or False, got int"),
+        (OpSupport(print), dict(plans_steps=None), "plans_steps: expected True or False, got NoneType"),
     ],
     ids=lambda value: str(value) if isinstance(value, str) else "",
 )
@@ -288,6 +290,33 @@ assert "fast.kernels.cpu" in sys.modules  # this proves that the search above fi
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_backend_that_plans_steps(monkeypatch):
+    """A backend that plans steps serves planned calls and calls that name it, but no other direct call."""
+    ran = []
+
+    def attend(q, k, k_pe, v, *_, out=None, lse=None):
+        ran.append(q.shape)
+        return q.new_zeros(*q.shape[:2], v.shape[2]), q.new_zeros(q.shape[1], q.shape[0])
+
+    support = OpSupport(attend, masks=("causal",), plans_steps=True)
+    planner = Backend("planner", 50, "cpu", {"flash_attn_varlen": support})
+    with_backends(monkeypatch, CPU_BACKEND, planner)
+    request = backends.KernelRequest(
+        "flash_attn_varlen", torch.device("cpu"), torch.float32, (("qk_head_dim", 8), ("v_head_dim", 8)),
+        query_lens=QueryLenSupport.VARLEN, out_dtype=torch.float32, lse=True,
+    )  # fmt: skip
+    assert backends.select(request).name == "planner"
+    assert backends.select(replace(request, direct=True)).name == "cpu"
+    assert backends.select(replace(request, direct=True), "planner").name == "planner"
+    q, starts = torch.ones(3, 2, 8), integers(0, 3)
+    given = (q, q, q, starts, starts, 3, 3, 1.0, True)
+    assert fast.flash_attn_varlen(*given).out.gt(0).all() and not ran
+    assert fast.flash_attn_varlen(*given, backend="planner").out.eq(0).all() and len(ran) == 1
+    with_backends(monkeypatch, planner)
+    with pytest.raises(UnsupportedConfiguration, match="planner: would plan in each direct call; name it to use it"):
+        backends.select(replace(request, direct=True))
 
 
 def test_a_priority_of_one_op(monkeypatch):

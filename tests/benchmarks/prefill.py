@@ -307,7 +307,7 @@ def backend_of(row: Row, device: torch.device, backend: str | None) -> str:
     request = KernelRequest(
         "flash_attn_varlen", device, DTYPE, (("qk_head_dim", WIDTH), ("v_head_dim", VALUE)),
         query_lens=QueryLenSupport.VARLEN, out_dtype=DTYPE, mask="causal" if row.causal else None, lse=True,
-        sizes=AttentionSizes.rounded(row.B, row.N, row.Sq, row.Skv),
+        sizes=AttentionSizes.rounded(row.B, row.N, row.Sq, row.Skv), direct=True,
     )  # fmt: skip
     return select(request, backend).name
 

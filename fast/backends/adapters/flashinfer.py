@@ -386,6 +386,7 @@ FLASHINFER = FlashInferBackend(
             graph=GraphSupport.NONE,
             whole_keys=True,
             mixes_nan=True,
+            plans_steps=True,
             family_priorities={"9.x": 25},  # "fa2" was not measured against the kernels of this package
         ),
         "gqa_paged_attention": OpSupport(
