@@ -88,6 +88,7 @@ class DecodeLayer(NamedTuple):
         return ProgramsAndCosts(num_programs, _costs_of_device(self, named))
 
 
+@functools.lru_cache(maxsize=1024)  # each update of a captured plan asks again, with the same arguments
 def programs_of_one_request(num_programs: int, max_keys: int, costs: ScheduleCosts) -> int:
     """Return how many of `num_programs` programs the schedule of a single request of at most `max_keys` keys needs.
 

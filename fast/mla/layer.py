@@ -432,8 +432,9 @@ class MLAAttention(nn.Module):
         check_step_values(metadata, kv_cache)
         _check_prefill_backend(metadata.prefill, self.config, q.dtype, self.backend, in_e4m3)
         if metadata.decode.backend is not None or self.backend is not None:
+            q_scale = None if self.q_scale is None else self.q_scale.value
             _check_decode_backend(metadata, self.config, q.dtype, kv_cache.shape[1], self.cache_format, self.fp8_mode,
-                                  self.backend, getattr(self.q_scale, "value", None))  # fmt: skip
+                                  self.backend, q_scale)  # fmt: skip
         check_step_ownership(metadata, self.context_parallel)
 
     def _prefill(self, q, kv_c_normed, k_pe, kv_cache, metadata, output, weights, workspace, output_scale=None) -> None:

@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -97,6 +98,37 @@ def test_nothing_spills(variant, splits, monkeypatch, tmp_path):
     assert int(re.search(r"Used (\d+) registers", messages)[1]) <= MOST_REGISTERS
     arrivals = arrivals_for_all(found.asm["ptx"])
     assert arrivals and all(map(all_have_met, arrivals))
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_stores_of_16_bytes(aligned, monkeypatch):
+    """Both consumers store 16 bytes of an output at once, if its address and strides are multiples of 16 bytes."""
+    launches: dict = {}
+    monkeypatch.setattr(launch, "_varlen_kernel", RecordedGluon(kernel._varlen_kernel, launches))
+    q, k, v = torch.zeros(200, 4, 128, dtype=BF16), *torch.zeros(2, 300, 4, 128, dtype=BF16)
+    out = (
+        torch.zeros(200, 4, 136, dtype=BF16)[..., :128] if aligned else torch.zeros(200, 4, 132, dtype=BF16)[..., 2:130]
+    )
+    launch.flash_attn_varlen(q, k, None, v, offsets([200]), offsets([300]), 200, 300, 0.1, True, BF16, out)
+    (only,) = launches.values()
+    stores = Counter(re.findall(r"st\.global\.(v4\.b32|b16)", compiled(*only).asm["ptx"]))
+    # 64 rows of 256 bytes for 128 threads of each consumer, in the branches with and without key tiles
+    assert stores == ({"v4.b32": 2 * 2 * 8} if aligned else {"b16": 2 * 2 * 64})
+
+
+@pytest.mark.parametrize("heads, counts", [(4, False), (200, True)])
+def test_counter_of_work_items(heads, counts, monkeypatch):
+    """A launch with more work items than programs gets a counter that is 0; another launch gets none."""
+    given: list = []
+    monkeypatch.setattr(launch, "launch", lambda _, grid, *arguments, **__: given.append((grid, arguments)))
+    q, k, v = (torch.zeros(128, heads, 64, dtype=BF16) for _ in range(3))
+    starts = offsets([128])
+    launch.flash_attn_varlen(q, k, None, v, starts, starts.clone(), 128, 128, 0.1, True, BF16)
+    ((grid, arguments),) = given
+    taken = arguments[7]  # behind five descriptors and two vectors of offsets
+    assert grid == (min(heads, H200.processors),) and (taken is starts) is not counts
+    if counts:
+        assert taken.tolist() == [0] and taken.dtype == torch.int32
 
 
 @pytest.mark.parametrize("splits", [1, 3])

@@ -39,14 +39,17 @@ PAGE = 32  # most tokens in a page that the library loads in its second way
 class DecodeCall:
     """Absorbed attention by flash-attn 3, for calls with equal properties (`fast.backends.kept_calls`).
 
-    Args:
-        arguments: arguments of the first call, as for `__call__`; later calls have equal shapes, strides, dtypes,
-            devices, alignments and numbers.
+    The constructor has the arguments of the first call (`__call__`); later calls have equal shapes, strides, dtypes,
+    devices, alignments and numbers.
     """
 
-    def __init__(self, *arguments, prepared: tuple[Tensor, ...] = (), **_):
-        ql_nope, _, kv_cache, _, seq_lens, query_start_loc, _, longest_q, longest_k, scale, out_dtype, *rest = arguments
-        out = rest[6] if len(rest) > 6 else None
+    def __init__(
+        self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
+        query_start_loc: Tensor, visible_lens: Tensor, longest_q: int, longest_k: int, scale: float,
+        out_dtype: torch.dtype, tile_ranges: None = None, split_offsets: None = None, batch_invariant: bool = False,
+        split_rule: InvariantSplitRule | None = None, cache_format: CacheFormat = COMPUTE_FORMAT, kv_scale: None = None,
+        out: Tensor | None = None, **_,
+    ):  # fmt: skip
         (tokens, heads, latent), (num_blocks, block_size, columns) = ql_nope.shape, kv_cache.shape
         self._is_empty = tokens == 0 or heads == 0 or seq_lens.shape[0] == 0 or num_blocks == 0
         self._convert = StateConversion(POISONED, out_dtype, latent)

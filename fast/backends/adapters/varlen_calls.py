@@ -27,18 +27,18 @@ class VarlenCall:
             None and without an LSE (`OpSupport.kept_call`). The result is then the library's own tensor, without a
             copy, unless its dtype or width differs.
 
-    Args:
-        arguments: arguments of the first call; later calls have equal shapes, strides, dtypes, devices, alignments and
-            numbers.
+    The constructor has the arguments of the first call (`__call__`); later calls have equal shapes, strides, dtypes,
+    devices, alignments and numbers.
     """
 
     convention: Convention
     allocates = True
 
-    def __init__(self, *arguments):
-        q, k, _, v, starts_q, starts_k, longest_q, longest_k, scale, causal, out_dtype, out, lse = (
-            *arguments, None, None,
-        )[:13]  # fmt: skip
+    def __init__(
+        self, q: Tensor, k: Tensor, k_pe: None, v: Tensor, starts_q: Tensor, starts_k: Tensor, longest_q: int,
+        longest_k: int, scale: float, causal: bool, out_dtype: torch.dtype, out: Tensor | None = None,
+        lse: Tensor | None = None,
+    ):  # fmt: skip
         (tokens, heads, dim), value = q.shape, v.shape[2]
         self._with_lse = out is None or lse is not None
         # the libraries refuse empty tensors, or give another LSE
