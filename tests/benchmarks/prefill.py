@@ -7,7 +7,7 @@
 part of the keys once for all heads. The variants of `fast` are two backends:
 
 - "fast": the backend that `backend=None` chooses, or the backend of `--backend`; the results file names it.
-- "fast, portable Triton": the backend "triton". Only without `--backend`, and only if "fast" is another backend.
+- "fast, portable Triton": the backend "triton". Only if "fast" is another backend.
 
 The peers get the layout on which they are fastest: packed keys that contain the rope part for each head, and packed
 values. Their times do not contain the conversion to this layout. "FA3, with the join" is the exception: its call first
@@ -16,8 +16,8 @@ copies both parts of the keys into one tensor, and gets the values as they are.
 The peers are FlashAttention-3 ("FA3"), FlashAttention-4 ("FA4"), FlashInfer, and the kernels of cuDNN and of
 FlashAttention-2 that PyTorch contains. FlashInfer plans a call before the time begins.
 
-There are two ways of timing. A rested call starts after the GPU was idle for 0.1 s. Flushed calls follow each other
-without a rest, so that the GPU reaches its power limit. For a request with Sq query tokens, Skv keys and N heads, the
+There are three ways of timing. A rested call starts after the GPU was idle for 0.1 s. Flushed calls follow each other
+without a rest, so that the GPU reaches its power limit. Replayed calls run from a CUDA graph. For a request with Sq query tokens, Skv keys and N heads, the
 FLOPs are 2 N Sq Skv (192 + 128), minus the FLOPs of the (query, key) pairs that a causal mask removes.
 """
 
@@ -324,7 +324,7 @@ def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: s
 
     served = backend_of(row, inputs.q.device, backend)
     own = {OURS: Contender([partial(ours, backend)])}
-    if backend is None and device == "cuda" and served != "triton":
+    if device == "cuda" and served != "triton":
         own[PORTABLE] = Contender([partial(ours, "triton")])
     others, absent = ({}, {}) if peers is None else peer_contenders(row, inputs, peers)
     return Case(
@@ -335,7 +335,7 @@ def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: s
 def main(argv: Sequence[str] | None = None) -> int:
     """Check and time the rows, and return the exit status."""
     return run_benchmark(
-        "prefill", __doc__.splitlines()[0], ROWS, make_case, argv, ways=("rested", "flushed"), bandwidth="read_gb_s",
+        "prefill", __doc__.splitlines()[0], ROWS, make_case, argv, ways=("rested", "flushed", "replayed"), bandwidth="read_gb_s",
         epilog="A row has B requests of up to Sq queries and Skv keys, N heads, a mask (causal or full), and lengths "
         "(equal or ragged).",
     )  # fmt: skip

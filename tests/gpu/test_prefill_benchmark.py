@@ -58,10 +58,10 @@ def test_rows_of_the_command_line():
 
 @pytest.mark.parametrize("chosen, backend, wanted", [
     ("hopper", None, {"fast": None, prefill.PORTABLE: "triton"}), ("triton", None, {"fast": None}),
-    ("hopper", "hopper", {"fast": "hopper"}),
+    ("hopper", "hopper", {"fast": "hopper", prefill.PORTABLE: "triton"}), ("triton", "triton", {"fast": "triton"}),
 ])  # fmt: skip
 def test_variants_on_a_gpu(chosen, backend, wanted, monkeypatch):
-    """Without `--backend`, portable Triton is a variant of `fast`, unless it is the backend of `fast`."""
+    """Portable Triton is a variant of `fast`, unless it is the backend of `fast`."""
     inputs = prefill.make_inputs(RAGGED, "cpu")
     monkeypatch.setattr(prefill, "make_inputs", lambda *_: inputs)
     monkeypatch.setattr(prefill, "backend_of", lambda *_: chosen)
