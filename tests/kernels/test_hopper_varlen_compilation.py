@@ -273,24 +273,25 @@ def items_of(query_lens, key_lens, heads, group_heads, causal, splits=1, keys_of
     """Compute in Python the order of work items that `work_items.item_of` describes.
 
     An item is head, first query token, number of rows, number of key tiles of the query tile, and the first and the
-    last key tile (not included). Without splits, the slots may be empty; an item of an empty slot is None.
+    last key tile (not included). Without splits, the candidates may be empty; an item of an empty candidate is None.
     """
     starts = offsets(query_lens).tolist()
     requests = range(len(query_lens))
     if splits > 1:
-        slots = [(b, tile) for b in requests for tile in range(-(-query_lens[b] // 128))]
+        candidates = [(b, tile) for b in requests for tile in range(-(-query_lens[b] // 128))]
     else:
         firsts = [starts[b] // 128 + b for b in requests]
         owners = [
-            max(b for b in requests if firsts[b] <= slot) for slot in range(-(-starts[-1] // 128) + len(requests) - 1)
+            max(b for b in requests if firsts[b] <= candidate)
+            for candidate in range(-(-starts[-1] // 128) + len(requests) - 1)
         ]
-        slots = [(b, slot - firsts[b]) for slot, b in enumerate(owners)]
-    for index in range(len(slots) * heads * splits):
+        candidates = [(b, candidate - firsts[b]) for candidate, b in enumerate(owners)]
+    for index in range(len(candidates) * heads * splits):
         rest, split = divmod(index, splits)
-        group, inside = divmod(rest, group_heads * len(slots))
+        group, inside = divmod(rest, group_heads * len(candidates))
         first_head = group * group_heads
         width = min(group_heads, heads - first_head)
-        request, tile = slots[len(slots) - 1 - inside // width]
+        request, tile = candidates[len(candidates) - 1 - inside // width]
         rows, keys = min(query_lens[request] - 128 * tile, 128), key_lens[request]
         visible = keys - query_lens[request] + 128 * tile + 1 if causal else keys
         steps = -(-max(min(visible + rows - 1, keys), 0) // keys_of_tile)
@@ -312,15 +313,17 @@ def ragged_lens(generator) -> tuple[list[int], list[int]]:
 def test_every_row_has_one_item(heads, group_heads, splits):
     """The items hold every (head, query token, split) triple exactly once, and the splits every key tile exactly once.
 
-    The launcher's bound of the number of slots holds for all lengths. With splits, no slot is empty.
+    The launcher's bound of the number of candidates holds for all lengths. With splits, no candidate is empty.
     """
     generator = torch.Generator().manual_seed(5)
     for _ in range(20):
         lens = ragged_lens(generator)
         found = list(items_of(*lens, heads, group_heads, True, splits))
-        slots = select.order_of(sizes_of(*lens, heads), 256, 128, 132).num_slots
+        candidates = select.order_of(sizes_of(*lens, heads), 256, 128, 132).num_candidates
         assert (
-            len(found) == slots * heads if splits == 1 else None not in found and len(found) <= slots * heads * splits
+            len(found) == candidates * heads
+            if splits == 1
+            else None not in found and len(found) <= candidates * heads * splits
         )
         seen, tiles = [], {}
         for head, token, rows, steps, first, end in filter(None, found):

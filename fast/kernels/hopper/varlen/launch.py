@@ -120,7 +120,7 @@ def flash_attn_varlen(
             _varlen_kernel, (order.programs,),
             q_first, q_second, k_first, k_second, values, cu_seqlens_q, cu_seqlens_k.contiguous(), taken,
             *results,
-            tokens, keys, requests, heads, order.num_slots, order.group_heads, num_splits, int(causal),
+            tokens, keys, requests, heads, order.num_candidates, order.group_heads, num_splits, int(causal),
             max(softmax_scale, LEAST_SCALE) / math.log(2), c=constants, num_warps=4,
         )  # fmt: skip
     if constants.SPLIT:
