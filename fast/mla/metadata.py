@@ -67,7 +67,7 @@ from reference.interfaces import (
 
 from ..backends import BackendChoice, bind
 from ..planning.batch import split_decodes_and_prefills
-from ..planning.context_chunks import clamp_context_chunk, plan_context_chunks, rank_local_chunk
+from ..planning.context_chunks import clamp_context_chunk, plan_chunk_runs, plan_context_chunks, rank_local_chunk
 from ..planning.decode_schedule import plan_decode
 from ..planning.visible_lens import compute_visible_lens
 from .choose_path import choose_path, choose_paths
@@ -203,6 +203,7 @@ def build_mla_metadata(
         made["prefill_starts"] = starts_cpu[decodes:] - decode_tokens
         contexts = (common.seq_lens_cpu[decodes:] - query_lens[decodes:]).clamp_(min=0)
         chunks = plan_context_chunks(contexts, workspace_tokens, block_size, size, interleave)
+        chunks = plan_chunk_runs(chunks, made["prefill_starts"])
         if ownership is not None:
             chunks = tuple(rank_local_chunk(chunk, ownership) for chunk in chunks)
         made |= {f"chunk {number}: {name}": tensor for number, chunk in enumerate(chunks)
@@ -308,9 +309,8 @@ def _split_by_context(prefill: PrefillMetadata, context_lens: Int32[Tensor, " B"
                     chunks.append(ContextChunk(chunk.starts[first:end], offsets, high - low, int(offsets.diff().max())))
                     rows.append(ChunkRows(index, low, high))
         own = starts[first : end + 1] - tokens[number]
-        plan = PrefillMetadata(
-            prefill.block_table[first:end], own, int(own.diff().max()), tuple(chunks), prefill.block_size
-        )
+        chunks = plan_chunk_runs(tuple(chunks), own)
+        plan = PrefillMetadata(prefill.block_table[first:end], own, int(own.diff().max()), chunks, prefill.block_size)
         parts.append(PrefillPart(tokens[number], tokens[number + 1], plan, tuple(rows)))
     return tuple(parts)
 

@@ -6,6 +6,7 @@ keys and values, one chunk at a time. The workspace is the memory for the larges
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 
 import torch
@@ -13,6 +14,7 @@ from jaxtyping import Int32
 from torch import Tensor
 
 from reference.interfaces import (
+    ChunkRun,
     ContextChunk,
     ContextParallelChunk,
     TokenOwnership,
@@ -20,6 +22,7 @@ from reference.interfaces import (
     check_chunk,
     check_chunking,
     check_not_negative,
+    check_offsets,
     check_tensor,
     check_type,
     context_unit,
@@ -94,6 +97,51 @@ def _pack(context_lens: Tensor, ends: Tensor, units_per_chunk: int, unit: int) -
     return (first * (lengths > 0)).to(torch.int32), lengths.to(torch.int32)
 
 
+def plan_chunk_runs(
+    chunks: tuple[ContextChunk, ...], query_start_loc: Int32[Tensor, " offsets"]
+) -> tuple[ContextChunk, ...]:
+    """Return the chunks of a prefill with their runs: the requests whose query tokens attend a chunk (`ChunkRun`).
+
+    See `reference.planning.context_chunks.plan_chunk_runs` for the requests that a run contains, and for the query
+    tokens that attend no later chunk.
+
+    Args:
+        chunks: all chunks of the prefill, in order, on the CPU.
+        query_start_loc: [B + 1], prefix sum of the query lengths of the requests, on the CPU.
+
+    Returns:
+        The chunks with `run` and `run_query_start_loc`, on the CPU.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not match; the offsets do not start at 0, or decrease.
+    """
+    _check_runs(chunks, query_start_loc)
+    starts, planned = query_start_loc.tolist(), []
+    next_first = requests = len(starts) - 1  # first request of all later runs
+    for chunk in reversed(chunks):
+        offsets = chunk.cu_seq_lens.tolist()
+        first = end = 0
+        if offsets[-1] > 0:
+            first, end = bisect.bisect_right(offsets, 0) - 1, bisect.bisect_left(offsets, offsets[-1])
+        finished, own = min(max(first, next_first), end), query_start_loc[first : end + 1]
+        longest = int(own.diff().max()) if end > first else 0
+        run = ChunkRun(first, end, starts[first], starts[end], starts[finished], longest)
+        own = own - starts[first] if end - first < requests else None
+        planned.append(dataclasses.replace(chunk, run=run, run_query_start_loc=own))
+        next_first = min(next_first, first) if end > first else next_first
+    return tuple(reversed(planned))
+
+
+def _check_runs(chunks: tuple[ContextChunk, ...], query_start_loc: Tensor) -> None:
+    """Check the arguments of `plan_chunk_runs`."""
+    check_type("chunks", chunks, (tuple, list), "a tuple of chunks")
+    cpu = torch.device("cpu")
+    check_tensor("query_start_loc", query_start_loc, ("B + 1",), (torch.int32,), cpu)
+    check_offsets("query_start_loc", query_start_loc)
+    for chunk in chunks:
+        check_chunk(chunk, query_start_loc.shape[0] - 1, cpu, "chunks")
+
+
 def rank_local_chunk(chunk: ContextChunk, ownership: TokenOwnership) -> ContextParallelChunk:
     """Return a chunk with the place and the number of its tokens in the cache of each rank.
 
@@ -127,6 +175,8 @@ def rank_local_chunk(chunk: ContextChunk, ownership: TokenOwnership) -> ContextP
         num_tokens=chunk.num_tokens,
         max_seq_len=chunk.max_seq_len,
         bounded=chunk.bounded,
+        run=chunk.run,
+        run_query_start_loc=chunk.run_query_start_loc,
         local_starts=chunk.starts.div(ownership.size, rounding_mode="floor"),
         local_cu_seq_lens=offsets,
         local_tokens=int(offsets[ownership.rank, -1]),

@@ -55,7 +55,7 @@ from ..interfaces import (
     longest_decode_lens,
 )
 from ..planning.batch import split_decodes_and_prefills
-from ..planning.context_chunks import clamp_context_chunk, plan_context_chunks, rank_local_chunk
+from ..planning.context_chunks import clamp_context_chunk, plan_chunk_runs, plan_context_chunks, rank_local_chunk
 from ..planning.decode_schedule import plan_decode
 from ..planning.visible_lens import compute_visible_lens
 from .choose_path import choose_paths
@@ -192,6 +192,8 @@ def build_mla_metadata(
     decode_tokens, device = starts[decodes], common.block_table.device
     chunks = plan_context_chunks(contexts[decodes:], workspace_tokens, block_size, owned.size, owned.interleave)
     prefill_starts = [start - decode_tokens for start in starts[decodes:]]
+    starts_on_cpu = torch.tensor(prefill_starts, dtype=torch.int32, device="cpu")
+    chunks = plan_chunk_runs(chunks, starts_on_cpu)
     decode_lens = _rank_local_decode_lens(common, decodes, common.max_seq_len, ownership)
     longest = common.max_seq_len if decodes == len(lengths) else max(lengths[:decodes], default=0)
     cpu = {"dtype": torch.int32, "device": "cpu"}
@@ -203,7 +205,6 @@ def build_mla_metadata(
         seq_lens, longest = decode_lens.to(device), ownership.most(longest)
         chunks = tuple(rank_local_chunk(chunk, ownership) for chunk in chunks)
         kind, which = ContextParallelMetadata, {"ownership": ownership}
-    starts_on_cpu = torch.tensor(prefill_starts, dtype=torch.int32, device="cpu")
     whole = PrefillMetadata(common.block_table[decodes:], starts_on_cpu, 0, chunks, block_size)
     parts = _split_by_context(whole, contexts[decodes:]) if host_lens else ()
     metadata = kind(
@@ -270,11 +271,12 @@ def _split_by_context(prefill: PrefillMetadata, context_lens: Int32[Tensor, " B"
                 chunks.append(ContextChunk(chunk.starts[first:end], offsets, sum(lens), max(lens)))
                 rows.append(ChunkRows(number, before, before + sum(lens)))
         own = [start - starts[first] for start in starts[first : end + 1]]
+        own_starts = torch.tensor(own, dtype=torch.int32, device="cpu")
         plan = PrefillMetadata(
             block_table=prefill.block_table[first:end],
-            query_start_loc=torch.tensor(own, dtype=torch.int32, device="cpu"),
+            query_start_loc=own_starts,
             max_query_len=max(after - before for before, after in itertools.pairwise(own)),
-            context_chunks=tuple(chunks),
+            context_chunks=plan_chunk_runs(tuple(chunks), own_starts),
             block_size=prefill.block_size,
         )
         parts.append(PrefillPart(starts[first], starts[end], plan, tuple(rows)))

@@ -10,6 +10,7 @@ from jaxtyping import Int32
 from torch import Tensor
 
 from ..interfaces import (
+    ChunkRun,
     ContextChunk,
     ContextParallelChunk,
     TokenOwnership,
@@ -17,6 +18,7 @@ from ..interfaces import (
     check_chunk,
     check_chunking,
     check_not_negative,
+    check_offsets,
     check_tensor,
     check_type,
     context_unit,
@@ -91,6 +93,57 @@ def _chunk(ranges: dict[int, tuple[int, int]], num_requests: int) -> ContextChun
     )
 
 
+def plan_chunk_runs(
+    chunks: tuple[ContextChunk, ...], query_start_loc: Int32[Tensor, " offsets"]
+) -> tuple[ContextChunk, ...]:
+    """Return the chunks of a prefill with their runs: the requests whose query tokens attend a chunk (`ChunkRun`).
+
+    The run of a chunk is the smallest range of consecutive requests that has every request with tokens in the chunk. A
+    prefill attends the chunk, and merges, only for the query tokens of these requests. The query tokens of the first
+    requests of the run attend no later chunk, if no later run contains these requests. Their output is then final.
+
+    Args:
+        chunks: all chunks of the prefill, in the order in which they are attended, with tensors on the CPU
+            (`plan_context_chunks`).
+        query_start_loc: [B + 1], prefix sum of the query lengths of the requests, on the CPU; it starts at 0.
+
+    Returns:
+        The chunks with `run` and `run_query_start_loc`, on the CPU.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not match; the offsets do not start at 0, or decrease.
+    """
+    _check_runs(chunks, query_start_loc)
+    starts = query_start_loc.tolist()
+    requests = len(starts) - 1
+    ranges = []
+    for chunk in chunks:
+        attending = [request for request, length in enumerate(chunk.cu_seq_lens.diff().tolist()) if length > 0]
+        ranges.append((attending[0], attending[-1] + 1) if attending else (0, 0))
+    planned = []
+    for number, (chunk, (first, end)) in enumerate(zip(chunks, ranges, strict=True)):
+        later = min((begin for begin, stop in ranges[number + 1 :] if begin < stop), default=requests)
+        finished = next((request for request in range(first, end) if request >= later), end)
+        query_lens = [starts[request + 1] - starts[request] for request in range(first, end)]
+        run = ChunkRun(first, end, starts[first], starts[end], starts[finished], max(query_lens, default=0))
+        offsets = None
+        if end - first < requests:
+            offsets = [0, *itertools.accumulate(query_lens)]
+            offsets = torch.tensor(offsets, dtype=torch.int32, device="cpu")
+        planned.append(dataclasses.replace(chunk, run=run, run_query_start_loc=offsets))
+    return tuple(planned)
+
+
+def _check_runs(chunks: tuple[ContextChunk, ...], query_start_loc: Tensor) -> None:
+    """Check the arguments of `plan_chunk_runs`."""
+    check_type("chunks", chunks, (tuple, list), "a tuple of chunks")
+    cpu = torch.device("cpu")
+    check_tensor("query_start_loc", query_start_loc, ("B + 1",), (torch.int32,), cpu)
+    check_offsets("query_start_loc", query_start_loc)
+    for chunk in chunks:
+        check_chunk(chunk, query_start_loc.shape[0] - 1, cpu, "chunks")
+
+
 def rank_local_chunk(chunk: ContextChunk, ownership: TokenOwnership) -> ContextParallelChunk:
     """Return a chunk, extended by the numbers of its tokens on each of the D context-parallel ranks.
 
@@ -124,6 +177,8 @@ def rank_local_chunk(chunk: ContextChunk, ownership: TokenOwnership) -> ContextP
         num_tokens=chunk.num_tokens,
         max_seq_len=chunk.max_seq_len,
         bounded=chunk.bounded,
+        run=chunk.run,
+        run_query_start_loc=chunk.run_query_start_loc,
         local_starts=torch.tensor([start // ownership.size for start in starts], dtype=torch.int32, device=device),
         local_cu_seq_lens=torch.tensor(local, dtype=torch.int32, device=device),
         local_tokens=local[ownership.rank][-1],
