@@ -259,6 +259,8 @@ def valid_calls(ops: ModuleType) -> list[Call]:
              config=DIRECT, costs=PathCosts(), query_len_support=QueryLenSupport.VARLEN, dtype=torch.float32),
         call("plan_context_chunks", context_lens=integers(20, 0, 33), workspace_tokens=64, block_size=16,
              context_parallel_size=1, interleave=1),
+        call("plan_chunk_runs", chunks=ops.plan_context_chunks(integers(20, 0, 33), 64, 16),
+             query_start_loc=integers(0, 2, 3, 7)),
         call("plan_decode", seq_lens=integers(20, 0, 33), num_programs=2, costs=ScheduleCosts(), batch_invariant=False,
              **({"graph": GraphSupport.NONE} if is_fast else {}), **backend),
         call("plan_captured_decodes", common=decodes.common, block_size=16, num_programs=2, costs=ScheduleCosts(),

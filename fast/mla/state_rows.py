@@ -54,9 +54,7 @@ def merge_run(
             _merge_into(target, of_chunk, old, backend, scale)
 
 
-def write_unmerged(
-    state: AttentionState, runs: Sequence[ChunkRun], out: Tensor, output_scale: Tensor | None
-) -> None:
+def write_unmerged(state: AttentionState, runs: Sequence[ChunkRun], out: Tensor, output_scale: Tensor | None) -> None:
     """Write the rows of `state.out` into `out` whose output no merge has written.
 
     Plans that divide their prefills into parts leave no such row. A plan without parts may have requests that belong to
