@@ -124,7 +124,7 @@ class BackendHooks:
         longest = metadata.max_query_len
         return attend(
             inputs, longest, longest, softmax_scale, True, out_dtype, self.backend, return_lse=return_lse, out=out,
-            out_is_checked=out_is_checked,
+            out_is_checked=out_is_checked, batch_invariant=metadata.batch_invariant,
         )  # fmt: skip
 
     def run_prefill_context_chunk(
@@ -145,7 +145,7 @@ class BackendHooks:
         longest = metadata.max_query_len if chunk.run is None else chunk.run.max_query_len
         return attend(
             inputs, longest, chunk.max_seq_len, softmax_scale, False, wide_dtype(inputs.q.dtype), self.backend,
-            bounded=chunk.bounded,
+            bounded=chunk.bounded, batch_invariant=metadata.batch_invariant,
         )  # fmt: skip
 
 

@@ -255,6 +255,7 @@ def check_prefill_requests(metadata: PrefillMetadata, device: torch.device, argu
     check_int(f"{argument}.max_query_len", metadata.max_query_len, 0)
     check_int(f"{argument}.block_size", metadata.block_size)
     check_type(f"{argument}.backend", metadata.backend, (str, type(None)), "a str or None")
+    check_flag(f"{argument}.batch_invariant", metadata.batch_invariant)
     return requests
 
 

@@ -76,6 +76,7 @@ def build_mla_metadata(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     dtype: torch.dtype = torch.bfloat16,
     fp8_mode: str = CONVERTED,
+    batch_invariant: bool = False,
 ) -> MLAMetadata:
     """Plan one step: choose a path for each request, cut context into chunks, and decide on a schedule.
 
@@ -127,6 +128,9 @@ def build_mla_metadata(
         cache_format: format of the cache, for `choose_path`. Layers with another format refuse the plan.
         dtype: dtype of queries and keys, for `choose_path`. The plan itself works for any dtype.
         fp8_mode: mode of decodes over a cache in e4m3 (`mla_decode`). Layers with another mode refuse the plan.
+        batch_invariant: whether the other requests must not change a bit of a request's result. `choose_path` is then
+            not called, contexts are cut by their own lengths (`plan_context_chunks`), and the splits of a schedule
+            depend on the length of a request alone.
 
     Returns:
         The plan, with tensors on the device of `common`; a `ContextParallelMetadata` if `ownership` is given.
@@ -155,6 +159,8 @@ def build_mla_metadata(
     check_mode_of_format(fp8_mode, cache_format)
     check_dtype("dtype", dtype)
     check_flag("require_order", require_order)
+    check_flag("batch_invariant", batch_invariant)
+    path_config = None if batch_invariant else config  # None disables `choose_path`
     check_ownership(ownership)
     owned = ONE_RANK if ownership is None else ownership
     check_interleave(owned.interleave, block_size)
@@ -177,7 +183,7 @@ def build_mla_metadata(
             common.query_start_loc_cpu.diff(),
             contexts,
             decode_threshold,
-            config,
+            path_config,
             costs,
             query_len_support,
             cache_format,
@@ -190,7 +196,9 @@ def build_mla_metadata(
               f"the absorbed request {late[0]} behind it")  # fmt: skip
     check_no_prefill_padding(common, decodes)
     decode_tokens, device = starts[decodes], common.block_table.device
-    chunks = plan_context_chunks(contexts[decodes:], workspace_tokens, block_size, owned.size, owned.interleave)
+    chunks = plan_context_chunks(
+        contexts[decodes:], workspace_tokens, block_size, owned.size, owned.interleave, batch_invariant
+    )
     prefill_starts = [start - decode_tokens for start in starts[decodes:]]
     starts_on_cpu = torch.tensor(prefill_starts, dtype=torch.int32, device="cpu")
     chunks = plan_chunk_runs(chunks, starts_on_cpu)
@@ -205,7 +213,9 @@ def build_mla_metadata(
         seq_lens, longest = decode_lens.to(device), ownership.most(longest)
         chunks = tuple(rank_local_chunk(chunk, ownership) for chunk in chunks)
         kind, which = ContextParallelMetadata, {"ownership": ownership}
-    whole = PrefillMetadata(common.block_table[decodes:], starts_on_cpu, 0, chunks, block_size)
+    whole = PrefillMetadata(
+        common.block_table[decodes:], starts_on_cpu, 0, chunks, block_size, batch_invariant=batch_invariant
+    )
     parts = _split_by_context(whole, contexts[decodes:]) if host_lens else ()
     metadata = kind(
         **which,
@@ -230,6 +240,7 @@ def build_mla_metadata(
             context_chunks=tuple(chunk.to(device) for chunk in chunks),
             block_size=block_size,
             parts=tuple(part.to(device) for part in parts),
+            batch_invariant=batch_invariant,
         ),
         workspace_tokens=workspace_tokens,
         cache_format=cache_format,
@@ -240,7 +251,8 @@ def build_mla_metadata(
         decode_lens = longest_decode_lens(decodes, metadata.decode.max_seq_len)
     if config is None or decode_tokens == 0:
         return metadata
-    return _with_schedule(metadata, decode_lens, 1 if num_programs is None else num_programs, schedule_costs)
+    programs = 1 if num_programs is None else num_programs
+    return _with_schedule(metadata, decode_lens, programs, schedule_costs, batch_invariant)
 
 
 def _split_by_context(prefill: PrefillMetadata, context_lens: Int32[Tensor, " B"]) -> tuple[PrefillPart, ...]:
@@ -278,6 +290,7 @@ def _split_by_context(prefill: PrefillMetadata, context_lens: Int32[Tensor, " B"
             max_query_len=max(after - before for before, after in itertools.pairwise(own)),
             context_chunks=plan_chunk_runs(tuple(chunks), own_starts),
             block_size=prefill.block_size,
+            batch_invariant=prefill.batch_invariant,
         )
         parts.append(PrefillPart(starts[first], starts[end], plan, tuple(rows)))
         first = end

@@ -17,6 +17,7 @@ from ..interfaces import (
     check,
     check_chunk,
     check_chunking,
+    check_flag,
     check_not_negative,
     check_offsets,
     check_tensor,
@@ -31,6 +32,7 @@ def plan_context_chunks(
     block_size: int,
     context_parallel_size: int = 1,
     interleave: int = 1,
+    batch_invariant: bool = False,
 ) -> tuple[ContextChunk, ...]:
     """Cut the cached context of some requests into chunks that fit into the workspace.
 
@@ -41,12 +43,17 @@ def plan_context_chunks(
     parallelism. Each context counts in whole units, rounded up. Therefore there are ceil(units of all contexts / units
     of the workspace) chunks.
 
+    With `batch_invariant`, a context is cut only where it fills a whole workspace by itself. The cuts of a request then
+    depend on its own length alone, not on the requests before it. A chunk may stay partly empty: if the next piece of a
+    context does not fit into the rest of the chunk, it begins a new chunk. So there are up to twice as many chunks.
+
     Args:
         context_lens: [B], context tokens of each request, on the CPU; 0 = no context.
         workspace_tokens: largest number of tokens of one chunk.
         block_size: tokens per block.
         context_parallel_size: D, ranks that share each sequence.
         interleave: I; each of these ranks in turn owns I consecutive tokens.
+        batch_invariant: whether the other requests must not change where the context of a request is cut.
 
     Returns:
         The chunks, with tensors on the CPU; empty if no request has context.
@@ -58,21 +65,24 @@ def plan_context_chunks(
     unit = context_unit(block_size, context_parallel_size, interleave)
     check_chunking(workspace_tokens, unit)
     check_not_negative("context_lens", context_lens)
+    check_flag("batch_invariant", batch_invariant)
     lens = context_lens.tolist()
-    return tuple(_chunk(ranges, len(lens)) for ranges in _pack(lens, workspace_tokens, unit))
+    return tuple(_chunk(ranges, len(lens)) for ranges in _pack(lens, workspace_tokens, unit, batch_invariant))
 
 
-def _pack(lens: list[int], workspace_tokens: int, unit: int) -> list[dict[int, tuple[int, int]]]:
+def _pack(lens: list[int], workspace_tokens: int, unit: int, batch_invariant: bool) -> list[dict[int, tuple[int, int]]]:
     """Return for each chunk the token ranges of its requests, as {request: (first token, number of tokens)}."""
     chunks: list[dict[int, tuple[int, int]]] = []
+    units = workspace_tokens // unit
     free_units = 0  # free units of the last chunk
     for request, length in enumerate(lens):
         start = 0
         while start < length:
-            if free_units == 0:
+            piece = min(length - start, units * unit)
+            if free_units == 0 or (batch_invariant and piece > free_units * unit):
                 chunks.append({})
-                free_units = workspace_tokens // unit
-            taken = min(length - start, free_units * unit)
+                free_units = units
+            taken = min(piece, free_units * unit)
             chunks[-1][request] = (start, taken)
             free_units -= -(-taken // unit)
             start += taken
