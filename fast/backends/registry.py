@@ -46,8 +46,7 @@ class OpSupport:
             missing in the mapping may have any size. None means that every width may have any size.
         block_sizes: supported block sizes; None for any.
         batch_invariant: whether the kernel can be batch-invariant (`KernelRequest.batch_invariant`).
-        invariant_on_request: whether the launcher takes `batch_invariant=True`, and its kernel is batch-invariant only
-            in calls with this argument. If False, the launcher does not get the argument. Only for `flash_attn_varlen`.
+        invariant_on_request: whether the launcher of `flash_attn_varlen` needs `batch_invariant=True` to be so.
         query_lens: the most general supported kind of query lengths.
         masks: supported masks, from `MASKS`.
         graph: the most general supported kind of CUDA graph.
@@ -143,9 +142,19 @@ class OpSupport:
         check_features("features", self.features)
         check(set(self.masks) <= set(MASKS), "masks", f"some of {', '.join(MASKS)}", self.masks)
         check_flag("batch_invariant", self.batch_invariant)
-        for name in ("lse", "needs_words", "same_out_dtype", "whole_keys", "narrow_values", "mixes_nan",
-                     "one_set_of_parameters", "only_named", "head_scales", "plans_steps",
-                     "invariant_on_request"):  # fmt: skip
+        for name in (
+            "lse",
+            "needs_words",
+            "same_out_dtype",
+            "whole_keys",
+            "narrow_values",
+            "mixes_nan",
+            "one_set_of_parameters",
+            "only_named",
+            "head_scales",
+            "plans_steps",
+            "invariant_on_request",
+        ):
             check_flag(name, getattr(self, name))
         check_type("query_lens", self.query_lens, QueryLenSupport)
         check_type("graph", self.graph, GraphSupport)

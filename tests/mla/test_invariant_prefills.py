@@ -161,7 +161,9 @@ def test_flag_of_a_call(plain_errors):
         return fast.kernels.cpu.flash_attn_varlen(*arguments)
 
     for declared, wanted in (
-        ({"batch_invariant": False}, None), ({"invariant_on_request": False}, {}), ({"invariant_on_request": True}, {"batch_invariant": True}),
+        ({"batch_invariant": False}, None),
+        ({"invariant_on_request": False}, {}),
+        ({"invariant_on_request": True}, {"batch_invariant": True}),
     ):  # fmt: skip
         with registered(hooked("theirs", launcher=launcher, **declared)):
             given_to.clear()
