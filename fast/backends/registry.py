@@ -46,6 +46,7 @@ class OpSupport:
             missing in the mapping may have any size. None means that every width may have any size.
         block_sizes: supported block sizes; None for any.
         batch_invariant: whether the kernel can be batch-invariant (`KernelRequest.batch_invariant`).
+        invariant_on_request: whether the launcher of `flash_attn_varlen` must get `batch_invariant=True` for this.
         query_lens: the most general supported kind of query lengths.
         masks: supported masks, from `MASKS`.
         graph: the most general supported kind of CUDA graph.
@@ -95,6 +96,7 @@ class OpSupport:
     head_dims: Mapping[str, tuple[int, ...]] | None = None
     block_sizes: tuple[int, ...] | None = None
     batch_invariant: bool = True
+    invariant_on_request: bool = False
     query_lens: QueryLenSupport = QueryLenSupport.VARLEN
     masks: tuple[str, ...] = MASKS
     graph: GraphSupport = GraphSupport.ANY
@@ -139,9 +141,9 @@ class OpSupport:
             check(set(modes) <= set(self.fp8_modes), f"format_modes[{name!r}]", f"some of {self.fp8_modes}", modes)
         check_features("features", self.features)
         check(set(self.masks) <= set(MASKS), "masks", f"some of {', '.join(MASKS)}", self.masks)
-        check_flag("batch_invariant", self.batch_invariant)
-        for name in ("lse", "needs_words", "same_out_dtype", "whole_keys", "narrow_values", "mixes_nan",
-                     "one_set_of_parameters", "only_named", "head_scales", "plans_steps"):  # fmt: skip
+        for name in ("batch_invariant", "invariant_on_request", "lse", "needs_words", "same_out_dtype", "whole_keys",
+                     "narrow_values", "mixes_nan", "one_set_of_parameters", "only_named", "head_scales",
+                     "plans_steps"):  # fmt: skip
             check_flag(name, getattr(self, name))
         check_type("query_lens", self.query_lens, QueryLenSupport)
         check_type("graph", self.graph, GraphSupport)

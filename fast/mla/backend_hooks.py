@@ -124,7 +124,7 @@ class BackendHooks:
         longest = metadata.max_query_len
         return attend(
             inputs, longest, longest, softmax_scale, True, out_dtype, self.backend, return_lse=return_lse, out=out,
-            out_is_checked=out_is_checked,
+            out_is_checked=out_is_checked, batch_invariant=metadata.batch_invariant,
         )  # fmt: skip
 
     def run_prefill_context_chunk(
@@ -133,17 +133,19 @@ class BackendHooks:
         """Compute unmasked attention of the new tokens over one chunk of the cached context.
 
         Args:
-            inputs: queries of the new tokens, keys and values of the chunk, with the offsets of the requests.
-            metadata: prefill part of the plan.
+            inputs: queries, keys and values of the chunk's run (`chunk.run`), with the offsets of its requests. Without
+                a run, these are the queries of all requests.
+            metadata: prefill part of the plan, with all requests.
             chunk: the chunk.
             softmax_scale: factor of the scores.
 
         Returns:
-            out [T, N, V] and lse [N, T], both in float32 (float64 if the queries are float64).
+            out [T, N, V] and lse [N, T] for the T given queries, both in float32 (float64 if the queries are float64).
         """
+        longest = metadata.max_query_len if chunk.run is None else chunk.run.max_query_len
         return attend(
-            inputs, metadata.max_query_len, chunk.max_seq_len, softmax_scale, False, wide_dtype(inputs.q.dtype),
-            self.backend, bounded=chunk.bounded,
+            inputs, longest, chunk.max_seq_len, softmax_scale, False, wide_dtype(inputs.q.dtype), self.backend,
+            bounded=chunk.bounded, batch_invariant=metadata.batch_invariant,
         )  # fmt: skip
 
 

@@ -95,10 +95,10 @@ class MLAMetadataBuilder:
             - a positive int: this number. A decode with a query longer than `reorder_batch_threshold` gets no schedule;
             - a function: it takes the length of the longest query in the decode and returns the number.
 
-        batch_invariant: if True, the decode output of a request does not depend on the other requests or on the number
-            of programs, bit for bit. `choose_path` is then not used: requests with queries longer than
-            `reorder_batch_threshold` take the expanded path. The backend of the prefills must then be batch-invariant
-            too, and the sizes of a step do not influence which backend is chosen.
+        batch_invariant: if True, the other requests and the number of programs do not change a bit of the attention of
+            a request. `choose_path` is then not used: requests with queries longer than `reorder_batch_threshold` take
+            the expanded path, and contexts are cut by their own lengths. The backend of the prefills must be
+            batch-invariant too, and the requests of a step do not influence which backend is chosen.
         workspace_tokens: largest number of context tokens that a prefill expands at once. None takes the result of
             `chunked_prefill_workspace_size`, but at most `MOST_WORKSPACE_TOKENS`, the default of a layer.
         context_parallel: groups of the ranks that share sequences, or None. With groups, the batches have the lengths
@@ -235,7 +235,8 @@ class MLAMetadataBuilder:
         metadata = build_mla_metadata(
             common, self.block_size, self.workspace_tokens, self.reorder_batch_threshold, self._path_config,
             self.costs, self.query_len_support, require_order=True, ownership=self.ownership, num_programs=0,
-            cache_format=self.cache_format, dtype=self.dtype, fp8_mode=self.fp8_mode, staging=self._staging,
+            cache_format=self.cache_format, dtype=self.dtype, fp8_mode=self.fp8_mode,
+            batch_invariant=self.batch_invariant, staging=self._staging,
         )  # fmt: skip
         if metadata.prefill.context_chunks:
             metadata = dataclasses.replace(metadata, workspace=self.workspace)

@@ -91,8 +91,10 @@ class PlanningHooks(BackendHooks):
         for plan in plans:
             starts, longest = plan.query_start_loc, plan.max_query_len
             calls.append(Offsets(starts, starts, longest, longest, True))
-            chunks = plan.context_chunks
-            calls += [Offsets(starts, chunk.cu_seq_lens, longest, chunk.max_seq_len, False) for chunk in chunks]
+            for chunk in plan.context_chunks:  # the query tokens of the run attend the chunk
+                own = starts if chunk.run_query_start_loc is None else chunk.run_query_start_loc
+                most = longest if chunk.run is None else chunk.run.max_query_len
+                calls.append(Offsets(own, chunk.run_cu_seq_lens, most, chunk.max_seq_len, False))
         planned, made = iter(self.plan_calls(calls, state)), []
         for plan in plans:
             fields = {name: getattr(plan, name) for name in PrefillMetadata.__dataclass_fields__}

@@ -94,7 +94,7 @@ from .checks import (
     wide_dtype,
 )
 from .config import MLAConfig
-from .context_chunk import ChunkRows, ContextChunk, ContextParallelChunk
+from .context_chunk import ChunkRows, ChunkRun, ContextChunk, ContextParallelChunk
 from .costs import FLOPS_PER_BYTE, PathCosts
 from .decode_schedule import (
     DECODE_TILE,
@@ -260,6 +260,7 @@ __all__ = [
     "CalibratedScales",
     "CascadeMetadata",
     "ChunkRows",
+    "ChunkRun",
     "CommonAttentionMetadata",
     "ContextChunk",
     "ContextParallelChunk",

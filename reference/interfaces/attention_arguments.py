@@ -23,7 +23,7 @@ from .checks import (
     check_type,
     wide_dtype,
 )
-from .context_chunk import ChunkRows, ContextChunk
+from .context_chunk import ChunkRows, ChunkRun, ContextChunk
 from .decode_schedule import DecodeSchedule, InvariantSplitRule
 from .metadata import AttentionState, DecodeMetadata, PrefillMetadata, PrefillPart
 from .quantization import CONVERTED, check_mode_of_format, check_scale
@@ -255,6 +255,7 @@ def check_prefill_requests(metadata: PrefillMetadata, device: torch.device, argu
     check_int(f"{argument}.max_query_len", metadata.max_query_len, 0)
     check_int(f"{argument}.block_size", metadata.block_size)
     check_type(f"{argument}.backend", metadata.backend, (str, type(None)), "a str or None")
+    check_flag(f"{argument}.batch_invariant", metadata.batch_invariant)
     return requests
 
 
@@ -266,6 +267,14 @@ def check_prefill_plan(
     check_type(f"{argument}.context_chunks", metadata.context_chunks, (tuple, list), "a tuple of chunks")
     for chunk in metadata.context_chunks:
         check_chunk(chunk, requests, device, f"{argument}.context_chunks")
+    without = [chunk.run is None for chunk in metadata.context_chunks]
+    check(len(set(without)) < 2, f"{argument}.context_chunks.run", "a run of every chunk, or of no chunk",
+          f"no run of chunk {without.index(True) if True in without else 0}")  # fmt: skip
+    finished = 0
+    for run in ChunkRun.of_chunks(metadata.context_chunks, requests, num_tokens, metadata.max_query_len):
+        check(finished <= run.first_token and run.end_token <= num_tokens, f"{argument}.context_chunks.run",
+              f"query tokens within [{finished}, {num_tokens})", f"[{run.first_token}, {run.end_token})")  # fmt: skip
+        finished = max(finished, run.finished_token)
     check_type(f"{argument}.parts", metadata.parts, (tuple, list), "a tuple of parts")
     if metadata.parts:
         check_prefill_parts(metadata, num_tokens, device, f"{argument}.parts")

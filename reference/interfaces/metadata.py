@@ -267,12 +267,12 @@ class PrefillMetadata:
         context_chunks: the context of these requests (tokens that are already in the cache), cut into chunks; empty if
             no request has context.
         block_size: tokens per block for which the plan was computed. A call with a cache of another block size raises.
-        parts: the requests, divided into parts of consecutive requests. In a part, either all requests have context, or
-            no request has context. A part with context needs several attention states and merges them; a part without
-            context needs one attention state. `parts` is empty if there would be only one part or more than
+        parts: the requests, divided into parts of consecutive requests: all requests of a part have context and merge
+            attention states, or none has context. `parts` is empty if there would be only one part or more than
             `MOST_PARTS` parts, or if the plan was made without lengths on the CPU.
         backend: name of the backend that a builder of `fast` chose for the attention of this step; a layer that binds
             this attention to another backend refuses the plan. None for a plan without such a choice.
+        batch_invariant: whether the other requests must not change a bit of a request's attention.
     """
 
     block_table: Int32[Tensor, "B W"]
@@ -282,6 +282,7 @@ class PrefillMetadata:
     block_size: int
     parts: tuple[PrefillPart, ...] = ()
     backend: str | None = None
+    batch_invariant: bool = False
 
     def all_parts(self, num_tokens: int) -> tuple[PrefillPart, ...]:
         """Return `parts`; if there are none, one part with all requests and their `num_tokens` query tokens."""

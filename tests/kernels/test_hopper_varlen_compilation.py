@@ -6,11 +6,13 @@ of results fails. The tests of this file find these faults in the installed vers
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
 import sys
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,6 +30,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from fast.backends.own import HOPPER
 from fast.kernels.compile_log import describe
 from fast.kernels.hopper.varlen import combine, kernel, launch, select
+from fast.kernels.prescribed_splits import prescribe_splits
 from fast.mla.prefill_choice import check_invariant_prefills
 
 from .test_hopper_compilation import DEEP, H200, all_have_met, arrivals_for_all, product_loops, run
@@ -262,11 +265,26 @@ def test_only_chosen_splits_change_the_kernel():
         assert sizes.constants._replace(SPLIT=False) == select.constants_of(select.parts_of(128, 64), 128)
 
 
-def test_the_backend_is_not_batch_invariant():
-    """A builder that needs batch-invariant prefills refuses the backend, because the batch chooses the splits."""
-    assert not HOPPER.ops["flash_attn_varlen"].batch_invariant and HOPPER.ops["mla_decode"].batch_invariant
-    with pytest.raises(UnsupportedConfiguration, match="hopper: is not batch-invariant"):
-        check_invariant_prefills({"flash_attn_varlen": "hopper"}, True)
+def test_batch_invariant_calls_have_no_splits(monkeypatch):
+    """The launcher gets the flag of a call, and then launches the variant without splits, also inside a warm-up."""
+    assert HOPPER.ops["flash_attn_varlen"].batch_invariant and HOPPER.ops["flash_attn_varlen"].invariant_on_request
+    check_invariant_prefills({"flash_attn_varlen": "hopper"}, True)
+    found = []
+
+    def sizes(nope, rope, value, batch, processors):
+        found.append(select.order_of(batch, nope + value, 128, processors).num_splits)
+        raise KeyError
+
+    monkeypatch.setattr(launch, "_launch_sizes", sizes)
+    monkeypatch.setattr(launch, "device_facts", lambda device: SimpleNamespace(processors=132))
+    q, k, v = (torch.zeros(rows, 16, width).bfloat16() for rows, width in ((512, 128), (65536, 128), (65536, 128)))
+    call = q, k, None, v, offsets([512]), offsets([65536]), 512, 65536, 0.1, False, torch.float32
+    for prescribed in (None, 2):
+        for batch_invariant in (False, True):
+            splits = contextlib.nullcontext() if prescribed is None else prescribe_splits(prescribed)
+            with splits, pytest.raises(KeyError):
+                launch.flash_attn_varlen(*call, batch_invariant=batch_invariant)
+    assert found[0] > 1 and found[1:] == [1, 2, 1]
 
 
 def items_of(query_lens, key_lens, heads, group_heads, causal, splits=1, keys_of_tile=128):

@@ -11,7 +11,7 @@ import fast
 from fast.backends import Backend
 from fast.backends.own import CPU
 from fast.mla.backend_hooks import BackendHooks
-from reference.interfaces import PrefillMetadata, UnsupportedConfiguration
+from reference.interfaces import PrefillMetadata, QueryLenSupport, UnsupportedConfiguration
 
 from ..support.backends import registered
 from ..support.factories import (
@@ -26,6 +26,7 @@ from ..support.factories import (
 
 CALLS: list[tuple] = []
 OP = "flash_attn_varlen"
+ONE_TOKEN = QueryLenSupport.SINGLE_ONLY  # with this support, a query of several tokens takes the expanded path
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,10 +81,13 @@ def step(query_lens, seq_lens, builder, layer):
     return plan, layer(hidden, positions_of(query_lens, seq_lens), cache, plan), cache
 
 
-def make(backend=None):
+def make(backend=None, **given):
     layer = make_layer(fast, DIRECT, make_weights(DIRECT, torch.float32), torch.float32, backend=backend)
     names = ("layers.0", "layers.1")
-    options = dict(workspace_tokens=16, batch_invariant=True, dtype=torch.float32, layer_names=names, backend=backend)
+    options = dict(
+        workspace_tokens=16, query_len_support=ONE_TOKEN, dtype=torch.float32, layer_names=names, backend=backend
+    )
+    options |= given
     return fast.MLAMetadataBuilder(DIRECT, 16, 128, 8, **options), layer
 
 
@@ -95,11 +99,11 @@ def test_order_of_the_hooks():
     torch.manual_seed(0)
     weights = make_weights(DIRECT, torch.float32)
     plain = make_layer(fast, DIRECT, weights, torch.float32)
-    own = fast.MLAMetadataBuilder(DIRECT, 16, 128, 8, workspace_tokens=16, batch_invariant=True, dtype=torch.float32)
+    own, _ = make(batch_invariant=True)
     with registered(hooked()):
         torch.manual_seed(0)
         layer = make_layer(fast, DIRECT, weights, torch.float32, backend={OP: "hooked"})
-        builder, _ = make({OP: "hooked"})
+        builder, _ = make({OP: "hooked"}, batch_invariant=True)
         lens = [1, 6, 4], [20, 6, 24]
         state = torch.get_rng_state()
         plan, found, cache = step(*lens, builder, layer)
@@ -257,7 +261,9 @@ def test_one_backend_serves_all_parts():
     config, dtype = DIRECT, torch.bfloat16
     wide = hooked("wide", out_dtypes=(torch.float32,))
     with registered(wide):
-        builder = fast.MLAMetadataBuilder(config, 16, 128, 8, workspace_tokens=16, batch_invariant=True, dtype=dtype)
+        builder = fast.MLAMetadataBuilder(
+            config, 16, 128, 8, workspace_tokens=16, query_len_support=ONE_TOKEN, dtype=dtype
+        )
         assert builder.build(0, make_batch([5, 3], [40, 30]).common).prefill.backend == "wide"
         both = builder.build(0, make_batch([5, 3], [5, 30]).common)
         assert len(both.prefill.parts) == 2 and both.prefill.backend == "cpu"
@@ -266,7 +272,7 @@ def test_one_backend_serves_all_parts():
 
 def test_a_layer_of_another_dtype_refuses_before_it_writes():
     with registered(hooked("narrow", dtypes=(torch.bfloat16,))):
-        builder = fast.MLAMetadataBuilder(DIRECT, 16, 128, 8, batch_invariant=True)  # plans for bfloat16
+        builder = fast.MLAMetadataBuilder(DIRECT, 16, 128, 8, query_len_support=ONE_TOKEN)  # plans for bfloat16
         batch = make_batch([4], [4])
         plan = builder.build(0, batch.common)
         assert plan.prefill.backend == "narrow"
@@ -309,7 +315,7 @@ def test_no_backend_for_a_step():
 def test_an_output_in_e4m3_that_the_backend_cannot_serve_is_refused_before_the_write():
     """Quantise the output of a backend that writes the dtype of the queries only -> an error, the cache unchanged."""
     with registered(hooked(same_out_dtype=True, lse=False)):
-        builder = fast.MLAMetadataBuilder(DIRECT, 16, 128, 8, batch_invariant=True, backend={OP: "hooked"})
+        builder = fast.MLAMetadataBuilder(DIRECT, 16, 128, 8, query_len_support=ONE_TOKEN, backend={OP: "hooked"})
         weights, dtype = make_weights(DIRECT, torch.bfloat16), torch.bfloat16
         layer = make_layer(fast, DIRECT, weights, dtype, backend={OP: "hooked"})
         batch = make_batch([5], [5])

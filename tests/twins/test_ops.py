@@ -116,7 +116,7 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
             (decode_samples(dtype, 512, 64, 3)[0], in_tiles, "fp8_ds_mla", None),
         )
     ]
-    offsets_and_settings = (offsets([4, 2]), offsets([5, 2]), 4, 5, 0.3, True)
+    offsets_and_settings = (offsets([4, 2]), offsets([5, 2]), 4, 5, 0.3, True, False)
     attention = (*offsets_and_settings, dtype, backend)
     products = [
         (rand(6, 3, 8), weight, weight_scale, output_scale, backend)
@@ -174,7 +174,7 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
         "mla_twins::swap_blocks": [(rand(4, 2, 3), rand(5, 2, 3), torch.tensor([[0, 4], [2, 3]]), backend)],
         "mla_twins::flash_attn_varlen": [
             (rand(6, 3, 8), rand(7, 3, 8), None, rand(7, 3, 5), *attention),
-            (rand(6, 3, 8), rand(7, 3, 6), rand(7, 2), rand(7, 3, 5), *attention),
+            (rand(6, 3, 8), rand(7, 3, 6), rand(7, 2), rand(7, 3, 5), *offsets_and_settings[:-1], True, dtype, backend),
         ],
         "mla_twins::flash_attn_varlen_out": [
             (rand(6, 3, 8), rand(7, 3, 6), rand(7, 2), rand(7, 3, 5), *offsets_and_settings,

@@ -29,9 +29,10 @@ def merge_attn_states(
 ) -> tuple[Tensor, Tensor]:
     """Merge two attention states over disjoint keys; return `out` [T, N, Dv] and `lse` [N, T], contiguous.
 
-    If `out` and `lse` are given, the result is written there. `out` and `lse` may be the tensors of one of the states,
-    because all threads of a program load the elements of their rows before one of them stores a result. If
-    `output_scale` is given, the merged output is divided by this scale and rounded to e4m3, the dtype of `out`.
+    If `out` and `lse` are given, the result is written there. `lse` may then have any stride between two heads: a
+    prefill merges some columns of a larger LSE. `out` and `lse` may be the tensors of one of the states, because all
+    threads of a program load the elements of their rows before one of them stores a result. If `output_scale` is given,
+    the merged output is divided by this scale and rounded to e4m3, the dtype of `out`.
     """
     tokens, heads, value_dim = prefix_out.shape
     if out is None:
@@ -49,21 +50,21 @@ def merge_attn_states(
         launch(
             _merge_kernel, (cdiv(tokens, TOKENS) * head_tiles,),
             prefix_out, prefix_lse, suffix_out, suffix_lse, out, lse, output_scale, tokens, heads, head_tiles,
-            *prefix_out.stride(), *prefix_lse.stride(), *suffix_out.stride(), *suffix_lse.stride(),
+            *prefix_out.stride(), *prefix_lse.stride(), *suffix_out.stride(), *suffix_lse.stride(), lse.stride(0),
             VALUE=value_dim, VALUE_TILE=value_tile, HEADS=head_tile, TOKENS=TOKENS, NATIVE=native, num_warps=4,
         )  # fmt: skip
     return out, lse
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "prefix_lse_head", "suffix_lse_head"],
-    do_not_specialize_on_alignment=["output_scale"],
+    do_not_specialize=["num_tokens", "prefix_lse_head", "suffix_lse_head", "lse_head"],
+    do_not_specialize_on_alignment=["output_scale", "prefix_lse", "suffix_lse", "lse"],
 )
 @no_type_check
 def _merge_kernel(
     prefix_out, prefix_lse, suffix_out, suffix_lse, out, lse, output_scale, num_tokens, num_heads, head_tiles,
     prefix_token, prefix_head, prefix_column, prefix_lse_head, prefix_lse_token,
-    suffix_token, suffix_head, suffix_column, suffix_lse_head, suffix_lse_token,
+    suffix_token, suffix_head, suffix_column, suffix_lse_head, suffix_lse_token, lse_head,
     VALUE: tl.constexpr, VALUE_TILE: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
@@ -107,4 +108,4 @@ def _merge_kernel(
     # until all warps have loaded.
     tl.debug_barrier()
     tl.store(out + ((token * num_heads + head) * VALUE)[:, None] + column[None, :], merged, held)
-    tl.store(lse + head * num_tokens + token, merged_lse, inside)
+    tl.store(lse + head * lse_head + token, merged_lse, inside)

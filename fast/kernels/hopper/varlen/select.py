@@ -105,7 +105,8 @@ class BatchSizes(NamedTuple):
         max_queries: upper bound of the query tokens of a request.
         max_keys: upper bound of the keys of a request.
         causal: whether there is a causal mask.
-        prescribed_splits: number of splits that `prescribe_splits` prescribes; None lets `best_num_splits` choose.
+        prescribed_splits: number of splits that `prescribe_splits` prescribes, or 1 for a batch-invariant call; None
+            lets `best_num_splits` choose.
     """
 
     tokens: int
