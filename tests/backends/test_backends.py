@@ -486,7 +486,10 @@ def test_explain_lists_what_is_bound_and_what_is_chosen(capability, monkeypatch)
         bound = {op for op, said in found.items() if said == "hopper, bound"}
         assert bound == wanted
         assert (
-            prefills in bound or found.pop(prefills) == "hopper, chosen by priority (cpu: serves device cpu, got cuda)"
+            prefills in bound
+            or found.pop(prefills)
+            == "hopper, chosen by measured times for the nearest shape (measured on NVIDIA H200), for every measured "
+            "shape (cpu: serves device cpu, got cuda)"
         )
         chosen = "triton, chosen by priority (cpu: serves device cpu, got cuda; hopper: has no kernel for apply_rope)"
         assert found["apply_rope"] == chosen
