@@ -146,15 +146,13 @@ def warmup(
     device = check_device("device", device)
     seen = device.type != "cuda" or (device.index or 0) < torch.cuda.device_count()
     check(seen, "device", f"one of the {torch.cuda.device_count()} CUDA devices that torch sees", device)
-
     if threads is None:
         threads = min(MOST_THREADS, os.cpu_count() or 1)
     check_int("threads", threads, 1, "at least 1, or None")
     check(progress is None or isinstance(progress, bool), "progress", "a bool or None", progress)
 
-    formats = cache_format, fp8_weights, fp8_mode, fp8_output
-    bound = backends.bind_with_environment(backend)
-    given = (config, device, dtype, block_size, decode_threshold, batch_invariant, *formats, bound)
+    formats = cache_format, fp8_weights, fp8_mode, fp8_output, backends.bind_with_environment(backend)
+    given = (config, device, dtype, block_size, decode_threshold, batch_invariant, *formats)
     with _of_compile_log("compiling_ahead", []) as compiled, _progress_bar(progress) as bar:
         if context_parallel is None:
             _run(_launches(None, *given), threads if device.type == "cuda" else 1, bar)
@@ -260,7 +258,8 @@ def _launches(
         config, **projections, context_parallel=ranks, cache_format=cache_format, kv_scale=kv_scale,
         fp8_weights=fp8_weights, fp8_mode=fp8_mode, q_scale=q_scale, backend=backend,
     )  # fmt: skip
-    size, many = 1 if ownership is None else ownership.size, device_facts(device).processors // 2 + 1
+    size, processors = 1 if ownership is None else ownership.size, device_facts(device).processors
+    many = processors // 2 + 1
     decoded = DecodeLayer(
         dataclasses.replace(config, num_heads=heads), device, dtype, block_size, cache_format, fp8_mode
     )
@@ -272,9 +271,7 @@ def _launches(
 
     launches: list[Launch] = []
 
-    def step(
-        query_lens: list[int], seq_lens: list[int], threshold: int = decode_threshold, scheduled: bool = True
-    ) -> None:
+    def step(query_lens, seq_lens, threshold: int = decode_threshold, scheduled: bool = True, programs=()) -> None:
         common = _batch(query_lens, seq_lens, -(-max(seq_lens) // block_size), num_blocks, device)
         workspace = 4 * block_size * size * len(query_lens)
         plan = build_mla_metadata(
@@ -288,8 +285,8 @@ def _launches(
             plans += [dataclasses.replace(plan, prefill=served)] * (name in OWN_BACKENDS)
 
         def inputs() -> tuple[Tensor, Tensor]:
-            hidden_states = torch.zeros(tokens, config.hidden_size, dtype=dtype, device=device)
-            return hidden_states, torch.zeros(tokens, dtype=torch.int64, device=device)
+            positions = torch.zeros(tokens, dtype=torch.int64, device=device)
+            return torch.zeros(tokens, config.hidden_size, dtype=dtype, device=device), positions
 
         def serve(schedule: DecodeSchedule | None, plan: MLAMetadata = plan) -> None:
             layer(*inputs(), kv_cache, dataclasses.replace(plan, schedule=schedule))
@@ -310,7 +307,7 @@ def _launches(
         launches.extend(functools.partial(serve, None, each) for each in plans)
         if plan.num_decodes and scheduled:
             found = decoded.programs_and_costs(max(query_lens), None, costs, backend, batch_invariant=False)
-            counts = {found.num_programs, *PLANNED_PROGRAMS.get(len(query_lens), ())}
+            counts = {found.num_programs, *PLANNED_PROGRAMS.get(len(query_lens), ()), *programs}
             counts |= {2 * many} if cache_format.layer_scale and 16 < heads * max(query_lens) <= 32 else set()
             launches.extend(functools.partial(serve_planned, count) for count in sorted(counts - {0}))
         if plan.num_decodes and batch_invariant:
@@ -359,7 +356,8 @@ def _launches(
         dequantize_entries(entries, cache_format, dtype, scale, backend=backend)
 
     # Triton compiles another variant of a kernel if a stride is divisible by 16. Some strides depend on the number of
-    # tokens, so there are batches of 1 and of 16 requests. Two long requests have their own combine kernel.
+    # tokens, so there are batches of 1 and of 16 requests. Two long requests have their own combine kernel. If `split`
+    # requests are split, programs of the combine kernel process several tiles.
     for query_len in range(1, decode_threshold + 1):
         for requests in (1, 2, 16):
             step([query_len] * requests, [LONG_CONTEXT] * requests)
@@ -367,6 +365,8 @@ def _launches(
             step([query_len], [max(length, query_len)], scheduled=False)
         for requests in (MANY_REQUESTS, MANY_REQUESTS + 1):
             step([query_len] * requests, [query_len] * requests)
+        split = 16 * processors // (heads * query_len) + 1
+        step([query_len] * split, [query_len] * split, programs=(2 * split,))
         if cache_format.layer_scale:  # the decode has larger tiles for so many requests
             step([query_len] * many, [LONG_CONTEXT] * many)
         if ranks is None and not batch_invariant:  # a builder plans cascades only in this case
