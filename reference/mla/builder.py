@@ -276,8 +276,9 @@ class MLAMetadataBuilder:
         """Write the plan of the next replay's batch into the tensors that a captured graph reads.
 
         This method is for plans that were made before the capture. It writes three things: the schedule, the number of
-        keys that each query token sees (`visible_lens`) and, under context parallelism, the number of keys on this
-        rank. The caller writes the other tensors: lengths, offsets, block table and slots (-1 for padding tokens).
+        keys that each query token sees (`visible_lens`) and, under context parallelism, the number of keys of each
+        request on this rank and on all ranks (`total_seq_lens`). The caller writes the other tensors: lengths, offsets,
+        block table and slots (-1 for padding tokens).
 
         The batch must have as many requests as the captured batch. An engine with fewer requests appends requests with
         0 tokens.

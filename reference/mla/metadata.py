@@ -33,6 +33,7 @@ from ..interfaces import (
     QueryLenSupport,
     ScheduleCosts,
     TokenOwnership,
+    absorbed_decode_mask,
     bounded_batch,
     check,
     check_batch_block_size,
@@ -50,7 +51,6 @@ from ..interfaces import (
     check_table_width,
     check_threshold,
     choose_schedule,
-    decode_mask,
     has_host_lens,
     longest_decode_lens,
 )
@@ -231,7 +231,9 @@ def build_mla_metadata(
             visible_lens=visible.to(device),
             max_seq_len=longest,
             block_size=block_size,
-            mask=decode_mask(longest_query, ownership),
+            mask=absorbed_decode_mask(longest_query, ownership),
+            total_seq_lens=None if ownership is None else common.seq_lens[:decodes],
+            ownership=ownership,
         ),
         prefill=PrefillMetadata(
             block_table=common.block_table[decodes:],
