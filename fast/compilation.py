@@ -390,7 +390,7 @@ def _launches(
             step([long_query], [long_query + context])
     launches.extend(functools.partial(advance, ids) for ids in (torch.int32, torch.int64))
     before = len(launches)
-    step([long_query] * 3, [long_query, long_query + 3, long_query])  # requests with and without context
+    step([long_query] * 3, [long_query, long_query + 3, long_query + 16 * block_size * size])  # one without context
     # This step runs once more with splits, as over a long context; it comes first, because its kernels compile slowly.
     launches[:0] = map(prescribe_splits(2), launches[before:])
     if fp8_weights or fp8_output or fp8_mode != CONVERTED:  # products of heads with a weight or a result in e4m3
