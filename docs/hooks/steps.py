@@ -12,9 +12,15 @@ from bars import Bars, Segment
 from markdown_tables import table
 
 PARTS = {  # part of the time of a step: name in the legend
-    "idle": "no kernel runs", "plan": "plan", "projections": "projections", "attention": "attention",
-    "movement": "cache write, gathers, merges, copies", "other": "other kernels",
+    "host_plan": "plan on the host", "idle": "no kernel runs", "plan": "plan on the GPU",
+    "projections": "projections", "attention": "attention", "movement": "cache write, gathers, merges, copies",
+    "other": "other kernels",
 }  # fmt: skip
+HOST_PLAN_NOTE = (
+    " In the chart, *plan on the host* is the time of `MLAMetadataBuilder.build` in an eager step. In the graph of a "
+    "step of decodes it is the time of `DecodeGraph.run`, which checks the batch, updates the captured buffers and "
+    "launches the replay; the column *graph* does not contain it."
+)
 NOT_MEASURED = {  # results file that is allowed to be missing: command that writes the file
     "h200-step.json": "python -m tests.benchmarks.step --json docs/results/h200-step.json",
     "h200-decode-fp8-ds-mla.json": "python -m tests.benchmarks.decode --cache-format fp8_ds_mla --time 60 "
@@ -62,8 +68,9 @@ def step_bars(report: dict[str, Any]) -> str:
 
 def step_table(report: dict[str, Any]) -> str:
     """Return the table of a results file of tests.benchmarks.step, and the sentences that explain its columns."""
-    lines = []
+    lines, planned = [], False
     for row in report["rows"]:
+        planned |= "host_plan_us" in row["eager"]
         dims = row["dims"]
         decodes = f"{dims['decodes']} decodes over {dims['keys']} tokens" if dims["decodes"] else ""
         behind = f" behind {dims['context']}" if dims["context"] else ""
@@ -81,6 +88,7 @@ def step_table(report: dict[str, Any]) -> str:
         "kernel of an eager step. *GPU busy* is measured in an eager step, from the end of the first layer to the end "
         "of the step: the fraction of this time in which a kernel runs. *Ops, each alone* is the sum of the times of "
         "all ops of the step, each timed alone."
+        f"{HOST_PLAN_NOTE if planned else ''}"
     )
 
 
