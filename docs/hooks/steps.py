@@ -1,7 +1,7 @@
-"""Draw the results of two benchmarks.
+"""Draw the results of three benchmarks.
 
-One benchmark times whole steps of an engine (bar chart and table). The other benchmark times the work of the host (the
-CPU) in a call of each op (table).
+One benchmark times whole steps of an engine (bar chart and table). Another times the work of the host (the CPU) in a
+call of each op (table). The third times `fast.warmup` (table).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ HOST_PLAN_NOTE = (
 )
 NOT_MEASURED = {  # results file that is allowed to be missing: command that writes the file
     "h200-step.json": "python -m tests.benchmarks.step --json docs/results/h200-step.json",
+    "h200-warmup.json": "python -m tests.benchmarks.warmup --json docs/results/h200-warmup.json",
     "h200-decode-fp8-ds-mla.json": "python -m tests.benchmarks.decode --cache-format fp8_ds_mla --time 60 "
     "--json docs/results/h200-decode-fp8-ds-mla.json",
     "h200-weights.json": "python -m tests.benchmarks.weights --time 100 --json docs/results/h200-weights.json",
@@ -112,4 +113,21 @@ def host_table(report: dict[str, Any]) -> str:
         f"over {dims['keys']} tokens. An op of a prefill has {dims['prompts']} prompts of {dims['new_tokens']} new "
         "tokens. In the ops whose names contain *one chunk*, in `gather_context` and in `MLAMetadataBuilder.build, "
         f"prefills`, each prompt also has a context of {dims['context']} tokens."
+    )
+
+
+def warmup_table(report: dict[str, Any]) -> str:
+    """Return the table of a results file of tests.benchmarks.warmup."""
+    kinds = ("cold", "warm")
+    lines = [
+        [f"`{row['cache_format']}`", str(row["threads"]), str(row["cold"]["variants"]),
+         *(f"{row[kind]['seconds']:.1f}{'' if row['met'][kind] else ' (missed)'}" for kind in kinds)]
+        for row in report["rows"]
+    ]  # fmt: skip
+    limits = report["most_seconds"]
+    head = ["cache format", "threads", "kernel variants", *(f"{kind} (limit {limits[kind]:g})" for kind in kinds)]
+    return (
+        f"{table(head, lines, 2)}\n\nTimes are in seconds, on {report['cores']} cores. A *cold* warm-up begins with an "
+        "empty folder of compiled kernels; a *warm* one finds the kernels that the cold one stored. The limits are for "
+        "16 cores. The times do not contain the import of the packages."
     )

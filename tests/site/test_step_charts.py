@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ..benchmarks import contest, host, layers, weights
+from ..benchmarks import contest, host, layers, warmup, weights
 from ..benchmarks.kernel_times import OTHER, PARTS
 from ..benchmarks.step import HOST_PLAN
 
@@ -166,6 +166,23 @@ def test_host_section(performance, docs):
     page = performance.filled("<!-- results: host h200-host.json -->", docs)
     assert "| `mla_decode` | 77 | 80 | FA3 102 |" in page and "| `expand_kv` | 33 |  |  |" in page
     assert "Processor 9000" in page and "16 decodes over 4096 tokens" in page
+
+
+def test_warmup_section(performance, docs):
+    """Draw the section of warm-ups -> a note if the file is missing; otherwise seconds, variants and missed limits."""
+    request = "<!-- results: warmups h200-warmup.json -->"
+    assert "python -m tests.benchmarks.warmup --json docs/results/h200-warmup.json" in performance.filled(request, docs)
+    rows = [
+        {"cache_format": name, "threads": 4, "cold": {"seconds": 61.24, "variants": 71},
+         "warm": {"seconds": warm, "variants": 71}, "met": {"cold": True, "warm": warm <= 5}}
+        for name, warm in (("compute_dtype", 2.31), ("fp8_e4m3", 6.0))
+    ]  # fmt: skip
+    write(docs, "h200-warmup.json", {**HEAD, "cores": 16, "most_seconds": warmup.MOST_SECONDS, "rows": rows})
+    page = performance.filled(request, docs)
+    assert (
+        "| `compute_dtype` | 4 | 71 | 61.2 | 2.3 |" in page and "| `fp8_e4m3` | 4 | 71 | 61.2 | 6.0 (missed) |" in page
+    )
+    assert "cold (limit 90)" in page and "on 16 cores" in page and "2031-02-03" in page
 
 
 @pytest.mark.parametrize(
