@@ -111,7 +111,7 @@ def warmup(
         dtype: dtype of the layer.
         block_size: tokens of a cache block.
         decode_threshold: a request with at most this number of query tokens decodes, as in `build_mla_metadata`.
-        batch_invariant: whether the decodes of the layer are batch-invariant.
+        batch_invariant: whether decodes and prefills of the layer are batch-invariant.
         context_parallel: groups of ranks that share heads and sequences, or None. Each process simulates all ranks
             (`simulate`) and exchanges no data, so a process can call `warmup` alone.
         cache_format: format of the layer's cache.
@@ -279,9 +279,10 @@ def _launches(
             fp8_mode=fp8_mode,
         )  # fmt: skip
         plans, tokens = [plan], sum(query_lens)
-        if batch_invariant and plan.num_prefills:  # a batch-invariant builder may choose another backend for prefills
+        if batch_invariant and plan.num_prefills:  # other kernels, perhaps of another backend, serve such prefills
             name = choose_prefill_backend(plan.prefill, config, dtype, backend, True)
-            plans += [dataclasses.replace(plan, prefill=with_backend(plan.prefill, name))] * (name in OWN_BACKENDS)
+            served = with_backend(plan.prefill, name, True)
+            plans += [dataclasses.replace(plan, prefill=served)] * (name in OWN_BACKENDS)
 
         def inputs() -> tuple[Tensor, Tensor]:
             positions = torch.zeros(tokens, dtype=torch.int64, device=device)
@@ -315,14 +316,13 @@ def _launches(
         launches.extend(functools.partial(attend, each) for each in plans)
 
     def cascade(requests: int, prefix: int, query_len: int) -> None:
-        lens = [prefix + query_len + 1] * requests
+        lens, tokens = [prefix + query_len + 1] * requests, requests * query_len
         common = _batch([query_len] * requests, lens, -(-lens[0] // block_size), num_blocks, device)
         plan = build_mla_metadata(
             common, block_size, block_size, decode_threshold, num_programs=0, cache_format=cache_format, dtype=dtype,
             fp8_mode=fp8_mode,
         )  # fmt: skip
         plan = dataclasses.replace(plan, cascade=split_shared_prefix(plan.decode, prefix, block_size))
-        tokens = requests * query_len
         hidden_states = torch.zeros(tokens, config.hidden_size, dtype=dtype, device=device)
         layer(hidden_states, torch.zeros(tokens, dtype=torch.int64, device=device), kv_cache, plan)
 
@@ -390,7 +390,7 @@ def _launches(
             step([long_query], [long_query + context])
     launches.extend(functools.partial(advance, ids) for ids in (torch.int32, torch.int64))
     before = len(launches)
-    step([long_query] * 3, [long_query, long_query + 3, long_query])  # requests with and without context
+    step([long_query] * 3, [long_query, long_query + 3, long_query + 16 * block_size * size])  # one without context
     # This step runs once more with splits, as over a long context; it comes first, because its kernels compile slowly.
     launches[:0] = map(prescribe_splits(2), launches[before:])
     if fp8_weights or fp8_output or fp8_mode != CONVERTED:  # products of heads with a weight or a result in e4m3
