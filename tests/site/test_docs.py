@@ -465,6 +465,7 @@ def decode_dims(B: int, S: int, N: int, lens: str = "equal") -> dict:
 
 
 HOPPER_PEERS = ("FlashMLA", "FA3")  # kernels of other projects for Hopper GPUs
+PROMPT = {"B": 1, "Sq": 16384, "Skv": 16384, "N": 128, "mask": "causal"}
 SHORTEST = {"ragged": 128, "mixed": 16}  # longest length of a batch / shortest length
 
 
@@ -475,9 +476,6 @@ def in_words(dims: dict) -> str:
     new = f", each with {dims['Sq']} new tokens" if dims["Sq"] > 1 else ""
     planned = "" if lens == "equal" else ", planned"
     return f"{requests} request{'s' * (requests > 1)} of {span} tokens{new}, {dims['N']} heads{planned}"
-
-
-PROMPT = {"B": 1, "Sq": 16384, "Skv": 16384, "N": 128, "mask": "causal"}
 
 
 def hopper_ratios() -> dict[str, tuple[float, list[float]]]:
