@@ -143,7 +143,7 @@ def test_of_any_split_in_triton(requests, cut, other):
 @runs
 @pytest.mark.parametrize("layout", ["gaps between heads", "transposed"])
 def test_layouts_of_a_merged_lse(layout):
-    """Merge into an LSE with gaps between heads, or with a token's heads side by side -> the values of a new LSE."""
+    """Merge into an LSE with gaps between heads, or with the heads of a token side by side -> as into a new LSE."""
     states = [
         AttentionState(state.out.to(DEVICE), state.lse.to(DEVICE)) for state in states_with(0.25, 2, torch.float32)
     ]
