@@ -31,9 +31,10 @@ def merge_attn_states(
     """Merge two attention states over disjoint keys; return `out` [T, N, Dv] and `lse` [N, T], contiguous.
 
     If `out` and `lse` are given, the result is written there. `lse` may then have any strides: a prefill merges some
-    columns of a larger LSE. If the LSEs of two tokens are apart, they are copied from a contiguous tensor. `out` and `lse` may be the tensors of one of the states, because all
-    threads of a program load the elements of their rows before one of them stores a result. If `output_scale` is given,
-    the merged output is divided by this scale and rounded to e4m3, the dtype of `out`.
+    columns of a larger LSE. If the LSEs of two tokens are apart, they are copied from a contiguous tensor. `out` and
+    `lse` may be the tensors of one of the states, because all threads of a program load the elements of their rows
+    before one of them stores a result. If `output_scale` is given, the merged output is divided by this scale and
+    rounded to e4m3, the dtype of `out`.
     """
     tokens, heads, value_dim = prefix_out.shape
     if out is None:
