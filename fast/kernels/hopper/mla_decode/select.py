@@ -84,7 +84,7 @@ def assign_by_length(
     items = requests * cdiv(request_rows, program_rows)
     most_splits = most_invariant_splits(cdiv(keys, DECODE_TILE), split_rule)
     pairs = cdiv(keys, 2 * DECODE_TILE)
-    wide = program_rows == MANY_ROWS and latent == WIDE_LATENT
+    wide = program_rows == MANY_ROWS and latent == WIDE_LATENT and not e4m3  # kernels of other caches have slices
     in_two_phases = wide and _scored_at_once(items * pairs, processors)
     num_splits = most_splits
     if not in_two_phases:
