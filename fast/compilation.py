@@ -111,7 +111,7 @@ def warmup(
         dtype: dtype of the layer.
         block_size: tokens of a cache block.
         decode_threshold: a request with at most this number of query tokens decodes, as in `build_mla_metadata`.
-        batch_invariant: whether the decodes of the layer are batch-invariant.
+        batch_invariant: whether decodes and prefills of the layer are batch-invariant.
         context_parallel: groups of ranks that share heads and sequences, or None. Each process simulates all ranks
             (`simulate`) and exchanges no data, so a process can call `warmup` alone.
         cache_format: format of the layer's cache.
@@ -146,15 +146,13 @@ def warmup(
     device = check_device("device", device)
     seen = device.type != "cuda" or (device.index or 0) < torch.cuda.device_count()
     check(seen, "device", f"one of the {torch.cuda.device_count()} CUDA devices that torch sees", device)
-
     if threads is None:
         threads = min(MOST_THREADS, os.cpu_count() or 1)
     check_int("threads", threads, 1, "at least 1, or None")
     check(progress is None or isinstance(progress, bool), "progress", "a bool or None", progress)
 
-    formats = cache_format, fp8_weights, fp8_mode, fp8_output
-    bound = backends.bind_with_environment(backend)
-    given = (config, device, dtype, block_size, decode_threshold, batch_invariant, *formats, bound)
+    formats = cache_format, fp8_weights, fp8_mode, fp8_output, backends.bind_with_environment(backend)
+    given = (config, device, dtype, block_size, decode_threshold, batch_invariant, *formats)
     with _of_compile_log("compiling_ahead", []) as compiled, _progress_bar(progress) as bar:
         if context_parallel is None:
             _run(_launches(None, *given), threads if device.type == "cuda" else 1, bar)
@@ -260,7 +258,8 @@ def _launches(
         config, **projections, context_parallel=ranks, cache_format=cache_format, kv_scale=kv_scale,
         fp8_weights=fp8_weights, fp8_mode=fp8_mode, q_scale=q_scale, backend=backend,
     )  # fmt: skip
-    size, many = 1 if ownership is None else ownership.size, device_facts(device).processors // 2 + 1
+    size, processors = 1 if ownership is None else ownership.size, device_facts(device).processors
+    many = processors // 2 + 1
     decoded = DecodeLayer(
         dataclasses.replace(config, num_heads=heads), device, dtype, block_size, cache_format, fp8_mode
     )
@@ -272,9 +271,7 @@ def _launches(
 
     launches: list[Launch] = []
 
-    def step(
-        query_lens: list[int], seq_lens: list[int], threshold: int = decode_threshold, scheduled: bool = True
-    ) -> None:
+    def step(query_lens, seq_lens, threshold: int = decode_threshold, scheduled: bool = True, programs=()) -> None:
         common = _batch(query_lens, seq_lens, -(-max(seq_lens) // block_size), num_blocks, device)
         workspace = 4 * block_size * size * len(query_lens)
         plan = build_mla_metadata(
@@ -282,13 +279,14 @@ def _launches(
             fp8_mode=fp8_mode,
         )  # fmt: skip
         plans, tokens = [plan], sum(query_lens)
-        if batch_invariant and plan.num_prefills:  # a batch-invariant builder may choose another backend for prefills
+        if batch_invariant and plan.num_prefills:  # other kernels, perhaps of another backend, serve such prefills
             name = choose_prefill_backend(plan.prefill, config, dtype, backend, True)
-            plans += [dataclasses.replace(plan, prefill=with_backend(plan.prefill, name))] * (name in OWN_BACKENDS)
+            served = with_backend(plan.prefill, name, True)
+            plans += [dataclasses.replace(plan, prefill=served)] * (name in OWN_BACKENDS)
 
         def inputs() -> tuple[Tensor, Tensor]:
-            hidden_states = torch.zeros(tokens, config.hidden_size, dtype=dtype, device=device)
-            return hidden_states, torch.zeros(tokens, dtype=torch.int64, device=device)
+            positions = torch.zeros(tokens, dtype=torch.int64, device=device)
+            return torch.zeros(tokens, config.hidden_size, dtype=dtype, device=device), positions
 
         def serve(schedule: DecodeSchedule | None, plan: MLAMetadata = plan) -> None:
             layer(*inputs(), kv_cache, dataclasses.replace(plan, schedule=schedule))
@@ -309,7 +307,7 @@ def _launches(
         launches.extend(functools.partial(serve, None, each) for each in plans)
         if plan.num_decodes and scheduled:
             found = decoded.programs_and_costs(max(query_lens), None, costs, backend, batch_invariant=False)
-            counts = {found.num_programs, *PLANNED_PROGRAMS.get(len(query_lens), ())}
+            counts = {found.num_programs, *PLANNED_PROGRAMS.get(len(query_lens), ()), *programs}
             counts |= {2 * many} if cache_format.layer_scale and 16 < heads * max(query_lens) <= 32 else set()
             launches.extend(functools.partial(serve_planned, count) for count in sorted(counts - {0}))
         if plan.num_decodes and batch_invariant:
@@ -318,14 +316,13 @@ def _launches(
         launches.extend(functools.partial(attend, each) for each in plans)
 
     def cascade(requests: int, prefix: int, query_len: int) -> None:
-        lens = [prefix + query_len + 1] * requests
+        lens, tokens = [prefix + query_len + 1] * requests, requests * query_len
         common = _batch([query_len] * requests, lens, -(-lens[0] // block_size), num_blocks, device)
         plan = build_mla_metadata(
             common, block_size, block_size, decode_threshold, num_programs=0, cache_format=cache_format, dtype=dtype,
             fp8_mode=fp8_mode,
         )  # fmt: skip
         plan = dataclasses.replace(plan, cascade=split_shared_prefix(plan.decode, prefix, block_size))
-        tokens = requests * query_len
         hidden_states = torch.zeros(tokens, config.hidden_size, dtype=dtype, device=device)
         layer(hidden_states, torch.zeros(tokens, dtype=torch.int64, device=device), kv_cache, plan)
 
@@ -359,7 +356,8 @@ def _launches(
         dequantize_entries(entries, cache_format, dtype, scale, backend=backend)
 
     # Triton compiles another variant of a kernel if a stride is divisible by 16. Some strides depend on the number of
-    # tokens, so there are batches of 1 and of 16 requests. Two long requests have their own combine kernel.
+    # tokens, so there are batches of 1 and of 16 requests. Two long requests have their own combine kernel. If `split`
+    # requests are split, programs of the combine kernel process several tiles.
     for query_len in range(1, decode_threshold + 1):
         for requests in (1, 2, 16):
             step([query_len] * requests, [LONG_CONTEXT] * requests)
@@ -367,6 +365,8 @@ def _launches(
             step([query_len], [max(length, query_len)], scheduled=False)
         for requests in (MANY_REQUESTS, MANY_REQUESTS + 1):
             step([query_len] * requests, [query_len] * requests)
+        split = 16 * processors // (heads * query_len) + 1
+        step([query_len] * split, [query_len] * split, programs=(2 * split,))
         if cache_format.layer_scale:  # the decode has larger tiles for so many requests
             step([query_len] * many, [LONG_CONTEXT] * many)
         if ranks is None and not batch_invariant:  # a builder plans cascades only in this case
@@ -390,7 +390,7 @@ def _launches(
             step([long_query], [long_query + context])
     launches.extend(functools.partial(advance, ids) for ids in (torch.int32, torch.int64))
     before = len(launches)
-    step([long_query] * 3, [long_query, long_query + 3, long_query])  # requests with and without context
+    step([long_query] * 3, [long_query, long_query + 3, long_query + 16 * block_size * size])  # one without context
     # This step runs once more with splits, as over a long context; it comes first, because its kernels compile slowly.
     launches[:0] = map(prescribe_splits(2), launches[before:])
     if fp8_weights or fp8_output or fp8_mode != CONVERTED:  # products of heads with a weight or a result in e4m3

@@ -32,6 +32,7 @@ from .interfaces import (
     CalibratedScales,
     CascadeMetadata,
     ChunkRows,
+    ChunkRun,
     CommonAttentionMetadata,
     ContextChunk,
     ContextParallelChunk,
@@ -113,7 +114,7 @@ from .mla.weights import (
 )
 from .planning.advance import advance_step
 from .planning.batch import reorder_batch_to_split_decodes_and_prefills, split_decodes_and_prefills
-from .planning.context_chunks import clamp_context_chunk, plan_context_chunks, rank_local_chunk
+from .planning.context_chunks import clamp_context_chunk, plan_chunk_runs, plan_context_chunks, rank_local_chunk
 from .planning.decode_schedule import plan_decode
 from .planning.graphs import DecodeGraph
 from .planning.local_attention import make_local_attention_virtual_batches
@@ -131,6 +132,7 @@ __all__ = [
     "CalibratedScales",
     "CascadeMetadata",
     "ChunkRows",
+    "ChunkRun",
     "CommonAttentionMetadata",
     "ContextChunk",
     "ContextParallel",
@@ -227,6 +229,7 @@ __all__ = [
     "mla_decode",
     "plan_captured_decodes",
     "plan_captured_gqa_decodes",
+    "plan_chunk_runs",
     "plan_context_chunks",
     "plan_decode",
     "quantize_entries",

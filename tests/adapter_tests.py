@@ -3,10 +3,12 @@
     python -m tests.adapter_tests --json docs/results/h200-adapters.json
     python -m tests.adapter_tests --device cpu --backends torch_flash
     python -m tests.adapter_tests --versions vllm=0.33.0 --jobs 14 --limit 200 --json h200-adapters.json
+    python -m tests.adapter_tests --leave-out flashinfer=128/128
 
 For each adapter the table has the library and its version, the numbers of passed, failed and skipped tests with the
 reasons of the skips, and the first messages of failures. An adapter that cannot serve the machine is listed with every
-reason why it did not run.
+reason why it did not run. A library that was compiled for some shapes only may end the process at another shape:
+`--leave-out` names an adapter and a part of the names of the tests that are left out, and the table says so.
 
 The tests are those of `tests/backends/adapters/test_every_adapter.py` (prefills and decodes of MLA) and, on a GPU,
 `test_gqa_adapters.py` (grouped-query attention). They compare each adapter with `reference`. Each run of pytest has a
@@ -50,12 +52,17 @@ COUNTS = ("passed", "failed", "skipped")
 
 
 class Run(NamedTuple):
-    """One run of pytest: a file, the K-th of N parts of its tests, and the adapter of `--backend`, or None for all."""
+    """One run of pytest: a file, the K-th of N parts of its tests, and the adapter of `--backend`, or None for all.
+
+    Attributes:
+        left_out: tests whose names contain this text do not run; None leaves out no test.
+    """
 
     file: str
     part: int
     parts: int
     backend: str | None
+    left_out: str | None = None
 
 
 def version_of(package: str, given: dict[str, str]) -> str:
@@ -91,10 +98,12 @@ def reasons_against(backend: backends.Backend, device: str) -> list[str]:
     return [] if not all(found) else list(dict.fromkeys(reason for reasons in found for reason in reasons))
 
 
-def runs_of(able: Sequence[backends.Backend], device: str, parts: int, all_wanted: bool) -> list[Run]:
+def runs_of(
+    able: Sequence[backends.Backend], device: str, parts: int, all_wanted: bool, left_out: dict[str, str]
+) -> list[Run]:
     """Return the runs of pytest for the adapters that can serve the machine, those of grouped-query attention first."""
     runs = [
-        Run(EVERY, part, parts, each.name)
+        Run(EVERY, part, parts, each.name, left_out.get(each.name))
         for each in able
         if any(op in each.ops and not unavailable(each, op, device) for op in OPS[EVERY])
         for part in range(1, parts + 1)
@@ -112,6 +121,7 @@ def run_one(one: Run, device: str, limit: float) -> dict[str, Any]:
             sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", one.file,
             f"--device={device}", f"--shard={one.part}/{one.parts}", f"--adapter-report={report}",
             *([] if one.backend is None else [f"--backend={one.backend}"]),
+            *([] if one.left_out is None else ["-k", f"not {one.left_out}"]),
         ]  # fmt: skip
         status, output = run_command(command, limit, OMP_WAIT_POLICY="PASSIVE")
         found = json.loads(report.read_text()) if report.exists() else {"backends": {}}
@@ -139,29 +149,33 @@ def table_of(runs: Sequence[Run], reports: Sequence[dict[str, Any]], names: Sequ
     return {name: {**row, "reasons": dict(row["reasons"])} for name, row in table.items()}
 
 
-def parse_versions(given: Sequence[str]) -> dict[str, str]:
-    """Return {package: version} of the option `--versions`."""
+def parse_pairs(option: str, form: str, given: Sequence[str]) -> dict[str, str]:
+    """Return {left: right} of an option whose values are "left=right"; `form` says so in an error."""
     pairs = [each.partition("=") for each in given]
-    if wrong := [f"{package}{sign}{version}" for package, sign, version in pairs if not (package and version)]:
-        raise CannotRun(f"--versions: expected PACKAGE=VERSION, got {wrong[0]}")
-    return {package: version for package, _, version in pairs}
+    if wrong := [f"{left}{sign}{right}" for left, sign, right in pairs if not (left and right)]:
+        raise CannotRun(f"{option}: expected {form}, got {wrong[0]}")
+    return {left: right for left, _, right in pairs}
 
 
 def run_main(argv: Sequence[str], arguments: argparse.Namespace) -> int:
     """Run the tests, print the table, and write it if `--json` is given; return 1 if a test failed."""
     check_device(arguments.device)
-    versions, device = parse_versions(arguments.versions), arguments.device
+    versions, device = parse_pairs("--versions", "PACKAGE=VERSION", arguments.versions), arguments.device
+    left_out = parse_pairs("--leave-out", "NAME=TEXT", arguments.leave_out)
     known = {each.name: each for each in backends.registered() if each.library is not None}
     wanted = list(known) if arguments.backends is None else arguments.backends
-    if unknown := sorted(set(wanted) - set(known)):
-        raise CannotRun(f"--backends: expected names of adapters ({', '.join(known)}), got {', '.join(unknown)}")
+    for option, names in (("--backends", wanted), ("--leave-out", left_out)):
+        if unknown := sorted(set(names) - set(known)):
+            raise CannotRun(f"{option}: expected names of adapters ({', '.join(known)}), got {', '.join(unknown)}")
     not_run = {name: reasons for name in wanted if (reasons := reasons_against(known[name], device))}
     able = [known[name] for name in wanted if name not in not_run]
-    runs = runs_of(able, device, arguments.parts, arguments.backends is None)
+    runs = runs_of(able, device, arguments.parts, arguments.backends is None, left_out)
     with ThreadPoolExecutor(arguments.jobs) as pool:
         reports = list(pool.map(lambda one: run_one(one, device, arguments.limit), runs))
     rows = table_of(runs, reports, [each.name for each in able])
     rows = {each.name: library_of(each, versions) | rows[each.name] for each in able}
+    for name in rows.keys() & left_out.keys():
+        rows[name]["left_out"] = f"tests of {EVERY} whose names contain {left_out[name]}"
     console = wide_console(120)
     for name, row in rows.items():
         counts = [sum(found[each] for found in row["tests"].values()) for each in COUNTS]
@@ -191,6 +205,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                         help="adapters to test, without grouped-query attention (default: all, with it)")  # fmt: skip
     parser.add_argument("--versions", nargs="+", default=[], metavar="PACKAGE=VERSION",
                         help="versions of packages that are on the path without metadata")  # fmt: skip
+    parser.add_argument("--leave-out", nargs="+", default=[], metavar="NAME=TEXT",
+                        help="leave out the tests of an adapter whose names contain a text")  # fmt: skip
     parser.add_argument("--parts", type=int, default=2, metavar="N",
                         help="number of processes for the tests of each adapter (default: %(default)s)")  # fmt: skip
     parser.add_argument("--jobs", type=int, default=max(1, min(14, (os.cpu_count() or 2) - 2)), metavar="N",

@@ -90,7 +90,7 @@ def memory_checked() -> dict:
     with recording(found, hopper_tests.H200):
         decode = importlib.import_module("fast.kernels.hopper").KERNELS["mla_decode"]
         for given in memory_checks.decodes():
-            *tensors, cut, stored, kv_scale = given[:-4]  # then: fp8 mode, scale of queries, prepared, backend
+            *tensors, cut, stored, kv_scale = given[:-6]  # then: fp8 mode, scale of queries, prepared, ranks, backend
             decode(*tensors, InvariantSplitRule(*cut), format_named(stored), kv_scale)
     return found
 

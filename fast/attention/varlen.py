@@ -43,6 +43,7 @@ def flash_attn_varlen(
     causal: bool,
     out_dtype: torch.dtype | None = None,
     *,
+    batch_invariant: bool = False,
     backend: BackendChoice = None,
 ) -> AttentionState:
     """Compute softmax attention of packed requests: the queries of a request attend the keys of the same request.
@@ -62,6 +63,8 @@ def flash_attn_varlen(
         softmax_scale: factor of the scores.
         causal: if True, each query sees no key after its own position.
         out_dtype: dtype of the output; None means the dtype of `q`.
+        batch_invariant: if True, the other requests of the call do not change a bit of the result of a request. Some
+            kernels are then slower: for example, they do not divide the keys of a request into splits.
         backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
@@ -74,7 +77,9 @@ def flash_attn_varlen(
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     inputs = AttentionInputs(q, k, None, v, cu_seqlens_q, cu_seqlens_k)
-    return attend(inputs, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype, backend)
+    return attend(
+        inputs, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype, backend, batch_invariant=batch_invariant
+    )
 
 
 def flash_attn_varlen_shared_rope(
@@ -93,6 +98,7 @@ def flash_attn_varlen_shared_rope(
     bounded: bool = False,
     return_lse: bool = True,
     out: Float[Tensor, "T N Dv"] | None = None,
+    batch_invariant: bool = False,
     backend: BackendChoice = None,
 ) -> AttentionState | Float[Tensor, "T N Dv"]:
     """Compute `flash_attn_varlen` with keys in two tensors: `k_nope` of each head, and `k_pe` that all heads share.
@@ -115,6 +121,7 @@ def flash_attn_varlen_shared_rope(
         return_lse: whether the kernel stores the LSE.
         out: tensor [T, N, Dv] in `out_dtype`, with any strides, that receives the output; `out` must share no memory
             with the other arguments. None allocates a tensor.
+        batch_invariant: if True, the other requests of the call do not change a bit of the result of a request.
         backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
@@ -122,15 +129,16 @@ def flash_attn_varlen_shared_rope(
         alone. If `out` is given, it is the output tensor.
 
     Raises:
-        TypeError: `bounded` or `return_lse` is not a bool.
+        TypeError: `bounded`, `return_lse` or `batch_invariant` is not a bool.
         ValueError: for the same reasons as `flash_attn_varlen`, except that `cu_seqlens_k[-1]` may be smaller than S
             with `bounded`. Also if `out` has a wrong shape, dtype or device, or overlaps another argument.
         UnsupportedConfiguration: for the same reasons as `flash_attn_varlen`.
     """
     inputs = AttentionInputs(q, k_nope, k_pe, v, cu_seqlens_q, cu_seqlens_k)
     return attend(
-        inputs, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype, backend, bounded, return_lse, out
-    )
+        inputs, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype, backend, bounded, return_lse, out,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
 
 
 class AttentionInputs(NamedTuple):
@@ -156,7 +164,7 @@ class AttentionInputs(NamedTuple):
 def attend(
     inputs: AttentionInputs, max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float, causal: bool,
     out_dtype: torch.dtype | None, backend: BackendChoice, bounded: bool = False, return_lse: bool = True,
-    out: Float[Tensor, "T N Dv"] | None = None, out_is_checked: bool = False,
+    out: Float[Tensor, "T N Dv"] | None = None, out_is_checked: bool = False, batch_invariant: bool = False,
 ) -> AttentionState | Float[Tensor, "T N Dv"]:  # fmt: skip
     """Compute `flash_attn_varlen` or, with `inputs.k_pe`, `flash_attn_varlen_shared_rope`.
 
@@ -165,7 +173,7 @@ def attend(
     """
     q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k = inputs
     calls = _ATTENDS if out is None and return_lse is True else _ATTENDS_INTO
-    arguments = (*inputs, max_seqlen_q, max_seqlen_k, softmax_scale, causal)
+    arguments = (*inputs, max_seqlen_q, max_seqlen_k, softmax_scale, causal, batch_invariant)
     signature = calls.signature(*arguments, out_dtype, backend, bounded, return_lse, out)
     chosen = calls.backend_of(signature)
     if chosen is None:
@@ -174,10 +182,12 @@ def attend(
         check_dtype("out_dtype", q.dtype if out_dtype is None else out_dtype)
         check_flag("bounded", bounded)
         check_flag("return_lse", return_lse)
+        check_flag("batch_invariant", batch_invariant)
+        sizes = None if batch_invariant else _sizes(q, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
         request = backends.KernelRequest(
             "flash_attn_varlen", q.device, q.dtype, (("qk_head_dim", q.shape[2]), ("v_head_dim", v.shape[2])),
             query_lens=QueryLenSupport.VARLEN, out_dtype=out_dtype or q.dtype, mask="causal" if causal else None,
-            lse=return_lse, sizes=_sizes(q, cu_seqlens_q, max_seqlen_q, max_seqlen_k), direct=True,
+            lse=return_lse, batch_invariant=batch_invariant, sizes=sizes, direct=True,
         )  # fmt: skip
         chosen = backends.select(request, backend).name
     if not bounded:
@@ -191,10 +201,10 @@ def attend_again(
     out_dtype: torch.dtype, return_lse: bool, out: Float[Tensor, "T N Dv"] | None = None, bounded: bool = False,
 ) -> AttentionState | Float[Tensor, "T N Dv"]:  # fmt: skip
     """Compute `attend` by the kept call of an earlier call with the same signature (`CallsInside.find`)."""
-    q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k = inputs
     if not bounded:
-        check_eager_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0])
-    arguments = q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal
+        check_eager_offsets("cu_seqlens_k", inputs.cu_seqlens_k, inputs.k.shape[0])
+    # `KeptCall` ignores the last argument: the signature has the flag for batch invariance
+    arguments = *inputs, max_seqlen_q, max_seqlen_k, softmax_scale, causal, False
     if out is None and return_lse:
         return AttentionState(*kept.again(*arguments, out_dtype, None))
     if out is None and kept.allocates:
@@ -235,18 +245,20 @@ def _sizes(q: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, max_seqlen_k: int
 
 
 def _launch_attention(
-    q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype, backend,
-    *written,
+    q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, batch_invariant,
+    out_dtype, backend, *written,
 ):  # fmt: skip
     if q.device.type == "cpu":
         check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0])
         # If the call is not bounded, `attend` checks that the last offset is S.
         check_offsets("cu_seqlens_k", cu_seqlens_k, most=k.shape[0])
-    if k_pe is not None and backends.support_of(backend, "flash_attn_varlen").whole_keys:
+    support = backends.support_of(backend, "flash_attn_varlen")
+    if k_pe is not None and support.whole_keys:
         k, k_pe = whole_keys(k, k_pe), None
+    asked = {"batch_invariant": True} if batch_invariant and support.invariant_on_request else {}
     state = backends.kernel(backend, "flash_attn_varlen")(
         q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype,
-        *written,
+        *written, **asked,
     )  # fmt: skip
     backends.check_state(
         backend, "flash_attn_varlen", state, (*q.shape[:2], v.shape[2]), out_dtype, q.device,
@@ -265,8 +277,8 @@ _flash_attn_varlen = torch.library.custom_op(
     _launch_attention,
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor? k_pe, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k,"
-    " SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, bool causal, ScalarType out_dtype,"
-    " str backend) -> (Tensor, Tensor)",
+    " SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, bool causal, bool batch_invariant,"
+    " ScalarType out_dtype, str backend) -> (Tensor, Tensor)",
 )
 
 
@@ -283,8 +295,10 @@ def _kept_attention_into(*arguments):
 
 def _kept(inputs, out_dtype, out, lse, backend):
     """Return a function that joins the keys if the backend needs whole keys, calls it, and checks what it returns."""
-    q, k, k_pe, v, *rest = inputs
+    q, k, k_pe, v, *rest, batch_invariant = inputs
     support, widened, columns = backends.support_of(backend, "flash_attn_varlen"), None, 0
+    if batch_invariant and support.invariant_on_request:
+        return None
     splits_keys = k_pe is not None and not support.whole_keys
     if k_pe is not None and support.whole_keys and k_pe.shape[1]:
         widened, columns = Widened(), k.shape[2] + k_pe.shape[1]
@@ -297,7 +311,7 @@ def _kept(inputs, out_dtype, out, lse, backend):
     on_cpu, into, needs_lse = q.device.type == "cpu", out is not None, out is None or lse is not None
     shape, tokens, keys, device = (*q.shape[:2], v.shape[2]), q.shape[0], k.shape[0], q.device
 
-    def again(q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, scale, causal, *written):
+    def again(q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, scale, causal, _, *written):
         if on_cpu:
             check_offsets("cu_seqlens_q", cu_seqlens_q, tokens)
             check_offsets("cu_seqlens_k", cu_seqlens_k, most=keys)
@@ -320,7 +334,10 @@ _ATTENDS = backends.CheckedCalls(torch.ops.mla_twins.flash_attn_varlen, _launch_
 
 
 @_flash_attn_varlen.register_fake
-def _(q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype, backend):
+def _(
+    q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, batch_invariant,
+    out_dtype, backend,
+):  # fmt: skip
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2], dtype=out_dtype)
     return out, q.new_empty(q.shape[1], q.shape[0], dtype=wide_dtype(out_dtype))
 
@@ -330,14 +347,17 @@ _flash_attn_varlen_out = torch.library.custom_op(
     _launch_attention_into,
     mutates_args=("out", "lse"),
     schema="(Tensor q, Tensor k, Tensor? k_pe, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k,"
-    " SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, bool causal, Tensor(a!) out, Tensor(b!)? lse,"
-    " str backend) -> ()",
+    " SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, bool causal, bool batch_invariant,"
+    " Tensor(a!) out, Tensor(b!)? lse, str backend) -> ()",
 )
 _ATTENDS_INTO = backends.CheckedCalls(
-    torch.ops.mla_twins.flash_attn_varlen_out, _launch_attention_into, mutates=(10, 11), keep=_kept_attention_into
+    torch.ops.mla_twins.flash_attn_varlen_out, _launch_attention_into, mutates=(11, 12), keep=_kept_attention_into
 )
 
 
 @_flash_attn_varlen_out.register_fake
-def _(q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out, lse, backend):
+def _(
+    q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, batch_invariant, out,
+    lse, backend,
+):  # fmt: skip
     return None

@@ -79,7 +79,9 @@ CPU = Backend(
     name="cpu",
     priority=0,
     device_type="cpu",
-    ops=_ops_of_all("cpu", FLOAT_DTYPES) | _gqa_ops("cpu", batch_invariant=True),
+    ops=_ops_of_all("cpu", FLOAT_DTYPES)
+    | _ops_of("cpu", ("flash_attn_varlen",), dtypes=FLOAT_DTYPES, invariant_on_request=True)
+    | _gqa_ops("cpu", batch_invariant=True),
 )
 TRITON = Backend(
     name="triton",
@@ -87,6 +89,7 @@ TRITON = Backend(
     device_type="cuda",
     capability=(8, 0),
     ops=_ops_of_all("triton", GPU_DTYPES)
+    | _ops_of("triton", ("flash_attn_varlen",), dtypes=GPU_DTYPES, invariant_on_request=True)
     | _gqa_ops("triton", "fast.kernels.triton.gqa.sizes:schedule_programs", dtypes=GPU_DTYPES),
     missing_package=missing("triton"),
 )
@@ -112,7 +115,7 @@ HOPPER = Backend(
         dtypes=(torch.bfloat16, torch.float16),
         out_dtypes=GPU_DTYPES,
         head_dims={"qk_head_dim": (64, 96, 128, 192, 256), "v_head_dim": (64, 128, 256)},
-        batch_invariant=False,  # the sizes of the batch choose the splits of the keys
+        invariant_on_request=True,  # otherwise the sizes of the batch choose the splits of the keys
     ),
     missing_package=missing("triton", "3.6"),
 )

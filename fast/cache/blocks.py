@@ -47,30 +47,30 @@ def copy_blocks(
         check_block_cache(kv_cache)
     if kv_caches:
         chosen = backends.select(backends.copy_request("copy_blocks", kv_caches[0]), backend)
-        parts = [part for kv_cache in kv_caches for (part,) in _parts_of(kv_cache)]
-        torch.ops.mla_twins.copy_blocks(parts, block_mapping, chosen.name)
+        views = [view for kv_cache in kv_caches for (view,) in _views_of(kv_cache)]
+        torch.ops.mla_twins.copy_blocks(views, block_mapping, chosen.name)
 
 
-def _parts_of(*caches: Tensor) -> list[tuple[Tensor, ...]]:
+def _views_of(*caches: Tensor) -> list[tuple[Tensor, ...]]:
     """Return views [num_blocks, rows, columns] that together have all entries of each cache.
 
-    A latent cache is one part. A key/value cache has one part for the keys and one for the values, if the strides
-    allow such views. Otherwise each KV head has a part of its own.
+    A latent cache is one view. A key/value cache has one view for the keys and one for the values, if the strides
+    allow such views. Otherwise each KV head has a view of its own.
 
     Args:
         caches: caches whose shapes differ in the number of blocks alone; they may have different strides.
 
     Returns:
-        For each part, its views in the caches.
+        For each view of one cache, the views of all caches in its place.
     """
-    parts: list[tuple[Tensor, ...]] = []
+    views: list[tuple[Tensor, ...]] = []
     for halves in zip(*(cache_halves(each) for each in caches), strict=True):
-        parts += [halves] if halves[0].dim() == 3 else _parts_of_entries(halves)
-    return parts
+        views += [halves] if halves[0].dim() == 3 else _views_of_entries(halves)
+    return views
 
 
-def _parts_of_entries(halves: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
-    """Return `_parts_of` for tensors [num_blocks, block_size, Nkv, Dh]."""
+def _views_of_entries(halves: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
+    """Return `_views_of` for tensors [num_blocks, block_size, Nkv, Dh]."""
     for views in (halves, tuple(half.transpose(1, 2) for half in halves)):  # memory order NHD or HND
         if all(view.stride(1) == view.shape[2] * view.stride(2) for view in views):
             return [tuple(view.flatten(1, 2) for view in views)]
@@ -126,7 +126,7 @@ def swap_blocks(
     check_equal_scales(source_scale, target_scale, source)
     served = target if source.device.type == "cpu" else source  # between CPU and GPU, the backend of the GPU copies
     chosen = backends.select(backends.copy_request("swap_blocks", served), backend)
-    for read, written in _parts_of(source, target):
+    for read, written in _views_of(source, target):
         torch.ops.mla_twins.swap_blocks(read, written, block_mapping, chosen.name)
 
 

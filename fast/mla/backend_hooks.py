@@ -20,6 +20,7 @@ Each layer of the step then calls `run_prefill_new_tokens`, and `run_prefill_con
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from reference.interfaces import (
     MLAConfig,
     MLAMetadata,
     PrefillMetadata,
+    check,
     check_type,
     wide_dtype,
 )
@@ -55,9 +57,13 @@ class BackendHooks:
     Attributes:
         runs_attention: whether the class has its own `run_prefill_new_tokens` or `run_prefill_context_chunk`, whose
             results must be checked.
+        options: mapping from the name of an option to a function that checks its value. A builder takes the values by
+            `backend_options`, and passes them to `create_builder_state` as keyword arguments. The function gets the
+            name for its error, and the value.
     """
 
     runs_attention = False
+    options: Mapping[str, Callable[[str, Any], None]] = {}
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -78,6 +84,8 @@ class BackendHooks:
             cache_format: format of their caches.
             layer_names: names of the layers; empty if the builder was not given any.
             device: device of the plans.
+
+        A subclass with `options` also has a keyword argument with a default for each option.
         """
         return None
 
@@ -124,7 +132,7 @@ class BackendHooks:
         longest = metadata.max_query_len
         return attend(
             inputs, longest, longest, softmax_scale, True, out_dtype, self.backend, return_lse=return_lse, out=out,
-            out_is_checked=out_is_checked,
+            out_is_checked=out_is_checked, batch_invariant=metadata.batch_invariant,
         )  # fmt: skip
 
     def run_prefill_context_chunk(
@@ -133,18 +141,71 @@ class BackendHooks:
         """Compute unmasked attention of the new tokens over one chunk of the cached context.
 
         Args:
-            inputs: queries of the new tokens, keys and values of the chunk, with the offsets of the requests.
-            metadata: prefill part of the plan.
+            inputs: queries, keys and values of the chunk's run (`chunk.run`), with the offsets of its requests. Without
+                a run, these are the queries of all requests.
+            metadata: prefill part of the plan, with all requests.
             chunk: the chunk.
             softmax_scale: factor of the scores.
 
         Returns:
-            out [T, N, V] and lse [N, T], both in float32 (float64 if the queries are float64).
+            out [T, N, V] and lse [N, T] for the T given queries, both in float32 (float64 if the queries are float64).
         """
+        longest = metadata.max_query_len if chunk.run is None else chunk.run.max_query_len
         return attend(
-            inputs, metadata.max_query_len, chunk.max_seq_len, softmax_scale, False, wide_dtype(inputs.q.dtype),
-            self.backend, bounded=chunk.bounded,
+            inputs, longest, chunk.max_seq_len, softmax_scale, False, wide_dtype(inputs.q.dtype), self.backend,
+            bounded=chunk.bounded, batch_invariant=metadata.batch_invariant,
         )  # fmt: skip
+
+
+class BuilderStates:
+    """The results of `create_builder_state` of one builder, each made when a plan first needs it.
+
+    Args:
+        cache_format: format of the caches.
+        layer_names: names of the layers.
+        options: mapping from the name of a backend to its options, a mapping from name to value.
+
+    Attributes:
+        made: the results, by hooks, device and config.
+
+    Raises:
+        TypeError: `options` is not a mapping of mappings, or a value has a wrong type.
+        ValueError: no backend has a name, a backend has no such option, or a value is invalid.
+    """
+
+    def __init__(
+        self, cache_format: CacheFormat, layer_names: tuple[str, ...], options: Mapping[str, Mapping[str, Any]] | None
+    ):
+        check_type("layer_names", layer_names, tuple, "a tuple of names")
+        check_type("backend_options", options, (Mapping, type(None)), "a mapping from backend to its options, or None")
+        self._cache_format, self._layer_names = cache_format, layer_names
+        self._options: dict[str, dict[str, Any]] = {}
+        self.made: dict[tuple[BackendHooks, torch.device, MLAConfig], Any] = {}
+        for name, given in ({} if options is None else options).items():
+            argument = f"backend_options[{name!r}]"
+            known = hooks_of(named(name, "backend_options").name).options
+            check_type(argument, given, Mapping, "a mapping from option to value")
+            for option, value in given.items():
+                check(option in known, argument, f"options among {', '.join(known) or 'none'}", option)
+                known[option](f"{argument}[{option!r}]", value)
+            self._options[name] = dict(given)
+
+    def of(self, hooks: BackendHooks, device: torch.device, config: MLAConfig) -> Any:
+        """Return what the hooks of a backend keep for the builder.
+
+        Args:
+            hooks: the hooks.
+            device: device of the plans.
+            config: under context parallelism, the config with the gathered heads for a decode backend, and the config
+                with the heads of one rank for a prefill backend.
+        """
+        key = hooks, device, config
+        if key not in self.made:
+            options = self._options.get(hooks.backend, {})
+            self.made[key] = hooks.create_builder_state(
+                config, self._cache_format, self._layer_names, device, **options
+            )
+        return self.made[key]
 
 
 @constant_when_traced

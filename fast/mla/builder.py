@@ -7,7 +7,7 @@ the other terms and the letters of shapes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ from reference.interfaces import (
 from ..backends import BackendChoice, bind_with_environment
 from ..planning.batch import reorder_batch_to_split_decodes_and_prefills
 from ..planning.shared_prefix import split_shared_prefix
-from .backend_hooks import BackendHooks, hooks_of
+from .backend_hooks import BuilderStates, hooks_of
 from .captured import plan_captured_decodes
 from .cascade import use_cascade_attention
 from .choose_path import choose_paths
@@ -95,10 +95,10 @@ class MLAMetadataBuilder:
             - a positive int: this number. A decode with a query longer than `reorder_batch_threshold` gets no schedule;
             - a function: it takes the length of the longest query in the decode and returns the number.
 
-        batch_invariant: if True, the decode output of a request does not depend on the other requests or on the number
-            of programs, bit for bit. `choose_path` is then not used: requests with queries longer than
-            `reorder_batch_threshold` take the expanded path. The backend of the prefills must then be batch-invariant
-            too, and the sizes of a step do not influence which backend is chosen.
+        batch_invariant: if True, the other requests and the number of programs do not change a bit of the attention of
+            a request. `choose_path` is then not used: requests with queries longer than `reorder_batch_threshold` take
+            the expanded path, and contexts are cut by their own lengths. The backend of the prefills must be
+            batch-invariant too, and the requests of a step do not influence which backend is chosen.
         workspace_tokens: largest number of context tokens that a prefill expands at once. None takes the result of
             `chunked_prefill_workspace_size`, but at most `MOST_WORKSPACE_TOKENS`, the default of a layer.
         context_parallel: groups of the ranks that share sequences, or None. With groups, the batches have the lengths
@@ -117,6 +117,9 @@ class MLAMetadataBuilder:
         layer_names: names of the layers, which the hooks of a backend get (`fast.mla.backend_hooks`).
         device: device of the layers, on which a named decode backend is checked; None checks only what does not depend
             on the device. The first plan with decodes checks the rest.
+        backend_options: mapping from the name of a backend to its options, such as
+            `{"flashinfer": {"workspace": 2**28}}`; None for no options. The hooks of the backend say which options it
+            has (`BackendHooks.options`).
         backend: backend of the ops of planning (`compute_visible_lens`, `decode_programs`, `schedule_costs` and
             `plan_decode`), of `mla_decode`, and of the attention of prefills (`flash_attn_varlen`): a name, a mapping
             from op to backend name, or None. A name applies to the ops that the backend declares. The environment may
@@ -134,6 +137,7 @@ class MLAMetadataBuilder:
             - the number of tensor-parallel ranks does not divide the number of heads;
             - `batch_invariant` is True and the ranks merge with "ag_rs";
             - `graph_support` is ANY and `query_len_support` is UNIFORM;
+            - `backend_options` has an unknown backend or option, or an invalid value;
             - `fp8_mode` is unknown or does not suit `cache_format`.
 
         UnsupportedConfiguration: the named decode backend cannot serve the layers, `query_len_support` or
@@ -162,9 +166,9 @@ class MLAMetadataBuilder:
         *,
         layer_names: tuple[str, ...] = (),
         device: torch.device | str | None = None,
+        backend_options: Mapping[str, Mapping[str, Any]] | None = None,
         backend: BackendChoice = None,
     ):
-        check_type("layer_names", layer_names, tuple, "a tuple of names")
         check_invariant_merge(context_parallel, batch_invariant)
         check_config(config)
         check_costs(costs)
@@ -202,9 +206,7 @@ class MLAMetadataBuilder:
         self.reorder_batch_threshold = reorder_batch_threshold(self.query_len_support, num_speculative_tokens)
         self._staging, self.workspace = StagingBuffer(), ContextWorkspace()
         self.layer_names = layer_names
-        self._backend_states: dict[
-            tuple[BackendHooks, torch.device, MLAConfig], Any
-        ] = {}  # results of `create_builder_state`
+        self._backend_states = BuilderStates(cache_format, layer_names, backend_options)
 
     def build(self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool = False) -> MLAMetadata:
         """Return the plan of one step.
@@ -235,7 +237,8 @@ class MLAMetadataBuilder:
         metadata = build_mla_metadata(
             common, self.block_size, self.workspace_tokens, self.reorder_batch_threshold, self._path_config,
             self.costs, self.query_len_support, require_order=True, ownership=self.ownership, num_programs=0,
-            cache_format=self.cache_format, dtype=self.dtype, fp8_mode=self.fp8_mode, staging=self._staging,
+            cache_format=self.cache_format, dtype=self.dtype, fp8_mode=self.fp8_mode,
+            batch_invariant=self.batch_invariant, staging=self._staging,
         )  # fmt: skip
         if metadata.prefill.context_chunks:
             metadata = dataclasses.replace(metadata, workspace=self.workspace)
@@ -267,7 +270,7 @@ class MLAMetadataBuilder:
                 continue
             done.add((name, config))
             hooks = hooks_of(name)
-            metadata = hooks.finalize_metadata(metadata, self._backend_state(hooks, device, config))
+            metadata = hooks.finalize_metadata(metadata, self._backend_states.of(hooks, device, config))
             check_type(f"the plan of the backend {name}", metadata, MLAMetadata)
             found = getattr(metadata, part).backend
             check(found == name, f"the plan of the backend {name}: {part}.backend", name, found)
@@ -279,21 +282,11 @@ class MLAMetadataBuilder:
         name = choose_prefill_backend(prefill, self.config, self.dtype, self.backend, self.batch_invariant)
         hooks = hooks_of(name)
         prefill = with_backend(prefill, name)
-        state = self._backend_state(hooks, prefill.block_table.device, self.config)
+        state = self._backend_states.of(hooks, prefill.block_table.device, self.config)
         prefill = hooks.post_process_prefill_metadata(prefill, state, prefill.query_start_loc)
         check_type(f"the prefill of the backend {name}", prefill, PrefillMetadata)
         check(prefill.backend == name, f"the prefill of the backend {name}: backend", name, prefill.backend)
         return dataclasses.replace(metadata, prefill=prefill)
-
-    def _backend_state(self, hooks: BackendHooks, device: torch.device, config: MLAConfig) -> Any:
-        """Return what the hooks of a backend keep for this builder; the first call for a device creates it.
-
-        Under context parallelism, `config` has the gathered heads for decodes, and a rank's own heads for prefills.
-        """
-        key = hooks, device, config
-        if key not in self._backend_states:
-            self._backend_states[key] = hooks.create_builder_state(config, self.cache_format, self.layer_names, device)
-        return self._backend_states[key]
 
     def _decode_layer(self, device: torch.device) -> DecodeLayer:
         """Return the properties of the layers that determine the kernel of a decode."""

@@ -21,13 +21,13 @@ from reference.interfaces import (
     ScheduleChoice,
     ScheduleCosts,
     TokenOwnership,
+    absorbed_decode_mask,
     check_captured_lens,
     check_flag,
     check_int,
     check_mode_of_format,
     check_ownership,
     check_schedule_costs,
-    decode_mask,
     get_dcp_local_seq_lens,
 )
 
@@ -120,7 +120,9 @@ def plan_captured_decodes(
             max_seq_len=longest,
             block_size=block_size,
             graph=graph,
-            mask=decode_mask(query_len, ownership),
+            mask=absorbed_decode_mask(query_len, ownership),
+            total_seq_lens=None if ownership is None else common.seq_lens.clone(),  # `write_captured` writes it
+            ownership=ownership,
         ),
         prefill=PrefillMetadata(
             block_table=common.block_table[:0],

@@ -7,12 +7,14 @@ docs/glossary.md explains the terms and the letters of shapes.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from reference.interfaces import (
+    CAUSAL_OVER_RANKS,
     COMPUTE_FORMAT,
     CONVERTED,
     NEUTRAL_SPLIT_RULE,
@@ -25,6 +27,7 @@ from reference.interfaces import (
     MLAConfig,
     QueryLenSupport,
     ScheduleCosts,
+    TokenOwnership,
     check_causal_mask,
     check_config,
     check_decode,
@@ -232,7 +235,7 @@ def mla_decode(
     arguments = (
         *inputs, metadata.max_query_len, metadata.max_seq_len, softmax_scale, out_dtype, tile_ranges, split_offsets,
         batch_invariant, list(split_rule.numbers), cache_format.name, kv_scale, fp8_mode,
-        q_scale, list(metadata.prepared),
+        q_scale, list(metadata.prepared), *_ranks_of(metadata),
     )  # fmt: skip
     if out is None:
         return AttentionState(*_DECODES.run(signature, chosen, *arguments))
@@ -244,29 +247,59 @@ def mla_decode(
 def _launch_decode(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
     softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, cache_format, kv_scale, fp8_mode,
-    q_scale, prepared, backend, *out,
+    q_scale, prepared, total_seq_lens, ownership, backend, *out,
 ):  # fmt: skip
     if ql_nope.device.type == "cpu":
         metadata = DecodeMetadata(
             block_table, seq_lens, query_start_loc, max_query_len, visible_lens, max_seq_len, kv_cache.shape[1],
             GraphSupport.ANY,  # allows padding tokens; `mla_decode` has rejected them where they are not allowed
+            total_seq_lens=total_seq_lens, ownership=TokenOwnership(*ownership) if ownership else None,
         )  # fmt: skip
         check_decode_values(metadata, ql_nope.shape[0], kv_cache.shape[1], kv_cache.shape[0])
         if VISIBLE_LENS not in backends.support_of(backend, "mla_decode").masks:
             check_causal_mask(metadata)
         check_scale_values("kv_scale", kv_scale)
         check_scale_values("q_scale", q_scale)
-    modes = {} if fp8_mode == CONVERTED else {"fp8_mode": fp8_mode, "q_scale": q_scale}
-    if prepared:
-        modes["prepared"] = tuple(prepared)
+    options = _options_of_launcher(backend, ownership)(fp8_mode, q_scale, prepared, total_seq_lens)
     state = backends.kernel(backend, "mla_decode")(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
         softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, invariant_split_rule(*split_rule),
-        format_named(cache_format), kv_scale, *out, **modes,
+        format_named(cache_format), kv_scale, *out, **options,
     )  # fmt: skip
     shape, written = tuple(ql_nope.shape), (*out, None) if out else (None, None)
     backends.check_state(backend, "mla_decode", state, shape, out_dtype, ql_nope.device, written=written)
     return state
+
+
+def _ranks_of(metadata: DecodeMetadata) -> tuple[torch.Tensor | None, list[int]]:
+    """Return what a kernel without `visible_lens` needs for CAUSAL_OVER_RANKS: the whole lengths; D, rank, interleave.
+
+    For any other mask, the result is None and an empty list.
+    """
+    owned = metadata.ownership
+    if metadata.mask != CAUSAL_OVER_RANKS:
+        return None, []
+    return metadata.total_seq_lens, [owned.size, owned.rank, owned.interleave]
+
+
+def _options_of_launcher(backend: str, ownership: list[int]) -> Callable[..., dict]:
+    """Return a function that gives the keyword arguments of a launcher, from those arguments that differ by call.
+
+    Args:
+        backend: name of the backend.
+        ownership: the second result of `_ranks_of`.
+    """
+    constant = {}
+    if ownership and VISIBLE_LENS not in backends.support_of(backend, "mla_decode").masks:
+        constant = {"ownership": TokenOwnership(*ownership)}
+
+    def options(fp8_mode, q_scale, prepared, total_seq_lens):
+        found = {} if fp8_mode == CONVERTED else {"fp8_mode": fp8_mode, "q_scale": q_scale}
+        if prepared:
+            found["prepared"] = tuple(prepared)
+        return found | constant | {"total_seq_lens": total_seq_lens} if constant else found
+
+    return options
 
 
 def _kept_decode(*arguments):
@@ -274,35 +307,30 @@ def _kept_decode(*arguments):
     (
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, longest_q, longest_k, scale,
         out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, cache_format, kv_scale, fp8_mode, q_scale,
-        prepared, backend, *out,
+        prepared, total_seq_lens, ownership, backend, *out,
     ) = arguments  # fmt: skip
     if ql_nope.device.type == "cpu":  # the values of the plan are checked in each call
         return None
     rest = longest_q, longest_k, scale, out_dtype
     constants = batch_invariant, invariant_split_rule(*split_rule), format_named(cache_format)
-    modes = {} if fp8_mode == CONVERTED else {"fp8_mode": fp8_mode}
-    options = modes | ({"q_scale": q_scale} if modes else {}) | ({"prepared": tuple(prepared)} if prepared else {})
+    options_of = _options_of_launcher(backend, ownership)
     call = kept_function(
         backend, "mla_decode", ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, *rest,
-        tile_ranges, split_offsets, *constants, kv_scale, *out, **options,
+        tile_ranges, split_offsets, *constants, kv_scale, *out,
+        **options_of(fp8_mode, q_scale, prepared, total_seq_lens),
     )  # fmt: skip
     if call is None:
         return None
-    shape, device, is_prepared, with_scale = tuple(ql_nope.shape), ql_nope.device, bool(prepared), bool(modes)
+    shape, device = tuple(ql_nope.shape), ql_nope.device
 
     def again(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, longest_q, longest_k, scale,
         out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, cache_format, kv_scale, fp8_mode, q_scale,
-        prepared, backend, *out,
+        prepared, total_seq_lens, ownership, backend, *out,
     ):  # fmt: skip
-        options = modes
-        if with_scale:
-            options = {**options, "q_scale": q_scale}
-        if is_prepared:
-            options = {**options, "prepared": tuple(prepared)}
         state = call(
             ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, *rest, tile_ranges,
-            split_offsets, *constants, kv_scale, *out, **options,
+            split_offsets, *constants, kv_scale, *out, **options_of(fp8_mode, q_scale, prepared, total_seq_lens),
         )  # fmt: skip
         written = (*out, None) if out else (None, None)
         backends.check_state(backend, "mla_decode", state, shape, out_dtype, device, written=written)
@@ -330,7 +358,8 @@ _mla_decode = torch.library.custom_op(
     " Tensor query_start_loc, Tensor visible_lens, SymInt max_query_len, SymInt max_seq_len,"
     " float softmax_scale, ScalarType out_dtype,"
     " Tensor? tile_ranges, Tensor? split_offsets, bool batch_invariant, SymInt[] split_rule,"
-    " str cache_format, Tensor? kv_scale, str fp8_mode, Tensor? q_scale, Tensor[] prepared, str backend)"
+    " str cache_format, Tensor? kv_scale, str fp8_mode, Tensor? q_scale, Tensor[] prepared,"
+    " Tensor? total_seq_lens, SymInt[] ownership, str backend)"
     " -> (Tensor, Tensor)",
 )
 _DECODES = backends.CheckedCalls(torch.ops.mla_twins.mla_decode, _launch_decode, keep=_kept_decode)
@@ -340,7 +369,7 @@ _DECODES = backends.CheckedCalls(torch.ops.mla_twins.mla_decode, _launch_decode,
 def _(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
     softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, cache_format, kv_scale, fp8_mode,
-    q_scale, prepared, backend,
+    q_scale, prepared, total_seq_lens, ownership, backend,
 ):  # fmt: skip
     tokens, heads, _ = ql_nope.shape
     out = ql_nope.new_empty(ql_nope.shape, dtype=out_dtype)
@@ -355,11 +384,11 @@ _mla_decode_out = torch.library.custom_op(
     " Tensor query_start_loc, Tensor visible_lens, SymInt max_query_len, SymInt max_seq_len,"
     " float softmax_scale, ScalarType out_dtype,"
     " Tensor? tile_ranges, Tensor? split_offsets, bool batch_invariant, SymInt[] split_rule,"
-    " str cache_format, Tensor? kv_scale, str fp8_mode, Tensor? q_scale, Tensor[] prepared, Tensor(a!) out,"
-    " str backend) -> Tensor",
+    " str cache_format, Tensor? kv_scale, str fp8_mode, Tensor? q_scale, Tensor[] prepared,"
+    " Tensor? total_seq_lens, SymInt[] ownership, Tensor(a!) out, str backend) -> Tensor",
 )
 _DECODES_INTO = backends.CheckedCalls(
-    torch.ops.mla_twins.mla_decode_out, _launch_decode_into, mutates=(20,), keep=_kept_decode_into
+    torch.ops.mla_twins.mla_decode_out, _launch_decode_into, mutates=(22,), keep=_kept_decode_into
 )
 
 
@@ -367,7 +396,7 @@ _DECODES_INTO = backends.CheckedCalls(
 def _(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
     softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, cache_format, kv_scale, fp8_mode,
-    q_scale, prepared, out, backend,
+    q_scale, prepared, total_seq_lens, ownership, out, backend,
 ):  # fmt: skip
     tokens, heads, _ = ql_nope.shape
     return ql_nope.new_empty(heads, tokens, dtype=wide_dtype(out_dtype))

@@ -21,10 +21,10 @@ from reference.interfaces import (
     QueryLenSupport,
     TokenOwnership,
     UnsupportedConfiguration,
+    absorbed_decode_mask,
     check_device,
     check_graph_support,
     check_type,
-    decode_mask,
     reorder_batch_threshold,
 )
 
@@ -68,7 +68,7 @@ def decode_limits(
         layer: properties of the layers. Its device may be the device type alone if the caller knows no device.
         backend: mapping from op to name that `bind` returned, or None.
         query_len_support: query lengths that the caller asks for; None takes those of the backend. Under context
-            parallelism, a backend with a causal mask alone then decodes one token of each request only.
+            parallelism, a backend that serves no mask of the plans then decodes one token of each request only.
         graph_support: batches of a graph that the caller asks for; None takes those of the backend.
         num_speculative_tokens: number of drafted tokens of a request in one step.
         ownership: the tokens that this rank owns; None if one rank owns all tokens.
@@ -90,14 +90,14 @@ def decode_limits(
     threshold = reorder_batch_threshold(lens, num_speculative_tokens)
     # with VARLEN, `choose_path` may also send longer queries to the decodes
     longest = 2 if lens is QueryLenSupport.VARLEN else threshold
-    if query_len_support is None and decode_mask(longest, ownership) not in support.masks:
+    if query_len_support is None and not support.serves_mask(absorbed_decode_mask(longest, ownership)):
         lens, longest = QueryLenSupport.SINGLE_ONLY, 1
     graph = check_graph_support(graph_support, lens)
     if graph_support is None and not support.graph.covers(graph):
         graph = support.graph
     request = decode_request_of(
-        layer, lens, graph if graph_support is not None else GraphSupport.NONE, decode_mask(longest, ownership),
-        batch_invariant,
+        layer, lens, graph if graph_support is not None else GraphSupport.NONE,
+        absorbed_decode_mask(longest, ownership), batch_invariant,
     )  # fmt: skip
     if layer.device.index is not None or layer.device.type == "cpu":
         reasons = chosen.validate_configuration(request)

@@ -21,21 +21,22 @@ from .backend_hooks import BackendHooks
 class DecodeHooks(BackendHooks):
     """Hooks of a backend whose decode takes tensors that are made ahead for the step."""
 
-    def prepare(self, metadata: MLAMetadata, num_heads: int) -> tuple[Tensor, ...]:
-        """Return the tensors for `DecodeMetadata.prepared`, on the device of the plan.
+    def prepare(self, metadata: MLAMetadata, state: Any) -> tuple[Tensor, ...]:
+        """Return the tensors for `DecodeMetadata.prepared`.
 
-        The method must not wait for the device. The shapes must be equal for all batches of one captured size, so that
-        new values can be copied into the tensors that a CUDA graph reads.
+        If the backend declares graphs, the tensors are on the device of the plan, and the method does not wait for the
+        device. Their shapes must then be equal for all batches of one captured size, so that new values can be copied
+        into the tensors that a CUDA graph reads.
 
         Args:
             metadata: plan of a step with decodes.
-            num_heads: number of heads of the decode.
+            state: result of `create_builder_state`; by default the number of heads of the decode.
         """
         raise NotImplementedError
 
     def create_builder_state(
         self, config: MLAConfig, cache_format: CacheFormat, layer_names: tuple[str, ...], device: torch.device
-    ) -> int:
+    ) -> Any:
         """Return the number of heads."""
         return config.num_heads
 
@@ -52,14 +53,14 @@ class DecodeHooks(BackendHooks):
 class FlashAttn3Hooks(DecodeHooks):
     """Hooks of `flash_attn_3`: the schedule and the page table of the step."""
 
-    def prepare(self, metadata: MLAMetadata, num_heads: int) -> tuple[Tensor, ...]:
+    def prepare(self, metadata: MLAMetadata, state: int) -> tuple[Tensor, ...]:
         """Return the library's schedule and the page table."""
-        return flash_attn_decode.prepare(metadata.decode, num_heads)
+        return flash_attn_decode.prepare(metadata.decode, state)
 
 
 class FlashMLAHooks(DecodeHooks):
     """Hooks of `flashmla`: the schedule of the step, and for a cache in e4m3 the padded block table."""
 
-    def prepare(self, metadata: MLAMetadata, num_heads: int) -> tuple[Tensor, ...]:
+    def prepare(self, metadata: MLAMetadata, state: int) -> tuple[Tensor, ...]:
         """Return the library's schedule, and for a decode in the fp8 mode "fp8_product" the padded block table."""
-        return flashmla.prepare(metadata.decode, num_heads, metadata.fp8_mode)
+        return flashmla.prepare(metadata.decode, state, metadata.fp8_mode)

@@ -1,4 +1,6 @@
-"""Hooks of the backends `flashinfer`, `flashinfer_cudnn` and `trtllm_ragged`, which plan the calls of a step once.
+"""Hooks of the backends `flashinfer`, `flashinfer_mla`, `flashinfer_cudnn` and `trtllm_ragged`.
+
+They plan the calls of a step once.
 
 The adapters are in `fast.backends.adapters`. `flashinfer` and `trtllm_ragged` need the lengths of a call on the CPU.
 The metadata of a step has the lengths only on the device, so the builder copies all lengths of a step to the CPU in one
@@ -16,13 +18,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from reference.interfaces import AttentionState, CacheFormat, ContextChunk, MLAConfig, PrefillMetadata, wide_dtype
+from reference.interfaces import (
+    AttentionState,
+    CacheFormat,
+    ContextChunk,
+    MLAConfig,
+    MLAMetadata,
+    PrefillMetadata,
+    wide_dtype,
+)
 
 from ..attention.varlen import AttentionInputs
-from ..backends.adapters import flashinfer, flashinfer_cudnn, trtllm_ragged
+from ..backends.adapters import flashinfer, flashinfer_cudnn, flashinfer_mla, trtllm_ragged
 from ..backends.adapters.conversion import whole_keys
+from ..backends.adapters.flashinfer_workspace import check_workspace, new_workspace
 from ..backends.adapters.ragged_calls import RaggedCall
 from .backend_hooks import BackendHooks
+from .decode_hooks import DecodeHooks
+
+OPTIONS = {"workspace": check_workspace}  # options of the backends with a workspace
 
 
 class Offsets(NamedTuple):
@@ -91,8 +105,10 @@ class PlanningHooks(BackendHooks):
         for plan in plans:
             starts, longest = plan.query_start_loc, plan.max_query_len
             calls.append(Offsets(starts, starts, longest, longest, True))
-            chunks = plan.context_chunks
-            calls += [Offsets(starts, chunk.cu_seq_lens, longest, chunk.max_seq_len, False) for chunk in chunks]
+            for chunk in plan.context_chunks:  # the query tokens of the run attend the chunk
+                own = starts if chunk.run_query_start_loc is None else chunk.run_query_start_loc
+                most = longest if chunk.run is None else chunk.run.max_query_len
+                calls.append(Offsets(own, chunk.run_cu_seq_lens, most, chunk.max_seq_len, False))
         planned, made = iter(self.plan_calls(calls, state)), []
         for plan in plans:
             fields = {name: getattr(plan, name) for name in PrefillMetadata.__dataclass_fields__}
@@ -156,11 +172,14 @@ class FlashInferHooks(PlanningHooks):
     this layer. Later layers with the same properties use this plan; other layers plan again.
     """
 
+    options = OPTIONS
+
     def create_builder_state(
-        self, config: MLAConfig, cache_format: CacheFormat, layer_names: tuple[str, ...], device: torch.device
-    ) -> flashinfer.RaggedWrappers:
-        """Return the workspace and the wrappers of one builder; the environment sets the size of the workspace."""
-        return flashinfer.RaggedWrappers(device)
+        self, config: MLAConfig, cache_format: CacheFormat, layer_names: tuple[str, ...], device: torch.device,
+        workspace: int | Tensor | None = None,
+    ) -> flashinfer.RaggedWrappers:  # fmt: skip
+        """Return the workspace and the wrappers of one builder (`fast.backends.adapters.flashinfer_workspace`)."""
+        return flashinfer.RaggedWrappers(device, workspace)
 
     def plan_calls(self, calls: list[Offsets], state: flashinfer.RaggedWrappers) -> list[RaggedCall]:
         """Return each call with its lengths on the CPU and with its wrapper."""
@@ -177,11 +196,14 @@ class FlashInferHooks(PlanningHooks):
 class TrtllmRaggedHooks(PlanningHooks):
     """Hooks of the backend `trtllm_ragged`, which has one workspace for all calls of a builder."""
 
+    options = OPTIONS
+
     def create_builder_state(
-        self, config: MLAConfig, cache_format: CacheFormat, layer_names: tuple[str, ...], device: torch.device
-    ) -> Tensor:
-        """Return the workspace of one builder; the environment sets its size."""
-        return trtllm_ragged.new_workspace(device)
+        self, config: MLAConfig, cache_format: CacheFormat, layer_names: tuple[str, ...], device: torch.device,
+        workspace: int | Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Return the workspace of one builder (`fast.backends.adapters.flashinfer_workspace`)."""
+        return new_workspace(device, workspace)
 
     def plan_calls(self, calls: list[Offsets], state: Tensor) -> list[RaggedCall]:
         """Return each call with its lengths on the CPU and with the workspace."""
@@ -193,6 +215,27 @@ class TrtllmRaggedHooks(PlanningHooks):
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Run a call with the workspace."""
         return trtllm_ragged.attend(call, q, k, v, softmax_scale, out_dtype, return_lse, out)
+
+
+class FlashInferMLAHooks(DecodeHooks):
+    """Hooks of the backend `flashinfer_mla`, which plans the decodes of a step once.
+
+    The wrapper plans the decode in the first layer of a step. Later layers with the same properties use this plan;
+    other layers plan again.
+    """
+
+    options = OPTIONS
+
+    def create_builder_state(
+        self, config: MLAConfig, cache_format: CacheFormat, layer_names: tuple[str, ...], device: torch.device,
+        workspace: int | Tensor | None = None,
+    ) -> flashinfer_mla.DecodeWrapper:  # fmt: skip
+        """Return the wrapper of one builder, with its workspace (`fast.backends.adapters.flashinfer_workspace`)."""
+        return flashinfer_mla.DecodeWrapper(new_workspace(device, workspace))
+
+    def prepare(self, metadata: MLAMetadata, state: flashinfer_mla.DecodeWrapper) -> tuple[Tensor]:
+        """Return a tensor that leads to the wrapper and to the lengths of the step, after a copy of the lengths."""
+        return flashinfer_mla.prepare(metadata.decode, state)
 
 
 class CudnnHooks(PlanningHooks):

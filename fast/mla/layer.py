@@ -60,8 +60,9 @@ from .context_parallel import DCP_DECODE_OPS, dcp_gather_context
 from .decode_choice import check_decode_backend
 from .memory_profile import reserve_for_step, touch_largest
 from .new_tokens import DownProjected, NewTokens, frequencies_for, measure_step, write_tokens
-from .prefill import PREFILL_OPS, forward_prefill, gather_context, rows_of
+from .prefill import PREFILL_OPS, forward_prefill, gather_context
 from .prefill_choice import check_prefill_backend
+from .state_rows import rows_of
 from .weight_views import AttentionWeights, WeightViews, dense_weight_of, refresh
 from .weights import split_kv_b_proj
 

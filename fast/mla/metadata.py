@@ -38,6 +38,7 @@ from reference.interfaces import (
     QueryLenSupport,
     ScheduleCosts,
     TokenOwnership,
+    absorbed_decode_mask,
     bounded_batch,
     check,
     check_batch_block_size,
@@ -58,7 +59,6 @@ from reference.interfaces import (
     check_type,
     choose_schedule,
     context_unit,
-    decode_mask,
     get_dcp_local_seq_lens,
     has_host_lens,
     longest_decode_lens,
@@ -67,7 +67,7 @@ from reference.interfaces import (
 
 from ..backends import BackendChoice, bind
 from ..planning.batch import split_decodes_and_prefills
-from ..planning.context_chunks import clamp_context_chunk, plan_context_chunks, rank_local_chunk
+from ..planning.context_chunks import clamp_context_chunk, plan_chunk_runs, plan_context_chunks, rank_local_chunk
 from ..planning.decode_schedule import plan_decode
 from ..planning.visible_lens import compute_visible_lens
 from .choose_path import choose_path, choose_paths
@@ -92,6 +92,7 @@ def build_mla_metadata(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     dtype: torch.dtype = torch.bfloat16,
     fp8_mode: str = CONVERTED,
+    batch_invariant: bool = False,
     *,
     staging: StagingBuffer | None = None,
     backend: BackendChoice = None,
@@ -126,6 +127,8 @@ def build_mla_metadata(
         dtype: dtype of queries and keys. It influences `choose_path` and the schedule. A plan is valid for any dtype.
         fp8_mode: fp8 mode of the decodes (`mla_decode`). It influences the schedule and the backend of the schedule.
             Layers with another fp8 mode refuse the plan.
+        batch_invariant: if True, the other requests do not change a bit of a request's result: `choose_path` is not
+            used, contexts are cut by their own lengths, and the splits of a schedule depend on these lengths alone.
         staging: pinned memory through which plans are copied to a GPU; None means new pinned memory from PyTorch's
             allocator in each call.
         backend: backend of the ops `compute_visible_lens`, `decode_programs`, `schedule_costs` and `plan_decode`: a
@@ -158,6 +161,7 @@ def build_mla_metadata(
     check_costs(costs)
     check_schedule_costs(schedule_costs, "schedule_costs")
     check_flag("require_order", require_order)
+    check_flag("batch_invariant", batch_invariant)
     check_ownership(ownership)
     check_type("staging", staging, (StagingBuffer, type(None)), "a StagingBuffer or None")
     owned = ONE_RANK if ownership is None else ownership
@@ -172,7 +176,8 @@ def build_mla_metadata(
     requests, starts_cpu = common.num_reqs, common.query_start_loc_cpu
     check_chunking(workspace_tokens, context_unit(block_size, size, interleave))
     decodes, query_lens = requests, None
-    paths = {"config": config, "costs": costs, "cache_format": cache_format, "dtype": dtype}  # for `choose_path`
+    path_config = None if batch_invariant else config  # None disables `choose_path`
+    paths = {"config": path_config, "costs": costs, "cache_format": cache_format, "dtype": dtype}
     if query_len_support is QueryLenSupport.UNIFORM:
         decodes = split_decodes_and_prefills(common, decode_threshold, require_uniform=True).num_decodes
     elif common.max_query_len > decode_threshold:
@@ -202,12 +207,15 @@ def build_mla_metadata(
         check_no_prefill_padding(common, decodes)
         made["prefill_starts"] = starts_cpu[decodes:] - decode_tokens
         contexts = (common.seq_lens_cpu[decodes:] - query_lens[decodes:]).clamp_(min=0)
-        chunks = plan_context_chunks(contexts, workspace_tokens, block_size, size, interleave)
+        chunks = plan_context_chunks(contexts, workspace_tokens, block_size, size, interleave, batch_invariant)
+        chunks = plan_chunk_runs(chunks, made["prefill_starts"])
         if ownership is not None:
             chunks = tuple(rank_local_chunk(chunk, ownership) for chunk in chunks)
         made |= {f"chunk {number}: {name}": tensor for number, chunk in enumerate(chunks)
                  for name, tensor in chunk.tensors().items()}  # fmt: skip
-        whole = PrefillMetadata(common.block_table[decodes:], made["prefill_starts"], 0, chunks, block_size)
+        whole = PrefillMetadata(
+            common.block_table[decodes:], made["prefill_starts"], 0, chunks, block_size, batch_invariant=batch_invariant
+        )
         parts = _split_by_context(whole, contexts) if host_lens else ()  # parts need exact lengths
         made |= {f"part {number}: {name}": tensor for number, part in enumerate(parts)
                  for name, tensor in part.tensors().items()}  # fmt: skip
@@ -249,7 +257,9 @@ def build_mla_metadata(
             visible_lens=visible_lens,
             max_seq_len=longest,
             block_size=block_size,
-            mask=decode_mask(longest_query, ownership),
+            mask=absorbed_decode_mask(longest_query, ownership),
+            total_seq_lens=None if ownership is None else common.seq_lens[:decodes],
+            ownership=ownership,
         ),
         prefill=PrefillMetadata(
             block_table=common.block_table[decodes:],
@@ -258,6 +268,7 @@ def build_mla_metadata(
             context_chunks=chunks,
             block_size=block_size,
             parts=parts,
+            batch_invariant=batch_invariant,
         ),
         workspace_tokens=workspace_tokens,
         cache_format=cache_format,
@@ -265,15 +276,15 @@ def build_mla_metadata(
     )
     if not host_lens:
         metadata = _with_device_lens(metadata, given, ownership, one_each, backend)
-    if config is None or decode_tokens == 0 or num_programs == 0:
+    if config is None or decode_tokens == 0 or (num_programs == 0 and not batch_invariant):
         return metadata
     query_len = metadata.decode.max_query_len
     layer = DecodeLayer(config, common.block_table.device, dtype, block_size, cache_format, fp8_mode)
     num_programs, costs = layer.programs_and_costs(
-        query_len, num_programs, schedule_costs, backend, batch_invariant=False
+        query_len, num_programs, schedule_costs, backend, batch_invariant=batch_invariant
     )
     lens = _rank_local_decode_lens(given, decodes, metadata.decode.max_seq_len, ownership)
-    return _with_schedule(metadata, lens, num_programs, costs, backend=backend)
+    return _with_schedule(metadata, lens, num_programs, costs, batch_invariant, backend)
 
 
 def _split_by_context(prefill: PrefillMetadata, context_lens: Int32[Tensor, " B"]) -> tuple[PrefillPart, ...]:
@@ -308,9 +319,11 @@ def _split_by_context(prefill: PrefillMetadata, context_lens: Int32[Tensor, " B"
                     chunks.append(ContextChunk(chunk.starts[first:end], offsets, high - low, int(offsets.diff().max())))
                     rows.append(ChunkRows(index, low, high))
         own = starts[first : end + 1] - tokens[number]
+        chunks = plan_chunk_runs(tuple(chunks), own)
         plan = PrefillMetadata(
-            prefill.block_table[first:end], own, int(own.diff().max()), tuple(chunks), prefill.block_size
-        )
+            prefill.block_table[first:end], own, int(own.diff().max()), chunks, prefill.block_size,
+            batch_invariant=prefill.batch_invariant,
+        )  # fmt: skip
         parts.append(PrefillPart(tokens[number], tokens[number + 1], plan, tuple(rows)))
     return tuple(parts)
 

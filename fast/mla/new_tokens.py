@@ -23,7 +23,7 @@ from .. import backends
 from ..attention.rope import rotary_frequencies
 from .absorbed_path import absorbed_queries
 from .cache_write import WrittenTokens, rope_norm_and_cache
-from .prefill import rows_of
+from .state_rows import rows_of
 from .weight_views import AttentionWeights
 
 

@@ -8,6 +8,7 @@ docs/glossary.md explains the terms and the letters of shapes.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from reference.interfaces import (
     E4M3,
     AttentionState,
     CacheFormat,
+    ChunkRun,
     ContextChunk,
     ContextWorkspace,
     PrefillMetadata,
@@ -41,12 +43,12 @@ from reference.interfaces import (
 )
 
 from .. import backends
-from ..attention.merge import merge_states
 from ..attention.varlen import AttentionInputs, attend_again
 from ..backends import BackendChoice
 from ..backends.selection import check_same_backend
 from ..cache.latent import gather_and_maybe_dequant_cache
 from .backend_hooks import BackendHooks, hooks_of
+from .state_rows import merge_run, rows_of, write_unmerged
 from .weights import expand_into
 from .whole_keys import expand_whole, takes_whole_keys
 
@@ -168,12 +170,18 @@ def run_prefill_context_chunk(
         )
     with order:
         _check_expanded(q, k_nope, k_pe, v, metadata, chunk)
+        if chunk.run_query_start_loc is not None:  # all query tokens attend the chunk, as the caller gives them all
+            chunk = dataclasses.replace(chunk, run=None, run_query_start_loc=None)
         return _attend_context(q, k_nope, k_pe, v, metadata, chunk, softmax_scale, _hooks(metadata, backend))
 
 
 def _attend_context(q, k, k_pe, v, metadata, chunk, softmax_scale, hooks):
-    """Compute `run_prefill_context_chunk` without checks of the plan; `k` has whole keys if `k_pe` is None."""
-    inputs = AttentionInputs(q, k, k_pe, v, metadata.query_start_loc, chunk.cu_seq_lens)
+    """Compute `run_prefill_context_chunk` without checks of the plan; `q` has only the rows of the chunk's run.
+
+    `k` has whole keys if `k_pe` is None.
+    """
+    offsets = metadata.query_start_loc if chunk.run_query_start_loc is None else chunk.run_query_start_loc
+    inputs = AttentionInputs(q, k, k_pe, v, offsets, chunk.run_cu_seq_lens)
     if not hooks.runs_attention:
         return hooks.run_prefill_context_chunk(inputs, metadata, chunk, softmax_scale)
     with backends.CallsOfOthers():
@@ -365,24 +373,29 @@ def _forward_prefill(
             attended = states[-1].out if return_lse else states[-1]
             rows_of(out, *tokens).copy_(to_e4m3(attended, output_scale))
     del k, v, new_tokens
+    runs = [
+        ChunkRun.of_chunks(
+            part.plan.context_chunks, part.plan.block_table.shape[0], part.end_token - part.first_token,
+            part.plan.max_query_len,
+        )
+        for part in parts
+    ]  # fmt: skip
     for number, chunk in enumerate(chunks):
         context = gather(kv_cache, metadata, chunk, cache_format=cache_format, out_dtype=q.dtype)
         k, rope, v = _expanded(expand, whole, context[:, :latent], context[:, latent:], w_uk, w_uv, expanded)
         for index, part in enumerate(parts):
-            last = len(part.rows) - 1
-            for place, (part_chunk, own) in enumerate(zip(part.plan.context_chunks, part.rows, strict=True)):
-                if own.chunk == number:
-                    tokens = part.first_token, part.end_token
+            for part_chunk, own, run in zip(part.plan.context_chunks, part.rows, runs[index], strict=True):
+                if own.chunk == number and run.first_token < run.end_token:
+                    queries = rows_of(q, part.first_token + run.first_token, part.first_token + run.end_token)
                     keys = [None if x is None else rows_of(x, own.first, own.end) for x in (k, rope, v)]
-                    chunk_state = _attend_context(
-                        rows_of(q, *tokens), *keys, part.plan, part_chunk, softmax_scale, hooks
-                    )
-                    target, scale = (
-                        (rows_of(out, *tokens), output_scale) if place == last else (states[index].out, None)
-                    )
-                    states[index] = _merge_into(target, chunk_state, states[index], backend, scale)
+                    chunk_state = _attend_context(queries, *keys, part.plan, part_chunk, softmax_scale, hooks)
+                    target = rows_of(out, part.first_token, part.end_token)
+                    merge_run(states[index], chunk_state, run, target, backend, output_scale)
                     del chunk_state, keys
         del k, rope, v, context  # free the memory of this chunk before the next chunk is expanded
+    for index, part in enumerate(parts):
+        if part.rows:
+            write_unmerged(states[index], runs[index], rows_of(out, part.first_token, part.end_token), output_scale)
     if not return_lse:
         return out
     lses = [state.lse for state in states]
@@ -415,25 +428,3 @@ def _expanded(
     for name, made, weight in (("k_nope", k_nope, w_uk), ("v", v, w_uv)):
         check_tensor(f"expand: {name}", made, (latents.shape[0], *weight.shape[1:]), (latents.dtype,), latents.device)
     return _Expanded(k_nope, k_pe, v)
-
-
-def _merge_into(
-    target: Tensor,
-    chunk_state: AttentionState,
-    state: AttentionState,
-    backend: BackendChoice,
-    output_scale: Tensor | None,
-) -> AttentionState:
-    """Merge two states: write the output to `target` and the LSE to `state.lse`; return the merged state."""
-    made = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
-    merged = merge_states(
-        chunk_state, state, AttentionState(made, state.lse), backend=backend, output_scale=output_scale
-    )
-    if made is not target:
-        target.copy_(made)
-    return merged
-
-
-def rows_of(x: Tensor, first: int, end: int) -> Tensor:
-    """Return x[first:end] of a tensor [rows, ...]; if this is the whole tensor, return `x` itself without a view."""
-    return x if first == 0 and end == x.shape[0] else x[first:end]

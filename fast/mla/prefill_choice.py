@@ -66,6 +66,20 @@ def prefill_requests(
     return (*new_tokens, *(request(True, False, chunk.max_seq_len) for chunk in prefill.context_chunks))
 
 
+def _every_kind(requests: tuple[KernelRequest, ...]) -> tuple[KernelRequest, ...]:
+    """Return a request for each kind of call that any step of the same builder may make; `requests` are those of one.
+
+    If a builder is batch-invariant, an automatic choice must find the same backend in a step with context and in a step
+    without: whether a step has context depends on the other requests.
+    """
+    one = requests[0]
+    wide = dataclasses.replace(one, out_dtype=wide_dtype(one.dtype), lse=True)
+    alone = dataclasses.replace(one, out_dtype=one.dtype, lse=False)
+    return tuple(dataclasses.replace(each, mask=mask) for each, mask in (
+        (alone, "causal"), (wide, "causal"), (wide, None),
+    ))  # fmt: skip
+
+
 def choose_prefill_backend(
     prefill: PrefillMetadata,
     config: MLAConfig,
@@ -85,15 +99,19 @@ def choose_prefill_backend(
     Raises:
         UnsupportedConfiguration: no backend that `backend` allows can serve all of these calls.
     """
-    return _choose(prefill_requests(prefill, config, dtype, False, batch_invariant), name_for(OP, backend))
+    requests, name = prefill_requests(prefill, config, dtype, False, batch_invariant), name_for(OP, backend)
+    return _choose(_every_kind(requests) if batch_invariant and name is None else requests, name)
 
 
-def with_backend(prefill: PrefillMetadata, name: str) -> PrefillMetadata:
-    """Return the prefill part of a plan, and the plans of its parts, with the name of the backend of its attention."""
-    parts = tuple(
-        dataclasses.replace(part, plan=dataclasses.replace(part.plan, backend=name)) for part in prefill.parts
-    )
-    return dataclasses.replace(prefill, backend=name, parts=parts)
+def with_backend(prefill: PrefillMetadata, name: str, batch_invariant: bool | None = None) -> PrefillMetadata:
+    """Return the prefill part of a plan, and the plans of its parts, with the name of the backend of its attention.
+
+    `batch_invariant` is a new value for this flag of all these plans; None keeps the flag.
+    """
+    flag = prefill.batch_invariant if batch_invariant is None else batch_invariant
+    changed = {"backend": name, "batch_invariant": flag}
+    parts = tuple(dataclasses.replace(part, plan=dataclasses.replace(part.plan, **changed)) for part in prefill.parts)
+    return dataclasses.replace(prefill, parts=parts, **changed)
 
 
 def check_invariant_prefills(backend: BackendChoice, batch_invariant: bool) -> None:
@@ -142,7 +160,7 @@ def check_prefill_backend(
         return
     check_same_backend(OP, prefill.backend, backend, "metadata.prefill.backend", "the backend of the layer")
     chosen = named(prefill.backend, "metadata.prefill.backend")
-    requests = prefill_requests(prefill, config, dtype, in_e4m3)
+    requests = prefill_requests(prefill, config, dtype, in_e4m3, prefill.batch_invariant)
     reasons = [reason for request in requests for reason in chosen.validate_configuration(request)]
     if reasons:
         raise UnsupportedConfiguration([f"metadata.prefill.backend: {reason}" for reason in dict.fromkeys(reasons)])

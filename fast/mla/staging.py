@@ -30,20 +30,20 @@ def to_device(
     else:  # the allocator does not reuse pinned memory before copies from it have finished
         pinned = torch.empty(sum(sizes), dtype=torch.int32, device="cpu", pin_memory=True)
         moved = torch.cat(flat, out=pinned).to(device, non_blocking=True)
-    parts = zip(tensors.items(), moved.split(sizes), strict=True)
-    return {name: part.view(tensor.shape) for (name, tensor), part in parts}
+    pairs = zip(tensors.items(), moved.split(sizes), strict=True)
+    return {name: sent.view(tensor.shape) for (name, tensor), sent in pairs}
 
 
 class StagingBuffer:
     """Pinned memory through which plans are sent to a GPU; the host never waits for the GPU.
 
-    The memory consists of parts, each with a CUDA event that is recorded after the last copy from the part. A plan uses
-    a part whose copy has finished. If every part still has a running copy, the buffer allocates a new part. Only one
-    thread may use a buffer.
+    The memory consists of vectors, each with a CUDA event that is recorded after the last copy from the vector. A plan
+    uses a vector whose copy has finished. If every vector still has a running copy, the buffer allocates a new vector.
+    Only one thread may use a buffer.
     """
 
     def __init__(self):
-        self._parts: dict[torch.device, list[tuple[Tensor, torch.cuda.Event]]] = {}
+        self._pinned: dict[torch.device, list[tuple[Tensor, torch.cuda.Event]]] = {}
 
     def send(self, vectors: list[Tensor], device: torch.device) -> Tensor:
         """Concatenate vectors in pinned memory, and return them as one int32 vector on a CUDA device.
@@ -53,14 +53,14 @@ class StagingBuffer:
             device: device of the result.
         """
         total = sum(vector.shape[0] for vector in vectors)
-        parts = self._parts.setdefault(device, [])
-        free = next((number for number, (_, event) in enumerate(parts) if event.query()), None)
-        part, event = (None, torch.cuda.Event()) if free is None else parts.pop(free)
+        pinned = self._pinned.setdefault(device, [])
+        free = next((number for number, (_, event) in enumerate(pinned) if event.query()), None)
+        memory, event = (None, torch.cuda.Event()) if free is None else pinned.pop(free)
         with torch.inference_mode(False):  # a later step may reuse the memory outside of inference mode
-            if part is None or part.shape[0] < total:
-                part = torch.empty(2 * total, dtype=torch.int32, device="cpu", pin_memory=True)
+            if memory is None or memory.shape[0] < total:
+                memory = torch.empty(2 * total, dtype=torch.int32, device="cpu", pin_memory=True)
             try:
-                return torch.cat(vectors, out=part[:total]).to(device, non_blocking=True)
+                return torch.cat(vectors, out=memory[:total]).to(device, non_blocking=True)
             finally:
                 event.record(torch.cuda.current_stream(device))
-                parts.append((part, event))
+                pinned.append((memory, event))

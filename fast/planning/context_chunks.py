@@ -6,6 +6,7 @@ keys and values, one chunk at a time. The workspace is the memory for the larges
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 
 import torch
@@ -13,13 +14,16 @@ from jaxtyping import Int32
 from torch import Tensor
 
 from reference.interfaces import (
+    ChunkRun,
     ContextChunk,
     ContextParallelChunk,
     TokenOwnership,
     check,
     check_chunk,
     check_chunking,
+    check_flag,
     check_not_negative,
+    check_offsets,
     check_tensor,
     check_type,
     context_unit,
@@ -33,10 +37,12 @@ def plan_context_chunks(
     block_size: int,
     context_parallel_size: int = 1,
     interleave: int = 1,
+    batch_invariant: bool = False,
 ) -> tuple[ContextChunk, ...]:
     """Divide the cached context of the requests into chunks that fit into the workspace.
 
-    See `reference.planning.context_chunks.plan_context_chunks` for the order and the number of the chunks.
+    See `reference.planning.context_chunks.plan_context_chunks` for the order and the number of the chunks, and for the
+    places where contexts are cut.
 
     Args:
         context_lens: [B], number of context tokens of each request, on the CPU.
@@ -44,6 +50,7 @@ def plan_context_chunks(
         block_size: tokens per block.
         context_parallel_size: D, number of ranks that divide each context among themselves.
         interleave: I, number of consecutive tokens that each rank gets in turn.
+        batch_invariant: if True, the other requests do not change where the context of a request is cut.
 
     Returns:
         The chunks, on the CPU; an empty tuple if no request has context.
@@ -55,6 +62,7 @@ def plan_context_chunks(
     unit = context_unit(block_size, context_parallel_size, interleave)
     check_chunking(workspace_tokens, unit)
     check_not_negative("context_lens", context_lens)
+    check_flag("batch_invariant", batch_invariant)
     if context_lens.numel() == 0:
         return ()
     longest = int(context_lens.max())
@@ -65,7 +73,8 @@ def plan_context_chunks(
         offsets = torch.zeros(context_lens.shape[0] + 1, dtype=torch.int32, device="cpu")
         torch.cumsum(context_lens, 0, dtype=torch.int32, out=offsets[1:])
         return (ContextChunk(torch.zeros_like(context_lens), offsets, int(offsets[-1]), longest),)
-    starts, lengths = _pack(context_lens, units, workspace_tokens // unit, unit)
+    pack = _pack_pieces if batch_invariant else _pack
+    starts, lengths = pack(context_lens, units, workspace_tokens // unit, unit)
     offsets = torch.nn.functional.pad(lengths.cumsum(1, dtype=torch.int32), (1, 0))
     totals, longest_lengths = offsets[:, -1].tolist(), lengths.amax(1).tolist()
     return tuple(map(ContextChunk, starts.unbind(), offsets.unbind(), totals, longest_lengths))
@@ -92,6 +101,78 @@ def _pack(context_lens: Tensor, ends: Tensor, units_per_chunk: int, unit: int) -
     end = torch.minimum((cuts + units_per_chunk - starts).clamp_(min=0).mul_(unit), lens)
     lengths = (end - first).clamp_(min=0)
     return (first * (lengths > 0)).to(torch.int32), lengths.to(torch.int32)
+
+
+def _pack_pieces(context_lens: Tensor, ends: Tensor, units_per_chunk: int, unit: int) -> tuple[Tensor, Tensor]:
+    """Cut each context every `units_per_chunk` units, and put the pieces into chunks without dividing a piece.
+
+    See `_pack` for the arguments and the result. A full piece has a chunk of its own. A shorter piece is the last piece
+    of its request: its chunk also takes the whole contexts of the next requests, as many as fit.
+    """
+    lens, last_units, requests = context_lens.tolist(), ends.tolist(), context_lens.shape[0]
+    piece_tokens, chunks, request = units_per_chunk * unit, [], 0  # a chunk: first and end request, start and length
+    while request < requests:
+        if lens[request] == 0:
+            request += 1
+            continue
+        full = (lens[request] - 1) // piece_tokens  # pieces before the last piece
+        chunks += [(request, request + 1, number * piece_tokens, piece_tokens) for number in range(full)]
+        start = full * piece_tokens
+        rest = -(-(lens[request] - start) // unit)  # units of the last piece
+        end = bisect.bisect_right(last_units, last_units[request] - rest + units_per_chunk)
+        chunks.append((request, end, start, lens[request] - start))
+        request = end
+    starts = torch.zeros(len(chunks), requests, dtype=torch.int32, device="cpu")
+    lengths = torch.zeros_like(starts)
+    for number, (first, end, start, length) in enumerate(chunks):
+        lengths[number, first:end] = context_lens[first:end]
+        starts[number, first], lengths[number, first] = start, length
+    return starts, lengths
+
+
+def plan_chunk_runs(
+    chunks: tuple[ContextChunk, ...], query_start_loc: Int32[Tensor, " offsets"]
+) -> tuple[ContextChunk, ...]:
+    """Return the chunks of a prefill with their runs: the requests whose query tokens attend a chunk (`ChunkRun`).
+
+    See `reference.planning.context_chunks.plan_chunk_runs` for the requests that a run contains, and for the query
+    tokens that attend no later chunk.
+
+    Args:
+        chunks: all chunks of the prefill, in order, on the CPU.
+        query_start_loc: [B + 1], prefix sum of the query lengths of the requests, on the CPU.
+
+    Returns:
+        The chunks with `run` and `run_query_start_loc`, on the CPU.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not match; the offsets do not start at 0, or decrease.
+    """
+    _check_runs(chunks, query_start_loc)
+    starts, planned = query_start_loc.tolist(), []
+    next_first = requests = len(starts) - 1  # first request of all later runs
+    for chunk in reversed(chunks):
+        offsets = chunk.cu_seq_lens.tolist()
+        first = end = 0
+        if offsets[-1] > 0:
+            first, end = bisect.bisect_right(offsets, 0) - 1, bisect.bisect_left(offsets, offsets[-1])
+        finished, own = min(max(first, next_first), end), query_start_loc[first : end + 1]
+        longest = int(own.diff().max()) if end > first else 0
+        run = ChunkRun(first, end, starts[first], starts[end], starts[finished], longest)
+        own = own - starts[first] if end - first < requests else None
+        planned.append(dataclasses.replace(chunk, run=run, run_query_start_loc=own))
+        next_first = min(next_first, first) if end > first else next_first
+    return tuple(reversed(planned))
+
+
+def _check_runs(chunks: tuple[ContextChunk, ...], query_start_loc: Tensor) -> None:
+    """Check the arguments of `plan_chunk_runs`."""
+    check_type("chunks", chunks, (tuple, list), "a tuple of chunks")
+    cpu = torch.device("cpu")
+    check_tensor("query_start_loc", query_start_loc, ("B + 1",), (torch.int32,), cpu)
+    check_offsets("query_start_loc", query_start_loc)
+    for chunk in chunks:
+        check_chunk(chunk, query_start_loc.shape[0] - 1, cpu, "chunks")
 
 
 def rank_local_chunk(chunk: ContextChunk, ownership: TokenOwnership) -> ContextParallelChunk:
@@ -127,6 +208,8 @@ def rank_local_chunk(chunk: ContextChunk, ownership: TokenOwnership) -> ContextP
         num_tokens=chunk.num_tokens,
         max_seq_len=chunk.max_seq_len,
         bounded=chunk.bounded,
+        run=chunk.run,
+        run_query_start_loc=chunk.run_query_start_loc,
         local_starts=chunk.starts.div(ownership.size, rounding_mode="floor"),
         local_cu_seq_lens=offsets,
         local_tokens=int(offsets[ownership.rank, -1]),

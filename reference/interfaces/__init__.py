@@ -94,7 +94,7 @@ from .checks import (
     wide_dtype,
 )
 from .config import MLAConfig
-from .context_chunk import ChunkRows, ContextChunk, ContextParallelChunk
+from .context_chunk import ChunkRows, ChunkRun, ContextChunk, ContextParallelChunk
 from .costs import FLOPS_PER_BYTE, PathCosts
 from .decode_schedule import (
     DECODE_TILE,
@@ -161,7 +161,6 @@ from .layer_arguments import (
     latent_norm_eps,
 )
 from .metadata import (
-    MOST_PARTS,
     AttentionState,
     BatchSplit,
     CascadeMetadata,
@@ -169,13 +168,12 @@ from .metadata import (
     ContextParallelMetadata,
     DecodeMetadata,
     MLAMetadata,
-    PrefillMetadata,
-    PrefillPart,
 )
 from .ownership import (
     MERGES,
     ONE_RANK,
     TokenOwnership,
+    absorbed_decode_mask,
     check_interleave,
     check_rank,
     dcp_gather_bytes,
@@ -184,6 +182,7 @@ from .ownership import (
     get_dcp_local_seq_lens,
     visible_lens_of_tokens,
 )
+from .prefill_metadata import MOST_PARTS, PrefillMetadata, PrefillPart
 from .presets import PRESETS
 from .quantization import (
     CONVERTED,
@@ -214,7 +213,7 @@ from .sizes import (
     stride_order,
 )
 from .slots import check_new_blocks, slots_of_tokens
-from .support import CAUSAL, DECODE_MASKS, VISIBLE_LENS, GraphSupport, QueryLenSupport, is_capturing
+from .support import CAUSAL, CAUSAL_OVER_RANKS, DECODE_MASKS, VISIBLE_LENS, GraphSupport, QueryLenSupport, is_capturing
 from .workspace import (
     ContextWorkspace,
     check_context_workspace,
@@ -231,6 +230,7 @@ from .workspace import (
 __all__ = [
     "CACHE_FORMATS",
     "CAUSAL",
+    "CAUSAL_OVER_RANKS",
     "COMPUTE_FORMAT",
     "CONVERTED",
     "DECODE_MASKS",
@@ -260,6 +260,7 @@ __all__ = [
     "CalibratedScales",
     "CascadeMetadata",
     "ChunkRows",
+    "ChunkRun",
     "CommonAttentionMetadata",
     "ContextChunk",
     "ContextParallelChunk",
@@ -290,6 +291,7 @@ __all__ = [
     "TokenOwnership",
     "UnsupportedConfiguration",
     "YarnConfig",
+    "absorbed_decode_mask",
     "advanced_batch",
     "allocate_kv_cache",
     "batch_of_capture",

@@ -23,11 +23,13 @@ from .checks import (
     check_type,
     wide_dtype,
 )
-from .context_chunk import ChunkRows, ContextChunk
+from .context_chunk import ChunkRows, ChunkRun, ContextChunk
 from .decode_schedule import DecodeSchedule, InvariantSplitRule
-from .metadata import AttentionState, DecodeMetadata, PrefillMetadata, PrefillPart
+from .metadata import AttentionState, DecodeMetadata
+from .ownership import TokenOwnership, get_dcp_local_seq_lens
+from .prefill_metadata import PrefillMetadata, PrefillPart
 from .quantization import CONVERTED, check_mode_of_format, check_scale
-from .support import DECODE_MASKS, GraphSupport
+from .support import CAUSAL_OVER_RANKS, DECODE_MASKS, GraphSupport
 
 CPU = torch.device("cpu")
 
@@ -137,6 +139,18 @@ def check_schedule(
     check_tensor(splits, schedule.split_offsets, (num_requests + 1,), int32, device)
 
 
+def _check_ranks(metadata: DecodeMetadata, requests: int, device: torch.device, argument: str) -> None:
+    """Check what the plan of a decode says about context parallelism, and that it has what its mask promises."""
+    owned, totals = metadata.ownership, metadata.total_seq_lens
+    check_type(f"{argument}.ownership", owned, (TokenOwnership, type(None)), "a TokenOwnership or None")
+    if totals is not None:
+        check_tensor(f"{argument}.total_seq_lens", totals, (requests,), (torch.int32,), device)
+    if metadata.mask == CAUSAL_OVER_RANKS:
+        check(owned is not None and owned.interleave == 1, f"{argument}.ownership",
+              f"a TokenOwnership with interleave 1 for the mask {CAUSAL_OVER_RANKS}", owned)  # fmt: skip
+        check(totals is not None, f"{argument}.total_seq_lens", f"a tensor for the mask {CAUSAL_OVER_RANKS}", None)
+
+
 def check_decode_plan(
     metadata: DecodeMetadata, num_tokens: int, device: torch.device, argument: str = "metadata"
 ) -> None:
@@ -151,6 +165,7 @@ def check_decode_plan(
         check_type(f"{argument}.prepared", tensor, Tensor, "a tuple of tensors")
     check_tensor(f"{argument}.seq_lens", metadata.seq_lens, ("B",), int32, device)
     requests = metadata.seq_lens.shape[0]
+    _check_ranks(metadata, requests, device, argument)
     check_tensor(f"{argument}.block_table", metadata.block_table, (requests, "W"), int32, device)
     check_tensor(f"{argument}.query_start_loc", metadata.query_start_loc, (requests + 1,), int32, device)
     check_tensor(f"{argument}.visible_lens", metadata.visible_lens, (num_tokens,), int32, device)
@@ -210,13 +225,17 @@ def check_causal_mask(metadata: DecodeMetadata) -> None:
 
     Args:
         metadata: plan of a decode on the CPU, whose values have passed `check_decode_values`. Tokens behind the last
-            request are padding, and are not checked.
+            request are padding, and are not checked. With `ownership` and `total_seq_lens`, the mask is the causal mask
+            over whole sequences, of whose tokens this rank owns some.
     """
-    num_tokens = int(metadata.query_start_loc[-1])
+    num_tokens, owned = int(metadata.query_start_loc[-1]), metadata.ownership
     query_lens = metadata.query_start_loc.diff()
-    first_seen = metadata.seq_lens - query_lens + 1  # number of keys that the first query token of a request sees
+    lens = metadata.seq_lens if owned is None else metadata.total_seq_lens
+    first_seen = lens - query_lens + 1  # number of keys that the first query token of a request sees
     places = torch.arange(num_tokens) - torch.repeat_interleave(metadata.query_start_loc[:-1], query_lens)
     causal = (torch.repeat_interleave(first_seen, query_lens) + places).clamp(min=0)
+    if owned is not None:
+        causal = get_dcp_local_seq_lens(causal.int(), owned.size, owned.rank, owned.interleave)
     wrong = (metadata.visible_lens[:num_tokens] != causal).nonzero()
     if wrong.numel():
         row = int(wrong[0])
@@ -255,6 +274,7 @@ def check_prefill_requests(metadata: PrefillMetadata, device: torch.device, argu
     check_int(f"{argument}.max_query_len", metadata.max_query_len, 0)
     check_int(f"{argument}.block_size", metadata.block_size)
     check_type(f"{argument}.backend", metadata.backend, (str, type(None)), "a str or None")
+    check_flag(f"{argument}.batch_invariant", metadata.batch_invariant)
     return requests
 
 
@@ -266,6 +286,14 @@ def check_prefill_plan(
     check_type(f"{argument}.context_chunks", metadata.context_chunks, (tuple, list), "a tuple of chunks")
     for chunk in metadata.context_chunks:
         check_chunk(chunk, requests, device, f"{argument}.context_chunks")
+    without = [chunk.run is None for chunk in metadata.context_chunks]
+    check(len(set(without)) < 2, f"{argument}.context_chunks.run", "a run of every chunk, or of no chunk",
+          f"no run of chunk {without.index(True) if True in without else 0}")  # fmt: skip
+    finished = 0
+    for run in ChunkRun.of_chunks(metadata.context_chunks, requests, num_tokens, metadata.max_query_len):
+        check(finished <= run.first_token and run.end_token <= num_tokens, f"{argument}.context_chunks.run",
+              f"query tokens within [{finished}, {num_tokens})", f"[{run.first_token}, {run.end_token})")  # fmt: skip
+        finished = max(finished, run.finished_token)
     check_type(f"{argument}.parts", metadata.parts, (tuple, list), "a tuple of parts")
     if metadata.parts:
         check_prefill_parts(metadata, num_tokens, device, f"{argument}.parts")

@@ -19,7 +19,7 @@ from .checks import (
     check_tensor,
     check_type,
 )
-from .context_chunk import ContextChunk, ContextParallelChunk
+from .context_chunk import ChunkRun, ContextChunk, ContextParallelChunk
 from .metadata import CommonAttentionMetadata
 from .ownership import TokenOwnership, get_dcp_local_seq_lens
 
@@ -248,6 +248,7 @@ def check_chunk(chunk: ContextChunk, requests: int, device: torch.device, name: 
     check_flag(f"{name}.bounded", chunk.bounded)
     check_tensor(f"{name}.starts", chunk.starts, (requests,), int32, device)
     check_tensor(f"{name}.cu_seq_lens", chunk.cu_seq_lens, (requests + 1,), int32, device)
+    _check_run(chunk, requests, device, name)
     if isinstance(chunk, ContextParallelChunk):
         check_type(f"{name}.ownership", chunk.ownership, TokenOwnership)
         check_int(f"{name}.padded_tokens", chunk.padded_tokens, 0)
@@ -255,6 +256,26 @@ def check_chunk(chunk: ContextChunk, requests: int, device: torch.device, name: 
         check_tensor(f"{name}.local_starts", chunk.local_starts, (requests,), int32, device)
         shape = (chunk.ownership.size, requests + 1)
         check_tensor(f"{name}.local_cu_seq_lens", chunk.local_cu_seq_lens, shape, int32, device)
+
+
+def _check_run(chunk: ContextChunk, requests: int, device: torch.device, name: str) -> None:
+    """Check the run of a chunk (`ChunkRun`); read no values of tensors."""
+    run, offsets, count = chunk.run, chunk.run_query_start_loc, requests
+    check_type(f"{name}.run", run, (ChunkRun, type(None)), "a ChunkRun or None")
+    if run is not None:
+        for value in run:
+            check_int(f"{name}.run", value, 0)
+        count = run.end_request - run.first_request
+        check(0 <= count <= requests >= run.end_request, f"{name}.run", f"requests within {requests}",
+              f"[{run.first_request}, {run.end_request})")  # fmt: skip
+        check(run.first_token <= run.finished_token <= run.end_token, f"{name}.run",
+              "first_token <= finished_token <= end_token",
+              f"{run.first_token}, {run.finished_token} and {run.end_token}")  # fmt: skip
+    if count < requests:
+        check_tensor(f"{name}.run_query_start_loc", offsets, (count + 1,), (torch.int32,), device)
+    else:
+        check(offsets is None, f"{name}.run_query_start_loc", "None without a run, and for a run with all requests",
+              type(offsets).__name__)  # fmt: skip
 
 
 def check_reorg(gathered: Tensor, chunk: ContextParallelChunk) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -10,6 +12,51 @@ from jaxtyping import Int32
 from torch import Tensor
 
 from .ownership import TokenOwnership
+
+
+class ChunkRun(NamedTuple):
+    """The run of a chunk: the smallest range of consecutive requests that has every request with tokens in the chunk.
+
+    Only the query tokens of these requests attend the chunk. Requests inside the range may have no token in the chunk.
+
+    Attributes:
+        first_request: first request of the run.
+        end_request: request after the last request of the run.
+        first_token: first query token of these requests, among the query tokens of the plan with the chunk.
+        end_token: query token after the last query token of these requests.
+        finished_token: no later chunk is attended by the query tokens from `first_token` up to this token, exclusive.
+            For these query tokens, the merge of this chunk gives the final output.
+        max_query_len: length of the longest query of these requests.
+    """
+
+    first_request: int
+    end_request: int
+    first_token: int
+    end_token: int
+    finished_token: int
+    max_query_len: int
+
+    @classmethod
+    def of_chunks(
+        cls, chunks: Sequence[ContextChunk], requests: int, num_tokens: int, max_query_len: int
+    ) -> tuple[ChunkRun, ...]:
+        """Return the run of each chunk of a plan, whose chunks all have a run or all have none.
+
+        If the chunks have no run, the result is a run with all requests for each chunk. The output of all query tokens
+        is then final after the last chunk.
+
+        Args:
+            chunks: chunks of the plan.
+            requests: number of requests of the plan.
+            num_tokens: number of query tokens of the plan.
+            max_query_len: length of the longest query of the plan.
+        """
+        if chunks and chunks[0].run is not None:
+            return tuple([chunk.run for chunk in chunks])
+        return tuple(
+            cls(0, requests, 0, num_tokens, num_tokens if number == len(chunks) else 0, max_query_len)
+            for number in range(1, len(chunks) + 1)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +74,10 @@ class ContextChunk:
         bounded: whether `num_tokens` and `max_seq_len` are upper bounds, because the CPU does not know the true lengths
             (`clamp_context_chunk`). A gather of the chunk then returns `num_tokens` rows, of which the rows from
             cu_seq_lens[-1] on are 0.
+        run: the requests whose query tokens attend this chunk (`plan_chunk_runs`). With None, the query tokens of all
+            requests attend the chunk.
+        run_query_start_loc: [requests of the run + 1], prefix sum of the query lengths of the run; it starts at 0. None
+            if `run` is None or has all requests: the offsets are then those of the plan.
     """
 
     starts: Int32[Tensor, " B"]
@@ -34,6 +85,15 @@ class ContextChunk:
     num_tokens: int
     max_seq_len: int
     bounded: bool = False
+    run: ChunkRun | None = None
+    run_query_start_loc: Int32[Tensor, " offsets"] | None = None
+
+    @cached_property
+    def run_cu_seq_lens(self) -> Int32[Tensor, " offsets"]:
+        """Return the elements of `cu_seq_lens` for the run; the first is 0, as no earlier request has tokens here."""
+        if self.run_query_start_loc is None:
+            return self.cu_seq_lens
+        return self.cu_seq_lens[self.run.first_request : self.run.end_request + 1]
 
     @property
     def held(self) -> tuple[Int32[Tensor, " B"], Int32[Tensor, " B+1"]]:

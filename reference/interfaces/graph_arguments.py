@@ -272,6 +272,13 @@ def check_captured(captured: MLAMetadata | GQAMetadata, plan: MLAMetadata | GQAM
           f"{plan.decode.backend}, the builder's decode backend", captured.decode.backend)  # fmt: skip
     check(captured.decode.mask == plan.decode.mask, "captured.decode.mask", f"{plan.decode.mask}, the batch's mask",
           captured.decode.mask)  # fmt: skip
+    check(captured.decode.ownership == plan.decode.ownership, "captured.decode.ownership",
+          f"{plan.decode.ownership}, as in the builder", captured.decode.ownership)  # fmt: skip
+    totals = plan.decode.total_seq_lens
+    if totals is None:
+        check_type("captured.decode.total_seq_lens", captured.decode.total_seq_lens, type(None), "None")
+    else:
+        pairs += [("decode.total_seq_lens", captured.decode.total_seq_lens, totals)]
     held, made = captured.decode.prepared, plan.decode.prepared
     check_type("captured.decode.prepared", held, tuple, "a tuple of tensors")
     check(len(held) == len(made), "captured.decode.prepared", f"{len(made)} tensors", len(held))

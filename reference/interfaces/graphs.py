@@ -85,6 +85,7 @@ def captured_tensors(plan: MLAMetadata | GQAMetadata) -> tuple[tuple[str, Tensor
         ("captured.decode.seq_lens", decode.seq_lens),
         ("captured.decode.query_start_loc", decode.query_start_loc),
         ("captured.decode.visible_lens", decode.visible_lens),
+        ("captured.decode.total_seq_lens", decode.total_seq_lens),
         ("captured.schedule.tile_ranges", None if schedule is None else schedule.tile_ranges),
         ("captured.schedule.split_offsets", None if schedule is None else schedule.split_offsets),
         *((f"captured.decode.prepared[{number}]", tensor) for number, tensor in enumerate(decode.prepared)),
@@ -96,7 +97,8 @@ def write_captured(captured: MLAMetadata | GQAMetadata, plan: MLAMetadata | GQAM
     """Copy the values of a plan into the tensors of a captured plan, which a graph reads.
 
     The function copies `visible_lens`, `first_visible` if the plan has it, the schedule, the tensors that the
-    backend of the decode prepared and, under context parallelism, `seq_lens`. The caller writes the other tensors.
+    backend of the decode prepared and, under context parallelism, `seq_lens` and, for MLA, `total_seq_lens`. The caller
+    writes the other tensors.
 
     Args:
         captured: the captured plan; the function writes its tensors.
@@ -104,6 +106,8 @@ def write_captured(captured: MLAMetadata | GQAMetadata, plan: MLAMetadata | GQAM
     """
     if getattr(plan, "ownership", None) is not None:  # an `MLAMetadata` for one rank has no such field
         captured.decode.seq_lens.copy_(plan.decode.seq_lens)
+    if plan.decode.total_seq_lens is not None:
+        captured.decode.total_seq_lens.copy_(plan.decode.total_seq_lens)
     captured.decode.visible_lens.copy_(plan.decode.visible_lens)
     if isinstance(plan, GQAMetadata) and plan.decode.first_visible is not None:
         captured.decode.first_visible.copy_(plan.decode.first_visible)

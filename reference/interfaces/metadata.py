@@ -8,8 +8,8 @@ of length 0, with which an engine fills up a batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, SupportsIndex
 
 import torch
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from .cache_format import COMPUTE_FORMAT, CacheFormat
 from .checks import check, check_lengths, check_not_negative, check_tensor, is_positive_int, lens_on_cpu
-from .context_chunk import ChunkRows, ContextChunk
 from .decode_schedule import NEVER_PLANNED, DecodeSchedule, ScheduleChoice
 from .ownership import ONE_RANK, TokenOwnership, check_interleave
+from .prefill_metadata import PrefillMetadata
 from .quantization import CONVERTED
 from .slots import check_new_blocks, slots_of_tokens
 from .support import VISIBLE_LENS, GraphSupport
@@ -253,81 +253,6 @@ class CommonAttentionMetadata:
         )
 
 
-MOST_PARTS = 8  # largest number of `parts` of a prefill; each part needs its own calls of the attention kernel
-
-
-@dataclass(frozen=True, eq=False)
-class PrefillMetadata:
-    """The part of a step's plan for the expanded path: the requests that prefill.
-
-    Attributes:
-        block_table: [B, W], block ids of these requests.
-        query_start_loc: [B + 1], prefix sum of the query lengths of these requests; it starts at 0.
-        max_query_len: length of the longest query.
-        context_chunks: the context of these requests (tokens that are already in the cache), cut into chunks; empty if
-            no request has context.
-        block_size: tokens per block for which the plan was computed. A call with a cache of another block size raises.
-        parts: the requests, divided into parts of consecutive requests. In a part, either all requests have context, or
-            no request has context. A part with context needs several attention states and merges them; a part without
-            context needs one attention state. `parts` is empty if there would be only one part or more than
-            `MOST_PARTS` parts, or if the plan was made without lengths on the CPU.
-        backend: name of the backend that a builder of `fast` chose for the attention of this step; a layer that binds
-            this attention to another backend refuses the plan. None for a plan without such a choice.
-    """
-
-    block_table: Int32[Tensor, "B W"]
-    query_start_loc: Int32[Tensor, " B+1"]
-    max_query_len: int
-    context_chunks: tuple[ContextChunk, ...]
-    block_size: int
-    parts: tuple[PrefillPart, ...] = ()
-    backend: str | None = None
-
-    def all_parts(self, num_tokens: int) -> tuple[PrefillPart, ...]:
-        """Return `parts`; if there are none, one part with all requests and their `num_tokens` query tokens."""
-        if self.parts:
-            return self.parts
-        rows = tuple(ChunkRows(number, 0, chunk.num_tokens) for number, chunk in enumerate(self.context_chunks))
-        return (PrefillPart(0, num_tokens, self, rows),)
-
-
-@dataclass(frozen=True, eq=False)
-class PrefillPart:
-    """Consecutive prefills of a step that all have context, or that all have no context.
-
-    Attributes:
-        first_token: index of the part's first query token among the query tokens of all prefills.
-        end_token: index after the part's last query token.
-        plan: the plan of these requests alone. It has no parts.
-        rows: for each chunk of `plan`, the rows of these requests in the gathered chunk of all prefills.
-    """
-
-    first_token: int
-    end_token: int
-    plan: PrefillMetadata
-    rows: tuple[ChunkRows, ...]
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return {name: tensor} for the tensors of the part, except its block table."""
-        found = {"query_start_loc": self.plan.query_start_loc}
-        for number, chunk in enumerate(self.plan.context_chunks):
-            found |= {f"chunk {number}: {name}": tensor for name, tensor in chunk.tensors().items()}
-        return found
-
-    def with_tensors(self, tensors: Mapping[str, Tensor]) -> PrefillPart:
-        """Return the part with other tensors, given by the names that the method `tensors` returns."""
-        chunks = tuple(
-            replace(chunk, **{name: tensors[f"chunk {number}: {name}"] for name in chunk.tensors()})
-            for number, chunk in enumerate(self.plan.context_chunks)
-        )
-        plan = replace(self.plan, query_start_loc=tensors["query_start_loc"], context_chunks=chunks)
-        return replace(self, plan=plan)
-
-    def to(self, device: torch.device) -> PrefillPart:
-        """Return this part with its tensors on `device`; the block table stays where it is."""
-        return self.with_tensors({name: x.to(device, non_blocking=True) for name, x in self.tensors().items()})
-
-
 @dataclass(frozen=True, eq=False)
 class DecodeMetadata:
     """The part of a step's plan for the absorbed path: the requests that decode.
@@ -348,9 +273,14 @@ class DecodeMetadata:
         block_size: tokens per block for which the plan was computed. A call with a cache of another block size raises.
         graph: which batches a CUDA graph with this decode must serve. In `fast`, kernels that do not support such a
             graph are not used.
-        mask: CAUSAL promises that `visible_lens` is a causal mask (`decode_mask`); VISIBLE_LENS promises nothing.
+        mask: promise about `visible_lens`, which a kernel without `visible_lens` needs (`decode_mask`). CAUSAL: it is a
+            causal mask. CAUSAL_OVER_RANKS: it is a causal mask over whole sequences, of whose tokens this rank owns
+            every D-th token. VISIBLE_LENS promises nothing.
         backend: name of the backend of `fast` that must attend this decode; None if any backend may.
         prepared: tensors that this backend computed ahead for its kernel, such as the schedule of a library.
+        total_seq_lens: in a plan of MLA under context parallelism, [B], lengths of the whole sequences over all ranks,
+            0 for padding rows. None in other plans.
+        ownership: in a plan of MLA under context parallelism, the tokens that this rank owns. None in other plans.
     """
 
     block_table: Int32[Tensor, "B W"]
@@ -364,6 +294,8 @@ class DecodeMetadata:
     mask: str = VISIBLE_LENS
     backend: str | None = None
     prepared: tuple[Tensor, ...] = ()
+    total_seq_lens: Int32[Tensor, " B"] | None = None
+    ownership: TokenOwnership | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .cache_format import COMPUTE_FORMAT, CacheFormat, check_format
 from .checks import check, check_dtype, check_int, check_tensor
-from .support import CAUSAL, VISIBLE_LENS
+from .support import CAUSAL, CAUSAL_OVER_RANKS, VISIBLE_LENS
 
 MERGES = ("ag_rs", "a2a")  # names of the merges `cp_lse_ag_out_rs` and `cp_lse_a2a`
 
@@ -257,3 +257,17 @@ def decode_mask(max_query_len: int, ownership: TokenOwnership | None, has_window
     """
     one_rank = ownership is None or ownership.size == 1
     return CAUSAL if one_rank or (max_query_len <= 1 and not has_window) else VISIBLE_LENS
+
+
+def absorbed_decode_mask(max_query_len: int, ownership: TokenOwnership | None) -> str:
+    """Return the mask of a plan of MLA, which keeps the lengths of whole sequences (`DecodeMetadata.total_seq_lens`).
+
+    With an interleave of 1, local key j is token j * D + rank of its sequence. A kernel that knows D, the rank and the
+    length of the whole sequence can then compute the mask that `decode_mask` cannot promise.
+
+    Args:
+        max_query_len: upper bound of the query tokens of a request.
+        ownership: the tokens that this rank owns; None if one rank owns all tokens.
+    """
+    mask = decode_mask(max_query_len, ownership)
+    return CAUSAL_OVER_RANKS if mask == VISIBLE_LENS and ownership.interleave == 1 else mask

@@ -10,8 +10,8 @@ import torch
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-CAUSAL, VISIBLE_LENS = "causal", "visible_lens"
-DECODE_MASKS = (CAUSAL, VISIBLE_LENS)  # values of `DecodeMetadata.mask`
+CAUSAL, CAUSAL_OVER_RANKS, VISIBLE_LENS = "causal", "causal_over_ranks", "visible_lens"
+DECODE_MASKS = (CAUSAL, CAUSAL_OVER_RANKS, VISIBLE_LENS)  # values of `DecodeMetadata.mask`
 
 
 class QueryLenSupport(enum.Enum):

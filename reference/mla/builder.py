@@ -86,9 +86,10 @@ class MLAMetadataBuilder:
             - an int above 0: this number. If a decode has more than `reorder_batch_threshold` query tokens, the step
               gets no schedule;
             - a function: it takes the length of the longest decode query and returns the number.
-        batch_invariant: whether the decode gives a request the same bits in every batch and with every number of
-            programs. If True, `choose_path` is not used: every request with more than `reorder_batch_threshold` new
-            tokens takes the expanded path.
+        batch_invariant: whether decodes and prefills give a request the same bits in every batch, and decodes also with
+            every number of programs. If True, `choose_path` is not used: every request with more than
+            `reorder_batch_threshold` new tokens takes the expanded path, and its context is cut by its own length
+            (`plan_context_chunks`).
         workspace_tokens: number of context tokens that a prefill expands at once. None means
             `chunked_prefill_workspace_size`, but at most `MOST_WORKSPACE_TOKENS`, the default maximum of a layer.
         context_parallel: the process groups of context parallelism, whose ranks share every sequence; None for one
@@ -191,6 +192,7 @@ class MLAMetadataBuilder:
             common, self.block_size, self.workspace_tokens, self.reorder_batch_threshold, self._path_config,
             self.costs, self.query_len_support, require_order=True, ownership=self.ownership, num_programs=0,
             cache_format=self.cache_format, dtype=self.dtype, fp8_mode=self.fp8_mode,
+            batch_invariant=self.batch_invariant,
         )  # fmt: skip
         if metadata.prefill.context_chunks:
             metadata = dataclasses.replace(metadata, workspace=self.workspace)
@@ -274,8 +276,9 @@ class MLAMetadataBuilder:
         """Write the plan of the next replay's batch into the tensors that a captured graph reads.
 
         This method is for plans that were made before the capture. It writes three things: the schedule, the number of
-        keys that each query token sees (`visible_lens`) and, under context parallelism, the number of keys on this
-        rank. The caller writes the other tensors: lengths, offsets, block table and slots (-1 for padding tokens).
+        keys that each query token sees (`visible_lens`) and, under context parallelism, the number of keys of each
+        request on this rank and on all ranks (`total_seq_lens`). The caller writes the other tensors: lengths, offsets,
+        block table and slots (-1 for padding tokens).
 
         The batch must have as many requests as the captured batch. An engine with fewer requests appends requests with
         0 tokens.

@@ -22,13 +22,13 @@ from ..interfaces import (
     ScheduleChoice,
     ScheduleCosts,
     TokenOwnership,
+    absorbed_decode_mask,
     check_captured_lens,
     check_flag,
     check_int,
     check_mode_of_format,
     check_ownership,
     check_schedule_costs,
-    decode_mask,
 )
 from ..planning.decode_schedule import plan_decode
 from ..planning.visible_lens import compute_visible_lens
@@ -127,7 +127,9 @@ def plan_captured_decodes(
             max_seq_len=longest,
             block_size=block_size,
             graph=graph,
-            mask=decode_mask(query_len, ownership),
+            mask=absorbed_decode_mask(query_len, ownership),
+            total_seq_lens=None if ownership is None else common.seq_lens.clone(),  # `write_captured` writes it
+            ownership=ownership,
         ),
         prefill=PrefillMetadata(
             block_table=common.block_table[:0],

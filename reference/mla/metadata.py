@@ -33,6 +33,7 @@ from ..interfaces import (
     QueryLenSupport,
     ScheduleCosts,
     TokenOwnership,
+    absorbed_decode_mask,
     bounded_batch,
     check,
     check_batch_block_size,
@@ -50,12 +51,11 @@ from ..interfaces import (
     check_table_width,
     check_threshold,
     choose_schedule,
-    decode_mask,
     has_host_lens,
     longest_decode_lens,
 )
 from ..planning.batch import split_decodes_and_prefills
-from ..planning.context_chunks import clamp_context_chunk, plan_context_chunks, rank_local_chunk
+from ..planning.context_chunks import clamp_context_chunk, plan_chunk_runs, plan_context_chunks, rank_local_chunk
 from ..planning.decode_schedule import plan_decode
 from ..planning.visible_lens import compute_visible_lens
 from .choose_path import choose_paths
@@ -76,6 +76,7 @@ def build_mla_metadata(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     dtype: torch.dtype = torch.bfloat16,
     fp8_mode: str = CONVERTED,
+    batch_invariant: bool = False,
 ) -> MLAMetadata:
     """Plan one step: choose a path for each request, cut context into chunks, and decide on a schedule.
 
@@ -127,6 +128,9 @@ def build_mla_metadata(
         cache_format: format of the cache, for `choose_path`. Layers with another format refuse the plan.
         dtype: dtype of queries and keys, for `choose_path`. The plan itself works for any dtype.
         fp8_mode: mode of decodes over a cache in e4m3 (`mla_decode`). Layers with another mode refuse the plan.
+        batch_invariant: whether the other requests must not change a bit of a request's result. `choose_path` is then
+            not called, contexts are cut by their own lengths (`plan_context_chunks`), and the splits of a schedule
+            depend on the length of a request alone.
 
     Returns:
         The plan, with tensors on the device of `common`; a `ContextParallelMetadata` if `ownership` is given.
@@ -155,6 +159,8 @@ def build_mla_metadata(
     check_mode_of_format(fp8_mode, cache_format)
     check_dtype("dtype", dtype)
     check_flag("require_order", require_order)
+    check_flag("batch_invariant", batch_invariant)
+    path_config = None if batch_invariant else config  # None disables `choose_path`
     check_ownership(ownership)
     owned = ONE_RANK if ownership is None else ownership
     check_interleave(owned.interleave, block_size)
@@ -177,7 +183,7 @@ def build_mla_metadata(
             common.query_start_loc_cpu.diff(),
             contexts,
             decode_threshold,
-            config,
+            path_config,
             costs,
             query_len_support,
             cache_format,
@@ -190,8 +196,12 @@ def build_mla_metadata(
               f"the absorbed request {late[0]} behind it")  # fmt: skip
     check_no_prefill_padding(common, decodes)
     decode_tokens, device = starts[decodes], common.block_table.device
-    chunks = plan_context_chunks(contexts[decodes:], workspace_tokens, block_size, owned.size, owned.interleave)
+    chunks = plan_context_chunks(
+        contexts[decodes:], workspace_tokens, block_size, owned.size, owned.interleave, batch_invariant
+    )
     prefill_starts = [start - decode_tokens for start in starts[decodes:]]
+    starts_on_cpu = torch.tensor(prefill_starts, dtype=torch.int32, device="cpu")
+    chunks = plan_chunk_runs(chunks, starts_on_cpu)
     decode_lens = _rank_local_decode_lens(common, decodes, common.max_seq_len, ownership)
     longest = common.max_seq_len if decodes == len(lengths) else max(lengths[:decodes], default=0)
     cpu = {"dtype": torch.int32, "device": "cpu"}
@@ -203,8 +213,9 @@ def build_mla_metadata(
         seq_lens, longest = decode_lens.to(device), ownership.most(longest)
         chunks = tuple(rank_local_chunk(chunk, ownership) for chunk in chunks)
         kind, which = ContextParallelMetadata, {"ownership": ownership}
-    starts_on_cpu = torch.tensor(prefill_starts, dtype=torch.int32, device="cpu")
-    whole = PrefillMetadata(common.block_table[decodes:], starts_on_cpu, 0, chunks, block_size)
+    whole = PrefillMetadata(
+        common.block_table[decodes:], starts_on_cpu, 0, chunks, block_size, batch_invariant=batch_invariant
+    )
     parts = _split_by_context(whole, contexts[decodes:]) if host_lens else ()
     metadata = kind(
         **which,
@@ -220,7 +231,9 @@ def build_mla_metadata(
             visible_lens=visible.to(device),
             max_seq_len=longest,
             block_size=block_size,
-            mask=decode_mask(longest_query, ownership),
+            mask=absorbed_decode_mask(longest_query, ownership),
+            total_seq_lens=None if ownership is None else common.seq_lens[:decodes],
+            ownership=ownership,
         ),
         prefill=PrefillMetadata(
             block_table=common.block_table[decodes:],
@@ -229,6 +242,7 @@ def build_mla_metadata(
             context_chunks=tuple(chunk.to(device) for chunk in chunks),
             block_size=block_size,
             parts=tuple(part.to(device) for part in parts),
+            batch_invariant=batch_invariant,
         ),
         workspace_tokens=workspace_tokens,
         cache_format=cache_format,
@@ -239,7 +253,8 @@ def build_mla_metadata(
         decode_lens = longest_decode_lens(decodes, metadata.decode.max_seq_len)
     if config is None or decode_tokens == 0:
         return metadata
-    return _with_schedule(metadata, decode_lens, 1 if num_programs is None else num_programs, schedule_costs)
+    programs = 1 if num_programs is None else num_programs
+    return _with_schedule(metadata, decode_lens, programs, schedule_costs, batch_invariant)
 
 
 def _split_by_context(prefill: PrefillMetadata, context_lens: Int32[Tensor, " B"]) -> tuple[PrefillPart, ...]:
@@ -270,12 +285,14 @@ def _split_by_context(prefill: PrefillMetadata, context_lens: Int32[Tensor, " B"
                 chunks.append(ContextChunk(chunk.starts[first:end], offsets, sum(lens), max(lens)))
                 rows.append(ChunkRows(number, before, before + sum(lens)))
         own = [start - starts[first] for start in starts[first : end + 1]]
+        own_starts = torch.tensor(own, dtype=torch.int32, device="cpu")
         plan = PrefillMetadata(
             block_table=prefill.block_table[first:end],
-            query_start_loc=torch.tensor(own, dtype=torch.int32, device="cpu"),
+            query_start_loc=own_starts,
             max_query_len=max(after - before for before, after in itertools.pairwise(own)),
-            context_chunks=tuple(chunks),
+            context_chunks=plan_chunk_runs(tuple(chunks), own_starts),
             block_size=prefill.block_size,
+            batch_invariant=prefill.batch_invariant,
         )
         parts.append(PrefillPart(starts[first], starts[end], plan, tuple(rows)))
         first = end

@@ -20,6 +20,7 @@ from ..interfaces import (
     COMPUTE_FORMAT,
     AttentionState,
     CacheFormat,
+    ChunkRun,
     ContextChunk,
     ContextWorkspace,
     PrefillMetadata,
@@ -178,6 +179,23 @@ def gather_context(
     return gathered if workspace is None else workspace[: chunk.num_tokens].copy_(gathered)
 
 
+def _plan_of_run(plan: PrefillMetadata, place: int, run: ChunkRun) -> PrefillMetadata:
+    """Return a plan with the requests of `run` alone. Its only chunk is the chunk at index `place` of `plan`."""
+    first, end, chunk = run.first_request, run.end_request, plan.context_chunks[place]
+    offsets = plan.query_start_loc[first : end + 1] - plan.query_start_loc[first]
+    keys = chunk.cu_seq_lens[first : end + 1]
+    own = ContextChunk(chunk.starts[first:end], keys, chunk.num_tokens, chunk.max_seq_len, chunk.bounded)
+    return PrefillMetadata(plan.block_table[first:end], offsets, run.max_query_len, (own,), plan.block_size)
+
+
+def _merge_rows(state: AttentionState, chunk_state: AttentionState, tokens: slice) -> AttentionState:
+    """Return `state` with the state of a chunk merged into the rows `tokens`; the other rows stay the same."""
+    merged = merge_attn_states(chunk_state, AttentionState(state.out[tokens], state.lse[:, tokens]))
+    out, lse = state.out.clone(), state.lse.clone()
+    out[tokens], lse[:, tokens] = merged.out, merged.lse
+    return AttentionState(out, lse)
+
+
 def forward_prefill(
     q: Float[Tensor, "T N D"],
     kv_c_normed: Float[Tensor, "T Lkv"],
@@ -205,7 +223,7 @@ def forward_prefill(
        without context are then done.
     2. For each chunk of the context, gather the cache entries, expand their latents, and attend the keys of the chunk
        without a mask. Merge the attention state (output and log-sum-exp) of the chunk with the state over all keys that
-       were attended before this chunk.
+       were attended before this chunk. Only the query tokens of the chunk's run (`ChunkRun`) attend and merge.
 
     Args:
         q: [T, N, P + R], queries with the rope part rotated.
@@ -272,13 +290,19 @@ def forward_prefill(
         context = gather(kv_cache, metadata, chunk, cache_format=cache_format, out_dtype=q.dtype, **gather_options)
         k_nope, v = _expanded(expand, context[:, :latent], w_uk, w_uv, expanded)
         for index, part in enumerate(parts):
-            for part_chunk, rows in zip(part.plan.context_chunks, part.rows, strict=True):
+            queries, plan = q[part.first_token : part.end_token], part.plan
+            requests = plan.block_table.shape[0]
+            runs = ChunkRun.of_chunks(plan.context_chunks, requests, len(queries), plan.max_query_len)
+            for place, rows in enumerate(part.rows):
                 if rows.chunk == number:
-                    tokens, keys = slice(part.first_token, part.end_token), slice(rows.first, rows.end)
+                    own = _plan_of_run(plan, place, runs[place])
+                    tokens = slice(runs[place].first_token, runs[place].end_token)
+                    keys = slice(rows.first, rows.end)
                     chunk_state = run_prefill_context_chunk(
-                        q[tokens], k_nope[keys], context[keys, latent:], v[keys], part.plan, part_chunk, softmax_scale
-                    )
-                    results[index] = merge_attn_states(chunk_state, results[index])
+                        queries[tokens], k_nope[keys], context[keys, latent:], v[keys], own, *own.context_chunks,
+                        softmax_scale,
+                    )  # fmt: skip
+                    results[index] = _merge_rows(results[index], chunk_state, tokens)
         del k_nope, v, context  # free this chunk's keys and values before the next chunk is expanded
     outs = [result.out if isinstance(result, AttentionState) else result for result in results]
     if output_scale is None:

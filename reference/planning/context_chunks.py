@@ -10,13 +10,16 @@ from jaxtyping import Int32
 from torch import Tensor
 
 from ..interfaces import (
+    ChunkRun,
     ContextChunk,
     ContextParallelChunk,
     TokenOwnership,
     check,
     check_chunk,
     check_chunking,
+    check_flag,
     check_not_negative,
+    check_offsets,
     check_tensor,
     check_type,
     context_unit,
@@ -29,6 +32,7 @@ def plan_context_chunks(
     block_size: int,
     context_parallel_size: int = 1,
     interleave: int = 1,
+    batch_invariant: bool = False,
 ) -> tuple[ContextChunk, ...]:
     """Cut the cached context of some requests into chunks that fit into the workspace.
 
@@ -39,12 +43,17 @@ def plan_context_chunks(
     parallelism. Each context counts in whole units, rounded up. Therefore there are ceil(units of all contexts / units
     of the workspace) chunks.
 
+    With `batch_invariant`, a context is cut only where it fills a whole workspace by itself. The cuts of a request then
+    depend on its own length alone, not on the requests before it. A chunk may stay partly empty: if the next piece of a
+    context does not fit into the rest of the chunk, it begins a new chunk. So there are up to twice as many chunks.
+
     Args:
         context_lens: [B], context tokens of each request, on the CPU; 0 = no context.
         workspace_tokens: largest number of tokens of one chunk.
         block_size: tokens per block.
         context_parallel_size: D, ranks that share each sequence.
         interleave: I; each of these ranks in turn owns I consecutive tokens.
+        batch_invariant: whether the other requests must not change where the context of a request is cut.
 
     Returns:
         The chunks, with tensors on the CPU; empty if no request has context.
@@ -56,21 +65,24 @@ def plan_context_chunks(
     unit = context_unit(block_size, context_parallel_size, interleave)
     check_chunking(workspace_tokens, unit)
     check_not_negative("context_lens", context_lens)
+    check_flag("batch_invariant", batch_invariant)
     lens = context_lens.tolist()
-    return tuple(_chunk(ranges, len(lens)) for ranges in _pack(lens, workspace_tokens, unit))
+    return tuple(_chunk(ranges, len(lens)) for ranges in _pack(lens, workspace_tokens, unit, batch_invariant))
 
 
-def _pack(lens: list[int], workspace_tokens: int, unit: int) -> list[dict[int, tuple[int, int]]]:
+def _pack(lens: list[int], workspace_tokens: int, unit: int, batch_invariant: bool) -> list[dict[int, tuple[int, int]]]:
     """Return for each chunk the token ranges of its requests, as {request: (first token, number of tokens)}."""
     chunks: list[dict[int, tuple[int, int]]] = []
+    units = workspace_tokens // unit
     free_units = 0  # free units of the last chunk
     for request, length in enumerate(lens):
         start = 0
         while start < length:
-            if free_units == 0:
+            piece = min(length - start, units * unit)
+            if free_units == 0 or (batch_invariant and piece > free_units * unit):
                 chunks.append({})
-                free_units = workspace_tokens // unit
-            taken = min(length - start, free_units * unit)
+                free_units = units
+            taken = min(piece, free_units * unit)
             chunks[-1][request] = (start, taken)
             free_units -= -(-taken // unit)
             start += taken
@@ -89,6 +101,57 @@ def _chunk(ranges: dict[int, tuple[int, int]], num_requests: int) -> ContextChun
         num_tokens=offsets[-1],
         max_seq_len=max(length for _, length in ranges.values()),
     )
+
+
+def plan_chunk_runs(
+    chunks: tuple[ContextChunk, ...], query_start_loc: Int32[Tensor, " offsets"]
+) -> tuple[ContextChunk, ...]:
+    """Return the chunks of a prefill with their runs: the requests whose query tokens attend a chunk (`ChunkRun`).
+
+    The run of a chunk is the smallest range of consecutive requests that has every request with tokens in the chunk. A
+    prefill attends the chunk, and merges, only for the query tokens of these requests. The query tokens of the first
+    requests of the run attend no later chunk, if no later run contains these requests. Their output is then final.
+
+    Args:
+        chunks: all chunks of the prefill, in the order in which they are attended, with tensors on the CPU
+            (`plan_context_chunks`).
+        query_start_loc: [B + 1], prefix sum of the query lengths of the requests, on the CPU; it starts at 0.
+
+    Returns:
+        The chunks with `run` and `run_query_start_loc`, on the CPU.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not match; the offsets do not start at 0, or decrease.
+    """
+    _check_runs(chunks, query_start_loc)
+    starts = query_start_loc.tolist()
+    requests = len(starts) - 1
+    ranges = []
+    for chunk in chunks:
+        attending = [request for request, length in enumerate(chunk.cu_seq_lens.diff().tolist()) if length > 0]
+        ranges.append((attending[0], attending[-1] + 1) if attending else (0, 0))
+    planned = []
+    for number, (chunk, (first, end)) in enumerate(zip(chunks, ranges, strict=True)):
+        later = min((begin for begin, stop in ranges[number + 1 :] if begin < stop), default=requests)
+        finished = next((request for request in range(first, end) if request >= later), end)
+        query_lens = [starts[request + 1] - starts[request] for request in range(first, end)]
+        run = ChunkRun(first, end, starts[first], starts[end], starts[finished], max(query_lens, default=0))
+        offsets = None
+        if end - first < requests:
+            offsets = [0, *itertools.accumulate(query_lens)]
+            offsets = torch.tensor(offsets, dtype=torch.int32, device="cpu")
+        planned.append(dataclasses.replace(chunk, run=run, run_query_start_loc=offsets))
+    return tuple(planned)
+
+
+def _check_runs(chunks: tuple[ContextChunk, ...], query_start_loc: Tensor) -> None:
+    """Check the arguments of `plan_chunk_runs`."""
+    check_type("chunks", chunks, (tuple, list), "a tuple of chunks")
+    cpu = torch.device("cpu")
+    check_tensor("query_start_loc", query_start_loc, ("B + 1",), (torch.int32,), cpu)
+    check_offsets("query_start_loc", query_start_loc)
+    for chunk in chunks:
+        check_chunk(chunk, query_start_loc.shape[0] - 1, cpu, "chunks")
 
 
 def rank_local_chunk(chunk: ContextChunk, ownership: TokenOwnership) -> ContextParallelChunk:
@@ -124,6 +187,8 @@ def rank_local_chunk(chunk: ContextChunk, ownership: TokenOwnership) -> ContextP
         num_tokens=chunk.num_tokens,
         max_seq_len=chunk.max_seq_len,
         bounded=chunk.bounded,
+        run=chunk.run,
+        run_query_start_loc=chunk.run_query_start_loc,
         local_starts=torch.tensor([start // ownership.size for start in starts], dtype=torch.int32, device=device),
         local_cu_seq_lens=torch.tensor(local, dtype=torch.int32, device=device),
         local_tokens=local[ownership.rank][-1],

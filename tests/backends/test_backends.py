@@ -486,7 +486,10 @@ def test_explain_lists_what_is_bound_and_what_is_chosen(capability, monkeypatch)
         bound = {op for op, said in found.items() if said == "hopper, bound"}
         assert bound == wanted
         assert (
-            prefills in bound or found.pop(prefills) == "hopper, chosen by priority (cpu: serves device cpu, got cuda)"
+            prefills in bound
+            or found.pop(prefills)
+            == "hopper, chosen by measured times for the nearest shape (measured on NVIDIA H200), for every measured "
+            "shape (cpu: serves device cpu, got cuda)"
         )
         chosen = "triton, chosen by priority (cpu: serves device cpu, got cuda; hopper: has no kernel for apply_rope)"
         assert found["apply_rope"] == chosen
@@ -530,7 +533,7 @@ HOPPER_REFUSES = [
 def test_prefills_that_hopper_does_not_serve(changes, reason, capability, monkeypatch):
     """On compute capability 9.0 `hopper` serves prefills, but not of all head dims; `explain` has the reason.
 
-    `triton` serves the other head dims, float32, GPUs of other capabilities, and steps that must be batch-invariant.
+    `triton` serves the other head dims, float32, and GPUs of other capabilities.
     """
     capability(9, 0)
     with_backends(monkeypatch, *own_backends())
@@ -542,9 +545,6 @@ def test_prefills_that_hopper_does_not_serve(changes, reason, capability, monkey
     served = KernelRequest(op, GPU, torch.bfloat16, widths, out_dtype=torch.float32, mask="causal", lse=True)
     assert backends.select(served).name == "hopper"
     assert backends.select(replace(served, dtype=torch.float32)).name == "triton"
-    assert backends.select(replace(served, batch_invariant=True)).name == "triton"
-    assert refusal(lambda: backends.select(replace(served, batch_invariant=True), "hopper")) == [
-        "hopper: is not batch-invariant"
-    ]
+    assert backends.select(replace(served, batch_invariant=True)).name == "hopper"
     capability(8, 9)
     assert backends.select(served).name == "triton"

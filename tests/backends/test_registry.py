@@ -114,7 +114,11 @@ def test_entry_points(found, monkeypatch):
         (OpSupport(print), dict(launcher=None), 'launcher: expected a function or "package.module:function", got None'),
         (OpSupport(print), dict(launcher="package.module"), "launcher: expected a function or"),
         (OpSupport(print), dict(dtypes=torch.float32), "dtypes: expected a tuple, got dtype"),
-        (OpSupport(print), dict(masks=("window",)), "masks: expected some of causal, visible_lens, got ('window',)"),
+        (
+            OpSupport(print),
+            dict(masks=("window",)),
+            "masks: expected some of causal, causal_over_ranks, visible_lens, got ('window',)",
+        ),
         (OpSupport(print), dict(head_dims={"lkv": (512,)}), "head_dims: expected names among kv_lora_rank, "),
         (OpSupport(print), dict(query_lens="any"), "query_lens: expected a QueryLenSupport, got str"),
         (OpSupport(print), dict(format_modes=("converted",)), "format_modes: expected a mapping from cache format to"),

@@ -2,10 +2,14 @@
 
     python -m tests.benchmarks.backends --device cpu
     python -m tests.benchmarks.backends --device cuda --dtype bfloat16 --rows 4,2048,128 1,4096,128,16384 --json x.json
+    python -m tests.benchmarks.backends --device cuda --dtype bfloat16 --grid --asset --json docs/results/NAME.json
 
 A row is B,T,N or B,T,N,C: B requests with T new tokens and C tokens of context each, and N heads with DeepSeek-V3's
 dims. Without context, the new tokens attend each other with a causal mask, and no LSE is computed. With context, they
 attend the context in one chunk, with the LSE. Each backend plans a step as in a builder, and the plan is not timed.
+
+`--grid` times the shapes whose times ship with `fast`. `--asset` also writes the file from which `fast` chooses
+backends on this GPU (`fast.backends.measured`).
 
 The backends take turns, so that a drift of the machine's speed affects all of them. Before the timing, some rows of the
 output of each backend are compared with `reference`; the error must be within the budget.
@@ -26,6 +30,7 @@ from torch import Tensor
 import fast
 import reference
 from fast import backends
+from fast.backends.measured import TABLES
 from fast.demo.job import DTYPES
 from fast.parity import compare
 from reference.interfaces import CommonAttentionMetadata, MLAConfig, PrefillMetadata, QueryLenSupport
@@ -48,6 +53,11 @@ class Row(NamedTuple):
 
 
 ROWS = (Row(1, 128, 16), Row(1, 512, 16), Row(1, 2048, 16), Row(8, 128, 16), Row(32, 32, 16))
+
+GRID = (  # shapes of long and of short prompts, and of chunks of context
+    Row(4, 2048, 128), Row(1, 4096, 128), Row(1, 16384, 128), Row(1, 8192, 16), Row(1, 32768, 16), Row(8, 512, 128),
+    Row(1, 4096, 128, 16384), Row(16, 64, 128, 2048),
+)  # fmt: skip
 
 
 def parse_row(text: str) -> Row:
@@ -195,11 +205,27 @@ def measure(row: Row, dtype: torch.dtype, device: str, rounds: int, left_out: Se
     }  # fmt: skip
 
 
+def asset_path(arguments: argparse.Namespace) -> Path | None:
+    """Return the file from which `fast` chooses backends on this GPU; None without `--asset`.
+
+    Raises:
+        CannotRun: `fast` reads times of bfloat16 on a GPU alone.
+    """
+    if not arguments.asset:
+        return None
+    if arguments.device != "cuda" or arguments.dtype != "bfloat16":
+        raise CannotRun(f"--asset: expected --device cuda --dtype bfloat16, got {arguments.device}, {arguments.dtype}")
+    return TABLES / "{}.{}.json".format(*torch.cuda.get_device_capability())
+
+
 def run_main(argv: Sequence[str], arguments: argparse.Namespace) -> int:
     """Measure all rows, print a table, and write JSON if `--json` is given."""
     check_device(arguments.device)
     dtype = DTYPES[arguments.dtype]
-    rows = ROWS if arguments.rows is None else [parse_row(text) for text in arguments.rows]
+    rows = GRID if arguments.grid else ROWS
+    if arguments.rows is not None:
+        rows = [parse_row(text) for text in arguments.rows]
+    path = asset_path(arguments)
     unknown = set(arguments.without) - {each.name for each in backends.registered()}
     if unknown:
         raise CannotRun(f"--without: expected names of backends, got {', '.join(sorted(unknown))}")
@@ -217,9 +243,10 @@ def run_main(argv: Sequence[str], arguments: argparse.Namespace) -> int:
                 f"{found['times_faster_than_default']:.2f}", f"{found['error_of_budget']:.2f}",
             )  # fmt: skip
     wide_console(100).print(table)
-    if arguments.json:
-        head = provenance("backends", argv, arguments.device)
-        write_report(arguments.json, {**head, "dtype": arguments.dtype, "rows": results})
+    head = provenance("backends", argv, arguments.device)
+    for target in (arguments.json, path):
+        if target is not None:
+            write_report(target, {**head, "dtype": arguments.dtype, "rows": results})
     return 0
 
 
@@ -231,9 +258,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="device (default: cuda)")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32", help="dtype (default: float32)")
-    parser.add_argument(
+    shapes = parser.add_mutually_exclusive_group()
+    shapes.add_argument(
         "--rows", nargs="+", metavar="B,T,N[,C]", help="requests, new tokens of each, heads, context tokens of each"
     )
+    shapes.add_argument("--grid", action="store_true", help="the shapes whose times ship with `fast`")
+    parser.add_argument("--asset", action="store_true",
+                        help="also write the file from which `fast` chooses backends on this GPU")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=15, metavar="N", help="calls of each backend (default: 15)")
     parser.add_argument("--without", nargs="+", default=(), metavar="NAME",
                         help="backends that are not timed, except where they are the default")  # fmt: skip

@@ -17,8 +17,9 @@ The peers are FlashAttention-3 ("FA3"), FlashAttention-4 ("FA4"), FlashInfer, an
 FlashAttention-2 that PyTorch contains. FlashInfer plans a call before the time begins.
 
 There are three ways of timing. A rested call starts after the GPU was idle for 0.1 s. Flushed calls follow each other
-without a rest, so that the GPU reaches its power limit. Replayed calls run from a CUDA graph. For a request with Sq query tokens, Skv keys and N heads, the
-FLOPs are 2 N Sq Skv (192 + 128), minus the FLOPs of the (query, key) pairs that a causal mask removes.
+without a rest, so that the GPU reaches its power limit. Replayed calls run from a CUDA graph. For a request with Sq
+query tokens, Skv keys and N heads, the FLOPs are 2 N Sq Skv (192 + 128), minus the FLOPs of the (query, key) pairs that
+a causal mask removes.
 """
 
 from __future__ import annotations
@@ -335,7 +336,8 @@ def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: s
 def main(argv: Sequence[str] | None = None) -> int:
     """Check and time the rows, and return the exit status."""
     return run_benchmark(
-        "prefill", __doc__.splitlines()[0], ROWS, make_case, argv, ways=("rested", "flushed", "replayed"), bandwidth="read_gb_s",
+        "prefill", __doc__.splitlines()[0], ROWS, make_case, argv, ways=("rested", "flushed", "replayed"),
+        bandwidth="read_gb_s",
         epilog="A row has B requests of up to Sq queries and Skv keys, N heads, a mask (causal or full), and lengths "
         "(equal or ragged).",
     )  # fmt: skip

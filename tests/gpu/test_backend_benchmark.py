@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 
 import pytest
@@ -76,8 +77,35 @@ def test_a_wrong_backend_is_not_timed():
         ),
         (["--rows", "1,0,2"], "such as 1,512,16, got 1,0,2\n"),
         (["--rounds", "0"], "error: --rounds: expected at least 1, got 0\n"),
+        (["--asset"], "error: --asset: expected --device cuda --dtype bfloat16, got cpu, float32\n"),
     ],
 )
 def test_bad_input(options, message, capsys):
     assert backends.main(["--device", "cpu", *options]) == 2
     assert capsys.readouterr().err.endswith(message)
+
+
+def test_the_times_that_ship(tmp_path, monkeypatch, capsys):
+    """Time the shapes of `--grid` for the file that ships -> the file has the rows of the results file.
+
+    The file is in the place where `fast` looks for the times of this compute capability.
+    """
+    path, small = tmp_path / "results.json", (backends.Row(1, 5, 2), backends.Row(1, 3, 2, 9))
+    monkeypatch.setattr(backends, "GRID", small)
+    monkeypatch.setattr(backends, "asset_path", lambda arguments: tmp_path / "9.0.json" if arguments.asset else None)
+    options = ["--device", "cpu", "--grid", "--rounds", "1", "--json", str(path)]
+    assert backends.main(options) == 0 and not (tmp_path / "9.0.json").exists()
+    assert backends.main([*options, "--asset"]) == 0
+    assert json.loads((tmp_path / "9.0.json").read_text()) == json.loads(path.read_text())
+    assert [tuple(row["dims"].values()) for row in json.loads(path.read_text())["rows"]] == [*map(tuple, small)]
+    capsys.readouterr()
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    arguments = argparse.Namespace(asset=True, device="cuda", dtype="bfloat16")
+    assert backends.asset_path(arguments) == measured.TABLES / "9.0.json"
+
+
+def test_shapes_of_the_grid_differ():
+    """Round the sizes of the grid as a choice does -> other sizes for each shape, so that each has times of its own."""
+    sizes = [(not row.C, AttentionSizes.rounded(row.B, row.N, row.T, row.C or row.T)) for row in backends.GRID]
+    assert len(set(sizes)) == len(sizes) >= 8

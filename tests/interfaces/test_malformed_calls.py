@@ -29,10 +29,11 @@ REFUSALS = ("ValueError", "TypeError", "UnsupportedConfiguration")
 
 # The constructors of these dataclasses check nothing. Functions that get such a dataclass check its fields.
 UNCHECKED = {"AttentionState", "BatchSplit", "CascadeMetadata", "ContextChunk", "ContextParallelChunk",
-             "ContextParallelMetadata", "ChunkRows", "CrossAttentionBatch", "DecodeMetadata", "DecodeSchedule",
-             "EncoderMetadata", "GlobalHyperparameters", "GQAHyperparameters", "GQAMetadata", "GraphBuffers",
-             "GraphMemory", "LayerParameters", "MLAMetadata", "PagedAttentionMetadata", "PrefillMetadata",
-             "PrefillPart", "QuantizedWeight", "ScheduleChoice"}  # fmt: skip
+             "ContextParallelMetadata", "ChunkRows", "ChunkRun", "CrossAttentionBatch", "DecodeMetadata",
+             "DecodeSchedule", "EncoderMetadata", "GlobalHyperparameters", "GQAHyperparameters",
+             "GQAMetadata", "GraphBuffers", "GraphMemory", "LayerParameters", "MLAMetadata",
+             "PagedAttentionMetadata", "PrefillMetadata", "PrefillPart", "QuantizedWeight",
+             "ScheduleChoice"}  # fmt: skip
 NOT_CALLED = UNCHECKED | {"CACHE_FORMATS", "PRESETS", "AttentionType", "GraphSupport", "QueryLenSupport", "ScaleSource",
                           "GroupError", "UnsupportedConfiguration"}  # fmt: skip
 

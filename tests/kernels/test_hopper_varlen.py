@@ -204,7 +204,8 @@ def test_few_programs(splits, monkeypatch):
 def test_batch_invariance(causal, splits):
     """With the same number of splits, a request gets the same bits alone and among other requests.
 
-    The sizes of the whole batch choose the number of splits, so the backend does not declare batch invariance.
+    The sizes of the whole batch choose the number of splits, except in batch-invariant calls, which have no splits
+    (`tests/attention/test_invariant_varlen.py`).
     """
     lens = LENS["ragged"]
     inputs = make_inputs(*lens, 2, MLA, BF16)

@@ -6,11 +6,13 @@ of results fails. The tests of this file find these faults in the installed vers
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
 import sys
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,6 +30,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from fast.backends.own import HOPPER
 from fast.kernels.compile_log import describe
 from fast.kernels.hopper.varlen import combine, kernel, launch, select
+from fast.kernels.prescribed_splits import prescribe_splits
 from fast.mla.prefill_choice import check_invariant_prefills
 
 from .test_hopper_compilation import DEEP, H200, all_have_met, arrivals_for_all, product_loops, run
@@ -262,35 +265,51 @@ def test_only_chosen_splits_change_the_kernel():
         assert sizes.constants._replace(SPLIT=False) == select.constants_of(select.parts_of(128, 64), 128)
 
 
-def test_the_backend_is_not_batch_invariant():
-    """A builder that needs batch-invariant prefills refuses the backend, because the batch chooses the splits."""
-    assert not HOPPER.ops["flash_attn_varlen"].batch_invariant and HOPPER.ops["mla_decode"].batch_invariant
-    with pytest.raises(UnsupportedConfiguration, match="hopper: is not batch-invariant"):
-        check_invariant_prefills({"flash_attn_varlen": "hopper"}, True)
+def test_batch_invariant_calls_have_no_splits(monkeypatch):
+    """The launcher gets the flag of a call, and then launches the variant without splits, also inside a warm-up."""
+    assert HOPPER.ops["flash_attn_varlen"].batch_invariant and HOPPER.ops["flash_attn_varlen"].invariant_on_request
+    check_invariant_prefills({"flash_attn_varlen": "hopper"}, True)
+    found = []
+
+    def sizes(nope, rope, value, batch, processors):
+        found.append(select.order_of(batch, nope + value, 128, processors).num_splits)
+        raise KeyError
+
+    monkeypatch.setattr(launch, "_launch_sizes", sizes)
+    monkeypatch.setattr(launch, "device_facts", lambda device: SimpleNamespace(processors=132))
+    q, k, v = (torch.zeros(rows, 16, width).bfloat16() for rows, width in ((512, 128), (65536, 128), (65536, 128)))
+    call = q, k, None, v, offsets([512]), offsets([65536]), 512, 65536, 0.1, False, torch.float32
+    for prescribed in (None, 2):
+        for batch_invariant in (False, True):
+            splits = contextlib.nullcontext() if prescribed is None else prescribe_splits(prescribed)
+            with splits, pytest.raises(KeyError):
+                launch.flash_attn_varlen(*call, batch_invariant=batch_invariant)
+    assert found[0] > 1 and found[1:] == [1, 2, 1]
 
 
 def items_of(query_lens, key_lens, heads, group_heads, causal, splits=1, keys_of_tile=128):
     """Compute in Python the order of work items that `work_items.item_of` describes.
 
     An item is head, first query token, number of rows, number of key tiles of the query tile, and the first and the
-    last key tile (not included). Without splits, the slots may be empty; an item of an empty slot is None.
+    last key tile (not included). Without splits, the candidates may be empty; an item of an empty candidate is None.
     """
     starts = offsets(query_lens).tolist()
     requests = range(len(query_lens))
     if splits > 1:
-        slots = [(b, tile) for b in requests for tile in range(-(-query_lens[b] // 128))]
+        candidates = [(b, tile) for b in requests for tile in range(-(-query_lens[b] // 128))]
     else:
         firsts = [starts[b] // 128 + b for b in requests]
         owners = [
-            max(b for b in requests if firsts[b] <= slot) for slot in range(-(-starts[-1] // 128) + len(requests) - 1)
+            max(b for b in requests if firsts[b] <= candidate)
+            for candidate in range(-(-starts[-1] // 128) + len(requests) - 1)
         ]
-        slots = [(b, slot - firsts[b]) for slot, b in enumerate(owners)]
-    for index in range(len(slots) * heads * splits):
+        candidates = [(b, candidate - firsts[b]) for candidate, b in enumerate(owners)]
+    for index in range(len(candidates) * heads * splits):
         rest, split = divmod(index, splits)
-        group, inside = divmod(rest, group_heads * len(slots))
+        group, inside = divmod(rest, group_heads * len(candidates))
         first_head = group * group_heads
         width = min(group_heads, heads - first_head)
-        request, tile = slots[len(slots) - 1 - inside // width]
+        request, tile = candidates[len(candidates) - 1 - inside // width]
         rows, keys = min(query_lens[request] - 128 * tile, 128), key_lens[request]
         visible = keys - query_lens[request] + 128 * tile + 1 if causal else keys
         steps = -(-max(min(visible + rows - 1, keys), 0) // keys_of_tile)
@@ -312,15 +331,17 @@ def ragged_lens(generator) -> tuple[list[int], list[int]]:
 def test_every_row_has_one_item(heads, group_heads, splits):
     """The items hold every (head, query token, split) triple exactly once, and the splits every key tile exactly once.
 
-    The launcher's bound of the number of slots holds for all lengths. With splits, no slot is empty.
+    The launcher's bound of the number of candidates holds for all lengths. With splits, no candidate is empty.
     """
     generator = torch.Generator().manual_seed(5)
     for _ in range(20):
         lens = ragged_lens(generator)
         found = list(items_of(*lens, heads, group_heads, True, splits))
-        slots = select.order_of(sizes_of(*lens, heads), 256, 128, 132).num_slots
+        candidates = select.order_of(sizes_of(*lens, heads), 256, 128, 132).num_candidates
         assert (
-            len(found) == slots * heads if splits == 1 else None not in found and len(found) <= slots * heads * splits
+            len(found) == candidates * heads
+            if splits == 1
+            else None not in found and len(found) <= candidates * heads * splits
         )
         seen, tiles = [], {}
         for head, token, rows, steps, first, end in filter(None, found):

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import fast
-from fast import backends
 from fast.backends.own import HOPPER
 from reference.interfaces import COMPUTE_FORMAT
 
@@ -73,12 +72,11 @@ def test_every_width_of_the_launcher_is_declared():
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("widths", WIDTHS)
 def test_warmup_specialises_for_every_step(widths, batch_invariant, launches):
-    """Warm up -> steps launch no new variant; for batch-invariant steps the kernel of "triton" is ready too."""
+    """Warm up -> steps launch no new variant, batch-invariant or not."""
     config = config_of(*WIDTHS[widths])
     fast.warmup(config, device="cpu", dtype=BF16, block_size=16, decode_threshold=2, batch_invariant=batch_invariant)
     ahead = set(launches)
-    wanted = {"_varlen_kernel"} | ({"_flash_attn_varlen_kernel"} if batch_invariant else set())
-    assert attention_kernels(ahead) == wanted
+    assert attention_kernels(ahead) == {"_varlen_kernel"}
     assert len([key for key in ahead if key[0] == "_varlen_kernel"]) >= 2  # without context, and with context
     serve(config, BF16, 2, batch_invariant)
     assert set(launches) == ahead
@@ -156,7 +154,7 @@ def test_prescribed_splits_end_with_their_context(launches):
 
 
 @pytest.mark.parametrize("value, batch_invariant, wanted", [
-    (64, False, "hopper"), (64, True, "cpu"), (48, False, "cpu"),
+    (64, False, "hopper"), (64, True, "hopper"), (48, False, "cpu"), (48, True, "cpu"),
 ])  # fmt: skip
 def test_steps_launch_the_chosen_kernel(value, batch_invariant, wanted, launches):
     """The builder names the backend of a step's prefills, and the layer launches its kernel."""
@@ -171,15 +169,15 @@ def test_steps_launch_the_chosen_kernel(value, batch_invariant, wanted, launches
     assert attention_kernels(launches) == {"_varlen_kernel" if wanted == "hopper" else "_flash_attn_varlen_kernel"}
 
 
-def test_a_named_backend_is_not_batch_invariant(launches):
-    """A batch-invariant builder refuses the backend "hopper" for prefills; its decodes may be named alone."""
+def test_batch_invariant_steps_of_a_named_backend(launches):
+    """A batch-invariant builder accepts the backend "hopper", and its plans ask for batch invariance."""
     config = config_of(64, 32, 64)
     options = dict(batch_invariant=True, dtype=BF16)
-    with pytest.raises(fast.UnsupportedConfiguration, match="^hopper: is not batch-invariant$"):
-        fast.MLAMetadataBuilder(config, 16, 512, 8, **options, backend="hopper")
-    builder = fast.MLAMetadataBuilder(config, 16, 512, 8, **options, backend={"mla_decode": "hopper"})
-    assert backends.bind({"mla_decode": "hopper"}).get(OP) is None
-    assert builder.build(0, make_batch([40], [40]).common).prefill.backend == "cpu"
+    for backend in ("hopper", {OP: "hopper"}, None):
+        builder = fast.MLAMetadataBuilder(config, 16, 512, 8, **options, backend=backend)
+        plan = builder.build(0, make_batch([40, 3], [40, 20]).common).prefill
+        plans = [plan, *(part.plan for part in plan.parts)]
+        assert len(plans) == 3 and all(each.backend == "hopper" and each.batch_invariant for each in plans)
 
 
 @pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")

@@ -150,13 +150,14 @@ def test_what_a_schedule_splits_is_combined(heads, splits, processors, monkeypat
     (3, 128, 2, "FOR_ONE_PLANNED_SPLIT", 3 * 32), (300, 64, 132, "FOR_FEW_SPLITS", 132 * 8),
     (600, 3, 132, "FOR_FEW_SPLITS", 132 * 4),
     (16, 16, 132, "FOR_PLANNED", 256), (40, 16, 132, "FOR_FEW_SPLITS", 320), (2, 2, 96, "FOR_PLANNED", 4),
-    (2, 2, 98, "FOR_MANY_SPLITS", 8),
+    (2, 2, 98, "FOR_MANY_SPLITS", 8), (33, 63, 165, "FOR_PLANNED", 33 * 63), (17, 128, 34, "FOR_FEW_SPLITS", 132 * 16),
 ])  # fmt: skip
 def test_launch_after_a_schedule(requests, heads, programs, tile, launched, monkeypatch):
     """After a planned decode, the combine kernel has one program for each tile, but at most as many as can run at once.
 
     A tile here is the rows and columns of the output that a program computes at once. On 132 multiprocessors, the test
-    expects tiles of the shape `tile`, and `launched` programs.
+    expects tiles of the shape `tile`, and `launched` programs. `ONE_TILE` tells the kernel whether these are all tiles.
+    The number of tiles of the shape `FOR_PLANNED` has no limit.
     """
     launches = []
     monkeypatch.setattr(combine_launch, "launch", lambda _, grid, *__, **constants: launches.append((grid, constants)))
@@ -176,6 +177,7 @@ def test_launch_after_a_schedule(requests, heads, programs, tile, launched, monk
     sizes = constants["ROWS"], constants["COLUMNS"], constants["SPLITS"], constants["num_warps"]
     assert sizes == chosen._replace(columns=min(chosen.columns, latent))
     assert grid == (launched,)
+    assert constants["ONE_TILE"] == (launched == requests * -(-heads // chosen.rows) * -(-latent // sizes[1]))
 
 
 @runs

@@ -9,9 +9,10 @@ import torch
 
 import fast
 from fast.backends import Backend
+from fast.backends.adapters.flashinfer_workspace import new_workspace
 from fast.backends.own import CPU
 from fast.mla.backend_hooks import BackendHooks
-from reference.interfaces import PrefillMetadata, UnsupportedConfiguration
+from reference.interfaces import PrefillMetadata, QueryLenSupport, UnsupportedConfiguration, check_int
 
 from ..support.backends import registered
 from ..support.factories import (
@@ -26,6 +27,7 @@ from ..support.factories import (
 
 CALLS: list[tuple] = []
 OP = "flash_attn_varlen"
+ONE_TOKEN = QueryLenSupport.SINGLE_ONLY  # with this support, a query of several tokens takes the expanded path
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,10 +82,13 @@ def step(query_lens, seq_lens, builder, layer):
     return plan, layer(hidden, positions_of(query_lens, seq_lens), cache, plan), cache
 
 
-def make(backend=None):
+def make(backend=None, **given):
     layer = make_layer(fast, DIRECT, make_weights(DIRECT, torch.float32), torch.float32, backend=backend)
     names = ("layers.0", "layers.1")
-    options = dict(workspace_tokens=16, batch_invariant=True, dtype=torch.float32, layer_names=names, backend=backend)
+    options = dict(
+        workspace_tokens=16, query_len_support=ONE_TOKEN, dtype=torch.float32, layer_names=names, backend=backend
+    )
+    options |= given
     return fast.MLAMetadataBuilder(DIRECT, 16, 128, 8, **options), layer
 
 
@@ -95,11 +100,11 @@ def test_order_of_the_hooks():
     torch.manual_seed(0)
     weights = make_weights(DIRECT, torch.float32)
     plain = make_layer(fast, DIRECT, weights, torch.float32)
-    own = fast.MLAMetadataBuilder(DIRECT, 16, 128, 8, workspace_tokens=16, batch_invariant=True, dtype=torch.float32)
+    own, _ = make(batch_invariant=True)
     with registered(hooked()):
         torch.manual_seed(0)
         layer = make_layer(fast, DIRECT, weights, torch.float32, backend={OP: "hooked"})
-        builder, _ = make({OP: "hooked"})
+        builder, _ = make({OP: "hooked"}, batch_invariant=True)
         lens = [1, 6, 4], [20, 6, 24]
         state = torch.get_rng_state()
         plan, found, cache = step(*lens, builder, layer)
@@ -257,7 +262,9 @@ def test_one_backend_serves_all_parts():
     config, dtype = DIRECT, torch.bfloat16
     wide = hooked("wide", out_dtypes=(torch.float32,))
     with registered(wide):
-        builder = fast.MLAMetadataBuilder(config, 16, 128, 8, workspace_tokens=16, batch_invariant=True, dtype=dtype)
+        builder = fast.MLAMetadataBuilder(
+            config, 16, 128, 8, workspace_tokens=16, query_len_support=ONE_TOKEN, dtype=dtype
+        )
         assert builder.build(0, make_batch([5, 3], [40, 30]).common).prefill.backend == "wide"
         both = builder.build(0, make_batch([5, 3], [5, 30]).common)
         assert len(both.prefill.parts) == 2 and both.prefill.backend == "cpu"
@@ -266,7 +273,7 @@ def test_one_backend_serves_all_parts():
 
 def test_a_layer_of_another_dtype_refuses_before_it_writes():
     with registered(hooked("narrow", dtypes=(torch.bfloat16,))):
-        builder = fast.MLAMetadataBuilder(DIRECT, 16, 128, 8, batch_invariant=True)  # plans for bfloat16
+        builder = fast.MLAMetadataBuilder(DIRECT, 16, 128, 8, query_len_support=ONE_TOKEN)  # plans for bfloat16
         batch = make_batch([4], [4])
         plan = builder.build(0, batch.common)
         assert plan.prefill.backend == "narrow"
@@ -309,7 +316,7 @@ def test_no_backend_for_a_step():
 def test_an_output_in_e4m3_that_the_backend_cannot_serve_is_refused_before_the_write():
     """Quantise the output of a backend that writes the dtype of the queries only -> an error, the cache unchanged."""
     with registered(hooked(same_out_dtype=True, lse=False)):
-        builder = fast.MLAMetadataBuilder(DIRECT, 16, 128, 8, batch_invariant=True, backend={OP: "hooked"})
+        builder = fast.MLAMetadataBuilder(DIRECT, 16, 128, 8, query_len_support=ONE_TOKEN, backend={OP: "hooked"})
         weights, dtype = make_weights(DIRECT, torch.bfloat16), torch.bfloat16
         layer = make_layer(fast, DIRECT, weights, dtype, backend={OP: "hooked"})
         batch = make_batch([5], [5])
@@ -322,3 +329,72 @@ def test_an_output_in_e4m3_that_the_backend_cannot_serve_is_refused_before_the_w
         with pytest.raises(UnsupportedConfiguration, match=message):
             layer.forward_attention(q, kv_c, k_pe, cache, plan, out, torch.tensor(0.02))
         assert_same_bits(cache, before)
+
+
+class WithOptions(BackendHooks):
+    """Hooks of a backend with one option, which notes its value."""
+
+    options = {"depth": lambda name, value: check_int(name, value, 1)}  # noqa: RUF012
+
+    def create_builder_state(self, config, cache_format, layer_names, device, depth=7):
+        CALLS.append(("depth", depth))
+
+
+def test_options_of_a_builder():
+    """Give a builder options of a backend -> its hooks get them once; without options, they get the defaults."""
+    CALLS.clear()
+    with registered(replace(CPU, name="other", hooks=WithOptions)):
+        for options in ({"other": {"depth": 3}}, {"other": {}}, {}, None):
+            builder = fast.MLAMetadataBuilder(DIRECT, 16, 128, 8, backend_options=options, backend={OP: "other"})
+            for _ in range(2):
+                builder.build(0, make_batch([7], [7]).common)
+    assert [("depth", depth) for depth in (3, 7, 7, 7)] == CALLS
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ([], TypeError, "backend_options: expected a mapping from backend to its options, or None, got list"),
+        ({"oter": {}}, ValueError, r"backend_options: expected one of .* \(the most similar name: other\), got oter"),
+        ({"other": 3}, TypeError, r"backend_options\['other'\]: expected a mapping from option to value, got int"),
+        ({"other": {"width": 3}}, ValueError, r"backend_options\['other'\]: expected options among depth, got width"),
+        ({"cpu": {"depth": 3}}, ValueError, r"backend_options\['cpu'\]: expected options among none, got depth"),
+        ({"other": {"depth": 0}}, ValueError, r"backend_options\['other'\]\['depth'\]: expected .*, got 0"),
+        ({"other": {"depth": "3"}}, ValueError, r"backend_options\['other'\]\['depth'\]: expected .*, got 3"),
+    ],
+)
+def test_wrong_options(options, error, message, plain_errors):
+    """Give a builder rubbish as options -> one line that names the option, from the constructor."""
+    with registered(replace(CPU, name="other", hooks=WithOptions)), pytest.raises(error, match=f"^{message}$"):
+        fast.MLAMetadataBuilder(DIRECT, 16, 128, 8, backend_options=options)
+
+
+@pytest.mark.parametrize("backend", ["flashinfer", "flashinfer_mla", "trtllm_ragged"])
+@pytest.mark.parametrize(
+    ("workspace", "error", "message"),
+    [
+        ("64", TypeError, "a size in bytes or a uint8 tensor, got str"),
+        (2.0, TypeError, "a size in bytes or a uint8 tensor, got float"),
+        (True, ValueError, "a size in bytes of at least 1, or a uint8 tensor, got True"),
+        (0, ValueError, "a size in bytes of at least 1, or a uint8 tensor, got 0"),
+        (torch.zeros(64), ValueError, r"a contiguous uint8 vector, got torch.float32 of shape \[64\]"),
+        (torch.zeros(8, 8).byte(), ValueError, r"a contiguous uint8 vector, got torch.uint8 of shape \[8, 8\]"),
+        (torch.zeros(64).byte()[::2], ValueError, r"a contiguous uint8 vector, got torch.uint8 of shape \[32\]"),
+        (torch.zeros(0).byte(), ValueError, "at least 1 byte, got 0"),
+        (torch.zeros(64).byte()[1:], ValueError, r"an address that is a multiple of 16, got \d+"),
+    ],
+)
+def test_wrong_workspaces(backend, workspace, error, message, plain_errors):
+    """Give a builder rubbish as FlashInfer's workspace -> one line that names the option."""
+    options = {backend: {"workspace": workspace}}
+    with pytest.raises(error, match=rf"^backend_options\['{backend}'\]\['workspace'\]: expected {message}$"):
+        fast.MLAMetadataBuilder(DIRECT, 16, 128, 8, backend_options=options)
+
+
+def test_workspace_on_another_device(plain_errors):
+    """Plan on a GPU with a workspace on the CPU -> an error; a workspace on the device of the plans is used itself."""
+    own = torch.zeros(64, dtype=torch.uint8)
+    assert new_workspace(torch.device("cpu"), own) is own
+    assert new_workspace(torch.device("cpu"), 32).shape == (32,)
+    with pytest.raises(ValueError, match="^workspace: expected a tensor on cuda:0, the device of the plans, got cpu$"):
+        new_workspace(torch.device("cuda", 0), own)

@@ -54,6 +54,10 @@ def check_rank_plan(batch, plan, ownership, workspace):
         for i in range(query_len)
     ]
     assert plan.decode.visible_lens.tolist() == seen
+    assert plan.decode.total_seq_lens.tolist() == list(batch.seq_lens[:decodes]) and plan.decode.ownership == ownership
+    over_ranks = ownership.size > 1 and plan.decode.max_query_len > 1
+    wanted = "causal_over_ranks" if ownership.interleave == 1 else "visible_lens"
+    assert plan.decode.mask == (wanted if over_ranks else "causal")
     covered = [0] * (len(batch.seq_lens) - decodes)
     for chunk in plan.prefill.context_chunks:
         assert (ownership.size + 1) * chunk.padded_tokens <= workspace + workspace // ownership.size

@@ -14,6 +14,7 @@ from fast.backends.own import CPU, DECODES
 from fast.mla.backend_hooks import BackendHooks
 from reference.interfaces import (
     CAUSAL,
+    CAUSAL_OVER_RANKS,
     NEUTRAL_COSTS,
     VISIBLE_LENS,
     DecodeMetadata,
@@ -21,10 +22,12 @@ from reference.interfaces import (
     QueryLenSupport,
     TokenOwnership,
     UnsupportedConfiguration,
+    absorbed_decode_mask,
     decode_mask,
 )
 
 from ..support.backends import registered
+from ..support.context_parallel import of_rank
 from ..support.factories import (
     DIRECT,
     assert_same_bits,
@@ -130,18 +133,97 @@ def test_mask_under_context_parallelism():
     assert seen.tolist() == [4, 5, 5]
     assert decode_mask(3, two) == VISIBLE_LENS and decode_mask(1, two) == CAUSAL
     assert decode_mask(3, None) == CAUSAL and decode_mask(3, TokenOwnership(1, 0)) == CAUSAL
+    assert absorbed_decode_mask(3, two) == CAUSAL_OVER_RANKS and absorbed_decode_mask(1, two) == CAUSAL
+    assert absorbed_decode_mask(3, TokenOwnership(2, 0, 4)) == VISIBLE_LENS
 
-    def build(ranks):
+    def build(ranks, mask):
         options = dict(config=RANK_CONFIG, context_parallel=ranks, num_speculative_tokens=2)
         with registered(library()):
             builder = make_builder(**options)
             found = [builder.reorder_batch_threshold, builder.query_len_support]
-            with pytest.raises(UnsupportedConfiguration, match=f"{NAME}: applies the masks causal, got visible_lens"):
+            with pytest.raises(UnsupportedConfiguration, match=f"{NAME}: applies the masks causal, got {mask}"):
                 make_builder(**options, query_len_support=UNIFORM)
-        with registered(library(masks=(CAUSAL, VISIBLE_LENS))):
-            return [*found, make_builder(**options).reorder_batch_threshold]
+        for masks in ((CAUSAL, VISIBLE_LENS), (CAUSAL, CAUSAL_OVER_RANKS)):
+            with registered(library(masks=masks)):
+                found.append(make_builder(**options).reorder_batch_threshold)
+        return found
 
-    assert fast.simulate(2, 2, lambda ranks: build(ranks) if ranks.ownership.rank == 0 else None)[0] == [1, SINGLE, 3]
+    for interleave, mask, wanted in ((1, CAUSAL_OVER_RANKS, [1, SINGLE, 3, 3]), (2, VISIBLE_LENS, [1, SINGLE, 3, 1])):
+        found = fast.simulate(
+            2, interleave, lambda ranks, mask=mask: build(ranks, mask) if ranks.ownership.rank == 0 else None
+        )
+        assert found[0] == wanted
+
+
+def decoded_of_rank(ownership, query_lens, seq_lens, plan_of=lambda plan: plan, **options):
+    """Return the state of one rank's decode, and the arguments of a launcher that declares CAUSAL_OVER_RANKS."""
+    batch, seen = make_batch(query_lens, seq_lens), {}
+    generator = torch.Generator().manual_seed(1)
+    ql, q_pe, cache = (
+        torch.randn(*shape, generator=generator)
+        for shape in ((batch.num_tokens, 3, 24), (batch.num_tokens, 3, 8), (batch.num_blocks, 16, 32))
+    )
+    common = of_rank(batch.common, 16, ownership)
+    plan = plan_of(fast.build_mla_metadata(common, 16, 4096, max(query_lens), ownership=ownership).decode)
+
+    def noting(*given, total_seq_lens=None, ownership=None, **rest):
+        seen.update(total_seq_lens=total_seq_lens, ownership=ownership)
+        return launch(*given, **rest)
+
+    over_ranks = library(masks=(CAUSAL, CAUSAL_OVER_RANKS), query_lens=VARLEN)
+    ops = {**over_ranks.ops, "mla_decode": replace(over_ranks.ops["mla_decode"], launcher=noting)}
+    with registered(replace(over_ranks, ops=ops)):
+        found = fast.mla_decode(ql, q_pe, cache, plan, 0.3, backend=NAME, **options)
+    wanted = fast.mla_decode(ql, q_pe, cache, plan, 0.3, backend="cpu")
+    return found, wanted, seen
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_whole_lengths_reach_the_launcher(rank):
+    """Decode 3 tokens over 10 keys on 2 ranks -> the launcher gets the whole lengths and the rank's tokens."""
+    owned = TokenOwnership(2, rank)
+    found, wanted, seen = decoded_of_rank(owned, [3, 1], [10, 33])
+    assert seen["total_seq_lens"].tolist() == [10, 33] and seen["ownership"] == owned
+    assert_same_bits(found.out, wanted.out)
+    found, wanted, seen = decoded_of_rank(owned, [1, 1], [10, 33])  # a causal mask, which needs no whole lengths
+    assert seen == {"total_seq_lens": None, "ownership": None}
+
+
+def test_promise_of_a_plan_over_ranks(plain_errors):
+    """Promise CAUSAL_OVER_RANKS without whole lengths, for another interleave or other visible lengths -> errors."""
+    owned = TokenOwnership(2, 0)
+    for changes, message in (
+        (
+            dict(total_seq_lens=None),
+            "^metadata.total_seq_lens: expected a tensor for the mask causal_over_ranks, got None",
+        ),
+        (dict(total_seq_lens=integers(10)), r"^metadata.total_seq_lens: expected shape \[2\], got \[1\]"),
+        (dict(ownership=TokenOwnership(2, 0, 4)), "^metadata.ownership: expected a TokenOwnership with interleave 1"),
+        (dict(ownership=(2, 0)), "^metadata.ownership: expected a TokenOwnership or None, got"),
+        (dict(total_seq_lens=integers(12, 33)), "^metadata.visible_lens: expected 5, the causal mask, at row 0"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            decoded_of_rank(owned, [3, 1], [10, 33], lambda plan, changes=changes: replace(plan, **changes))
+
+
+def test_captured_plans_over_ranks():
+    """Update a captured plan of one of two ranks -> its whole lengths are new, the batch is unchanged."""
+    batches = [make_batch([3, 3], lens) for lens in ([20, 35], [10, 4])]
+
+    def build(ranks):
+        if ranks.ownership.rank:
+            return None
+        options = dict(config=RANK_CONFIG, context_parallel=ranks, num_speculative_tokens=2)
+        commons = [of_rank(batch.common, 16, ranks.ownership) for batch in batches]
+        with registered(library(masks=(CAUSAL, CAUSAL_OVER_RANKS))):
+            builder = make_builder(**options)
+            captured = builder.build_for_cudagraph_capture(commons[0])
+            held = captured.decode.total_seq_lens
+            builder.update_captured(captured, commons[1])
+        assert captured.decode.mask == CAUSAL_OVER_RANKS and captured.decode.total_seq_lens is held
+        return held.tolist(), commons[0].seq_lens.tolist()
+
+    assert fast.simulate(2, 1, build)[0] == ([10, 4], [20, 35])
 
 
 def test_promise_of_a_plan(plain_errors):

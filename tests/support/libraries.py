@@ -139,7 +139,7 @@ def imported_python(module: str, *compiled: str, bare: str | None = None, **attr
         sources._first_that_loads.cache_clear()
 
 
-def paged_attention(q, entries_of, seq_lens, query_lens, scale, latent, causal=True):
+def paged_attention(q, entries_of, seq_lens, query_lens, scale, latent, causal=True, ranks=None):
     """Compute absorbed attention, one request and one row after the other, in float64.
 
     Args:
@@ -150,6 +150,7 @@ def paged_attention(q, entries_of, seq_lens, query_lens, scale, latent, causal=T
         scale: factor of the scores.
         latent: number of latent columns, Lkv.
         causal: whether earlier query tokens see fewer keys.
+        ranks: (D, rank, lengths of the whole sequences) if the keys are every D-th token of sequences; otherwise None.
 
     Returns:
         out [T, N, Lkv] and lse [N, T], both in float64; rows without keys have output 0 and LSE -inf.
@@ -162,6 +163,9 @@ def paged_attention(q, entries_of, seq_lens, query_lens, scale, latent, causal=T
         keys = entries_of(request, length).double()
         for i in range(queries):
             seen = length - queries + i + 1 if causal else length
+            if ranks is not None and causal:  # key j is token j * D + rank, and the last query sees all tokens
+                size, rank, totals = ranks
+                seen = sum(key * size + rank <= totals[request] - queries + i for key in range(length))
             if seen > 0:
                 scores = q[token].double() @ keys[:seen].T * scale
                 lse[:, token] = scores.logsumexp(-1)

@@ -30,6 +30,7 @@ class Judge:
 
 BATCH = Judge(("planning/test_batch", "interfaces/test_limits", "mla/test_builder", "interfaces/test_bad_input"))
 SCHEDULE = Judge(("planning/test_schedule", "interfaces/test_limits", "mla/test_builder", "interfaces/test_bad_input"))
+CHUNKS = Judge(("mla/test_chunk_runs", *SCHEDULE.modules))
 PATH = Judge(("mla/test_choose_path", "interfaces/test_limits", "mla/test_builder", "interfaces/test_bad_input"))
 CASCADE = Judge(
     ("mla/test_cascade", "mla/test_fp8_mode_of_a_layer", "interfaces/test_limits", "interfaces/test_bad_input"),
@@ -208,7 +209,7 @@ TABLE = {
     }.items()},
     **{f"{package}/{module}.py": judge for package in ("fast", "reference") for module, judge in {
         "planning/batch": BATCH, "planning/local_attention": BATCH, "planning/slots": SLOT_MAPPING,
-        "planning/context_chunks": SCHEDULE, "planning/decode_schedule": SCHEDULE, "planning/shared_prefix": CASCADE,
+        "planning/context_chunks": CHUNKS, "planning/decode_schedule": SCHEDULE, "planning/shared_prefix": CASCADE,
         "mla/choose_path": PATH, "mla/cascade": CASCADE, "mla/metadata": BUILDER, "mla/builder": BUILDER,
         "mla/captured": CAPTURED,
         "planning/graphs": GRAPHS, "planning/advance": ADVANCE, "planning/visible_lens": VISIBLE_LENS,
@@ -217,6 +218,7 @@ TABLE = {
     }.items()},
     "fast/planning/owned_keys.py": VISIBLE_LENS,
     "fast/mla/staging.py": BUILDER,
+    "fast/mla/state_rows.py": Judge(("mla/test_chunk_runs", "mla/test_prefill_outputs")),
     "fast/mla/device_choices.py": Judge(
         ("backends/test_registry", "planning/test_schedule_choice", "mla/test_fp8_mode_of_plans")
     ),

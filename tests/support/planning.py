@@ -39,6 +39,7 @@ def expanding_plan(ops, batch: Batch, workspace: int, parts: bool = False) -> Pr
     """
     common, contexts = batch.common, integers(*batch.context_lens).cpu()
     chunks = ops.plan_context_chunks(contexts, workspace, batch.block_size)
+    chunks = ops.plan_chunk_runs(chunks, common.query_start_loc_cpu)
     longest, device = max(batch.query_lens, default=0), common.block_table.device
     plan = PrefillMetadata(common.block_table, common.query_start_loc_cpu, longest, chunks, batch.block_size)
     split = ops.mla.metadata._split_by_context(plan, contexts) if parts else ()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -26,32 +25,9 @@ gpu_only = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 starts_interpreter = pytest.mark.skipif(ON_GPU or INTERPRETED, reason="the kernels run in this process")
 
 
-def make_interpreter_faster() -> None:
-    """Let the interpreter replace the functions of `triton.language` once for a launch, not in every function call.
-
-    For each call of a device function, the interpreter looks at every name of `triton.language`, and finds that it has
-    replaced all of them at the start of the launch. This takes about 15 % of the time of a launch.
-    """
-    from triton.runtime import interpreter
-
-    replace_language, replaced = interpreter._patch_lang, set()  # modules that the current launch has replaced
-
-    def replace_missing(function):
-        modules = {id(each) for each in function.__globals__.values() if isinstance(each, types.ModuleType)}
-        language = modules & {id(interpreter.tl), id(interpreter.tl.core)}
-        if replaced and language <= replaced:
-            return interpreter._LangPatchScope()  # nothing to restore
-        is_launch, scope = not replaced, replace_language(function)
-        if is_launch:
-            replaced.update(language)
-            restore = scope.restore
-            scope.restore = lambda: (replaced.clear(), restore())
-        return scope
-
-    interpreter._patch_lang = replace_missing
-
-
 if INTERPRETED:
+    from .fast_interpreter import make_interpreter_faster
+
     make_interpreter_faster()
 
 

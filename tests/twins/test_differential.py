@@ -275,6 +275,13 @@ def test_prefill_in_many_chunks():
     assert check_prefill_parity(fast, LOW_RANK, [2, 3, 1], [200, 1, 0], 32, torch.bfloat16) == 7
 
 
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("contexts", [(0, 40, 0, 0, 70, 0), (0, 9, 0, 33, 0, 50)], ids=str)
+def test_prefill_in_runs(contexts, dtype):
+    """Prefill requests without context at both ends and in the middle -> within the budget."""
+    assert check_prefill_parity(fast, LOW_RANK, [5, 2, 1, 4, 3, 2], contexts, 32, dtype) == 4
+
+
 def test_prefill_through_a_gather_of_ones_own(ops):
     """Pass a function `gather` to a prefill, as context parallelism does -> only `gather` reads the context."""
     seen = []

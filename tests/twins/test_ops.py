@@ -68,9 +68,13 @@ def decode_samples(
     return [
         (ql, q_pe, cache, plan.block_table, plan.seq_lens, plan.query_start_loc, plan.visible_lens, 2, max(seq_lens),
          0.3, out_dtype or dtype, *plan_of, list(costs.split_rule.numbers), stored.name, kv_scale,
-         "converted", None, [], decode_backend(dtype, latent, rope, block_size))
-        for plan_of in ((None, None, False), (schedule.tile_ranges, schedule.split_offsets, False), (None, None, True),
-                    (own.tile_ranges, own.split_offsets, True))
+         "converted", None, [], *ranks, decode_backend(dtype, latent, rope, block_size))
+        for plan_of, ranks in (
+            ((None, None, False), (None, [])),
+            ((schedule.tile_ranges, schedule.split_offsets, False), (None, [])),
+            ((None, None, True), (plan.seq_lens + 1, [2, 0, 1])),  # as under context parallelism with two ranks
+            ((own.tile_ranges, own.split_offsets, True), (None, [])),
+        )
     ]  # fmt: skip
 
 
@@ -94,7 +98,7 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
     if backend_here(dtype) == "cpu":
         decodes += [
             (*(query.to(E4M3) for query in decodes[0][:2]), eighths, *decodes[0][3:15], "fp8_e4m3", torch.tensor(0.5),
-             mode, torch.rand(3) + 1, [], "cpu")
+             mode, torch.rand(3) + 1, [], None, [], "cpu")
             for mode in ("fp8_query", "fp8_product")
         ]  # fmt: skip
     table, cu, starts = batch.common.block_table, offsets([20, 17, 0]), integers(0, 16, 0)
@@ -110,13 +114,13 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
         for ids, ownership in ((torch.int64, [1, 0, 1]), (torch.int32, [2, 1, 8]))
     ]  # fmt: skip
     decodes += [
-        (*given[:2], stored, *given[3:15], cache_format, kv_scale, "converted", None, [], backend)
+        (*given[:2], stored, *given[3:15], cache_format, kv_scale, "converted", None, [], None, [], backend)
         for given, stored, cache_format, kv_scale in (
             *((each, eighths, "fp8_e4m3", torch.tensor(0.5)) for each in decodes[:4]),
             (decode_samples(dtype, 512, 64, 3)[0], in_tiles, "fp8_ds_mla", None),
         )
     ]
-    offsets_and_settings = (offsets([4, 2]), offsets([5, 2]), 4, 5, 0.3, True)
+    offsets_and_settings = (offsets([4, 2]), offsets([5, 2]), 4, 5, 0.3, True, False)
     attention = (*offsets_and_settings, dtype, backend)
     products = [
         (rand(6, 3, 8), weight, weight_scale, output_scale, backend)
@@ -174,7 +178,7 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
         "mla_twins::swap_blocks": [(rand(4, 2, 3), rand(5, 2, 3), torch.tensor([[0, 4], [2, 3]]), backend)],
         "mla_twins::flash_attn_varlen": [
             (rand(6, 3, 8), rand(7, 3, 8), None, rand(7, 3, 5), *attention),
-            (rand(6, 3, 8), rand(7, 3, 6), rand(7, 2), rand(7, 3, 5), *attention),
+            (rand(6, 3, 8), rand(7, 3, 6), rand(7, 2), rand(7, 3, 5), *offsets_and_settings[:-1], True, dtype, backend),
         ],
         "mla_twins::flash_attn_varlen_out": [
             (rand(6, 3, 8), rand(7, 3, 6), rand(7, 2), rand(7, 3, 5), *offsets_and_settings,

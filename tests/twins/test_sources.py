@@ -202,21 +202,113 @@ def test_literal_byte_counts_are_seen(line, expected):
     assert len(literal_byte_counts(line)) == expected
 
 
-def test_formats_alone_know_the_columns():
-    """Search the calls of `check_cache` -> every op checks a cache only with the given cache format.
+def is_cache(node: ast.expr) -> bool:
+    """Return whether an expression is a cache by its name, such as `kv_cache`, `self.key_cache` or `caches[0]`."""
+    if isinstance(node, ast.Subscript):
+        return is_cache(node.value)
+    name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+    return name.lower().endswith(("cache", "caches"))
 
-    An op must not check widths or a dtype of the cache by itself.
+
+def decisions_by_cache_dtype(source: str) -> list[int]:
+    """Return the lines that compare the dtype of a cache, or look something up by it.
+
+    The dtype may also have another name in the same file, after `dtype = kv_cache.dtype`.
     """
+
+    def is_dtype(node: ast.AST) -> bool:
+        of_cache = isinstance(node, ast.Attribute) and node.attr == "dtype" and is_cache(node.value)
+        return of_cache or (isinstance(node, ast.Name) and (node.id in names))
+
+    tree, names = ast.parse(source), set()
+    for node in ast.walk(tree):
+        value = getattr(node, "value", None)
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and value is not None and is_dtype(value):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    deciding = {
+        ast.Compare: lambda node: [node.left, *node.comparators],
+        ast.Match: lambda node: [node.subject],
+        ast.Subscript: lambda node: [node.slice],
+        ast.Call: lambda node: node.args if ast.unparse(node.func).endswith((".get", "check_dtype")) else [],
+    }
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        for expression in deciding.get(type(node), lambda node: [])(node)
+        if any(map(is_dtype, ast.walk(expression)))
+    ]
+
+
+def uses_of(source: str, function: str) -> list[int]:
+    """Return the lines that import or name a function."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        names = [getattr(node, "id", None), getattr(node, "attr", None)]
+        names += [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        found += [node.lineno] if function in names else []
+    return found
+
+
+def test_formats_alone_know_the_columns():
+    """Search the sources -> outside the contract and the kernels, nothing but a cache format decides what a cache is.
+
+    Other files do not call `check_cache`, which takes a width and a dtype, and do not decide by the dtype of a cache.
+    """
+    contract = (ROOT / "reference" / "interfaces" / "cache_arguments.py").read_text(encoding="utf-8")
+    assert len(uses_of(contract, "check_cache")) >= 2  # the name is right
     for package in ("reference", "fast"):
         for path in (ROOT / package).rglob("*.py"):
             name = path.relative_to(ROOT).as_posix()
-            if name.startswith(("fast/kernels/", "reference/interfaces/")):
-                continue
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Call) and ast.unparse(node.func) == "check_cache":
-                    assert len(node.args) == 1 and not node.keywords, f"{name}:{node.lineno}"
-                if isinstance(node, ast.Compare) and "kv_cache.dtype" in ast.unparse(node):
-                    raise AssertionError(f"{name}:{node.lineno} compares the dtype of a cache")
+            if not name.startswith(("fast/kernels/", "reference/interfaces/")):
+                source = path.read_text(encoding="utf-8")
+                assert not uses_of(source, "check_cache"), f"{name} checks a cache by itself"
+                assert not decisions_by_cache_dtype(source), f"{name} decides by the dtype of a cache"
+
+
+@pytest.mark.parametrize(
+    "line, seen",
+    [
+        ("from ..interfaces import check_cache", True),
+        ("from ..interfaces import check_cache as checked", True),
+        ("interfaces.check_cache(kv_cache)", True),
+        ("check = check_cache", True),
+        ("check_formatted_cache(kv_cache)", False),
+        ("'check_cache'", False),
+    ],
+)
+def test_uses_are_seen(line, seen):
+    """Read a line -> `uses_of` reports it exactly if it imports or names the function."""
+    assert bool(uses_of(line, "check_cache")) == seen
+
+
+@pytest.mark.parametrize(
+    "line, seen",
+    [
+        ("if kv_cache.dtype == torch.uint8: pass", True),
+        ("if torch.uint8 != kv_cache.dtype: pass", True),
+        ("x = kv_cache.dtype in (torch.uint8, E4M3)", True),
+        ("x = kv_cache.dtype is q.dtype", True),
+        ("x = key_cache.dtype == q.dtype", True),
+        ("x = self.kv_cache.dtype == q.dtype", True),
+        ("x = caches[0].dtype == q.dtype", True),
+        ("stored = kv_cache.dtype\nif stored == q.dtype: pass", True),
+        ("if (stored := kv_cache.dtype) == q.dtype: pass", True),
+        ("x = SIZES[kv_cache.dtype]", True),
+        ("x = SIZES.get(kv_cache.dtype)", True),
+        ("check_dtype('kv_cache', kv_cache.dtype)", True),
+        ("match kv_cache.dtype:\n    case x: pass", True),
+        ("x = str(kv_cache.dtype) == 'torch.uint8'", True),
+        ("x = torch.empty(2, dtype=kv_cache.dtype)", False),
+        ("x = cache_format.gathered_dtype(kv_cache.dtype, out_dtype)", False),
+        ("x = q.dtype == torch.uint8", False),
+        ("x = kv_cache.shape[1] == 2", False),
+        ("'kv_cache.dtype == torch.uint8'", False),
+    ],
+)
+def test_decisions_by_cache_dtype_are_seen(line, seen):
+    """Read a line -> `decisions_by_cache_dtype` reports it exactly if the dtype of a cache decides something."""
+    assert bool(decisions_by_cache_dtype(line)) == seen
 
 
 # functions that return a plain tuple with more than two elements: why it is not a record

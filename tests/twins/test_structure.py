@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import typing
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -63,18 +64,32 @@ def keyword_only(function: ast.FunctionDef) -> dict[str, tuple[str, str | None]]
     }
 
 
-def imported_modules(path: Path) -> set[str]:
-    """Return the absolute names of the modules that a file imports; `from a import b` counts as `a` and `a.b`."""
-    package = path.relative_to(ROOT).parts[:-1]
-    found = set()
-    for node in ast.walk(parse(path)):
+@dataclass(frozen=True)
+class Import:
+    """One imported name: `module` is absolute, and `name` is None for `import module`; `known_as` is the local name."""
+
+    module: str
+    name: str | None
+    known_as: str
+
+
+def imports_of(tree: ast.AST, package: tuple[str, ...]) -> list[Import]:
+    """Return everything that a file of the folder `package` imports, also inside its functions."""
+    found = []
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            found += [Import(alias.name, None, alias.asname or alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
             module = ".".join((*base, *([node.module] if node.module else [])))
-            found |= {module} | {f"{module}.{alias.name}" for alias in node.names}
+            found += [Import(module, alias.name, alias.asname or alias.name) for alias in node.names]
     return found
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Return the absolute names of the modules that a file imports; `from a import b` counts as `a` and `a.b`."""
+    found = imports_of(parse(path), path.relative_to(ROOT).parts[:-1])
+    return {each.module for each in found} | {f"{each.module}.{each.name}" for each in found if each.name is not None}
 
 
 def test_modules():
@@ -193,14 +208,9 @@ def edges() -> dict[Path, set[Path]]:
     files = files_of_modules()
     found: dict[Path, set[Path]] = {}
     for path in files.values():
-        package, names = path.relative_to(ROOT).parts[:-1], set()
-        for node in ast.walk(parse(path)):
-            if isinstance(node, ast.Import):
-                names |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                base = package[: len(package) - node.level + 1] if node.level else ()
-                module = ".".join((*base, *([node.module] if node.module else [])))
-                names |= {inside if (inside := f"{module}.{alias.name}") in files else module for alias in node.names}
+        imports = imports_of(parse(path), path.relative_to(ROOT).parts[:-1])
+        inside = {each: f"{each.module}.{each.name}" for each in imports}
+        names = {name if name in files else each.module for each, name in inside.items()}
         found[path] = {files[name] for name in names if name in files} - {path}
     return found
 
@@ -270,16 +280,91 @@ def test_no_circle_of_folders():
     assert folder_circle({"fast/a/x.py": {"fast/a/b/x.py"}, "fast/a/b/x.py": {"fast/a/y.py"}}) == []
 
 
-def test_no_private_import_of_another_folder():
-    """Look up the imported names -> a name with an underscore is imported only by files of the same folder."""
-    found = []
-    for path in files_of_modules().values():
-        for node in ast.walk(parse(path)):
-            if isinstance(node, ast.ImportFrom) and node.level > 1 and "torch" not in (node.module or ""):
-                found += [
-                    f"{path.relative_to(ROOT)}: {alias.name}" for alias in node.names if alias.name.startswith("_")
-                ]
-    assert found == []
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+def is_inside(folder: str, around: str) -> bool:
+    return f"{folder}.".startswith(f"{around}.")
+
+
+def private_uses(source: str, package: tuple[str, ...], folders: set[str]) -> set[str]:
+    """Return the private names of other folders that a file imports, or reads from an imported module.
+
+    Args:
+        source: source of the file.
+        package: folder of the file, such as ("fast", "mla").
+        folders: names of all folders of the two packages, such as "fast.mla".
+    """
+    tree, here, modules, found = ast.parse(source), ".".join(package), {}, set()
+    for each in imports_of(tree, package):
+        whole = each.module if each.name is None else f"{each.module}.{each.name}"
+        if whole.split(".")[0] not in ("fast", "reference"):
+            continue
+        modules[each.known_as] = whole
+        folder = each.module if each.module in folders else each.module.rpartition(".")[0]
+        if not is_inside(folder, here) and any(map(is_private, whole.split("."))):
+            found.add(whole)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and ast.unparse(node.value) in modules:
+            module = modules[ast.unparse(node.value)]
+            if not is_inside(module if module in folders else module.rpartition(".")[0], here):
+                found.add(f"{module}.{node.attr}")
+    return found
+
+
+# private names that other folders use: why they are not public, so that they have no entry in the API pages
+SHARED_PRIVATELY = {
+    "reference.interfaces._version.__version__": "each package has it as its own `__version__`",
+    "fast.integrations._required.missing_transformers": "an error about a missing package, raised in two places",
+}
+
+
+def folders_of_packages() -> set[str]:
+    return {".".join(path.relative_to(ROOT).parts[:-1]) for path in files_of_modules().values()}
+
+
+def test_no_private_use_of_another_folder():
+    """Look up the used names -> a name with an underscore is used only in its folder and the folder around it."""
+    folders = folders_of_packages()
+    found = {
+        (path.relative_to(ROOT).as_posix(), name)
+        for path in files_of_modules().values()
+        for name in private_uses(path.read_text(encoding="utf-8"), path.relative_to(ROOT).parts[:-1], folders)
+    }
+    assert {name for _, name in found} >= SHARED_PRIVATELY.keys()
+    assert {(path, name) for path, name in found if name not in SHARED_PRIVATELY} == set()
+
+
+@pytest.mark.parametrize(
+    "line, private",
+    [
+        ("from ..planning.batch import _rows", "fast.planning.batch._rows"),
+        ("from ..planning import _batch", "fast.planning._batch"),
+        ("from ..planning._batch import rows", "fast.planning._batch.rows"),
+        ("from fast.planning.batch import _rows as rows", "fast.planning.batch._rows"),
+        ("from reference.interfaces.checks import _check", "reference.interfaces.checks._check"),
+        ("from reference.interfaces import _version", "reference.interfaces._version"),
+        ("import fast.planning._batch", "fast.planning._batch"),
+        ("def f():\n    from ..planning.batch import _rows", "fast.planning.batch._rows"),
+        ("from ..planning import batch\nbatch._rows()", "fast.planning.batch._rows"),
+        ("from .. import planning as p\np._rows()", "fast.planning._rows"),
+        ("import fast.planning.batch\nfast.planning.batch._rows()", "fast.planning.batch._rows"),
+        ("from .layer import _weights", None),
+        ("from . import _weights", None),
+        ("from . import layer\nlayer._weights()", None),
+        ("from fast.mla.layer import _weights", None),
+        ("from .main_loops.rows import _kernel", None),
+        ("from ..planning.batch import rows", None),
+        ("from torch._library import triton", None),
+        ("from ..planning import __all__", None),
+        ("self._rows()", None),
+    ],
+)
+def test_private_uses_are_seen(line, private):
+    """Read a file of fast/mla -> `private_uses` reports exactly the private names of other folders."""
+    folders = {"fast", "fast.mla", "fast.mla.main_loops", "fast.planning", "reference", "reference.interfaces"}
+    assert private_uses(line, ("fast", "mla"), folders) == ({private} if private else set())
 
 
 FAMILIES = ("mla", "gqa")  # attention families: kinds of attention with a folder of their own in both packages
@@ -344,10 +429,28 @@ def test_length_of_modules():
     assert not long
 
 
-def test_imports_reader(tmp_path):
-    """Read the imports of a module -> `imported_modules` finds relative imports and the imported names."""
-    path = ROOT / "reference" / "mla" / "layer.py"
-    assert {"torch", "reference.mla.prefill", "reference.mla.prefill.forward_prefill"} <= imported_modules(path)
+@pytest.mark.parametrize(
+    "line, expected",
+    [
+        ("from .prefill import forward_prefill", {"fast.mla.prefill", "fast.mla.prefill.forward_prefill"}),
+        ("from . import prefill", {"fast.mla", "fast.mla.prefill"}),
+        ("from ..cache import latent as cache", {"fast.cache", "fast.cache.latent"}),
+        ("from .. import cache", {"fast", "fast.cache"}),
+        ("from ..cache.latent import a, b", {"fast.cache.latent", "fast.cache.latent.a", "fast.cache.latent.b"}),
+        ("import torch.nn, os as system", {"torch.nn", "os"}),
+        ("from torch import nn", {"torch", "torch.nn"}),
+        ("def f():\n    from .layer import g", {"fast.mla.layer", "fast.mla.layer.g"}),
+        ("if x:\n    from .layer import g", {"fast.mla.layer", "fast.mla.layer.g"}),
+        ("text = 'import torch'", set()),
+    ],
+)
+def test_imports_reader(line, expected, tmp_path, monkeypatch):
+    """Read the imports of a file fast/mla/x.py -> `imported_modules` finds absolute names for all imports."""
+    path = tmp_path / "fast" / "mla" / "x.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(line)
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    assert imported_modules(path) == expected
 
 
 @pytest.mark.parametrize("package", ["reference", "fast"])

@@ -10,6 +10,7 @@ from ..registry import register
 from .flash_attn import FLASH_ATTN_2, FLASH_ATTN_3, FLASH_ATTN_4
 from .flashinfer import FLASHINFER
 from .flashinfer_cudnn import FLASHINFER_CUDNN
+from .flashinfer_mla import FLASHINFER_MLA
 from .flashmla import FLASHMLA
 from .flex import FLEX
 from .torch_sdpa import TORCH_CUDNN, TORCH_FLASH
@@ -18,7 +19,7 @@ from .trtllm_ragged import TRTLLM_RAGGED
 
 ADAPTERS = (
     TORCH_FLASH, TORCH_CUDNN, TORCH_VARLEN, FLEX, FLASH_ATTN_2, FLASH_ATTN_3, FLASH_ATTN_4, FLASHMLA, FLASHINFER,
-    FLASHINFER_CUDNN, TRTLLM_RAGGED,
+    FLASHINFER_MLA, FLASHINFER_CUDNN, TRTLLM_RAGGED,
 )  # fmt: skip
 
 

@@ -267,7 +267,9 @@ def lawful_state(
     made: Tensor, made_lse: Tensor | None, convention: Convention, out_dtype: torch.dtype, columns: int,
     out: Tensor | None = None, lse: Tensor | None = None, visible_lens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Convert what a library returned to the state law, in one call (`StateConversion`).
+    """Convert what a library returned to the state law (`StateConversion`).
+
+    On a GPU, the function keeps the launch for later calls with equal shapes, strides, dtypes and alignments.
 
     Args:
         made: [T, N, at least V], output of the library. If `made` has the memory of `out`, it is not copied.
@@ -284,7 +286,38 @@ def lawful_state(
     Returns:
         out [T, N, V]; and lse [N, T], or None without `made_lse`.
     """
-    return StateConversion(convention, out_dtype, columns)(made, made_lse, out, lse, visible_lens)
+    if not made.is_cuda:
+        return StateConversion(convention, out_dtype, columns)(made, made_lse, out, lse, visible_lens)
+    into_out = out is not None and made.data_ptr() == out.data_ptr()
+    layouts = tuple([_layout_of_argument(each) for each in (out, lse, visible_lens)])
+    convert = _kept_conversion(convention, out_dtype, columns, made.shape, made.device, into_out, layouts)
+    return convert(made, made_lse, out, lse, visible_lens)
+
+
+def _layout_of_argument(tensor: Tensor | None) -> tuple | None:
+    """Return what all calls of a `StateConversion` must have in common in one argument."""
+    if tensor is None:
+        return None
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 16
+
+
+@functools.lru_cache(maxsize=256)
+def _kept_conversion(
+    convention: Convention, out_dtype: torch.dtype, columns: int, shape: torch.Size, device: torch.device,
+    into_out: bool, layouts: tuple[tuple | None, ...],
+) -> StateConversion:  # fmt: skip
+    """Return the conversion for all calls with these properties; only the first three arguments determine its result.
+
+    Args:
+        convention: how the LSE differs from the state law.
+        out_dtype: dtype of the output.
+        columns: V.
+        shape: shape of the library's output.
+        device: device of the tensors.
+        into_out: whether the library has written into `out`.
+        layouts: layouts of `out`, `lse` and `visible_lens` (`_layout_of_argument`).
+    """
+    return StateConversion(convention, out_dtype, columns)
 
 
 def _lawful_state(made, made_lse, convention, target, lse, visible_lens, out) -> tuple[Tensor, Tensor]:

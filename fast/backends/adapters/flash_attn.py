@@ -23,8 +23,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from reference.interfaces import NEUTRAL_COSTS, GraphSupport, QueryLenSupport, ScheduleCosts
+from reference.interfaces import (
+    CAUSAL,
+    CAUSAL_OVER_RANKS,
+    NEUTRAL_COSTS,
+    GraphSupport,
+    QueryLenSupport,
+    ScheduleCosts,
+)
 
+from ..kernel_request import KernelRequest
 from ..registry import Backend, OpSupport
 from .conversion import Convention
 from .sources import Source, is_installed, loaded, missing_artifacts, missing_package
@@ -37,6 +45,8 @@ FA3_FWD = Source("fa3-fwd", "fa3_fwd_interface")  # has no float16 kernel, and n
 SOURCES_2 = (Source("flash-attn", "flash_attn.flash_attn_interface"), Source("vllm", VLLM, "FA2_AVAILABLE"))
 SOURCES_3 = (Source("flash-attn-3", "flash_attn_interface"), FA3_FWD, Source("vllm", VLLM, "FA3_AVAILABLE"))
 SOURCES_3_OF_ALL = tuple(each for each in SOURCES_3 if each != FA3_FWD)  # sources with every kernel of flash-attn 3
+RANK_ARGUMENTS = ("cp_world_size", "cp_rank", "cp_tot_seqused_k")  # of context parallelism
+SOURCES_3_OF_RANKS = (Source("vllm", VLLM, "FA3_AVAILABLE", RANK_ARGUMENTS),)
 NEW_IN_4 = ("max_seqlen_q", "return_lse", "num_splits")  # flash-attn 2.8 has an older `flash_attn.cute` without them
 SOURCES_4 = (
     Source("flash-attn-4", "flash_attn.cute.interface", parameters=NEW_IN_4),
@@ -180,7 +190,7 @@ def decode_ops(launcher: str | Callable, **declared) -> dict[str, OpSupport]:
               "fp8_modes": declared["fp8_modes"], "head_dims": declared["head_dims"],
               "block_sizes": declared["block_sizes"], "format_modes": declared.get("format_modes", {})}  # fmt: skip
     return {
-        "mla_decode": OpSupport(launcher, priority=-100, masks=("causal",), **declared),
+        "mla_decode": OpSupport(launcher, priority=-100, **{"masks": (CAUSAL,), **declared}),
         "decode_programs": OpSupport(f"{__name__}:decode_programs", **shared),
         "schedule_costs": OpSupport(f"{__name__}:schedule_costs", **shared),
     }
@@ -233,7 +243,20 @@ _DECODE_3 = {} if _only_fa3_fwd() else decode_ops(
     batch_invariant=False,  # the kernel's tiles depend on the longest query of the batch
     query_lens=QueryLenSupport.VARLEN,
     needs_words=True,
+    masks=(CAUSAL, CAUSAL_OVER_RANKS) if is_installed(VLLM) else (CAUSAL,),
 )  # fmt: skip
+
+
+class FlashAttn3Backend(Backend):
+    """A `Backend` that also checks whether vLLM's copy can serve a decode under context parallelism."""
+
+    def validate_configuration(self, request: KernelRequest) -> list[str]:
+        """Return every reason why flash-attn 3 cannot serve `request`."""
+        reasons = super().validate_configuration(request)
+        if not reasons and request.mask == CAUSAL_OVER_RANKS:
+            reasons = [f"{self.name}: {reason}" for reason in missing_artifacts(SOURCES_3_OF_RANKS)]
+        return reasons
+
 
 FLASH_ATTN_2 = Backend(
     name="flash_attn_2",
@@ -246,7 +269,7 @@ FLASH_ATTN_2 = Backend(
     install="pip install flash-attn, or pip install vllm",
     missing_artifacts=f"{__name__}:missing_2",
 )
-FLASH_ATTN_3 = Backend(
+FLASH_ATTN_3 = FlashAttn3Backend(
     name="flash_attn_3",
     priority=-5,
     device_type="cuda",

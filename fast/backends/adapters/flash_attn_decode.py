@@ -11,6 +11,9 @@ Limits of the library:
 
 - It trusts `seq_lens`: a length above `W * block_size` makes the kernel read outside the block table. It does not read
   entries of the block table after the last block of a request.
+- Under context parallelism with several query tokens, only vLLM's copy serves a decode: it has the arguments
+  `cp_world_size`, `cp_rank` and `cp_tot_seqused_k`, and computes the mask of the whole sequence from them. Its formula
+  is for an interleave of 1.
 - If the library divides a request into several splits, it leaves out each split whose sum of probabilities is NaN. A
   row with a NaN query then has output 0 and LSE -inf.
 """
@@ -21,16 +24,18 @@ import torch
 from torch import Tensor
 
 from reference.interfaces import (
+    CAUSAL_OVER_RANKS,
     COMPUTE_FORMAT,
     CONVERTED,
     CacheFormat,
     DecodeMetadata,
     InvariantSplitRule,
+    TokenOwnership,
     UnsupportedConfiguration,
 )
 
 from .conversion import StateConversion
-from .flash_attn import POISONED, SOURCES_3_OF_ALL, VLLM
+from .flash_attn import POISONED, SOURCES_3_OF_ALL, SOURCES_3_OF_RANKS, VLLM
 from .sources import Source, loaded
 
 PAGE = 32  # most tokens in a page that the library loads in its second way
@@ -48,14 +53,14 @@ class DecodeCall:
         query_start_loc: Tensor, visible_lens: Tensor, longest_q: int, longest_k: int, scale: float,
         out_dtype: torch.dtype, tile_ranges: None = None, split_offsets: None = None, batch_invariant: bool = False,
         split_rule: InvariantSplitRule | None = None, cache_format: CacheFormat = COMPUTE_FORMAT, kv_scale: None = None,
-        out: Tensor | None = None, **_,
+        out: Tensor | None = None, *, ownership: TokenOwnership | None = None, **_,
     ):  # fmt: skip
         (tokens, heads, latent), (num_blocks, block_size, columns) = ql_nope.shape, kv_cache.shape
         self._is_empty = tokens == 0 or heads == 0 or seq_lens.shape[0] == 0 or num_blocks == 0
         self._convert = StateConversion(POISONED, out_dtype, latent)
         if self._is_empty:
             return
-        source, self._library = loaded(SOURCES_3_OF_ALL)
+        source, self._library = loaded(_sources(ownership is not None))
         self._is_vllm = source.module == VLLM
         page = _page_size(kv_cache)
         block, token, column = kv_cache.stride()
@@ -74,6 +79,8 @@ class DecodeCall:
         }  # fmt: skip
         if self._is_vllm:
             self._options |= {"max_seqlen_k": longest_k, "fa_version": 3}
+        if ownership is not None:
+            self._options |= {"cp_world_size": ownership.size, "cp_rank": ownership.rank}
 
     def __call__(
         self,
@@ -99,6 +106,8 @@ class DecodeCall:
         fp8_mode: str = CONVERTED,
         q_scale: Tensor | None = None,
         prepared: tuple[Tensor, ...] = (),
+        total_seq_lens: Tensor | None = None,
+        ownership: TokenOwnership | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute absorbed attention of the query tokens of each request over its cached latents, with a causal mask.
 
@@ -124,6 +133,8 @@ class DecodeCall:
             fp8_mode: "converted".
             q_scale: None.
             prepared: the library's schedule and the page table, from `prepare`. Empty: this call makes both.
+            total_seq_lens: [B], lengths of the whole sequences, for the mask "causal_over_ranks"; otherwise None.
+            ownership: every D-th token of a sequence, which this rank owns, for the same mask; otherwise None.
 
         Returns:
             out [T, N, 512] and lse [N, T], natural log, float32. Rows without keys: output 0 and LSE -inf.
@@ -140,9 +151,10 @@ class DecodeCall:
         keys = kv_cache.as_strided(*self._keys, first + self._first_key)
         target = out if self._directs else None
         if self._is_vllm:
+            ranks = {} if total_seq_lens is None else {"cp_tot_seqused_k": total_seq_lens.contiguous()}
             made, lse = self._library.flash_attn_varlen_func(
                 q_pe, keys, values, cu_seqlens_q=query_start_loc, q_v=ql_nope, seqused_k=seq_lens, block_table=table,
-                out=target, scheduler_metadata=schedule, **self._options,
+                out=target, scheduler_metadata=schedule, **self._options, **ranks,
             )  # fmt: skip
         else:  # the function of flash-attn-3 always allocates the output
             made, lse, *_ = self._library.flash_attn_with_kvcache(
@@ -160,6 +172,11 @@ def kept_decode(*arguments, **options) -> DecodeCall:
 def mla_decode(*arguments, **options) -> tuple[Tensor, Tensor]:
     """Compute absorbed attention over cached latents, with a causal mask (`DecodeCall.__call__`)."""
     return DecodeCall(*arguments, **options)(*arguments, **options)
+
+
+def _sources(over_ranks: bool) -> tuple[Source, ...]:
+    """Return the modules that can serve a decode; `over_ranks` means the mask "causal_over_ranks"."""
+    return SOURCES_3_OF_RANKS if over_ranks else SOURCES_3_OF_ALL
 
 
 def _page_size(kv_cache: Tensor) -> int:
@@ -203,7 +220,7 @@ def prepare(decode: DecodeMetadata, num_heads: int) -> tuple[Tensor, Tensor]:
         decode: decode part of the plan, with at least one request.
         num_heads: number of heads of the decode.
     """
-    source, module = loaded(SOURCES_3_OF_ALL)
+    source, module = loaded(_sources(decode.mask == CAUSAL_OVER_RANKS))
     table = _page_table(decode.block_table, decode.block_size)
     page = min(decode.block_size, PAGE)
     seq_lens = decode.seq_lens.contiguous()

@@ -26,42 +26,23 @@ kernel is compiled already: by the package flashinfer-jit-cache, by an earlier p
 from __future__ import annotations
 
 import functools
-import os
 import threading
 
 import torch
 from torch import Tensor
 
-from reference.interfaces import GraphSupport, check, check_int
+from reference.interfaces import GraphSupport, check
 
 from ..kernel_request import KernelRequest
 from ..own import missing
 from ..registry import Backend, OpSupport, changed
 from .conversion import Convention, in_words, lawful_state
+from .flashinfer_workspace import new_workspace, too_small_workspace
 from .ragged_calls import RaggedCall, direct_call
 
 BASE_2, NATURAL = Convention(base_2=True), Convention()
-WORKSPACE_VARIABLE = "VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE"
-WORKSPACE_SIZE = 394 * 2**20  # in bytes, as vLLM's buffer, if neither an argument nor the variable sets a size
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 EQUAL_WIDTHS = (64, 128, 256)  # head dims that keys and values may share; the only other pair is (192, 128)
-
-
-def workspace_bytes(given: int | None = None) -> int:
-    """Return the size in bytes of FlashInfer's workspace: `given`, or the value of `WORKSPACE_VARIABLE`, or a default.
-
-    Raises:
-        ValueError: `given` is below 1, or the variable is not a positive number.
-    """
-    if given is not None:
-        check_int("workspace_bytes", given, 1)
-        return given
-    text = os.environ.get(WORKSPACE_VARIABLE, "")
-    if not text:
-        return WORKSPACE_SIZE
-    check(text.isdecimal() and len(text) < 19 and int(text) > 0, WORKSPACE_VARIABLE, "a number of bytes, at least 1",
-          repr(text))  # fmt: skip
-    return int(text)
 
 
 def missing_library() -> list[str]:
@@ -163,7 +144,7 @@ class RaggedWrapper:
         kernel = kernel_of(workspace.device)
         self._library = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=kernel)
         self._planned: tuple | None = None  # the call and the properties for which the wrapper is planned
-        self._used, self._device = torch.cuda.Event(), workspace.device
+        self._used, self._workspace = torch.cuda.Event(), workspace
 
     def run(
         self, call: RaggedCall, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, out: Tensor | None,
@@ -187,17 +168,18 @@ class RaggedWrapper:
         if wanted != self._planned:
             self._planned = None
             self._used.synchronize()
-            self._library.plan(
-                call.q_offsets, call.k_offsets, q.shape[1], q.shape[1], q.shape[2], v.shape[2], causal=call.causal,
-                sm_scale=softmax_scale, q_data_type=q.dtype, kv_data_type=q.dtype,
-            )  # fmt: skip
+            with too_small_workspace(self._workspace):
+                self._library.plan(
+                    call.q_offsets, call.k_offsets, q.shape[1], q.shape[1], q.shape[2], v.shape[2], causal=call.causal,
+                    sm_scale=softmax_scale, q_data_type=q.dtype, kv_data_type=q.dtype,
+                )  # fmt: skip
             self.mark_used()
             self._planned = wanted
         return self._library.run(q, k, v, out=out, return_lse=return_lse)
 
     def mark_used(self) -> None:
         """Let the next plan wait for everything that the current stream has been given so far."""
-        self._used.record(torch.cuda.current_stream(self._device))
+        self._used.record(torch.cuda.current_stream(self._workspace.device))
 
 
 class RaggedWrappers:
@@ -205,11 +187,11 @@ class RaggedWrappers:
 
     Args:
         device: device of the plans.
-        size: size of the workspace in bytes; None takes the size from the environment (`workspace_bytes`).
+        workspace: size of the workspace in bytes, or the workspace; None takes the size from the environment.
     """
 
-    def __init__(self, device: torch.device, size: int | None = None):
-        self.workspace = torch.empty(workspace_bytes(size), dtype=torch.uint8, device=device)
+    def __init__(self, device: torch.device, workspace: int | Tensor | None = None):
+        self.workspace = new_workspace(device, workspace)
         self._wrappers: list[RaggedWrapper] = []
 
     def wrapper(self, number: int) -> RaggedWrapper:

@@ -35,7 +35,8 @@ from reference.interfaces import (
 
 from .conversion import grouped_state, grouped_state_without_keys, in_words, is_in_words, natural_lse
 from .flash_attn_gqa import without_hidden_blocks
-from .flashinfer import kernel_of, workspace_bytes
+from .flashinfer import kernel_of
+from .flashinfer_workspace import new_workspace
 
 
 class PagedCall(NamedTuple):
@@ -111,7 +112,7 @@ class PagedWrapper:
     def __init__(self, device: torch.device):
         import flashinfer
 
-        workspace = torch.empty(workspace_bytes(), dtype=torch.uint8, device=device)
+        workspace = new_workspace(device)
         self._library = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kernel_of(device))
         self._used, self._device, self._lock = torch.cuda.Event(), device, threading.Lock()
 

@@ -4,7 +4,7 @@ The kernels come from the package `flash_mla`, or from vLLM, whichever can be im
 vLLM alone. FlashMLA pads no heads: it processes the rows (heads times query tokens) of a request in row blocks of 64.
 
 An eager call costs two launches besides the library's call: one copy that joins both parts of the queries, and one
-conversion of the LSE, with the output if its dtype or its place differs (`conversion.lawful_state`). For e4m3, this
+conversion of the LSE, with the output if its dtype or its place differs (`conversion.StateConversion`). For e4m3, this
 conversion also sets empty rows to 0, because the kernel does not write valid numbers there.
 
 Block tables: both kernels read no entry after the last block of a request that has keys. For a request without keys:
@@ -39,7 +39,7 @@ from reference.interfaces import (
 )
 
 from ..registry import Backend
-from .conversion import Convention, lawful_state
+from .conversion import Convention, StateConversion
 from .flash_attn import HALF, STATE_DTYPES, decode_ops
 from .sources import Source, loaded, missing_artifacts, missing_package
 
@@ -50,92 +50,132 @@ SOURCES = (Source("flash_mla", "flash_mla.flash_mla_interface"),
 SOURCES_E4M3 = (Source("vllm", "vllm._flashmla_extension_C"),)
 
 
-def mla_decode(
-    ql_nope: Tensor,
-    q_pe: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    visible_lens: Tensor,
-    max_query_len: int,
-    max_seq_len: int,
-    softmax_scale: float,
-    out_dtype: torch.dtype,
-    tile_ranges: Tensor | None = None,
-    split_offsets: Tensor | None = None,
-    batch_invariant: bool = False,
-    split_rule: InvariantSplitRule | None = None,
-    cache_format: CacheFormat = COMPUTE_FORMAT,
-    kv_scale: Tensor | None = None,
-    out: Tensor | None = None,
-    *,
-    fp8_mode: str = CONVERTED,
-    q_scale: Tensor | None = None,
-    prepared: tuple[Tensor, ...] = (),
-) -> tuple[Tensor, Tensor]:
-    """Compute absorbed attention of the query tokens of each request over its cached latents, with a causal mask.
+class DecodeCall:
+    """Absorbed attention by FlashMLA, for calls with equal properties (`fast.backends.kept_calls`).
 
-    Args:
-        ql_nope: [T, N, 512], absorbed queries; bfloat16, float16, or e4m3 in the fp8 mode "fp8_product". Every request
-            has T / B query tokens.
-        q_pe: [T, N, 64], rope part of the queries.
-        kv_cache: [num_blocks, 64, 576] in the dtype of the queries.
-        block_table: [B, W].
-        seq_lens: [B], keys of each request.
-        query_start_loc: not used, because all queries have equal lengths.
-        visible_lens: [T], number of keys that each query token sees; it must be the causal mask. The kernel for e4m3
-            gives no valid numbers for rows without keys, and the adapter finds these rows by `visible_lens`.
-        max_query_len: not used.
-        max_seq_len: not used.
-        softmax_scale: factor of the scores.
-        out_dtype: dtype of the output.
-        tile_ranges: not used, because the library makes its own schedule.
-        split_offsets: not used.
-        batch_invariant: False, because the declaration excludes True.
-        split_rule: not used.
-        cache_format: `compute_dtype`, or `fp8_e4m3` in the fp8 mode "fp8_product".
-        kv_scale: float32 scale of the layer's cache, []; None for `compute_dtype`.
-        out: [T, N, 512] in `out_dtype`, contiguous, written in place; None allocates a tensor.
-        fp8_mode: "converted" for `compute_dtype`, "fp8_product" for `fp8_e4m3`.
-        q_scale: float32 scale of queries in e4m3, [] or [1]; None for "converted".
-        prepared: the library's schedule, and for e4m3 the padded block table, from `prepare`. Empty: this call makes
-            them.
-
-    Returns:
-        out [T, N, 512] and lse [N, T], natural log, float32. Rows without keys: output 0 and LSE -inf.
+    The constructor has the arguments of the first call (`__call__`); later calls have equal shapes, strides, dtypes,
+    devices, alignments and numbers.
     """
-    in_e4m3 = fp8_mode == FP8_PRODUCT
-    tokens, heads, _ = ql_nope.shape
-    requests = seq_lens.shape[0]
-    if tokens == 0 or heads == 0 or requests == 0:
-        out = ql_nope.new_empty(ql_nope.shape, dtype=out_dtype) if out is None else out
-        return out.zero_(), torch.full((heads, tokens), -torch.inf, dtype=torch.float32, device=ql_nope.device)
-    empty_rows = None  # visible lengths, if the library gives no valid numbers for rows without keys
-    pages, lens = kv_cache.unsqueeze(2), seq_lens.contiguous()
-    if in_e4m3:
-        q = torch.cat((ql_nope.view(torch.uint8), q_pe.view(torch.uint8)), dim=-1).view(ql_nope.dtype)
-        q = q.view(requests, -1, heads, LATENT + ROPE)
-        *schedule, table = prepared or (*_schedule_e4m3(lens, q.shape[1] * heads), _padded_table(block_table))
-        made, made_lse = _operators().fwd_kvcache_mla_fp8(
-            q, pages, LATENT, lens, table, softmax_scale, True, *schedule, q_scale.view(1), kv_scale.view(1)
-        )
-        convention, empty_rows = Convention(), visible_lens.contiguous()
-    else:
-        q = torch.cat((ql_nope, q_pe), dim=-1).view(requests, -1, heads, LATENT + ROPE)
-        module = loaded(SOURCES)[1]
-        plan, _ = module.get_mla_metadata()
+
+    def __init__(
+        self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
+        query_start_loc: Tensor, visible_lens: Tensor, longest_q: int, longest_k: int, scale: float,
+        out_dtype: torch.dtype, *_, fp8_mode: str = CONVERTED, **__,
+    ):  # fmt: skip
+        tokens, heads, _ = ql_nope.shape
+        self._tokens, self._heads, self._requests = tokens, heads, seq_lens.shape[0]
+        self._is_empty = tokens == 0 or heads == 0 or self._requests == 0
+        if self._is_empty:
+            return
+        self._in_e4m3 = fp8_mode == FP8_PRODUCT
+        # FlashMLA gives rows with NaN, and rows without keys, the LSE +inf
+        convention = Convention() if self._in_e4m3 else Convention(poison=True, empty_is_inf=True)
+        self._convert = StateConversion(convention, out_dtype, LATENT)
+        self._rows = self._requests, tokens // self._requests, heads, LATENT + ROPE
+        self._scale, self._copies_lens = scale, not seq_lens.is_contiguous()
+        self._copies_table = block_table.stride(-1) != 1
+        self._library = _operators() if self._in_e4m3 else loaded(SOURCES)[1]
+
+    def __call__(
+        self,
+        ql_nope: Tensor,
+        q_pe: Tensor,
+        kv_cache: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        query_start_loc: Tensor,
+        visible_lens: Tensor,
+        max_query_len: int,
+        max_seq_len: int,
+        softmax_scale: float,
+        out_dtype: torch.dtype,
+        tile_ranges: Tensor | None = None,
+        split_offsets: Tensor | None = None,
+        batch_invariant: bool = False,
+        split_rule: InvariantSplitRule | None = None,
+        cache_format: CacheFormat = COMPUTE_FORMAT,
+        kv_scale: Tensor | None = None,
+        out: Tensor | None = None,
+        *,
+        fp8_mode: str = CONVERTED,
+        q_scale: Tensor | None = None,
+        prepared: tuple[Tensor, ...] = (),
+    ) -> tuple[Tensor, Tensor]:
+        """Compute absorbed attention of the query tokens of each request over its cached latents, with a causal mask.
+
+        Args:
+            ql_nope: [T, N, 512], absorbed queries; bfloat16, float16, or e4m3 in the fp8 mode "fp8_product". Every
+                request has T / B query tokens.
+            q_pe: [T, N, 64], rope part of the queries.
+            kv_cache: [num_blocks, 64, 576] in the dtype of the queries.
+            block_table: [B, W].
+            seq_lens: [B], keys of each request.
+            query_start_loc: not used, because all queries have equal lengths.
+            visible_lens: [T], number of keys that each query token sees; it must be the causal mask. The kernel for
+                e4m3 gives no valid numbers for rows without keys, and the adapter finds these rows by `visible_lens`.
+            max_query_len: not used.
+            max_seq_len: not used.
+            softmax_scale: factor of the scores.
+            out_dtype: dtype of the output.
+            tile_ranges: not used, because the library makes its own schedule.
+            split_offsets: not used.
+            batch_invariant: False, because the declaration excludes True.
+            split_rule: not used.
+            cache_format: `compute_dtype`, or `fp8_e4m3` in the fp8 mode "fp8_product".
+            kv_scale: float32 scale of the layer's cache, []; None for `compute_dtype`.
+            out: [T, N, 512] in `out_dtype`, contiguous, written in place; None allocates a tensor.
+            fp8_mode: "converted" for `compute_dtype`, "fp8_product" for `fp8_e4m3`.
+            q_scale: float32 scale of queries in e4m3, [] or [1]; None for "converted".
+            prepared: the library's schedule, and for e4m3 the padded block table, from `prepare`. Empty: this call
+                makes them.
+
+        Returns:
+            out [T, N, 512] and lse [N, T], natural log, float32. Rows without keys: output 0 and LSE -inf.
+        """
+        if self._is_empty:
+            out = ql_nope.new_empty(ql_nope.shape, dtype=out_dtype) if out is None else out
+            shape = self._heads, self._tokens
+            return out.zero_(), torch.full(shape, -torch.inf, dtype=torch.float32, device=ql_nope.device)
+        lens = seq_lens.contiguous() if self._copies_lens else seq_lens
+        attend = self._attend_e4m3 if self._in_e4m3 else self._attend
+        made, made_lse = attend(ql_nope, q_pe, kv_cache.unsqueeze(2), block_table, lens, kv_scale, q_scale, prepared)
+        return self._convert(
+            made.view(self._tokens, self._heads, LATENT), made_lse.transpose(0, 1), out,
+            # the kernel for e4m3 gives no valid numbers for rows without keys
+            visible_lens=visible_lens.contiguous() if self._in_e4m3 else None,
+        )  # fmt: skip
+
+    def _attend(self, ql_nope, q_pe, pages, block_table, lens, kv_scale, q_scale, prepared) -> tuple[Tensor, Tensor]:
+        """Call the kernel for 16 bits; return the output and the LSE of the library."""
+        q = torch.cat((ql_nope, q_pe), dim=-1).view(self._rows)
+        plan, _ = self._library.get_mla_metadata()
         if prepared:
             plan.tile_scheduler_metadata, plan.num_splits = prepared
-        table = block_table if block_table.stride(-1) == 1 else block_table.contiguous()
-        made, made_lse = module.flash_mla_with_kvcache(
-            q, pages, table, lens, LATENT, plan, softmax_scale=softmax_scale, causal=True
+        table = block_table.contiguous() if self._copies_table else block_table
+        return self._library.flash_mla_with_kvcache(
+            q, pages, table, lens, LATENT, plan, softmax_scale=self._scale, causal=True
         )
-        convention = Convention(poison=True, empty_is_inf=True)  # the LSE of a row with NaN is +inf too
-    return lawful_state(
-        made.view(tokens, heads, LATENT), made_lse.transpose(0, 1), convention, out_dtype, LATENT, out,
-        visible_lens=empty_rows,
-    )  # fmt: skip
+
+    def _attend_e4m3(self, ql_nope, q_pe, pages, block_table, lens, kv_scale, q_scale, prepared) -> list[Tensor]:
+        """Call the kernel for e4m3; return the output and the LSE of the library."""
+        q = torch.cat((ql_nope.view(torch.uint8), q_pe.view(torch.uint8)), dim=-1).view(ql_nope.dtype)
+        *schedule, table = prepared or (
+            *_schedule_e4m3(lens, self._rows[1] * self._heads), _padded_table(block_table)
+        )  # fmt: skip
+        return self._library.fwd_kvcache_mla_fp8(
+            q.view(self._rows), pages, LATENT, lens, table, self._scale, True, *schedule, q_scale.view(1),
+            kv_scale.view(1),
+        )  # fmt: skip
+
+
+def kept_decode(*arguments, **options) -> DecodeCall:
+    """Return the function for later calls with the same signature."""
+    return DecodeCall(*arguments, **options)
+
+
+def mla_decode(*arguments, **options) -> tuple[Tensor, Tensor]:
+    """Compute absorbed attention over cached latents, with a causal mask (`DecodeCall.__call__`)."""
+    return DecodeCall(*arguments, **options)(*arguments, **options)
 
 
 def _operators() -> Any:
@@ -198,6 +238,7 @@ FLASHMLA = Backend(
     device_type="cuda",
     ops=decode_ops(
         f"{__name__}:mla_decode",
+        kept_call=f"{__name__}:kept_decode",
         dtypes=HALF,
         out_dtypes=STATE_DTYPES,
         cache_formats=(COMPUTE_FORMAT.name, FP8_E4M3.name),

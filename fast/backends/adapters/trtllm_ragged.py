@@ -26,8 +26,8 @@ from .flashinfer import (
     state_without_keys,
     to_state,
     without_rows,
-    workspace_bytes,
 )
+from .flashinfer_workspace import new_workspace
 from .ragged_calls import RaggedCall, direct_call
 
 NOT_RUN = "not run: needs Blackwell"
@@ -55,11 +55,6 @@ def missing_entry() -> list[str]:
         if not hasattr(prefill, "trtllm_ragged_attention_deepseek"):
             found = ["needs a version of flashinfer with trtllm_ragged_attention_deepseek"]
     return found
-
-
-def new_workspace(device: torch.device) -> Tensor:
-    """Return a workspace, uint8; the environment sets its size (`fast.backends.adapters.flashinfer`)."""
-    return torch.empty(workspace_bytes(), dtype=torch.uint8, device=device)
 
 
 def attend(

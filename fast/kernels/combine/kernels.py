@@ -33,11 +33,12 @@ number of splits in this sum and the number of all splits.
 A combine tile is some rows and some latent columns of the output of one request. In a decode with a schedule, often
 most requests have exactly one split and need no combining. The host does not know which requests these are. With one
 program for each combine tile of the batch, most programs would find no work. The kernel for a schedule therefore has a
-limited number of programs:
+limited number of programs, and two variants:
 
 - If there are fewer programs than combine tiles, each program reads `split_offsets` to find the requests to combine. It
   processes every P-th combine tile of these requests, where P is the number of programs.
-- Otherwise each program has one combine tile, and reads only the number of splits of its own request. This is faster.
+- Otherwise (`ONE_TILE`) each program has one combine tile, and reads only the number of splits of its own request. This
+  is faster. A kernel that chose between the two at run time was up to 3 % slower (docs/log.md).
 
 The kernel for a schedule may begin while the decode kernel still runs. It reads `split_offsets` and `query_start_loc`
 before it waits for the decode, so that these loads do not delay the loads of the partial outputs. Both tensors are
@@ -264,19 +265,19 @@ def _combine_scheduled_kernel(
     split_offsets, query_start_loc, partial_out, partial_lse, out, lse, sinks,
     num_tokens, request_rows, num_partials, num_requests, row_tiles,
     HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
+    CHUNK: tl.constexpr, ONE_TILE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Combine the requests that a schedule has split, in combine tiles of ROWS rows and COLUMNS columns.
 
-    The decode kernel has already written the output of a request with one split. A request without keys has no split;
+    ONE_TILE is true if there is one program for each combine tile; the module docstring explains both variants. The
+    decode kernel has already written the output of a request with one split. A request without keys has no split;
     this kernel writes its output 0 and LSE -inf.
     """
     if DEPENDENT:
         gdc_launch_dependents()
     column_tiles: tl.constexpr = (LATENT + COLUMNS - 1) // COLUMNS
     partials = Partials(partial_out, partial_lse, num_partials, request_rows)
-    # choose between the two cases of the module docstring at run time: a constexpr would need two kernel variants
-    if tl.num_programs(0) >= num_requests.to(tl.int64) * row_tiles * column_tiles:
+    if ONE_TILE:
         tile_number = tl.program_id(0)
         tile = TilePlace(
             tile_number // (row_tiles * column_tiles), tile_number // column_tiles % row_tiles,

@@ -22,8 +22,7 @@ FOR_FEW_SPLITS = (CombineTile(2, 512, 4, 4), CombineTile(1, 512, 4, 2))  # (few 
 FOR_MANY_SPLITS = CombineTile(1, 32, 128, 4)  # several requests with many splits
 FOR_MANY_ROWS = CombineTile(1, 64, 64, 2)  # one request with many splits and many rows
 FOR_FEW_ROWS = CombineTile(1, 32, 64, 2)  # one request with many splits and few rows
-# "Planned" means: with a schedule. The number of programs is then limited, so narrower tiles would not give more
-# programs.
+# "Planned" means: with a schedule. Narrower tiles were slower (docs/log.md).
 FOR_PLANNED = CombineTile(1, 512, 16, 4)
 FEW_PLANNED_SPLITS = (4, MANY_SPLITS)  # up to this many splits, FOR_FEW_SPLITS is faster: (few heads, many heads)
 # With at least as many requests as programs, most requests have one split. A program processes several tiles one after
@@ -38,6 +37,9 @@ FOR_PLANNED_INVARIANT = CombineTile(4, 512, 2, 4)  # with a schedule, few reques
 # same time, and the launch of a program takes time even if the program has no work. If a request has fewer than two
 # splits on average, most requests need no combining, and fewer programs suffice.
 WARPS_OF_A_PROCESSOR = (16, 32)  # (fewer than two splits on average, at least two)
+# With these tiles, a request has several splits on average, and there are hardly more tiles than programs that run at
+# the same time. So there is one program for each tile, and warm-up has fewer kernel variants to compile.
+ONE_TILE_EACH = (FOR_PLANNED, FOR_MANY_SPLITS)
 CHUNK = 256  # requests that a program examines at a time to find the requests to combine
 
 
@@ -144,12 +146,14 @@ def combine_partial_outputs(
                 **tiles, **written, **following,
             )  # fmt: skip
         else:
-            warps = WARPS_OF_A_PROCESSOR[tile_ranges.shape[0] >= 2 * requests]
-            programs = min(*grid, facts.processors * (warps // tile.warps))
+            programs = grid[0]
+            if tile not in ONE_TILE_EACH:
+                warps = WARPS_OF_A_PROCESSOR[tile_ranges.shape[0] >= 2 * requests]
+                programs = min(programs, facts.processors * (warps // tile.warps))
             launch(
                 _combine_scheduled_kernel, (programs,),
                 offsets, query_start_loc, partial_out, partial_lse, out, lse, sinks, tokens, request_rows, partials,
-                requests, row_tiles, CHUNK=CHUNK, **tiles, **written, **following,
+                requests, row_tiles, CHUNK=CHUNK, ONE_TILE=programs == grid[0], **tiles, **written, **following,
             )  # fmt: skip
 
 

@@ -31,6 +31,7 @@ def flash_attn_varlen(
     out_dtype: torch.dtype,
     out: Tensor | None = None,
     lse: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute attention of packed requests of different lengths.
 
@@ -49,6 +50,8 @@ def flash_attn_varlen(
         out_dtype: dtype of the output.
         out: [T, N, V] in `out_dtype`, any strides, written in place; None allocates `out` and `lse`.
         lse: [N, T], written in place. If `out` is given and `lse` is None, no LSE is stored.
+        batch_invariant: if True, each product gets copies of its operands: the order of the additions in a product can
+            depend on the addresses of its operands, and these depend on the other requests.
 
     Returns:
         out [T, N, V], and lse [N, T] or None.
@@ -76,11 +79,14 @@ def flash_attn_varlen(
                 if k_pe is not None:  # one product with the whole key is faster than two products with its parts
                     k = torch.cat((k, k_pe[keys].to(wide).expand(heads, -1, -1)), dim=-1)
                 scores = torch.empty(heads, row_count, k.shape[1], dtype=wide, device=q.device)
-                scores.baddbmm_(by_head[:, rows], k.transpose(1, 2), beta=0, alpha=softmax_scale)
+                queries, values = by_head[:, rows], v[keys].to(wide).transpose(0, 1)
+                if batch_invariant:
+                    queries, k, values = (x.clone(memory_format=torch.contiguous_format) for x in (queries, k, values))
+                scores.baddbmm_(queries, k.transpose(1, 2), beta=0, alpha=softmax_scale)
                 if causal and keys.stop - 1 > last_seen:
                     hidden = torch.ones(row_count, keys.stop - first, dtype=torch.bool, device=q.device)
                     scores.masked_fill_(hidden.triu_(last_seen - first + 1), -torch.inf)
-                softmax.add(scores, v[keys].to(wide).transpose(0, 1))
+                softmax.add(scores, values)
             block_out, block_lse = softmax.finish()
             if lse is not None:
                 lse[:, rows] = block_lse

@@ -23,8 +23,9 @@ def merge_attn_states(
     If `output_scale` is given, the merged output is divided by this scale and rounded to e4m3.
     """
     target_out, target_lse = out, lse
+    prefix_lse, suffix_lse = _with_gaps(prefix_lse), _with_gaps(suffix_lse)
     # the weights come from the difference of the LSEs: exp(prefix_lse - lse) would magnify the rounding error of `lse`
-    difference = prefix_lse - suffix_lse
+    difference = _with_gaps(prefix_lse - suffix_lse)
     prefix_weight, suffix_weight = torch.sigmoid(difference).T[..., None], torch.sigmoid(-difference).T[..., None]
     out = (prefix_out * prefix_weight).add_(suffix_out * suffix_weight)
     if output_scale is None:
@@ -46,3 +47,12 @@ def merge_attn_states(
     if target_out is None:
         return out.contiguous(), lse.contiguous()
     return target_out.copy_(out), target_lse.copy_(lse)
+
+
+def _with_gaps(x: Tensor) -> Tensor:
+    """Return a copy of `x` with gaps in memory between its elements.
+
+    PyTorch computes exp and log of numbers without gaps in vectors, and of the last numbers one by one, with other
+    bits. With gaps, it computes each number in the same way. So the bits of a row do not depend on the other rows.
+    """
+    return torch.stack((x, x), dim=-1)[..., 0]

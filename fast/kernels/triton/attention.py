@@ -273,6 +273,7 @@ def flash_attn_varlen(
     out_dtype: torch.dtype,
     out: Tensor | None = None,
     lse: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute attention of packed requests of different lengths.
 
@@ -290,6 +291,7 @@ def flash_attn_varlen(
         out_dtype: dtype of the output.
         out: [T, N, V] in `out_dtype`, any strides, written in place; None allocates `out` and `lse`.
         lse: [N, T], contiguous, written in place. If `out` is given and `lse` is None, no LSE is stored.
+        batch_invariant: if True, the number of query tokens of the batch does not choose the sizes of the tiles.
 
     Returns:
         out [T, N, V], and lse [N, T] or None.
@@ -308,7 +310,7 @@ def flash_attn_varlen(
     rope = 0 if k_pe is None else k_pe.shape[1]
     shared = k_pe if rope else k_nope[:, 0]  # without a rope part, the kernel ignores `shared`
     facts = device_facts(q.device)
-    few = cdiv(tokens, MOST_QUERIES) * heads < facts.processors
+    few = not batch_invariant and cdiv(tokens, MOST_QUERIES) * heads < facts.processors
     blocks, constants, boxes = launch_sizes(q.dtype, facts, nope, rope, value, few)
     sources, shared_strides = (k_nope, k_nope, shared, v), shared.stride()
     described = _descriptors_of(sources, boxes) if constants.USE_TMA else None

@@ -15,6 +15,7 @@ from ..integers import cdiv, next_power_of_2
 from .fp8 import converts_natively, float32_to_e4m3
 
 TILE_ELEMENTS = 2048  # elements that one program processes, of each of the two outputs
+WORD = 16  # bytes of the largest memory access
 TOKENS = 8  # tokens of a program: for one head, their float32 LSEs fill 32 bytes, the smallest unit of a memory access
 
 
@@ -29,9 +30,10 @@ def merge_attn_states(
 ) -> tuple[Tensor, Tensor]:
     """Merge two attention states over disjoint keys; return `out` [T, N, Dv] and `lse` [N, T], contiguous.
 
-    If `out` and `lse` are given, the result is written there. `out` and `lse` may be the tensors of one of the states,
-    because all threads of a program load the elements of their rows before one of them stores a result. If
-    `output_scale` is given, the merged output is divided by this scale and rounded to e4m3, the dtype of `out`.
+    If `out` and `lse` are given, the result is written there. `lse` may then have any stride between two heads: a
+    prefill merges some columns of a larger LSE. `out` and `lse` may be the tensors of one of the states, because all
+    threads of a program load the elements of their rows before one of them stores a result. If `output_scale` is given,
+    the merged output is divided by this scale and rounded to e4m3, the dtype of `out`.
     """
     tokens, heads, value_dim = prefix_out.shape
     if out is None:
@@ -45,25 +47,27 @@ def merge_attn_states(
     value_tile = next_power_of_2(max(1, value_dim))
     head_tile = max(1, min(next_power_of_2(heads), TILE_ELEMENTS // (TOKENS * value_tile)))
     head_tiles = cdiv(heads, head_tile)
+    aligned = not any(each.data_ptr() % WORD for each in (prefix_out, suffix_out, out))
     with device_of(out):
         launch(
-            _merge_kernel, (cdiv(tokens, TOKENS) * head_tiles,),
+            _merge_kernel if aligned else _unaligned_merge_kernel, (cdiv(tokens, TOKENS) * head_tiles,),
             prefix_out, prefix_lse, suffix_out, suffix_lse, out, lse, output_scale, tokens, heads, head_tiles,
-            *prefix_out.stride(), *prefix_lse.stride(), *suffix_out.stride(), *suffix_lse.stride(),
+            *prefix_out.stride(), *prefix_lse.stride(), *suffix_out.stride(), *suffix_lse.stride(), lse.stride(0),
             VALUE=value_dim, VALUE_TILE=value_tile, HEADS=head_tile, TOKENS=TOKENS, NATIVE=native, num_warps=4,
         )  # fmt: skip
     return out, lse
 
 
-@triton.jit(
-    do_not_specialize=["num_tokens", "prefix_lse_head", "suffix_lse_head"],
-    do_not_specialize_on_alignment=["output_scale"],
-)
+NOT_SPECIALIZED = ["num_tokens", "prefix_lse_head", "suffix_lse_head", "lse_head"]
+OF_ANY_ALIGNMENT = ["output_scale", "prefix_lse", "suffix_lse", "lse"]
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED, do_not_specialize_on_alignment=OF_ANY_ALIGNMENT)
 @no_type_check
 def _merge_kernel(
     prefix_out, prefix_lse, suffix_out, suffix_lse, out, lse, output_scale, num_tokens, num_heads, head_tiles,
     prefix_token, prefix_head, prefix_column, prefix_lse_head, prefix_lse_token,
-    suffix_token, suffix_head, suffix_column, suffix_lse_head, suffix_lse_token,
+    suffix_token, suffix_head, suffix_column, suffix_lse_head, suffix_lse_token, lse_head,
     VALUE: tl.constexpr, VALUE_TILE: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
@@ -107,4 +111,12 @@ def _merge_kernel(
     # until all warps have loaded.
     tl.debug_barrier()
     tl.store(out + ((token * num_heads + head) * VALUE)[:, None] + column[None, :], merged, held)
-    tl.store(lse + head * num_tokens + token, merged_lse, inside)
+    tl.store(lse + head * lse_head + token, merged_lse, inside)
+
+
+# One variant for outputs at any addresses: rows of a run may begin at an address that is no multiple of WORD bytes.
+_unaligned_merge_kernel = triton.jit(
+    _merge_kernel.fn,
+    do_not_specialize=NOT_SPECIALIZED,
+    do_not_specialize_on_alignment=[*OF_ANY_ALIGNMENT, "prefix_out", "suffix_out", "out"],
+)

@@ -44,11 +44,25 @@ def test_a_run_that_does_not_end():
 def test_which_tests_run(monkeypatch):
     """Name adapters -> only the tests of MLA; name none, on a GPU -> grouped-query attention first."""
     (torch_flash,) = (each for each in adapter_tests.backends.registered() if each.name == "torch_flash")
-    assert runs_of([torch_flash], "cpu", 2, True) == [Run(EVERY, part, 2, "torch_flash") for part in (1, 2)]
+    assert runs_of([torch_flash], "cpu", 2, True, {}) == [Run(EVERY, part, 2, "torch_flash") for part in (1, 2)]
     monkeypatch.setattr(adapter_tests, "unavailable", lambda *_: [])
-    assert runs_of([torch_flash], "cuda", 1, False) == [Run(EVERY, 1, 1, "torch_flash")]
-    files = [each.file for each in runs_of([torch_flash], "cuda", 1, True)]
+    assert runs_of([torch_flash], "cuda", 1, False, {"torch_flash": "128/128", "other": "x"}) == [
+        Run(EVERY, 1, 1, "torch_flash", "128/128")
+    ]
+    files = [each.file for each in runs_of([torch_flash], "cuda", 1, True, {})]
     assert files == [GROUPED, GROUPED, EVERY]
+
+
+def test_tests_that_are_left_out(tmp_path, monkeypatch):
+    """Leave out a part of the names -> pytest gets the expression; the table says what was left out."""
+    commands, path = [], tmp_path / "adapters.json"
+    monkeypatch.setattr(adapter_tests, "run_command", lambda command, *_, **__: commands.append(command) or (0, ""))
+    for more in ([], ["--leave-out", "torch_flash=128/128"]):
+        options = ["--device", "cpu", "--backends", "torch_flash", "--parts", "1", *more, "--json", str(path)]
+        assert adapter_tests.main(options) == 0
+    assert "-k" not in commands[0] and commands[1][-2:] == ["-k", "not 128/128"] and len(commands) == 2
+    row = json.loads(path.read_text())["adapters"]["torch_flash"]
+    assert row["left_out"] == f"tests of {EVERY} whose names contain 128/128"
 
 
 def test_adapters_that_cannot_run(tmp_path, capsys):
@@ -66,7 +80,9 @@ def test_adapters_that_cannot_run(tmp_path, capsys):
 @pytest.mark.parametrize(
     "options, message",
     [(["--backends", "cpu"], "--backends: expected names of adapters ("),
-     (["--versions", "vllm"], "--versions: expected PACKAGE=VERSION, got vllm")],
+     (["--versions", "vllm"], "--versions: expected PACKAGE=VERSION, got vllm"),
+     (["--leave-out", "flashinfer="], "--leave-out: expected NAME=TEXT, got flashinfer="),
+     (["--leave-out", "flashinfr=128/128"], "--leave-out: expected names of adapters (")],
 )  # fmt: skip
 def test_wrong_options(options, message, capsys):
     assert adapter_tests.main(["--device", "cpu", *options]) == 2
@@ -75,7 +91,7 @@ def test_wrong_options(options, message, capsys):
 
 def test_versions():
     """A version of the command line counts before the metadata; a package without both is unknown."""
-    versions = adapter_tests.parse_versions(["vllm=0.33.0"])
+    versions = adapter_tests.parse_pairs("--versions", "PACKAGE=VERSION", ["vllm=0.33.0"])
     assert adapter_tests.version_of("vllm", versions) == "0.33.0"
     found = adapter_tests.version_of("torch", versions)  # the metadata may lack the "+cu130" of the module
     assert found.partition("+")[0] == adapter_tests.torch.__version__.partition("+")[0]

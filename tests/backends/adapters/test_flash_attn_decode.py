@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import fields, replace
 
 import pytest
 import torch
 
+import fast
 import reference
 from fast import backends
 from fast.backends.adapters import flash_attn, flash_attn_decode, sources
 from fast.backends.adapters.flash_attn import FLASH_ATTN_3
+from fast.parity import compare_states
 from reference.interfaces import (
+    CAUSAL_OVER_RANKS,
     COMPUTE_FORMAT,
     FP8_E4M3,
     AttentionState,
+    CommonAttentionMetadata,
     DecodeMetadata,
     GraphSupport,
     QueryLenSupport,
+    TokenOwnership,
     UnsupportedConfiguration,
 )
 
-from ...support.decode_inputs import arguments, make_inputs, on_device, verdict
+from ...support.backends import registered
+from ...support.decode_inputs import SCALE, arguments, make_inputs, on_device, verdict
+from ...support.factories import make_batch, make_cache, moved
 from ...support.libraries import (
     FA3_FWD,
     VLLM_FA3,
@@ -42,6 +50,7 @@ LENS = {  # query lengths, sequence lengths
     "long": ([1] * 4, [3001, 0, 7, 1024]),
     "no requests": ([], []),
 }
+MASKS = FLASH_ATTN_3.ops["mla_decode"].masks if "mla_decode" in FLASH_ATTN_3.ops else ()
 PACKAGES = {source.package: source for source in flash_attn.SOURCES_3_OF_ALL}
 UPSTREAM_SCHEDULE = VLLM_FA3_SCHEDULE.replace("bool has_softcap", "int attention_chunk, bool has_softcap")
 
@@ -56,8 +65,13 @@ def compiled_decode(given):
     table = given["page_table"]
     assert table.stride(-1) == 1
     rows = (given["seqused_k"].tolist(), lens)
+    ranks = None
+    if given.get("cp_world_size", 1) > 1:
+        totals = given["cp_tot_seqused_k"]
+        assert totals.dtype == torch.int32 and totals.is_contiguous() and totals.shape == given["seqused_k"].shape
+        ranks = given["cp_world_size"], given["cp_rank"], totals.tolist()
     out, lse = paged_attention(
-        q, entries_in_pages(pages, table), *rows, given["softmax_scale"], 512, given["is_causal"]
+        q, entries_in_pages(pages, table), *rows, given["softmax_scale"], 512, given["is_causal"], ranks
     )
     out = out.to(q.dtype)
     return (out if given["out"] is None else given["out"].copy_(out)), lse.float()
@@ -107,6 +121,23 @@ def library(request, monkeypatch):
     yield None
 
 
+@pytest.fixture
+def library_of_ranks(monkeypatch):
+    """Provide vLLM's copy of flash-attn 3, which serves context parallelism; return the recorders, or None on a GPU."""
+    vllm = flash_attn.SOURCES_3_OF_RANKS
+    if not sources.is_installed(vllm[0].module):
+        pytest.skip("vllm is not installed")
+    if not ON_GPU:
+        with recorded("vllm") as recorders:
+            yield recorders
+        return
+    if not FLASH_ATTN_3.supports_compute_capability(torch.cuda.get_device_capability()):
+        pytest.skip("flash-attn 3 does not serve this GPU")
+    if reasons := sources.missing_artifacts(vllm):
+        pytest.skip("; ".join(reasons))
+    yield None
+
+
 def decode(inputs, prepared=(), out=None, **options):
     """Launch the decode on DEVICE; return the state on the CPU."""
     out, lse = flash_attn_decode.mla_decode(*arguments(*inputs, **options), out, prepared=prepared)
@@ -149,6 +180,107 @@ def test_within_the_budget(lens, dtype, heads, library):
     The schedule of the library is made in the call or ahead, and the output goes to new or to given memory.
     """
     check_decode(lens, dtype, heads, 64, library)
+
+
+def inputs_of_ranks(query_lens, seq_lens, size, heads, dtype):
+    """Return the inputs of the decode of each of `size` ranks, and the inputs of one rank with all keys."""
+    whole = make_inputs(query_lens, seq_lens, heads, dtype)
+    ql, q_pe, cache, plan = whole
+    entries = [
+        cache[table[: -(-length // 64)].long()].flatten(0, 1)[:length]
+        for table, length in zip(plan.block_table, seq_lens, strict=True)
+    ]
+    ranks = []
+    for rank in range(size):
+        owned = TokenOwnership(size, rank)
+        local = [owned.count(length) for length in seq_lens]
+        batch = make_batch([0] * len(local), local, 64)
+        held = make_cache(batch, [own[rank::size] for own in entries], 576, dtype)
+        starts = plan.query_start_loc
+        common = CommonAttentionMetadata.make(
+            starts, plan.seq_lens, batch.common.block_table, torch.full((int(starts[-1]),), -1)
+        )
+        of_rank = reference.build_mla_metadata(common, 64, 4096, max(query_lens), ownership=owned).decode
+        ranks.append((ql, q_pe, held, of_rank))
+    return ranks, whole
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("lens", [([3], [10]), ([3, 0, 1, 5], [131, 20, 0, 70]), ([2] * 4, [1025, 2, 0, 640])])
+def test_over_ranks(lens, size, library_of_ranks):
+    """Decode several query tokens over keys that ranks share -> each rank, and the merged state, within the budget.
+
+    The rank of every call gets the lengths of the whole sequences. In the first case with two ranks, the three query
+    tokens see 4, 5 and 5 of rank 0's keys, so a causal mask over these keys would be wrong.
+    """
+    ranks, (ql, q_pe, cache, whole) = inputs_of_ranks(*lens, size, 128 if ON_GPU else 16, torch.bfloat16)
+    states = []
+    for inputs in ranks:
+        plan = inputs[3]
+        assert plan.mask == CAUSAL_OVER_RANKS
+        given = arguments(*inputs)
+        over = {"ownership": plan.ownership, "total_seq_lens": plan.total_seq_lens.to(DEVICE)}
+        out, lse = (x.cpu() for x in flash_attn_decode.mla_decode(*given, **over))
+        verdict(AttentionState(out, lse), *inputs)
+        prepared = flash_attn_decode.prepare(on_device(plan), ql.shape[1])
+        ahead, _ = flash_attn_decode.mla_decode(*given, prepared=prepared, **over)
+        verdict(AttentionState(ahead.cpu(), lse), *inputs)
+        wide = flash_attn_decode.mla_decode(*given[:10], torch.float32, *given[11:], **over)
+        states.append(AttentionState(*(x.cpu() for x in wide)))
+    if size == 2 and lens[1] == [10]:
+        assert ranks[0][3].visible_lens.tolist() == [4, 5, 5]
+    merged = functools.reduce(reference.merge_attn_states, states)
+    gold = reference.mla_decode(ql.double(), q_pe.double(), cache.double(), whole, SCALE)
+    low = reference.mla_decode(ql, q_pe, cache, whole, SCALE)
+    for parity in compare_states("mla_decode", merged, AttentionState(low.out.float(), low.lse), gold):
+        assert parity.passed, parity
+
+
+def test_over_ranks_with_a_causal_mask_is_wrong(library_of_ranks):
+    """Leave out the whole lengths of the example with 10 keys -> the state of rank 0 is over its budget."""
+    ranks, _ = inputs_of_ranks([3], [10], 2, 16, torch.bfloat16)
+    out, lse = flash_attn_decode.mla_decode(*arguments(*ranks[0]))
+    with pytest.raises(AssertionError):
+        verdict(AttentionState(out.cpu(), lse.cpu()), *ranks[0])
+
+
+def test_ranks_of_a_call(library_of_ranks):
+    """Plan and decode a step of two simulated ranks with flash-attn 3 -> the merged states are within the budget.
+
+    The builder keeps its threshold of 3 query tokens, and its plan has the prepared schedule of flash-attn 3.
+    """
+    name = "flash_attn_3" if ON_GPU else "recorded"
+    ranks, (ql, q_pe, cache, whole) = inputs_of_ranks([3, 1], [74, 130], 2, 16, torch.bfloat16)
+    config = reference.MLAConfig.from_preset("deepseek-v2-lite")
+    halves = [slice(0, 8), slice(8, 16)]  # heads of each rank
+
+    def step(groups):
+        _, _, held, plan = ranks[groups.ownership.rank]
+        options = dict(num_speculative_tokens=2, context_parallel=groups, backend={"mla_decode": name})
+        builder = fast.MLAMetadataBuilder(config, 64, 512, 8, **options)
+        assert builder.reorder_batch_threshold == 3
+        common = CommonAttentionMetadata.make(
+            plan.query_start_loc, plan.total_seq_lens, plan.block_table, torch.full((4,), -1)
+        )
+        made = builder.build(0, moved(common, DEVICE)).decode
+        assert made.backend == name and len(made.prepared) == 2
+        mine = [x[:, halves[groups.ownership.rank]].to(DEVICE) for x in (ql, q_pe)]
+        state = fast.dcp_decode(*mine, held.to(DEVICE), made, SCALE, groups, out_dtype=torch.float32)
+        return AttentionState(state.out.cpu(), state.lse.cpu())
+
+    stand_in = replace(FLASH_ATTN_3, name="recorded", device_type="cpu", capability=None, capability_end=None)
+    with contextlib.nullcontext() if ON_GPU else registered(stand_in):
+        found = fast.simulate(2, 1, step)
+    gold = reference.mla_decode(ql.double(), q_pe.double(), cache.double(), whole, SCALE)
+    low = reference.mla_decode(ql, q_pe, cache, whole, SCALE)
+    for heads, state in zip(halves, found, strict=True):
+        exact, rounded = (AttentionState(each.out[:, heads], each.lse[heads]) for each in (gold, low))
+        for parity in compare_states("mla_decode", state, AttentionState(rounded.out.float(), rounded.lse), exact):
+            assert parity.passed, parity
+    if library_of_ranks is not None:
+        calls = library_of_ranks["fwd"].calls
+        assert {call["cp_rank"] for call in calls} == {0, 1} and {call["cp_world_size"] for call in calls} == {2}
+        assert all(call["cp_tot_seqused_k"].tolist() == [74, 130] for call in calls)
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 128])
@@ -223,7 +355,7 @@ def test_replay_with_new_lengths(library):
         (dict(block_size=48), "serves block sizes (16, 32, 64, 128), got 48"),
         (dict(head_dims=(("kv_lora_rank", 256),)), "serves kv_lora_rank in (512,), got 256"),
         (dict(head_dims=(("qk_rope_head_dim", 32),)), "serves qk_rope_head_dim in (64,), got 32"),
-        (dict(mask="visible_lens"), "applies the masks causal, got visible_lens"),
+        (dict(mask="visible_lens"), f"applies the masks {', '.join(MASKS)}, got visible_lens"),
         (dict(batch_invariant=True), "is not batch-invariant"),
         (dict(cache_format=FP8_E4M3), "reads caches in compute_dtype, got fp8_e4m3"),
     ],

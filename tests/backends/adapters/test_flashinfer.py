@@ -17,8 +17,9 @@ import reference
 from fast import backends
 from fast.attention.varlen import flash_attn_varlen_shared_rope
 from fast.backends.adapters import flashinfer as adapter
-from fast.backends.adapters.flashinfer import FLASHINFER, workspace_bytes
+from fast.backends.adapters.flashinfer import FLASHINFER
 from fast.backends.adapters.flashinfer_cudnn import FLASHINFER_CUDNN, sees_no_key
+from fast.backends.adapters.flashinfer_workspace import WORKSPACE_VARIABLE, workspace_bytes
 from fast.backends.adapters.ragged_calls import rows_without_keys
 from fast.backends.adapters.trtllm_ragged import TRTLLM_RAGGED
 from fast.parity import LSE_RELATIVE, compare
@@ -254,13 +255,13 @@ def test_a_broken_library_is_a_reason(monkeypatch):
 @pytest.mark.parametrize("text", ["rubbish", "-1", "0", "1e6", "٣x", "9" * 30])
 def test_workspace_variable(monkeypatch, plain_errors, text):
     """Put rubbish into the variable -> one line that names the variable; an argument is taken before the variable."""
-    monkeypatch.setenv(adapter.WORKSPACE_VARIABLE, text)
-    with pytest.raises(ValueError, match=f"^{adapter.WORKSPACE_VARIABLE}: expected a number of bytes, at least 1, got"):
+    monkeypatch.setenv(WORKSPACE_VARIABLE, text)
+    with pytest.raises(ValueError, match=f"^{WORKSPACE_VARIABLE}: expected a number of bytes, at least 1, got"):
         workspace_bytes()
     assert workspace_bytes(64) == 64
-    monkeypatch.setenv(adapter.WORKSPACE_VARIABLE, "4096")
+    monkeypatch.setenv(WORKSPACE_VARIABLE, "4096")
     assert workspace_bytes() == 4096
-    monkeypatch.setenv(adapter.WORKSPACE_VARIABLE, "")
+    monkeypatch.setenv(WORKSPACE_VARIABLE, "")
     assert workspace_bytes() == 394 * 2**20
     with pytest.raises(ValueError, match="^workspace_bytes: "):
         workspace_bytes(0)

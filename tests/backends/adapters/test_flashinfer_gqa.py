@@ -25,6 +25,7 @@ from fast import backends
 from fast.backends.adapters import flashinfer as adapter
 from fast.backends.adapters import flashinfer_gqa
 from fast.backends.adapters.flashinfer import FLASHINFER
+from fast.backends.adapters.flashinfer_workspace import WORKSPACE_VARIABLE
 from fast.parity import compare
 from reference.interfaces import CAUSAL, FP8_E4M3, GraphSupport, UnsupportedConfiguration
 from reference.interfaces.gqa import GQAConfig
@@ -123,7 +124,7 @@ def attended(plan, q, paged_kv_cache, return_lse):
 def stand_in(monkeypatch, capability=HOPPER):
     """Put `Library` in place of FlashInfer; return it, and the name of a backend that serves the CPU."""
     library = Library()
-    monkeypatch.setenv(adapter.WORKSPACE_VARIABLE, "4096")
+    monkeypatch.setenv(WORKSPACE_VARIABLE, "4096")
     monkeypatch.setitem(sys.modules, "flashinfer", library)
     monkeypatch.setattr(adapter, "is_compiled", lambda *key: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)

@@ -25,6 +25,7 @@ from fast.backends.adapters import flashinfer as adapter
 from fast.backends.adapters import flashinfer_cudnn
 from fast.backends.adapters.flashinfer import FLASHINFER
 from fast.backends.adapters.flashinfer_cudnn import FLASHINFER_CUDNN
+from fast.backends.adapters.flashinfer_workspace import WORKSPACE_VARIABLE
 from fast.backends.adapters.trtllm_ragged import TRTLLM_RAGGED, missing_entry
 from fast.mla.backend_hooks import hooks_of
 
@@ -102,7 +103,7 @@ class RaggedModule:
 def recorded_ragged(monkeypatch):
     """Put `RaggedModule` in place of the compiled module; return the module and the name of a backend for the CPU."""
     prefill, module, empty = importlib.import_module("flashinfer.prefill"), RaggedModule(), torch.empty
-    monkeypatch.setenv(adapter.WORKSPACE_VARIABLE, "4096")
+    monkeypatch.setenv(WORKSPACE_VARIABLE, "4096")
     monkeypatch.setattr(adapter, "kernel_of", lambda device: "fa3")
     monkeypatch.setattr(adapter, "is_compiled", lambda *key: True)
     monkeypatch.setattr(prefill, "get_batch_prefill_module", lambda kernel, *key: module)
@@ -177,7 +178,7 @@ def test_steps_of_a_layer(ragged):
         for _ in range(3):
             step.run(layer, plan)
         assert len(module.plans) == expected >= calls[2]
-        (state,) = (each for each in builder._backend_states.values() if isinstance(each, adapter.RaggedWrappers))
+        (state,) = (each for each in builder._backend_states.made.values() if isinstance(each, adapter.RaggedWrappers))
         events = [each._used.calls for each in state._wrappers]
         assert len(state._wrappers) >= expected and all(each[:2] == ["wait", "record"] for each in events)
 
@@ -254,8 +255,8 @@ def test_wrong_offsets(ragged, plain_errors):
 def test_rubbish_in_the_variable(ragged, monkeypatch, plain_errors):
     """Create the state of a builder with rubbish in the variable -> one line that names the variable."""
     _, name = ragged
-    monkeypatch.setenv(adapter.WORKSPACE_VARIABLE, "many")
-    with pytest.raises(ValueError, match=f"^{adapter.WORKSPACE_VARIABLE}: .*, got 'many'$"):
+    monkeypatch.setenv(WORKSPACE_VARIABLE, "many")
+    with pytest.raises(ValueError, match=f"^{WORKSPACE_VARIABLE}: .*, got 'many'$"):
         hooks_of(name).create_builder_state(CONFIG, None, (), torch.device("cpu"))
 
 
@@ -388,7 +389,7 @@ class TrtllmModule:
 def trtllm(monkeypatch):
     """Put `TrtllmModule` in place of the compiled kernels; return the module and the name of a backend for the CPU."""
     prefill, module = importlib.import_module("flashinfer.prefill"), TrtllmModule()
-    monkeypatch.setenv(adapter.WORKSPACE_VARIABLE, "4096")
+    monkeypatch.setenv(WORKSPACE_VARIABLE, "4096")
     monkeypatch.setattr(prefill, "get_trtllm_gen_fmha_module", lambda: module)
     monkeypatch.setattr(prefill, "get_device_sm_count", lambda device: 1)
     with registered(replace(TRTLLM_RAGGED, name="recorded", device_type="cpu", capability=None, capability_end=None)):

@@ -191,6 +191,17 @@ def test_nan_stays_in_its_request(library):
     assert state.out[5:].isnan().any(-1).all() and state.lse[:, 6].isnan().all()
 
 
+def test_later_calls(library):
+    """Keep the function of a first call -> later calls with other values and memory get the results of a new call."""
+    first, *later = (arguments(*batch("two tokens", 16, torch.bfloat16)) for _ in range(3))
+    kept, kept_into = flashmla.kept_decode(*first), flashmla.kept_decode(*first, torch.empty_like(first[0]))
+    for given in (first, *later):
+        found, wanted = kept(*given), flashmla.mla_decode(*given)
+        assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+        out = torch.full(given[0].shape, torch.nan, dtype=torch.bfloat16, device=DEVICE)
+        assert kept_into(*given, out)[0] is out and torch.equal(out, wanted[0])
+
+
 def test_padding_requests(library):
     """Decode with requests without query tokens at the end of the batch, NaN in their rows -> no other row changes."""
     inputs = batch("two tokens", 16, torch.bfloat16)

@@ -68,10 +68,10 @@ def _last_candidate(plan, sizes, SCHEDULED: gl.constexpr):
 @no_type_check
 def _planned_end(candidate, length, plan, sizes):
     """Return the end (exclusive) of the tiles of a request that the schedule assigns to this program."""
+    # load the end even if it is not needed, so that this load overlaps with the load of the last candidate
+    planned_end = gl.load(plan.tile_ranges + gl.program_id(0) // sizes.row_blocks * 5 + 3)
     tiles = planned_tiles(length)
-    if candidate == _last_candidate(plan, sizes, True):
-        tiles = gl.minimum(gl.load(plan.tile_ranges + gl.program_id(0) // sizes.row_blocks * 5 + 3), tiles)
-    return tiles
+    return gl.where(candidate == _last_candidate(plan, sizes, True), gl.minimum(planned_end, tiles), tiles)
 
 
 @gluon.jit
@@ -196,23 +196,74 @@ def seek_item(
         SCHEDULED: see `item_at`.
         SLICES: number of programs that share each work item.
     """
-    none = position.candidate * 0  # 0; an item without query tokens and tiles causes no loads
-    item = WorkItem(none - 1, none, none, none, none, none, none, none, none)
+    item = _no_item()
     searching = position.more
     while searching:
         candidate_item = item_at(position, plan, inputs, sizes, EVEN_TILES, BY_LENGTH, SCHEDULED)
-        new = candidate_item.item
-        if candidate_item.exists & (new.query_start + new.row_block * ROWS // HEADS < new.query_end):
-            stop = gl.minimum(new.stop, ceil_div(new.length, TILE))  # a schedule may contain tiles beyond `max_keys`
-            item = WorkItem(
-                new.request, new.row_block, new.query_start, new.query_end, new.length, new.begin, stop, new.partial,
-                new.split_tiles,
-            )  # fmt: skip
-            searching = new.request < 0
+        if _is_item(candidate_item, ROWS, HEADS):
+            item = _readable_item(candidate_item.item)
+            searching = item.request < 0
         else:
             position = next_position(position, plan, sizes, SCHEDULED, SLICES)
             searching = position.more
     return position, item
+
+
+@gluon.jit
+@no_type_check
+def first_item(
+    plan, inputs, sizes, EVEN_TILES: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr,
+    SCHEDULED: gl.constexpr, SLICES: gl.constexpr,
+):  # fmt: skip
+    """Find the first work item of a program; `seek_item` describes the arguments and the results.
+
+    A schedule tells which request is the first, so `seek_item` loads the lengths of this request after the schedule.
+    If the batch has only one request, this function loads schedule and lengths at the same time.
+    """
+    position = first_position(plan, sizes, SCHEDULED, SLICES)
+    if SCHEDULED and not BY_LENGTH:
+        item = _no_item()
+        if sizes.num_requests == 1:
+            only = WorkPosition(gl.program_id(0) * 0, position.first_tile, position.split, position.more)
+            candidate_item = item_at(only, plan, inputs, sizes, EVEN_TILES, BY_LENGTH, SCHEDULED)
+            more = position.more & _is_item(candidate_item, ROWS, HEADS)
+            position = WorkPosition(position.candidate, position.first_tile, position.split, more)
+            if more:
+                item = _readable_item(candidate_item.item)
+        else:
+            position, item = seek_item(
+                position, plan, inputs, sizes, EVEN_TILES, ROWS, HEADS, BY_LENGTH, SCHEDULED, SLICES
+            )
+    else:
+        position, item = seek_item(position, plan, inputs, sizes, EVEN_TILES, ROWS, HEADS, BY_LENGTH, SCHEDULED, SLICES)
+    return position, item
+
+
+@gluon.jit
+@no_type_check
+def _no_item():
+    """Return the `WorkItem` with request -1 and zeros; without query tokens and tiles it causes no loads."""
+    none = gl.program_id(0) * 0
+    return WorkItem(none - 1, none, none, none, none, none, none, none, none)
+
+
+@gluon.jit
+@no_type_check
+def _is_item(candidate_item, ROWS: gl.constexpr, HEADS: gl.constexpr):
+    """Return whether a `CandidateItem` is a work item: it exists, and its row block has a query token."""
+    item = candidate_item.item
+    return candidate_item.exists & (item.query_start + item.row_block * ROWS // HEADS < item.query_end)
+
+
+@gluon.jit
+@no_type_check
+def _readable_item(item):
+    """Return a `WorkItem` without the tiles beyond `max_keys`, which a schedule may contain."""
+    stop = gl.minimum(item.stop, ceil_div(item.length, TILE))
+    return WorkItem(
+        item.request, item.row_block, item.query_start, item.query_end, item.length, item.begin, stop, item.partial,
+        item.split_tiles,
+    )  # fmt: skip
 
 
 @gluon.jit

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...combine.states import RowState
-from ..common.epilogue import LN_2, in_base_two
+from ..common.epilogue import LN_2, divisor_of, in_base_two, lse_in_base_two
 from .records import ROWS
 
 
@@ -43,9 +43,10 @@ def write_rows(largest, total, weighted, item, ctx, c):
     outputs, sizes = ctx.outputs, ctx.sizes
     dtype: gl.constexpr = outputs.out.dtype.element_ty
     first_row = c.CONSUMER * ROWS
-    divisor = gl.where(total == 0, 1.0, total)
+    state = RowState(largest, total, weighted)
+    divisor = divisor_of(state)
     if outputs.lse is not None:
-        log = largest * sizes.scale_log2 + gl.log2(divisor)
+        log = lse_in_base_two(state, divisor, sizes.scale_log2)
         log = gl.where(total == 0, float("-inf"), log * LN_2)
         row = first_row + gl.arange(0, ROWS, log.type.layout)
         pointers = outputs.lse + item.head.to(gl.int64) * sizes.num_tokens + (item.token + row)

@@ -16,14 +16,14 @@ from .work_items import ITEMS_HELD, fields_of
 
 @gluon.jit(
     do_not_specialize=[
-        "num_tokens", "num_keys", "num_requests", "num_heads", "num_slots", "group_heads", "num_splits", "causal",
+        "num_tokens", "num_keys", "num_requests", "num_heads", "num_candidates", "group_heads", "num_splits", "causal",
     ],
     do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "taken", "lse"],
 )  # fmt: skip
 @no_type_check
 def _varlen_kernel(
     q_first, q_second, k_first, k_second, v, cu_seqlens_q, cu_seqlens_k, taken, out, lse, out_strides,
-    num_tokens, num_keys, num_requests, num_heads, num_slots, group_heads, num_splits, causal, scale_log2,
+    num_tokens, num_keys, num_requests, num_heads, num_candidates, group_heads, num_splits, causal, scale_log2,
     c: gl.constexpr,
 ):  # fmt: skip
     """Attend all query tiles of all requests and heads.
@@ -45,7 +45,7 @@ def _varlen_kernel(
         num_keys: see `Sizes`.
         num_requests: see `Sizes`.
         num_heads: see `Sizes`.
-        num_slots: see `Sizes`.
+        num_candidates: see `Sizes`.
         group_heads: see `Sizes`.
         num_splits: see `Sizes`.
         causal: see `Sizes`.
@@ -86,7 +86,9 @@ def _varlen_kernel(
     mbarrier.init(item_begun, CONSUMERS)
     fence_async_shared()
 
-    sizes = Sizes(num_tokens, num_keys, num_requests, num_heads, num_slots, group_heads, num_splits, causal, scale_log2)
+    sizes = Sizes(
+        num_tokens, num_keys, num_requests, num_heads, num_candidates, group_heads, num_splits, causal, scale_log2
+    )
     shared = Shared(q_first_memory, q_second_memory, k_first_memory, k_second_memory, v_memory, items)
     bars = Bars(q_full, q_empty, k_full, k_empty, v_full, v_empty, tail_loaded, item_written, item_begun)
     ctx = Context(cu_seqlens_q, cu_seqlens_k, taken, Outputs(out, lse, out_strides), sizes, shared, bars)

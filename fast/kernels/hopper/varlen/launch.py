@@ -39,11 +39,13 @@ def flash_attn_varlen(
     out_dtype: torch.dtype,
     out: Tensor | None = None,
     lse: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute attention of packed requests of different lengths.
 
     A call with few query tiles and many keys divides the keys into splits (`select.best_num_splits`). The number of
-    splits depends on the sizes of the whole batch, so the bits of a request may depend on the other requests.
+    splits depends on the sizes of the whole batch, so the bits of a request may depend on the other requests. With
+    `batch_invariant`, no call divides the keys.
 
     TMA reads a tensor in place if its rows are contiguous, its address and its strides are multiples of 16 bytes, and
     its strides are positive. Other tensors are copied first.
@@ -63,6 +65,7 @@ def flash_attn_varlen(
         out_dtype: dtype of the output: float32, bfloat16 or float16.
         out: [T, N, V] in `out_dtype`, any strides, written in place; None allocates `out` and `lse`.
         lse: [N, T], contiguous, written in place. If `out` is given and `lse` is None, no LSE is stored.
+        batch_invariant: if True, the other requests do not change a bit of the result of a request.
 
     Returns:
         out [T, N, V], and lse [N, T] or None.
@@ -81,7 +84,8 @@ def flash_attn_varlen(
     constants, whole, order = _launch_sizes(
         nope, 0 if k_pe is None else k_pe.shape[1], value,
         BatchSizes(
-            tokens, keys, max(requests, 0), heads, max_seqlen_q, max_seqlen_k, bool(causal), prescribed_splits()
+            tokens, keys, max(requests, 0), heads, max_seqlen_q, max_seqlen_k, bool(causal),
+            1 if batch_invariant else prescribed_splits(),
         ),
         device_facts(q.device).processors,
     )  # fmt: skip
@@ -120,7 +124,7 @@ def flash_attn_varlen(
             _varlen_kernel, (order.programs,),
             q_first, q_second, k_first, k_second, values, cu_seqlens_q, cu_seqlens_k.contiguous(), taken,
             *results,
-            tokens, keys, requests, heads, order.num_slots, order.group_heads, num_splits, int(causal),
+            tokens, keys, requests, heads, order.num_candidates, order.group_heads, num_splits, int(causal),
             max(softmax_scale, LEAST_SCALE) / math.log(2), c=constants, num_warps=4,
         )  # fmt: skip
     if constants.SPLIT:

@@ -150,7 +150,7 @@ def produce(tensors, ctx, c):
     loads = 0  # query tiles loaded so far
     count = 0  # key tiles loaded so far
     tails = 0
-    num_items = sizes.num_slots * sizes.num_heads
+    num_items = sizes.num_candidates * sizes.num_heads
     if c.SPLIT:
         num_items = num_items * sizes.num_splits
     index = gl.program_id(0)

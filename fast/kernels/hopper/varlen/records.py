@@ -59,7 +59,7 @@ class Sizes(NamedTuple):
         num_keys: S, packed keys.
         num_requests: B.
         num_heads: N.
-        num_slots: number of slots for query tiles of one head (see `work_items.item_of`); with SPLIT, an upper bound.
+        num_candidates: candidates of one head (see `work_items`); with SPLIT, an upper bound.
         group_heads: number of heads whose query tiles are attended before those of the next heads.
         num_splits: number of splits of each query tile; None without SPLIT.
         causal: 1 with a causal mask, otherwise 0.
@@ -70,7 +70,7 @@ class Sizes(NamedTuple):
     num_keys: Any
     num_requests: Any
     num_heads: Any
-    num_slots: Any
+    num_candidates: Any
     group_heads: Any
     num_splits: Any
     causal: Any

@@ -105,7 +105,8 @@ class BatchSizes(NamedTuple):
         max_queries: upper bound of the query tokens of a request.
         max_keys: upper bound of the keys of a request.
         causal: whether there is a causal mask.
-        prescribed_splits: number of splits that `prescribe_splits` prescribes; None lets `best_num_splits` choose.
+        prescribed_splits: number of splits that `prescribe_splits` prescribes, or 1 for a batch-invariant call; None
+            lets `best_num_splits` choose.
     """
 
     tokens: int
@@ -122,15 +123,15 @@ class Order(NamedTuple):
     """The order of work items (`work_items`) and the number of programs.
 
     Attributes:
-        num_slots: slots for query tiles of one head. Without splits, up to one slot of each request but the last stays
-            empty. With splits, no slot stays empty, and this number is an upper bound.
+        num_candidates: candidates (see `work_items`) of one head. Without splits, up to one candidate of each request
+            but the last is empty. With splits, no candidate is empty, and this number is an upper bound.
         group_heads: heads of a group.
         num_splits: splits of each query tile; 1 means that the keys are not divided.
         programs: programs of the launch, at most one for each multiprocessor.
         counts_items: whether there may be more work items than programs, so that programs need a common counter.
     """
 
-    num_slots: int
+    num_candidates: int
     group_heads: int
     num_splits: int
     programs: int
@@ -149,17 +150,17 @@ def order_of(batch: BatchSizes, width: int, tile_keys: int, processors: int) -> 
         tile_keys: keys of a key tile.
         processors: number of multiprocessors.
     """
-    num_slots = _slots_of(batch)
+    num_candidates = _candidates_of(batch)
     fitting = L2_BYTES // max(ELEMENT_BYTES * width * batch.max_keys, 1)
     group_heads = max(1, min(fitting, batch.heads)) if batch.causal else 1
     num_splits = best_num_splits(batch, tile_keys, processors)
-    items = num_slots * batch.heads * num_splits
+    items = num_candidates * batch.heads * num_splits
     programs = max(1, min(processors, items))
-    return Order(num_slots, group_heads, num_splits, programs, items > programs)
+    return Order(num_candidates, group_heads, num_splits, programs, items > programs)
 
 
-def _slots_of(batch: BatchSizes) -> int:
-    """Return an upper bound of the slots that the query tiles of one head need, for any lengths of the requests."""
+def _candidates_of(batch: BatchSizes) -> int:
+    """Return an upper bound of the candidates of one head, for any lengths of the requests."""
     return max(cdiv(batch.tokens, QUERY_TILE.value) + batch.requests - 1, 0)
 
 
@@ -173,7 +174,7 @@ def best_num_splits(batch: BatchSizes, tile_keys: int, processors: int) -> int:
       fraction of a longest item, which the mean number of keys of a request gives. With a causal mask and as many
       queries as keys, items have all lengths from the longest to 0, and the last wave is short too.
     - Each work item takes some time in addition to its key tiles, even if it has no key tile. Without splits, empty
-      slots count as work items, because they leave programs without work as long items do.
+      candidates count as work items, because they leave programs without work as long items do.
     - The combine kernel takes some time, and more time for more partial outputs.
 
     Args:
@@ -189,15 +190,15 @@ def best_num_splits(batch: BatchSizes, tile_keys: int, processors: int) -> int:
     most = min(MOST_SPLITS, steps // LEAST_SPLIT_TILES, MOST_PARTIAL_ROWS // max(rows, 1))
     if rows == 0 or batch.requests == 0 or most < 2:
         return 1
-    slots = _slots_of(batch)
+    candidates = _candidates_of(batch)
     longest_query = max(min(batch.max_queries, batch.tokens), 1)
-    tiles = min(slots, batch.requests * cdiv(longest_query, QUERY_TILE.value))
+    tiles = min(candidates, batch.requests * cdiv(longest_query, QUERY_TILE.value))
     uneven = min(batch.max_queries / longest, 1.0) if batch.causal else 0.0
     # mean length of an item, divided by the longest length
     mean = min(batch.keys / (batch.requests * longest), 1.0) * (1 - uneven / 2)
 
     def cost(splits: int) -> float:
-        items = (slots if splits == 1 else tiles) * batch.heads * splits
+        items = (candidates if splits == 1 else tiles) * batch.heads * splits
         waves = items * mean / processors
         waves = max(1.0, waves + (1 - uneven) * (math.ceil(waves) - waves))
         combine_steps = COMBINE_STEPS + rows * splits / PARTIAL_ROWS_OF_A_STEP if splits > 1 else 0.0

@@ -44,11 +44,11 @@ def _offset(cu_seqlens, request, limit):
 
 @gluon.jit
 @no_type_check
-def _first_slot(request, ctx):
-    """Return the first slot of a request without SPLIT.
+def _first_candidate(request, ctx):
+    """Return the first candidate of a request without SPLIT.
 
-    A slot is the place of a query tile in the order of one head. The slots of request b begin at
-    cu_seqlens_q[b] // 128 + b, so a request gets the slots that its query tiles need, and sometimes one more.
+    A candidate is a possible query tile, in the order of one head. The candidates of request b begin at
+    cu_seqlens_q[b] // 128 + b, so a request gets the candidates that its query tiles need, and sometimes one more.
     """
     return _offset(ctx.cu_seqlens_q, request, ctx.sizes.num_tokens) // QUERY_TILE + request
 
@@ -65,11 +65,11 @@ def _tiles_of(request, ctx):
 @gluon.jit
 @no_type_check
 def _count_tiles(ctx):
-    """Return the number of query tiles of one head: the number of slots with SPLIT, where no slot is empty.
+    """Return the number of query tiles of one head: the number of candidates with SPLIT, where no candidate is empty.
 
-    With SPLIT, the number of work items is often exactly the number of programs. An empty slot between them would give
-    one program two work items and another program none. A call with SPLIT has few requests, so counting takes little
-    time. The producer counts anew for each work item, because keeping the number would cost a register.
+    With SPLIT, the number of work items is often exactly the number of programs. With an empty candidate,
+    one program would get two work items and another program none. A call with SPLIT has few requests, so counting takes
+    little time. The producer counts anew for each work item, because keeping the number would cost a register.
     """
     tiles = ctx.sizes.num_requests * 0
     for request in range(0, ctx.sizes.num_requests):
@@ -79,12 +79,12 @@ def _count_tiles(ctx):
 
 @gluon.jit
 @no_type_check
-def _request_of(slot, ctx):
-    """Return the request of a slot without SPLIT: by bisection, the last request whose first slot is at most `slot`."""
-    low, high = slot * 0, slot * 0 + ctx.sizes.num_requests - 1
+def _request_of(candidate, ctx):
+    """Return the request of a candidate without SPLIT, found by bisection over the first candidates of requests."""
+    low, high = candidate * 0, candidate * 0 + ctx.sizes.num_requests - 1
     while low < high:
         middle = (low + high + 1) // 2
-        below = _first_slot(middle, ctx) <= slot
+        below = _first_candidate(middle, ctx) <= candidate
         low = gl.where(below, middle, low)
         high = gl.where(below, high, middle - 1)
     return low
@@ -92,9 +92,9 @@ def _request_of(slot, ctx):
 
 @gluon.jit
 @no_type_check
-def _request_and_tile_of(slot, ctx):
-    """Return the request of a slot and the index of its query tile in the request, with SPLIT."""
-    request, tile = slot * 0, slot
+def _request_and_tile_of(candidate, ctx):
+    """Return the request of a candidate and the index of its query tile in the request, with SPLIT."""
+    request, tile = candidate * 0, candidate
     tiles = _tiles_of(request, ctx)
     while (tile >= tiles) & (request < ctx.sizes.num_requests - 1):
         tile -= tiles
@@ -108,33 +108,33 @@ def _request_and_tile_of(slot, ctx):
 def item_of(index, ctx, c):
     """Return the work item at position `index` of the order that the module describes.
 
-    If the slot at this position is empty, or with SPLIT behind the last slot, `rows` of the result is 0 or negative,
-    and the other fields have no meaning.
+    If the candidate at this position is empty, or with SPLIT behind the last candidate, `rows` of the result is 0 or
+    negative, and the other fields have no meaning.
     """
     sizes = ctx.sizes
-    split, num_slots = 0, sizes.num_slots
+    split, num_candidates = 0, sizes.num_candidates
     if c.SPLIT:
         split, index = index % sizes.num_splits, index // sizes.num_splits
-        num_slots = _count_tiles(ctx)
-        exists = index < num_slots * sizes.num_heads
+        num_candidates = _count_tiles(ctx)
+        exists = index < num_candidates * sizes.num_heads
         index = gl.where(exists, index, 0)
-        num_slots = gl.maximum(num_slots, 1)
-    group_items = sizes.group_heads * num_slots
+        num_candidates = gl.maximum(num_candidates, 1)
+    group_items = sizes.group_heads * num_candidates
     group, in_group = index // group_items, index % group_items
     first_head = group * sizes.group_heads
     heads = gl.minimum(sizes.group_heads, sizes.num_heads - first_head)  # the last group may have fewer heads
-    slot = num_slots - 1 - in_group // heads
+    candidate = num_candidates - 1 - in_group // heads
     head = first_head + in_group % heads
     if c.SPLIT:
-        request, tile = _request_and_tile_of(slot, ctx)
+        request, tile = _request_and_tile_of(candidate, ctx)
     else:
-        request = _request_of(slot, ctx)
+        request = _request_of(candidate, ctx)
     query_start = _offset(ctx.cu_seqlens_q, request, sizes.num_tokens)
     query_len = gl.maximum(_offset(ctx.cu_seqlens_q, request + 1, sizes.num_tokens) - query_start, 0)
     key_start = _offset(ctx.cu_seqlens_k, request, sizes.num_keys)
     keys = gl.maximum(_offset(ctx.cu_seqlens_k, request + 1, sizes.num_keys) - key_start, 0)
     if not c.SPLIT:
-        tile = slot - (query_start // QUERY_TILE + request)
+        tile = candidate - (query_start // QUERY_TILE + request)
     first_row = tile * QUERY_TILE
     rows = gl.where(tile < 0, 0, gl.minimum(query_len - first_row, QUERY_TILE))
     visible = gl.where(sizes.causal != 0, keys - query_len + first_row + 1, keys)

@@ -42,7 +42,7 @@ from ...common.records import (
     SplitRule,
     Strides,
 )
-from ...common.work_items import ITEM_FIELDS, ITEMS_HELD, first_position, next_position, seek_item, write_item
+from ...common.work_items import ITEM_FIELDS, ITEMS_HELD, first_item, next_position, seek_item, write_item
 from ...common.work_loop import as_loaded, run_work_items
 from .epilogue_16_32 import (
     SHARED_VALUES,
@@ -157,8 +157,7 @@ def _produce(ctx, latent_tma, rope_tma, c):
     # goes through global memory (`epilogue_16_32`)
     KEEPS: gl.constexpr = c.BY_LENGTH and c.ROWS * c.LATENT > SHARED_VALUES
     kept_values = kept_in_memory(ctx, c.LATENT)
-    position = first_position(ctx.plan, sizes, c.SCHEDULED, 1)
-    position, item = seek_item(position, ctx.plan, ctx.inputs, sizes, 1, c.ROWS, c.HEADS, c.BY_LENGTH, c.SCHEDULED, 1)
+    position, item = first_item(ctx.plan, ctx.inputs, sizes, 1, c.ROWS, c.HEADS, c.BY_LENGTH, c.SCHEDULED, 1)
     write_item(shared.items, 0, item, bars.item_written)
     step = 0
     combined = 0

@@ -26,7 +26,7 @@ from ...common.l2_prefetch import prefetch_first_item
 from ...common.loads import block_table_row_of, cache_block_of
 from ...common.own_length import TILE
 from ...common.records import Context, Inputs, Outputs, Queries, Sizes, SplitPlan, SplitRule, Strides, of_consumer
-from ...common.work_items import ITEM_FIELDS, ITEMS_HELD, first_position, next_position, seek_item, write_item
+from ...common.work_items import ITEM_FIELDS, ITEMS_HELD, first_item, next_position, seek_item, write_item
 from ...common.work_loop import as_loaded, run_work_items
 from .epilogue_64 import keep, prefetch_next, to_base_two, with_kept, write_partial, write_whole
 from .tile_pairs import Bars, PairCounters, Shared, attend_pairs
@@ -66,10 +66,7 @@ def _load_quarter(
 def _produce(ctx, latent_tma, rope_tma, c):
     """Run the producer (one warp): find the work items, write them for the consumers, and load pairs of tiles."""
     sizes, items, bars = ctx.sizes, ctx.shared.items, ctx.bars
-    position = first_position(ctx.plan, sizes, c.SCHEDULED, c.SLICES)
-    position, item = seek_item(
-        position, ctx.plan, ctx.inputs, sizes, 2, ROWS, c.HEADS, c.BY_LENGTH, c.SCHEDULED, c.SLICES
-    )
+    position, item = first_item(ctx.plan, ctx.inputs, sizes, 2, ROWS, c.HEADS, c.BY_LENGTH, c.SCHEDULED, c.SLICES)
     write_item(items, 0, item, bars.item_written)
     pair = 0
     number = 0
