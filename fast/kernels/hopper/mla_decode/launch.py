@@ -48,8 +48,8 @@ from ..common.records import Constants
 from .arguments import BatchSizes, LaunchInputs, LaunchOutputs, Numbers, QueryStrides, RowSizes
 from .main_loops.row_blocks_16_32 import _row_blocks_16_32_kernel
 from .main_loops.row_blocks_16_32_e4m3 import _row_blocks_16_32_e4m3_kernel
-from .main_loops.row_blocks_64_e4m3 import _row_blocks_64_e4m3_kernel
 from .main_loops.row_blocks_64 import _row_blocks_64_kernel
+from .main_loops.row_blocks_64_e4m3 import _row_blocks_64_e4m3_kernel
 from .select import (
     FEW_ROWS,
     MANY_ROWS,

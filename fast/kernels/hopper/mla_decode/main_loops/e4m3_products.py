@@ -49,24 +49,6 @@ from ...common.records import RowState
 from .e4m3_tiles import meet
 from .tile_scores import ROWS, masked
 
-import os
-PIPELINED = gl.constexpr(int(os.environ.get("H35_PIPE", "0")))
-# TEMPORARY (debugging): bits that leave out parts, and a trace in the memory behind the scales of the queries
-LEFT_OUT = gl.constexpr(int(os.environ.get("H35_OUT", "0")))
-TRACE = gl.constexpr(int(os.environ.get("H35_TRACE", "0")))
-
-
-@gluon.jit
-@no_type_check
-def trace(shared, GROUP: gl.constexpr, PLACE: gl.constexpr, value):
-    """TEMPORARY: note the last place of a warp group, and a number, in the memory behind the scales."""
-    if TRACE:
-        pointer = shared.q_scale.to(gl.pointer_type(gl.int32), bitcast=True) + 1024
-        pointer += gl.program_id(0) * 16 + GROUP * 4
-        gl.store(pointer, gl.to_tensor(PLACE))
-        gl.store(pointer + 1, gl.to_tensor(value))
-
-
 CHUNK = gl.constexpr(64)  # words of a key that are multiplied at a time: 128 columns
 
 
@@ -136,9 +118,8 @@ def _scores(stage, shared, zero, c):
     queries = shared.queries.q_latent.index(zero)._reinterpret(FP8, [ROWS, c.LATENT], WIDE)
     keys = shared.k_latent.index(stage * BUFFERS)._reinterpret(FP8, [TILE, c.LATENT], WIDE)
     scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
-    if LEFT_OUT & 4 == 0:
-        scores = warpgroup_mma(queries, keys.permute([1, 0]), scores, use_acc=False, is_async=True)
-    if c.ROPE > 0 and LEFT_OUT & 1 == 0:
+    scores = warpgroup_mma(queries, keys.permute([1, 0]), scores, use_acc=False, is_async=True)
+    if c.ROPE > 0:
         NARROW: gl.constexpr = gl.NVMMASharedLayout(c.ROPE, 8)
         queries = shared.queries.q_rope.index(zero)._reinterpret(FP8, [ROWS, c.ROPE], NARROW)
         keys = shared.sides.index(stage)._reinterpret(FP8, [TILE, c.ROPE], NARROW)
@@ -176,11 +157,8 @@ def _score_tile(tile, begin, end, number, largest, totals, visibility, ctx, c):
     BUFFERS: gl.constexpr = shared.k_latent.shape[0] // STAGES
     zero = number >> 30  # always 0; with a literal 0, addresses of the queries would occupy registers
     stage = number % STAGES
-    trace(shared, c.CONSUMER, 10, number)
     mbarrier.wait(bars.full.index(stage), (number // STAGES) & 1)
-    trace(shared, c.CONSUMER, 11, number)
     scores = _scores(stage, shared, zero, c)
-    trace(shared, c.CONSUMER, 12, number)
     factor = shared.q_scales.index(c.CONSUMER + zero).load(ROW) * ctx.sizes.scale_log2
     if tile >= visibility.first_masked:
         scores = masked(scores, tile, end, visibility, SCORES, c.BLOCK_SIZE)
@@ -192,28 +170,22 @@ def _score_tile(tile, begin, end, number, largest, totals, visibility, ctx, c):
                 zero_from(chunks.index(chunk), visibility.length - tile * TILE)
     tile_largest = gl.max(scores, 1) * factor
     before = number + STAGES - 1
-    trace(shared, c.CONSUMER, 13, number)
-    mbarrier.wait(
-        bars.probabilities_ready.index(before % STAGES), (before // STAGES - 1) & 1, pred=tile > begin
-    )
+    mbarrier.wait(bars.probabilities_ready.index(before % STAGES), (before // STAGES - 1) & 1, pred=tile > begin)
     reference = shared.references.index(before % STAGES).load(ROW)
     reference = gl.where(tile > begin, reference, LEAST)
     new_reference = gl.maximum(reference, tile_largest)
     weights = gl.exp2(scores * factor[:, None] - (new_reference - UNITS)[:, None])
     shared.references.index(stage).store(new_reference)
     shared.decays.index(stage).store(gl.exp2(reference - new_reference))
-    trace(shared, c.CONSUMER, 14, number)
-    if LEFT_OUT & 8:
-        pass
-    elif c.WEIGHTS_E4M3:
+    if c.WEIGHTS_E4M3:
         codes = _sorted_probabilities(weights)
-        shared.sides.index(stage)._reinterpret(
-            gl.float8e4nv, [ROWS, TILE], gl.NVMMASharedLayout(TILE.value, 8)
-        ).store(codes)
+        shared.sides.index(stage)._reinterpret(gl.float8e4nv, [ROWS, TILE], gl.NVMMASharedLayout(TILE.value, 8)).store(
+            codes
+        )
     else:
-        shared.sides.index(stage)._reinterpret(
-            gl.float16, [ROWS, TILE], gl.NVMMASharedLayout(128, 16)
-        ).store(weights.to(gl.float16))
+        shared.sides.index(stage)._reinterpret(gl.float16, [ROWS, TILE], gl.NVMMASharedLayout(128, 16)).store(
+            weights.to(gl.float16)
+        )
     fence_async_shared()
     partition_barrier()  # every thread executes the fence before one thread arrives
     arrive(bars.probabilities_ready.index(stage))
@@ -249,16 +221,17 @@ def _add_tile(even, odd, number, ctx, c):
     CHUNKS: gl.constexpr = WORDS // 2 // CHUNK
     WORD_LAYOUT: gl.constexpr = (
         gl.DistributedLinearLayout(
-            [[0, 1], [0, 8], [8, 0], [0, 16], [0, 32]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
-            [[16, 0], [32, 0]], [], [64, 64],
+            [[0, 1], [0, 8], [8, 0], [0, 16], [0, 32]],
+            [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
+            [[16, 0], [32, 0]],
+            [],
+            [64, 64],
         )
         if c.WEIGHTS_E4M3
         else gl.DotOperandLayout(0, TRANSPOSED, 2)
     )
     stage = number % STAGES
-    trace(shared, c.CONSUMER, 15, number)
     mbarrier.wait(bars.probabilities_ready.index(stage), (number // STAGES) & 1)
-    trace(shared, c.CONSUMER, 16, number)
     tile_words = shared.k_latent.index(stage * BUFFERS)._reinterpret(
         gl.int16, [TILE, WORDS], gl.NVMMASharedLayout(128, 16)
     )
@@ -273,40 +246,14 @@ def _add_tile(even, odd, number, ctx, c):
     FIRST: gl.constexpr = c.CONSUMER * (WORDS // 2)
     none = gl.zeros([CHUNK, ROWS], gl.float32, TRANSPOSED)
     by_row = weights.permute([1, 0])
-    if LEFT_OUT & 2:
-        new_even, new_odd = even, odd
-    elif PIPELINED == 0:
-        for chunk in gl.static_range(CHUNKS):
-            words = tile_words.slice(FIRST + chunk * CHUNK, CHUNK, dim=1).permute([1, 0]).load(WORD_LAYOUT)
-            left, right = _left_operands(words, c)
-            sums = warpgroup_mma(left, by_row, none, use_acc=False, is_async=True)
-            other = warpgroup_mma(right, by_row, none, use_acc=False, is_async=True)
-            sums, other = warpgroup_mma_wait(0, deps=[sums, other])
-            new_even = new_even + (even[chunk] * decay + sums,)  # noqa: RUF005 (Triton compiles no unpacking)
-            new_odd = new_odd + (odd[chunk] * decay + other,)  # noqa: RUF005
-    else:
-        words = tile_words.slice(FIRST, CHUNK, dim=1).permute([1, 0]).load(WORD_LAYOUT)
+    for chunk in gl.static_range(CHUNKS):
+        words = tile_words.slice(FIRST + chunk * CHUNK, CHUNK, dim=1).permute([1, 0]).load(WORD_LAYOUT)
         left, right = _left_operands(words, c)
         sums = warpgroup_mma(left, by_row, none, use_acc=False, is_async=True)
         other = warpgroup_mma(right, by_row, none, use_acc=False, is_async=True)
-        for chunk in gl.static_range(1, CHUNKS):
-            if PIPELINED == 1:
-                words = tile_words.slice(FIRST + chunk * CHUNK, CHUNK, dim=1).permute([1, 0]).load(WORD_LAYOUT)
-                left, right = _left_operands(words, c)
-            done = warpgroup_mma_wait(1, deps=[sums])
-            new_even = new_even + (even[chunk - 1] * decay + done,)  # noqa: RUF005
-            if PIPELINED == 2:
-                words = tile_words.slice(FIRST + chunk * CHUNK, CHUNK, dim=1).permute([1, 0]).load(WORD_LAYOUT)
-                left, right = _left_operands(words, c)
-            sums = warpgroup_mma(left, by_row, none, use_acc=False, is_async=True)
-            done = warpgroup_mma_wait(1, deps=[other])
-            new_odd = new_odd + (odd[chunk - 1] * decay + done,)  # noqa: RUF005
-            other = warpgroup_mma(right, by_row, none, use_acc=False, is_async=True)
-        done = warpgroup_mma_wait(1, deps=[sums])
-        new_even = new_even + (even[CHUNKS - 1] * decay + done,)  # noqa: RUF005
-        done = warpgroup_mma_wait(0, deps=[other])
-        new_odd = new_odd + (odd[CHUNKS - 1] * decay + done,)  # noqa: RUF005
-    trace(shared, c.CONSUMER, 17, number)
+        sums, other = warpgroup_mma_wait(0, deps=[sums, other])
+        new_even = new_even + (even[chunk] * decay + sums,)  # noqa: RUF005 (Triton compiles no unpacking)
+        new_odd = new_odd + (odd[chunk] * decay + other,)  # noqa: RUF005
     fence_async_shared()  # TMA (the GPU's bulk copy engine) will write another tile into this stage
     partition_barrier()  # every thread executes the fence before one thread arrives
     arrive(bars.empty.index(stage))
@@ -333,7 +280,6 @@ def attend_tiles(begin, stop, end, visibility, ctx, counters, c):
     """
     shared = ctx.shared
     stop = gl.maximum(stop, begin)  # an invalid schedule may contain a begin behind the end of the keys
-    trace(shared, c.CONSUMER, 9, stop - begin)
     STAGES: gl.constexpr = shared.sides.shape[0]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     TRANSPOSED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32 if c.WEIGHTS_E4M3 else 16])
@@ -352,9 +298,7 @@ def attend_tiles(begin, stop, end, visibility, ctx, counters, c):
     added = begin
     while added < stop:
         if scored < stop:
-            largest, totals = _score_tile(
-                scored, begin, end, number + scored, largest, totals, visibility, ctx, c
-            )
+            largest, totals = _score_tile(scored, begin, end, number + scored, largest, totals, visibility, ctx, c)
         until = gl.minimum(scored + 1, stop)
         for tile in range(added, until):
             even, odd = _add_tile(even, odd, number + tile, ctx, c)
@@ -366,9 +310,7 @@ def attend_tiles(begin, stop, end, visibility, ctx, counters, c):
     total = gl.convert_layout(gl.sum(totals, 1), ROW) * gl.exp2(largest - reference)
     place = 2 * (counters.meetings & 1)
     shared.totals.index(place + c.CONSUMER).store(total)
-    trace(shared, c.CONSUMER, 18, counters.meetings)
     meetings = meet(ctx.bars.exchange, counters.meetings)
-    trace(shared, c.CONSUMER, 19, counters.meetings)
     total = (shared.totals.index(place).load(SORTED) + shared.totals.index(place + 1).load(SORTED)) / UNITS
     reference = gl.convert_layout(reference, SORTED)
     reference = gl.where(total == 0, float("-inf"), reference)

@@ -18,7 +18,6 @@ from ...common.gluon_versions import partition_barrier
 from ...common.loads import prefetch_queries, rows_at
 from ...common.records import RowBlock
 from ...common.work_items import row_block_of
-from .e4m3_products import LEFT_OUT, trace
 from .tile_scores import ROWS
 
 
@@ -29,7 +28,6 @@ def prefetch_next(item, wanted, ctx, c):
     HALF: gl.constexpr = c.LATENT // 4
     SPREAD: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     shared = ctx.shared
-    trace(shared, c.CONSUMER, 1, item.request)
     if wanted:
         rows = rows_at(row_block_of(item, ctx.sizes, c.HEADS), ROWS, SPREAD)
         scales = shared.q_scale + rows.head * shared.q_scale_stride
@@ -53,16 +51,13 @@ def write_whole(state, block, scale_log2, following, wanted, ctx, c):
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
     FIRST: gl.constexpr = c.CONSUMER * COLUMNS
     out = ctx.outputs.out
-    trace(ctx.shared, c.CONSUMER, 20, block.number)
     dtype: gl.constexpr = out.dtype.element_ty
     divisor = divisor_of(state)
     weighted = state.weighted * gl.convert_layout(1.0 / divisor, gl.SliceLayout(0, state.weighted.type.layout))[None, :]
     if c.CONSUMER == 0:
         rows = rows_at(block, ROWS, ROW)
         write_lse(lse_in_base_two(state, divisor, 1.0), state, rows, rows.real, block, ctx.outputs)
-    if LEFT_OUT & 32:
-        prefetch_next(following, wanted, ctx, c)
-    elif dtype.primitive_bitwidth == 16:
+    if dtype.primitive_bitwidth == 16:
         # Transpose 32 rows at a time through the memory of this consumer's half of the queries, which are no longer
         # needed. Stores to global memory then fill whole cache lines.
         staged = ctx.shared.queries.q_latent._reinterpret(dtype, [2, HALF, COLUMNS], gl.NVMMASharedLayout(128, 16))

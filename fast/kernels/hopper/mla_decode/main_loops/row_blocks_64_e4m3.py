@@ -20,7 +20,7 @@ from ...common.own_length import TILE
 from ...common.records import Context, Inputs, Outputs, Queries, Sizes, SplitPlan, SplitRule, Strides, of_consumer
 from ...common.work_items import ITEM_FIELDS, ITEMS_HELD, first_position, next_position, seek_item, write_item
 from ...common.work_loop import as_loaded, run_work_items
-from .e4m3_products import LEFT_OUT, Bars, ProductCounters, Shared, attend_tiles, trace
+from .e4m3_products import Bars, ProductCounters, Shared, attend_tiles
 from .epilogue_16_32_e4m3 import keep, to_base_two, with_kept, write_partial
 from .epilogue_64_e4m3 import prefetch_next, write_whole
 from .tile_scores import ROWS
@@ -50,7 +50,6 @@ def _produce(ctx, latent_tma, rope_tma, c):
     BYTES: gl.constexpr = TILE * (c.LATENT + c.ROPE)  # an element of the cache is one byte
     position = first_position(ctx.plan, sizes, c.SCHEDULED, 1)
     position, item = seek_item(position, ctx.plan, ctx.inputs, sizes, 1, ROWS, c.HEADS, c.BY_LENGTH, c.SCHEDULED, 1)
-    trace(shared, 2, 30, item.stop)
     write_item(shared.items, 0, item, bars.item_written)
     loaded = 0
     number = 0
@@ -65,9 +64,7 @@ def _produce(ctx, latent_tma, rope_tma, c):
             bar = bars.full.index(stage)
             if queries_first & (tile == begin + 1):
                 mbarrier.wait(bars.item_begun, 0)
-            trace(shared, 2, 31, loaded)
             mbarrier.wait(bars.empty.index(stage), ((loaded // STAGES) & 1) ^ 1)
-            trace(shared, 2, 32, cache_block)
             mbarrier.expect(bar, BYTES)
             load_columns(
                 tile, cache_block, blocks, latent_tma, shared.k_latent, stage * BUFFERS, bar, c.BLOCK_SIZE, 0,
@@ -81,19 +78,14 @@ def _produce(ctx, latent_tma, rope_tma, c):
                 load_columns(
                     tile, cache_block, blocks, rope_tma, boxes, 0, bar, c.BLOCK_SIZE, c.LATENT // 2, c.ROPE // 2
                 )
-            trace(shared, 2, 33, loaded)
             cache_block = next_block
             next_block = cache_block_of((tile + 2) * TILE, blocks, c.BLOCK_SIZE)
             loaded += 1
         position = next_position(position, ctx.plan, sizes, c.SCHEDULED, 1)
-        position, item = seek_item(
-            position, ctx.plan, ctx.inputs, sizes, 1, ROWS, c.HEADS, c.BY_LENGTH, c.SCHEDULED, 1
-        )
-        trace(shared, 2, 34, number)
+        position, item = seek_item(position, ctx.plan, ctx.inputs, sizes, 1, ROWS, c.HEADS, c.BY_LENGTH, c.SCHEDULED, 1)
         mbarrier.wait(bars.item_begun, number & 1)  # the consumers no longer read the item that is overwritten
         number += 1
         write_item(shared.items, number, item, bars.item_written)
-    trace(shared, 2, 35, number)
 
 
 @gluon.jit(
@@ -122,7 +114,7 @@ def _row_blocks_64_e4m3_kernel(
     scales of the queries, which are `q_scale_stride` elements apart.
     """
     LATENT: gl.constexpr = c.LATENT
-    STAGES: gl.constexpr = 5 if c.WEIGHTS_E4M3 and LEFT_OUT & 64 == 0 else 4
+    STAGES: gl.constexpr = 5 if c.WEIGHTS_E4M3 else 4
     SIDE_WORDS: gl.constexpr = TILE // 2 if c.WEIGHTS_E4M3 else TILE  # words of the probabilities of a row
     BOX_KEYS: gl.constexpr = latent_tma.block_shape[1]
     BOX_WORDS: gl.constexpr = latent_tma.block_shape[2]
@@ -136,9 +128,7 @@ def _row_blocks_64_e4m3_kernel(
     q_rope = q_latent
     if c.ROPE > 0:
         q_rope = gl.allocate_shared_memory(gl.int16, [1, ROWS, c.ROPE // 2], gl.NVMMASharedLayout(c.ROPE, 16))
-    sides = gl.allocate_shared_memory(
-        gl.int16, [STAGES, TILE, SIDE_WORDS], gl.NVMMASharedLayout(2 * SIDE_WORDS, 16)
-    )
+    sides = gl.allocate_shared_memory(gl.int16, [STAGES, TILE, SIDE_WORDS], gl.NVMMASharedLayout(2 * SIDE_WORDS, 16))
     references = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], PLAIN)
     decays = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], PLAIN)
     totals = gl.allocate_shared_memory(gl.float32, [4, ROWS], PLAIN)
