@@ -8,7 +8,8 @@ A row is one (query token, head) pair, and a row block is the rows of a request 
 | row blocks of 16 or 32 rows | `main_loops/row_blocks_16_32.py` |
 | row blocks of 64 rows | `main_loops/row_blocks_64.py` |
 | row blocks of 64 rows, batch-invariant, few short requests | `two_phases` |
-| over a cache in e4m3: row blocks of 16 or 32 rows | `main_loops/row_blocks_16_32_e4m3.py` |
+| over a cache in e4m3, queries in 16 bits: row blocks of 16 or 32 rows | `main_loops/row_blocks_16_32_e4m3.py` |
+| over a cache in e4m3, queries in e4m3: row blocks of 64 rows | `main_loops/row_blocks_64_e4m3.py` |
 
 If a request was split, `fast.kernels.combine` then adds its partial outputs.
 """
@@ -106,7 +107,8 @@ def mla_decode(
     table columns. Lkv is the latent width, and R is the rope width.
 
     Args:
-        ql_nope: [T, N, Lkv], bfloat16 or float16; Lkv is 256 or 512.
+        ql_nope: [T, N, Lkv], bfloat16 or float16, or float8_e4m3fn in another `fp8_mode` than `converted`; Lkv is 256
+            or 512.
         q_pe: [T, N, R]; R is 0, 32 or 64.
         kv_cache: [num_blocks, block_size, Lkv + R], in the dtype of the queries or in the format `fp8_e4m3`. A cache
             entry begins at a multiple of 16 bytes; the block size is 16, 32, 64 or 128.
@@ -127,13 +129,16 @@ def mla_decode(
         cache_format: format of the cache: the dtype of the queries, or `fp8_e4m3`.
         kv_scale: scale of a cache in the format `fp8_e4m3`, a float32 number on the device; None for the other format.
         out: [T, N, Lkv] in `out_dtype`, contiguous, written in place; None allocates a tensor.
+        fp8_mode: one of `FP8_MODES`; `fp8_query` and `fp8_product` only over a cache in the format `fp8_e4m3`. In these
+            two modes the queries are in e4m3. In `fp8_product` the probabilities are rounded to e4m3.
+        q_scale: float32 scale of queries in e4m3, [] or [N]; None for `converted`.
 
     Returns:
         out [T, N, Lkv] and lse [N, T].
 
     Raises:
-        ValueError: `ql_nope.dtype` or `out_dtype` is not listed above, or the address of the cache or of `out` is not a
-            multiple of 16 bytes.
+        ValueError: `ql_nope.dtype` or `out_dtype` is not listed above, the address of the cache or of `out` is not a
+            multiple of 16 bytes, or `fp8_mode` does not fit the format of the cache.
     """
     split_decode = decode_splits(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
@@ -284,11 +289,11 @@ def _launch_sizes(
     """
     split_rule = invariant_split_rule(*split_numbers)
     request_rows = rows_of_a_request(tokens, heads, max_query_len)
-    program_rows = choose_program_rows(
-        ranges, batch_invariant, requests, request_rows, heads, max_keys, processors, e4m3
-    )
-    if fp8_mode != CONVERTED:
-        program_rows = MANY_ROWS
+    program_rows = MANY_ROWS  # the only kernel for queries in e4m3 has row blocks of 64 rows
+    if fp8_mode == CONVERTED:
+        program_rows = choose_program_rows(
+            ranges, batch_invariant, requests, request_rows, heads, max_keys, processors, e4m3
+        )
     row_blocks = cdiv(request_rows, program_rows)
     if ranges > 0:
         most_splits = most_invariant_splits(cdiv(max_keys, DECODE_TILE), split_rule) if batch_invariant else 0
@@ -316,9 +321,14 @@ def _launch_sizes(
 
 
 def _as_words(queries: Tensor) -> Tensor:
-    """Return queries in e4m3 as words (int16) of two elements; queries without columns cannot be viewed as words."""
+    """Return queries in e4m3 as words (int16) of two elements.
+
+    The function clones queries that torch cannot view as words. Queries without columns have no words.
+    """
     if queries.shape[2] == 0:
-        return queries.new_empty(queries.shape, dtype=torch.int16)
+        return torch.empty(queries.shape, dtype=torch.int16, device=queries.device)
+    if queries.stride(2) != 1 or any(step % 2 for step in (*queries.stride()[:2], queries.storage_offset())):
+        queries = queries.clone(memory_format=torch.contiguous_format)
     return queries.view(torch.int16)
 
 
@@ -368,14 +378,17 @@ def decode_programs(
     block_size: int,
     query_len: int,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    fp8_mode: str = CONVERTED,
 ) -> int:
     """Return the number of programs with which a schedule fills a device.
 
     Each program of a schedule is launched once for each row block, and a multiprocessor runs one launched program at a
-    time.
+    time. A decode in another `fp8_mode` than `converted` has row blocks of 64 rows.
     """
     rows = num_heads * query_len
-    program_rows = rows_of_a_program(rows, cache_format.name == FP8_E4M3.name)
+    program_rows = MANY_ROWS
+    if fp8_mode == CONVERTED:
+        program_rows = rows_of_a_program(rows, cache_format.name == FP8_E4M3.name)
     return max(1, device_facts(device).processors // cdiv(rows, program_rows))
 
 
@@ -387,6 +400,7 @@ def schedule_costs(
     qk_rope_head_dim: int,
     block_size: int,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    fp8_mode: str = CONVERTED,
 ) -> ScheduleCosts:
     """Return the measured costs from which `plan_decode` makes a schedule; only `num_heads` changes the costs."""
     return measured_schedule_costs(num_heads)

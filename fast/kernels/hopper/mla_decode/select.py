@@ -135,6 +135,8 @@ def choose_program_rows(
 ) -> int:
     """Return the number of rows of a row block: 16, 32 or 64; over a cache in e4m3 (`e4m3`), 16 or 32.
 
+    The queries are not in e4m3. (A decode with queries in e4m3 always has row blocks of 64 rows.)
+
     The number of rows also determines the kernel. In a batch-invariant decode, other requests must not change the
     kernel, so the number of heads decides: up to 32 heads take `row_blocks_16_32`, which computes the same bits with 16
     rows as with 32 rows. Over a cache in e4m3, there is one kernel, which also computes the same bits with both.
