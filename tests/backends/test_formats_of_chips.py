@@ -27,11 +27,11 @@ def decode(name: str, fp8_mode: str = "converted"):
 def test_chips_with_the_formats(chip, name, capability):  # noqa: F811
     """From Ampere on, the backend `triton` serves both formats in every mode.
 
-    On Hopper, the backend `hopper` serves the format `fp8_e4m3` in the mode `converted`.
+    On Hopper, the backend `hopper` serves the format `fp8_e4m3` in every mode.
     """
     capability(*chip)
     for mode in FP8_MODES:
-        by_hopper = chip == (9, 0) and (name, mode) == ("fp8_e4m3", "converted")
+        by_hopper = chip == (9, 0) and name == "fp8_e4m3"
         assert backends.select(decode(name, mode)).name == ("hopper" if by_hopper else "triton")
         assert backends.select(decode(name, mode), "triton").name == "triton"
 
@@ -50,19 +50,27 @@ def test_hopper_is_refused_by_name(name, capability):  # noqa: F811
     """Name `hopper` for a decode that it does not serve -> every reason; no other backend replaces it."""
     capability(9, 0)
     for mode in FP8_MODES:
-        if (name, mode) == ("fp8_e4m3", "converted"):
+        if name == "fp8_e4m3":
             assert backends.select(decode(name, mode), "hopper").name == "hopper"
             continue
         reasons = refusal(lambda mode=mode: backends.select(decode(name, mode), "hopper"))
         assert all(reason.startswith("hopper: ") for reason in reasons)
-        assert any(f"got {name}" in reason for reason in reasons) == (name == "fp8_ds_mla"), reasons
-        assert any(f"got {mode}" in reason for reason in reasons) == (mode != "converted"), reasons
+        assert any(f"got {name}" in reason for reason in reasons), reasons
+    reasons = refusal(lambda: backends.select(decode("compute_dtype", "fp8_query"), "hopper"))
+    assert reasons == ["hopper: decodes caches in compute_dtype in the fp8 modes converted, got fp8_query"]
 
 
 def test_hopper_serves_other_widths_and_pages_with_triton(capability):  # noqa: F811
     """Over `fp8_e4m3`, `triton` serves the dtypes, widths and block sizes that `hopper` refuses over every format."""
     capability(9, 0)
     wanted = decode("fp8_e4m3")
+    for mode in FP8_MODES[1:]:  # the layer's dtype does not limit decodes with queries in e4m3
+        in_mode = decode("fp8_e4m3", mode)
+        assert backends.select(replace(in_mode, head_scales=True, out_dtype=torch.float32)).name == "hopper"
+        request = replace(in_mode, block_size=48)
+        assert backends.select(request).name == "triton"
+        reasons = ["hopper: serves block sizes (16, 32, 64, 128), got 48"]
+        assert refusal(lambda request=request: backends.select(request, "hopper")) == reasons
     for change, reason in (
         ({"dtype": torch.float32}, "hopper: serves torch.bfloat16, torch.float16, got torch.float32"),
         ({"head_dims": (("kv_lora_rank", 64),)}, "hopper: serves kv_lora_rank in (256, 512), got 64"),
