@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from fast import backends
-from reference.interfaces import CACHE_FORMATS, FP8_MODES, QueryLenSupport
+from fast.backends import fp8_mode_times
+from reference.interfaces import CACHE_FORMATS, FP8_MODES, MLAConfig, QueryLenSupport
 
+from ..benchmarks.fp8_mode_times import times_of_modes
 from .test_backends import GPU, capability, refusal  # noqa: F401
 
 FORMATS = ("fp8_e4m3", "fp8_ds_mla")
@@ -80,3 +82,43 @@ def test_hopper_serves_other_widths_and_pages_with_triton(capability):  # noqa: 
         request = replace(wanted, **change)
         assert backends.select(request).name == "triton"
         assert refusal(lambda request=request: backends.select(request, "hopper")) == [reason]
+
+
+def test_recorded_times_of_modes():
+    """`explain` reports the times of the committed results."""
+    recorded = fp8_mode_times.recorded_times()
+    assert recorded == times_of_modes()
+    assert [row["rows"] for row in recorded["rows"]] == [64, 128]
+
+
+@pytest.mark.parametrize("heads, rows, since", [
+    (128, 128, ""), (192, 128, ""), (96, 64, ""), (64, 64, ""), (20, 64, "from 4 query tokens of a request on, "),
+])  # fmt: skip
+def test_what_conversion_costs(heads, rows, since, capability, monkeypatch):  # noqa: F811
+    """Over `fp8_e4m3` with 64 rows, `explain` says what `converted` costs, and names the fastest measured mode."""
+    capability(9, 0)
+    config = MLAConfig.from_preset("deepseek-v3", num_heads=heads)
+    recorded = fp8_mode_times.recorded_times()
+    times = next(row["times_us"] for row in recorded["rows"] if row["rows"] == rows)
+
+    def line(**options) -> str:
+        given = {"cache_format": CACHE_FORMATS["fp8_e4m3"]} | options
+        lines = backends.explain(config, device=GPU, dtype=torch.bfloat16, **given).splitlines()
+        return next(each for each in lines if each.startswith("mla_decode: "))
+
+    ratio = times["converted"] / times["compute_dtype"]
+    text = f"; {since}fp8_mode converted takes {ratio:.2f} x the time of a decode over a cache in 16 bits, and fp8_"
+    assert text in line() and text in line(backend="hopper")
+    for other in (
+        {"backend": "triton"}, {"fp8_mode": "fp8_query"}, {"cache_format": CACHE_FORMATS["fp8_ds_mla"]},
+        {"cache_format": CACHE_FORMATS["compute_dtype"]},
+    ):  # fmt: skip
+        assert "x the time" not in line(**other)
+
+    changed = {"fp8_query": times["compute_dtype"] * 0.9, "fp8_product": times["compute_dtype"] * 0.8}
+    rows_of = [row | {"times_us": row["times_us"] | changed} for row in recorded["rows"]]
+    monkeypatch.setattr(fp8_mode_times, "recorded_times", lambda: recorded | {"rows": rows_of})
+    assert "16 bits, and fp8_mode fp8_product takes " in line()
+    faster = [row | {"times_us": {"converted": 1.0, "compute_dtype": 2.0}} for row in recorded["rows"]]
+    monkeypatch.setattr(fp8_mode_times, "recorded_times", lambda: recorded | {"rows": faster})
+    assert "x the time" not in line()
