@@ -29,7 +29,7 @@ from mkdocs.structure.files import Files
 from mkdocs.structure.pages import Page
 from prefill_backends import prefill_backends_table
 from ranks import ranks_table
-from steps import NOT_MEASURED, host_table, not_measured, step_bars, step_table
+from steps import NOT_MEASURED, host_table, not_measured, step_bars, step_table, warmup_table
 from weights import expansions_table, products_table, scales_table
 
 OURS = "fast"
@@ -252,6 +252,10 @@ class Results:
     def host(self, name: str) -> str:
         """Return the facts, table and command of a results file of tests.benchmarks.host (times on the CPU)."""
         return self._whole(name, host_table)
+
+    def warmups(self, name: str) -> str:
+        """Return the facts, table and command of a results file of tests.benchmarks.warmup (compiling ahead)."""
+        return self._whole(name, warmup_table)
 
     def weights(self, name: str, part: str) -> str:
         """Return the facts, one table and the command of a results file of tests.benchmarks.weights.

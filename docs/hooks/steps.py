@@ -1,7 +1,7 @@
-"""Draw the results of two benchmarks.
+"""Draw the results of three benchmarks.
 
-One benchmark times whole steps of an engine (bar chart and table). The other benchmark times the work of the host (the
-CPU) in a call of each op (table).
+One benchmark times whole steps of an engine (bar chart and table). Another times the work of the host (the CPU) in a
+call of each op (table). The third times `fast.warmup` (table).
 """
 
 from __future__ import annotations
@@ -12,11 +12,18 @@ from bars import Bars, Segment
 from markdown_tables import table
 
 PARTS = {  # part of the time of a step: name in the legend
-    "idle": "no kernel runs", "plan": "plan", "projections": "projections", "attention": "attention",
-    "movement": "cache write, gathers, merges, copies", "other": "other kernels",
+    "host_plan": "plan on the host", "idle": "no kernel runs", "plan": "plan on the GPU",
+    "projections": "projections", "attention": "attention", "movement": "cache write, gathers, merges, copies",
+    "other": "other kernels",
 }  # fmt: skip
+HOST_PLAN_NOTE = (
+    " In the chart, *plan on the host* is the time of `MLAMetadataBuilder.build` in an eager step. In the graph of a "
+    "step of decodes it is the time of `DecodeGraph.run`, which checks the batch, updates the captured buffers and "
+    "launches the replay; the column *graph* does not contain it."
+)
 NOT_MEASURED = {  # results file that is allowed to be missing: command that writes the file
     "h200-step.json": "python -m tests.benchmarks.step --json docs/results/h200-step.json",
+    "h200-warmup.json": "python -m tests.benchmarks.warmup --json docs/results/h200-warmup.json",
     "h200-decode-fp8-ds-mla.json": "python -m tests.benchmarks.decode --cache-format fp8_ds_mla --time 60 "
     "--json docs/results/h200-decode-fp8-ds-mla.json",
     "h200-weights.json": "python -m tests.benchmarks.weights --time 100 --json docs/results/h200-weights.json",
@@ -62,8 +69,9 @@ def step_bars(report: dict[str, Any]) -> str:
 
 def step_table(report: dict[str, Any]) -> str:
     """Return the table of a results file of tests.benchmarks.step, and the sentences that explain its columns."""
-    lines = []
+    lines, planned = [], False
     for row in report["rows"]:
+        planned |= "host_plan_us" in row["eager"]
         dims = row["dims"]
         decodes = f"{dims['decodes']} decodes over {dims['keys']} tokens" if dims["decodes"] else ""
         behind = f" behind {dims['context']}" if dims["context"] else ""
@@ -81,6 +89,7 @@ def step_table(report: dict[str, Any]) -> str:
         "kernel of an eager step. *GPU busy* is measured in an eager step, from the end of the first layer to the end "
         "of the step: the fraction of this time in which a kernel runs. *Ops, each alone* is the sum of the times of "
         "all ops of the step, each timed alone."
+        f"{HOST_PLAN_NOTE if planned else ''}"
     )
 
 
@@ -104,4 +113,21 @@ def host_table(report: dict[str, Any]) -> str:
         f"over {dims['keys']} tokens. An op of a prefill has {dims['prompts']} prompts of {dims['new_tokens']} new "
         "tokens. In the ops whose names contain *one chunk*, in `gather_context` and in `MLAMetadataBuilder.build, "
         f"prefills`, each prompt also has a context of {dims['context']} tokens."
+    )
+
+
+def warmup_table(report: dict[str, Any]) -> str:
+    """Return the table of a results file of tests.benchmarks.warmup."""
+    kinds = ("cold", "warm")
+    lines = [
+        [f"`{row['cache_format']}`", str(row["threads"]), str(row["cold"]["variants"]),
+         *(f"{row[kind]['seconds']:.1f}{'' if row['met'][kind] else ' (missed)'}" for kind in kinds)]
+        for row in report["rows"]
+    ]  # fmt: skip
+    limits = report["most_seconds"]
+    head = ["cache format", "threads", "kernel variants", *(f"{kind} (limit {limits[kind]:g})" for kind in kinds)]
+    return (
+        f"{table(head, lines, 2)}\n\nTimes are in seconds, on {report['cores']} cores. A *cold* warm-up begins with an "
+        "empty folder of compiled kernels; a *warm* one finds the kernels that the cold one stored. The limits are for "
+        "16 cores. The times do not contain the import of the packages."
     )

@@ -15,6 +15,10 @@ cache. Layers share weights if the memory does not hold the weights of all layer
 The table divides the time of a step into parts, such as "attention". The time of a part is the time in which a kernel
 of the part runs; it is taken from a trace of the same step. Further columns of the table:
 
+- "host plan": the time of the host's planning before the first layer, in which no kernel of a layer runs. For an eager
+  step it is the time of `MLAMetadataBuilder.build`. For a `DecodeGraph` it is the time of `DecodeGraph.run`, which
+  checks the batch, updates the captured buffers and launches the replay; the time of a replay does not contain it. A
+  graph of a batch with prompts repeats one plan and has no such time.
 - "idle": the rest of the step's wall time, in which no kernel runs because the GPU waits for the host.
 - "busy": from the end of the first layer to the end of the step, the fraction of the time in which a kernel runs.
 - "ops": the sum of the times of all ops of the step; each op is replayed alone.
@@ -31,7 +35,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.table import Table
@@ -62,6 +66,7 @@ RESERVED_BYTES = 20 << 30  # memory for activations, recorded tensors and worksp
 TRACED_STEPS = 5
 FEW_TOKENS = 512  # a batch of at most 512 tokens has small activations, so the ops of more layers are recorded
 RECORDED_LAYERS = {True: 8, False: 3}  # number of layers whose ops are recorded; True: the batch has few tokens
+HOST_PLAN = "host_plan"  # part of a step: time of the host's planning
 MOST_OVER_OPS = ("decodes", 1.02)  # batch, and largest acceptable ratio: time of its graph / sum over its ops
 LEAST_BUSY = ("mixed", 0.95)  # batch, and smallest acceptable "busy" of its eager step
 
@@ -80,6 +85,19 @@ BATCHES = {
         "prompts with context": Batch(0, 0, 1, 70, 64),
     },
 }
+
+
+class CapturedStep(NamedTuple):
+    """A captured step.
+
+    Attributes:
+        replay: replays the captured kernels.
+        run: runs the step as an engine does: the host checks the batch, updates the captured buffers, and launches the
+            replay. None for a graph that repeats one plan.
+    """
+
+    replay: Callable[[], object]
+    run: Callable[[], object] | None
 
 
 class Model:
@@ -167,9 +185,15 @@ class Step:
             config, BLOCK_SIZE, longest, requests, dtype=model.dtype, backend=backend
         )
 
-    def eager(self, after_first: Callable[[], object] = lambda: None) -> Tensor:
-        """Plan the step on the host and run all layers; `after_first` is called after the first layer."""
+    def eager(
+        self, after_first: Callable[[], object] = lambda: None, after_plan: Callable[[], object] = lambda: None
+    ) -> Tensor:
+        """Plan the step on the host and run all layers.
+
+        `after_first` is called after the first layer, and `after_plan` after the planning.
+        """
         plan = self.builder.build(0, self.common)
+        after_plan()
         hidden_states = self.hidden_states
         for number in range(len(self.model.caches)):
             hidden_states = self.model.layer(number, hidden_states, self.positions, plan)
@@ -177,23 +201,24 @@ class Step:
                 after_first()
         return hidden_states
 
-    def captured(self) -> Callable[[], object]:
-        """Capture the step in a CUDA graph and return its replay; on a CPU, return a function that runs the step."""
+    def captured(self) -> CapturedStep:
+        """Capture the step in a CUDA graph; on a CPU, the replay runs the step again."""
         if self.batch.prompts == 0:
             requests, columns = self.common.block_table.shape
             graph = fast.DecodeGraph(
                 self.model, self.builder, [requests], columns, self.config.hidden_size, self.model.dtype,
                 self.model.device,
             )  # fmt: skip
-            graph.run(self.hidden_states, self.positions, self.common)
-            return lambda: graph.replay(requests)
+            batch = self.hidden_states, self.positions, self.common
+            graph.run(*batch)
+            return CapturedStep(lambda: graph.replay(requests), lambda: graph.run(*batch))
         plan = self.builder.build(0, self.common)
         if self.model.device == "cpu":
-            return lambda: self.model(self.hidden_states, self.positions, plan)
+            return CapturedStep(lambda: self.model(self.hidden_states, self.positions, plan), None)
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.graph(captured):
             self.model(self.hidden_states, self.positions, plan)
-        return captured.replay
+        return CapturedStep(captured.replay, None)
 
     def recorded(self):
         """Return the recorded ops of the plan, and the recorded ops of some layers."""
@@ -227,16 +252,18 @@ def time_eager(step: Step, runs: int) -> dict[str, Any]:
         - "wall_us": from the start of the planning to the end of the last kernel
         - "host_us": from the start of the planning until the host has launched the last kernel. This time includes
           waiting of the host while the queue of launched kernels is full
+        - "host_plan_us": the planning, from its start until the host continues with the first layer
         - "rest_us", only on a GPU: from the end of the first layer to the end of the last kernel
     """
     on_gpu = step.model.device == "cuda"
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if on_gpu else (None, None)
-    found: dict[str, list[float]] = {"wall_us": [], "host_us": [], "rest_us": []}
+    found: dict[str, list[float]] = {"wall_us": [], "host_us": [], "host_plan_us": [], "rest_us": []}
+    planned: list[float] = []  # end of the planning of each step
     for number in range(runs + 1):
         if on_gpu:
             torch.cuda.synchronize()
         start = time.perf_counter()
-        step.eager(first.record if on_gpu else lambda: None)
+        step.eager(first.record if on_gpu else lambda: None, lambda: planned.append(time.perf_counter()))
         if on_gpu:
             last.record()
         launched = time.perf_counter()
@@ -247,6 +274,7 @@ def time_eager(step: Step, runs: int) -> dict[str, Any]:
             continue  # the first step compiles kernels and fills the allocator
         found["wall_us"].append(1e6 * (end - start))
         found["host_us"].append(1e6 * (launched - start))
+        found["host_plan_us"].append(1e6 * (planned[-1] - start))
         if on_gpu:
             found["rest_us"].append(1e3 * first.elapsed_time(last))
     return {name: asdict(Spread.of(times)) for name, times in found.items() if times}
@@ -273,11 +301,29 @@ def time_replays(replay: Callable[[], object], device: str, runs: int) -> dict[s
     return {"wall_us": asdict(Spread.of(times))}
 
 
-def parts_of(steps: Sequence[Sequence[Kernel]], wall_us: float) -> dict[str, float]:
-    """Return the median time of each part over the traced steps, in microseconds; "idle" is the rest of `wall_us`."""
+def time_runs(run: Callable[[], object], device: str, runs: int) -> dict[str, Any]:
+    """Return the spread of the host's time in a call of `run`, in microseconds; the GPU is idle when a call starts."""
+    times = []
+    for number in range(runs + 1):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        if number > 0:  # the first call comes after replays and other work, and is not counted
+            times.append(1e6 * (time.perf_counter() - start))
+    return asdict(Spread.of(times))
+
+
+def parts_of(steps: Sequence[Sequence[Kernel]], wall_us: float, host_plan_us: float) -> dict[str, float]:
+    """Return the median time of each part over the traced steps, in microseconds.
+
+    HOST_PLAN is `host_plan_us`, and "idle" is the rest of `wall_us`. For an eager step `wall_us` contains
+    `host_plan_us`; for a graph it is the time of the replay and of the host's planning before.
+    """
     found = [time_of_parts(kernel for kernel in step if LAYER_MARK not in kernel.name) for step in steps]
     parts = {part: statistics.median(each.get(part, 0.0) for each in found) for part in {**found[0], **found[-1]}}
-    return {"idle": max(0.0, wall_us - sum(parts.values())), **parts}
+    idle = max(0.0, wall_us - host_plan_us - sum(parts.values()))
+    return {HOST_PLAN: host_plan_us, "idle": idle, **parts}
 
 
 def busy_shares(steps: Sequence[Sequence[Kernel]], rest_us: float) -> dict[str, float]:
@@ -308,15 +354,19 @@ def measure(name: str, step: Step, clock: Clock | None, runs: int) -> dict[str, 
     if not bool(output.isfinite().all()):
         raise AssertionError(f"{name}: the output of the step is not finite")
     eager = time_eager(step, runs)
-    replay = step.captured()
-    graph = time_replays(replay, step.model.device, runs)
+    captured = step.captured()
+    graph = time_replays(captured.replay, step.model.device, runs)
+    if captured.run is not None:
+        graph["host_plan_us"] = time_runs(captured.run, step.model.device, runs)
     if clock is not None:
         marker = Marker()
         steps = traced_steps(lambda: step.eager(marker.layer), TRACED_STEPS, marker)
-        eager["parts_us"] = parts_of(steps, eager["wall_us"]["median_us"])
+        eager["parts_us"] = parts_of(steps, eager["wall_us"]["median_us"], eager["host_plan_us"]["median_us"])
         eager |= busy_shares(steps, eager["rest_us"]["median_us"])
-        graph["parts_us"] = parts_of(traced_steps(replay, TRACED_STEPS, marker), graph["wall_us"]["median_us"])
-    del replay
+        plan_us = graph["host_plan_us"]["median_us"] if captured.run is not None else 0.0
+        replays = traced_steps(captured.replay, TRACED_STEPS, marker)
+        graph["parts_us"] = parts_of(replays, graph["wall_us"]["median_us"] + plan_us, plan_us)
+    del captured
     total, ops = time_ops(clock, *step.recorded(), len(step.model.caches))
     return {
         "batch": name, "dims": asdict(step.batch), "eager": eager, "graph": graph, "ops_us": total, "ops": ops,
@@ -327,14 +377,28 @@ def measure(name: str, step: Step, clock: Clock | None, runs: int) -> dict[str, 
 def draw(rows: Sequence[dict[str, Any]], layers: int) -> Table:
     """Return the table of the rows, in milliseconds."""
     table = Table(title=f"Steps of {layers} layers, in ms")
-    for column in ("batch", "", "wall", "quartiles", "host", "idle", *PARTS, "other", "busy", "ops", "graph / ops"):
+    for column in (
+        "batch",
+        "",
+        "wall",
+        "quartiles",
+        "host",
+        "host plan",
+        "idle",
+        *PARTS,
+        "other",
+        "busy",
+        "ops",
+        "graph / ops",
+    ):
         table.add_column(column, justify="left" if column in ("batch", "") else "right", no_wrap=True)
     for row in rows:
         for way in ("eager", "graph"):
             found, parts = row[way], row[way].get("parts_us", {})
             low, high = found["wall_us"]["quartiles_us"]
             host = f"{found['host_us']['median_us'] / 1e3:.2f}" if "host_us" in found else ""
-            times = [f"{parts[part] / 1e3:.2f}" if part in parts else "" for part in ("idle", *PARTS, "other")]
+            drawn = (HOST_PLAN, "idle", *PARTS, "other")
+            times = [f"{parts[part] / 1e3:.2f}" if part in parts else "" for part in drawn]
             busy = f"{found['busy']:.1%}" if "busy" in found else ""
             ops = [f"{row['ops_us'] / 1e3:.2f}", f"{row['graph_over_ops']:.3f}"] if way == "graph" else ["", ""]
             table.add_row(
@@ -344,20 +408,25 @@ def draw(rows: Sequence[dict[str, Any]], layers: int) -> Table:
     return table
 
 
-def verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return one line for each target (MOST_OVER_OPS, LEAST_BUSY) whose batch was timed."""
-    lines = []
+def verdicts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return batch, figure, target and verdict ("met") of each target (MOST_OVER_OPS, LEAST_BUSY) that was timed.
+
+    The field "text" has the same in words.
+    """
+    found = []
     for row in rows:
         if row["batch"] == MOST_OVER_OPS[0]:
             over, most = row["graph_over_ops"], MOST_OVER_OPS[1]
-            lines.append(
-                f"{row['batch']}: graph / ops {over:.3f}, at most {most}: {'met' if over <= most else 'missed'}"
-            )
+            verdict = {"batch": row["batch"], "graph_over_ops": over, "at_most": most, "met": over <= most}
+            found.append((verdict, f"graph / ops {over:.3f}, at most {most}"))
         if row["batch"] == LEAST_BUSY[0] and "busy" in row["eager"]:
             busy, least = row["eager"]["busy"], LEAST_BUSY[1]
-            lines.append(f"{row['batch']}: GPU busy {busy:.1%} from the second layer on, at least {least:.0%}: "
-                         f"{'met' if busy >= least else 'missed'}")  # fmt: skip
-    return lines
+            verdict = {"batch": row["batch"], "busy": busy, "at_least": least, "met": busy >= least}
+            found.append((verdict, f"GPU busy {busy:.1%} from the second layer on, at least {least:.0%}"))
+    return [
+        {**verdict, "text": f"{verdict['batch']}: {text}: {'met' if verdict['met'] else 'missed'}"}
+        for verdict, text in found
+    ]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -394,12 +463,13 @@ def _time_batches(argv: Sequence[str], arguments: argparse.Namespace) -> int:
     layers, sets = len(model.caches), len(model.layers)
     console.print(draw(rows, layers))
     console.print(f"{layers} layers, each with a cache of its own; {sets} different sets of weights")
-    for line in verdicts(rows) if device == "cuda" else ():
-        console.print(line, markup=False)
+    targets = verdicts(rows) if device == "cuda" else []
+    for verdict in targets:
+        console.print(verdict["text"], markup=False)
     if arguments.json is not None:
         head = provenance("step", argv, device=device)
-        report = {**head, "layers": layers, "weight_sets": sets, "heads": config.num_heads, "rows": rows}
-        write_report(arguments.json, report, console)
+        report = {**head, "layers": layers, "weight_sets": sets, "heads": config.num_heads, "targets": targets}
+        write_report(arguments.json, {**report, "rows": rows}, console)
     return 0
 
 

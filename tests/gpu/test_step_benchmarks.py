@@ -163,13 +163,16 @@ def test_marks():
 def test_parts_and_busy_shares():
     """Divide traced steps into parts -> the times and shares computed by hand.
 
-    "idle" is the wall time without the times of the other parts. "busy" and "busy_traced" are for the layers after the
+    "host_plan" is the time of the host's planning. "idle" is the wall time without the times of the other parts.
+
+    "busy" and "busy_traced" are for the layers after the
     first layer. In these layers, kernels run for 9 us, then no kernel runs for 1 us, then kernels run for 9 us. "busy"
     divides these 18 us by 24 us, the time without a trace. "busy_traced" divides them by 19 us, the time in the trace.
     """
     steps = [traced_step(0), traced_step(100), traced_step(200)]
-    assert step.parts_of(steps, 40.0) == {"idle": 11, "plan": 2, "projections": 18, "attention": 9, "movement": 0}
-    assert step.parts_of(steps, 20.0)["idle"] == 0
+    parts = {"host_plan": 4, "idle": 7, "plan": 2, "projections": 18, "attention": 9, "movement": 0}
+    assert step.parts_of(steps, 40.0, 4.0) == parts
+    assert step.parts_of(steps, 20.0, 0.0)["idle"] == 0
     shares = step.busy_shares(steps, 24.0)
     assert shares == {"busy": pytest.approx(18 / 24), "busy_traced": pytest.approx(18 / 19)}
 
@@ -237,6 +240,8 @@ def test_steps_on_a_cpu(tmp_path, capsys):
     assert list(rows) == ["decodes", "mixed", "prompts", "prompts with context"]
     for row in rows.values():
         assert row["eager"]["wall_us"]["median_us"] > 0 and row["graph"]["wall_us"]["runs"] == 2
+        assert 0 < row["eager"]["host_plan_us"]["median_us"] < row["eager"]["host_us"]["median_us"]
+        assert ("host_plan_us" in row["graph"]) == (row["batch"] == "decodes")  # other graphs repeat one plan
         assert row["ops_us"] == pytest.approx(sum(op["times"] * op["median_us"] for op in row["ops"]))
     called = {name: [op["op"] for op in row["ops"] if op["op"].startswith("mla_twins")] for name, row in rows.items()}
     assert [name for name, ops in called.items() if "mla_twins::mla_decode" in ops] == ["decodes", "mixed"]
@@ -253,7 +258,7 @@ def test_step_refusals(capsys):
 def test_step_table(capsys):
     """Draw the table of steps -> the parts of eager steps and of graphs. `verdicts` says which targets are met."""
     spread = {"median_us": 2000.0, "quartiles_us": [1900.0, 2100.0], "runs": 3}
-    parts = {"idle": 500.0, "plan": 5.0, "projections": 700.0, "attention": 700.0, "movement": 95.0}
+    parts = {"host_plan": 110.0, "idle": 390.0, "plan": 5.0, "projections": 700.0, "attention": 700.0, "movement": 95.0}
     eager = {
         "wall_us": spread,
         "host_us": spread,
@@ -268,7 +273,13 @@ def test_step_table(capsys):
     Console(width=200).print(step.draw(rows, 61))
     shown = capsys.readouterr().out
     assert "Steps of 61 layers" in shown and "96.0%" in shown and "1.005" in shown and "0.70" in shown
-    assert step.verdicts(rows) == [
+    assert "host plan" in shown and "0.11" in shown and "0.39" in shown
+    found = step.verdicts(rows)
+    assert [verdict["met"] for verdict in found] == [True, True, False]
+    assert (found[0]["busy"], found[0]["at_least"], found[2]["graph_over_ops"], found[2]["at_most"]) == (
+        0.96, 0.95, 1.03, 1.02,
+    )  # fmt: skip
+    assert [verdict["text"] for verdict in found] == [
         "mixed: GPU busy 96.0% from the second layer on, at least 95%: met",
         "decodes: graph / ops 1.005, at most 1.02: met",
         "decodes: graph / ops 1.030, at most 1.02: missed",
@@ -286,7 +297,11 @@ def test_traced_steps_on_a_gpu(monkeypatch, tmp_path):
     monkeypatch.setitem(step.BATCHES, "cuda", small)
     path = tmp_path / "step.json"
     assert step.main(["--layers", "4", "--heads", "16", "--steps", "3", "--json", str(path)]) == 0
-    for row in json.loads(path.read_text())["rows"]:
+    report = json.loads(path.read_text())
+    assert [verdict["batch"] for verdict in report["targets"]] == ["decodes", "mixed"]
+    for row in report["rows"]:
+        assert row["eager"]["parts_us"]["host_plan"] > 0
+        assert (row["graph"]["parts_us"]["host_plan"] > 0) == (row["batch"] == "decodes")
         for way in ("eager", "graph"):
             parts = row[way]["parts_us"]
             assert "other" not in parts and parts["attention"] > 0 and parts["projections"] > 0, row["batch"]

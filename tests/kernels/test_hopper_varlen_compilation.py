@@ -243,6 +243,7 @@ SPLITS = [  # query lengths, key lengths, heads, causal, and the number of split
     ([16384], [16384], 128, True, 1), ([2048] * 4, [2048] * 4, 128, True, 1), ([4096], [16384], 128, False, 1),
     ([32768], [32768], 16, True, 1), ([8192], [8192], 4, True, 1), ([8192], [8192], 1, True, 4),
     ([1024], [32768], 16, False, 1),  # 128 work items
+    ([64] * 8, [8192] * 8, 16, False, 1),  # 128 work items, and 48 empty candidates, which take little time
     ([70000], [2**20], 1, False, 1),  # the partial outputs would be too large
     ([300, 0], [0, 9], 4, True, 1), ([3], [0], 1, False, 1),
 ]  # fmt: skip

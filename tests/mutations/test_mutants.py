@@ -29,6 +29,7 @@ def test_table():
     modules = ("choose_path", "cascade", "metadata", "builder", "captured", "context_parallel")
     subjects += [
         ROOT / "fast" / "mla" / "staging.py",
+        ROOT / "fast" / "mla" / "state_rows.py",
         ROOT / "fast" / "mla" / "device_choices.py",
         ROOT / "fast" / "kernels" / "rotation.py",
     ]

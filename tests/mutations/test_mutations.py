@@ -200,7 +200,7 @@ def dropped_chunk(ops, patch):
 def chunk_twice(ops, patch):
     def wrong(*args, **kwargs):
         chunks = ops.plan_context_chunks(*args, **kwargs)
-        return chunks + chunks[:1]
+        return chunks[:1] + chunks
 
     return altered(ops, plan_context_chunks=wrong)
 

@@ -465,6 +465,7 @@ def decode_dims(B: int, S: int, N: int, lens: str = "equal") -> dict:
 
 
 HOPPER_PEERS = ("FlashMLA", "FA3")  # kernels of other projects for Hopper GPUs
+PROMPT = {"B": 1, "Sq": 16384, "Skv": 16384, "N": 128, "mask": "causal"}
 SHORTEST = {"ragged": 128, "mixed": 16}  # longest length of a batch / shortest length
 
 
@@ -515,10 +516,8 @@ def other_rows() -> list[str]:
     )
     cpu = results_of("cpu-2-cores")
     token = max((row for row in cpu["rows"] if row["who"] == "fast"), key=lambda row: row["context"])
-    prompt = {"B": 1, "Sq": 16384, "Skv": 16384, "N": 128, "mask": "causal"}
-    prefill, portable = (
-        ratios("prefill", prompt, "rested", {"FA3": names["FA3"]}, ours) for ours in ("fast", "fast, portable Triton")
-    )
+    fa3 = {"FA3": names["FA3"]}
+    prefill, portable = (ratios("prefill", PROMPT, "rested", fa3, ours) for ours in ("fast", "fast, portable Triton"))
     triton = ratios("decode", decode_dims(128, 4096, 128), "replayed", names)
     return [
         f"| portable Triton, decode, 128 requests of 4096 tokens, 128 heads | {triton} |",
@@ -559,8 +558,7 @@ def test_costs_in_words():
             if way == "replayed":
                 plans += [planned / cut] if row["dims"]["lens"] == "equal" else []
                 cuts += [cut / planned] if row["dims"]["lens"] != "equal" else []
-    dims = {"B": 1, "Sq": 16384, "Skv": 16384, "N": 128, "mask": "causal"}
-    prefill = next(row for row in results_of("h200-prefill")["rows"] if dims.items() <= row["dims"].items())
+    prefill = next(row for row in results_of("h200-prefill")["rows"] if PROMPT.items() <= row["dims"].items())
     flushed = {who: found["median_us"] for who, found in prefill["times"]["flushed"].items()}
     hot, portable = (flushed["FA3"] / flushed[ours] for ours in ("fast", "fast, portable Triton"))
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from ..benchmarks import contest, host, layers, weights
+from ..benchmarks import contest, host, layers, warmup, weights
 from ..benchmarks.kernel_times import OTHER, PARTS
+from ..benchmarks.step import HOST_PLAN
 
 SCATTERED = "fast, scattered blocks"  # name of a variant in tests.benchmarks.gqa_vs_transformers
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,7 +118,7 @@ def test_rows_that_lack_a_way(performance, docs):
 def test_step_section(performance, docs):
     """Draw a section of steps -> a bar for the eager step, a bar for the CUDA graph, and a table with every number.
 
-    A bar has one segment for each part with a time above 0.
+    A bar has one segment for each part with a time above 0. Older files have no time of the host's planning.
     """
     parts = {"idle": 9000.0, "plan": 0.0, "projections": 12000.0, "attention": 7000.0, "movement": 2000.0}
     write(docs, "h200-step.json", step_report(parts))
@@ -130,6 +131,12 @@ def test_step_section(performance, docs):
                  "25.00", "24.00", "1.042", "2031-02-03", "python -m tests.benchmarks.step",
                  "share 7 sets of weights"):  # fmt: skip
         assert text in page, text
+    assert "plan on the host" not in page
+    report = step_report({HOST_PLAN: 1500.0, **parts, "idle": 7500.0})
+    report["rows"][0]["eager"]["host_plan_us"] = spread(1500.0)
+    write(docs, "h200-step.json", report)
+    page = performance.filled("<!-- results: steps h200-step.json -->", docs)
+    assert "mixed, eager, plan on the host: 1.50 ms" in page and "the column *graph* does not contain it" in page
 
 
 def test_step_section_without_parts(performance, docs):
@@ -143,9 +150,9 @@ def test_parts_have_names_and_colours(performance):
     """Look up every part of a step -> a name for the legend, and two colours: for the light and the dark scheme."""
     import steps
 
-    assert set(steps.PARTS) == {"idle", *PARTS, OTHER}
+    assert set(steps.PARTS) == {HOST_PLAN, "idle", *PARTS, OTHER}
     css = (ROOT / "docs" / "assets" / "site.css").read_text(encoding="utf-8")
-    for part in ("idle", *PARTS):
+    for part in (HOST_PLAN, "idle", *PARTS):
         assert css.count(f"--part-{part}: #") == 2 and f".chart .part.{part} {{" in css
 
 
@@ -159,6 +166,23 @@ def test_host_section(performance, docs):
     page = performance.filled("<!-- results: host h200-host.json -->", docs)
     assert "| `mla_decode` | 77 | 80 | FA3 102 |" in page and "| `expand_kv` | 33 |  |  |" in page
     assert "Processor 9000" in page and "16 decodes over 4096 tokens" in page
+
+
+def test_warmup_section(performance, docs):
+    """Draw the section of warm-ups -> a note if the file is missing; otherwise seconds, variants and missed limits."""
+    request = "<!-- results: warmups h200-warmup.json -->"
+    assert "python -m tests.benchmarks.warmup --json docs/results/h200-warmup.json" in performance.filled(request, docs)
+    rows = [
+        {"cache_format": name, "threads": 4, "cold": {"seconds": 61.24, "variants": 71},
+         "warm": {"seconds": warm, "variants": 71}, "met": {"cold": True, "warm": warm <= 5}}
+        for name, warm in (("compute_dtype", 2.31), ("fp8_e4m3", 6.0))
+    ]  # fmt: skip
+    write(docs, "h200-warmup.json", {**HEAD, "cores": 16, "most_seconds": warmup.MOST_SECONDS, "rows": rows})
+    page = performance.filled(request, docs)
+    assert (
+        "| `compute_dtype` | 4 | 71 | 61.2 | 2.3 |" in page and "| `fp8_e4m3` | 4 | 71 | 61.2 | 6.0 (missed) |" in page
+    )
+    assert "cold (limit 90)" in page and "on 16 cores" in page and "2031-02-03" in page
 
 
 @pytest.mark.parametrize(

@@ -289,16 +289,12 @@ def lawful_state(
     if not made.is_cuda:
         return StateConversion(convention, out_dtype, columns)(made, made_lse, out, lse, visible_lens)
     into_out = out is not None and made.data_ptr() == out.data_ptr()
-    layouts = tuple([_layout_of_argument(each) for each in (out, lse, visible_lens)])
+    layouts = tuple([
+        None if each is None else (each.shape, each.stride(), each.dtype, each.data_ptr() % 16)
+        for each in (out, lse, visible_lens)
+    ])  # fmt: skip
     convert = _kept_conversion(convention, out_dtype, columns, made.shape, made.device, into_out, layouts)
     return convert(made, made_lse, out, lse, visible_lens)
-
-
-def _layout_of_argument(tensor: Tensor | None) -> tuple | None:
-    """Return what all calls of a `StateConversion` must have in common in one argument."""
-    if tensor is None:
-        return None
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 16
 
 
 @functools.lru_cache(maxsize=256)
@@ -315,7 +311,7 @@ def _kept_conversion(
         shape: shape of the library's output.
         device: device of the tensors.
         into_out: whether the library has written into `out`.
-        layouts: layouts of `out`, `lse` and `visible_lens` (`_layout_of_argument`).
+        layouts: for each of `out`, `lse` and `visible_lens` its shape, strides, dtype and alignment, or None.
     """
     return StateConversion(convention, out_dtype, columns)
 

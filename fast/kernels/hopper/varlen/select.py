@@ -174,7 +174,7 @@ def best_num_splits(batch: BatchSizes, tile_keys: int, processors: int) -> int:
       fraction of a longest item, which the mean number of keys of a request gives. With a causal mask and as many
       queries as keys, items have all lengths from the longest to 0, and the last wave is short too.
     - Each work item takes some time in addition to its key tiles, even if it has no key tile. Without splits, empty
-      candidates count as work items, because they leave programs without work as long items do.
+      candidates take this time too, but no more: a program that gets one counts on to the next item.
     - The combine kernel takes some time, and more time for more partial outputs.
 
     Args:
@@ -198,10 +198,11 @@ def best_num_splits(batch: BatchSizes, tile_keys: int, processors: int) -> int:
     mean = min(batch.keys / (batch.requests * longest), 1.0) * (1 - uneven / 2)
 
     def cost(splits: int) -> float:
-        items = (candidates if splits == 1 else tiles) * batch.heads * splits
+        items = tiles * batch.heads * splits
+        begun = candidates * batch.heads if splits == 1 else items
         waves = items * mean / processors
         waves = max(1.0, waves + (1 - uneven) * (math.ceil(waves) - waves))
         combine_steps = COMBINE_STEPS + rows * splits / PARTIAL_ROWS_OF_A_STEP if splits > 1 else 0.0
-        return waves * cdiv(steps, splits) + ITEM_STEPS * cdiv(items, processors) + combine_steps
+        return waves * cdiv(steps, splits) + ITEM_STEPS * cdiv(begun, processors) + combine_steps
 
     return min(range(1, most + 1), key=cost)
