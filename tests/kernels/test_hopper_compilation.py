@@ -471,8 +471,8 @@ def test_memory_checkers_see_every_variant(monkeypatch):
     monkeypatch.setattr(decode, "combine_partial_outputs", lambda *_, **__: None)
     monkeypatch.setattr(decode, "device_facts", lambda _: H200)
     for given in memory_checks.decodes():
-        *tensors, cut, stored, kv_scale = given[:-6]  # then: fp8 mode, scale of queries, prepared, ranks, backend
-        decode.mla_decode(*tensors, InvariantSplitRule(*cut), format_named(stored), kv_scale)
+        *tensors, cut, stored, kv_scale, mode, q_scale = given[:-4]  # then: prepared, ranks, backend
+        decode.mla_decode(*tensors, InvariantSplitRule(*cut), format_named(stored), kv_scale, None, mode, q_scale)
     for given in memory_checks.prefills():
         varlen.flash_attn_varlen(*given[:-1])
     lines = []
