@@ -127,8 +127,10 @@ def build_mla_metadata(
         dtype: dtype of queries and keys. It influences `choose_path` and the schedule. A plan is valid for any dtype.
         fp8_mode: fp8 mode of the decodes (`mla_decode`). It influences the schedule and the backend of the schedule.
             Layers with another fp8 mode refuse the plan.
-        batch_invariant: if True, the other requests do not change a bit of a request's result: `choose_path` is not
+        batch_invariant: if True, the other requests do not change a bit of a request's attention: `choose_path` is not
             used, contexts are cut by their own lengths, and the splits of a schedule depend on these lengths alone.
+            Products with weights are PyTorch's, and may round by the number of rows. A request that could decode is a
+            prefill behind a prefill, except with `require_order` and `query_len_support` VARLEN.
         staging: pinned memory through which plans are copied to a GPU; None means new pinned memory from PyTorch's
             allocator in each call.
         backend: backend of the ops `compute_visible_lens`, `decode_programs`, `schedule_costs` and `plan_decode`: a

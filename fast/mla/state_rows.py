@@ -62,11 +62,11 @@ def write_unmerged(state: AttentionState, runs: Sequence[ChunkRun], out: Tensor,
 
     Args:
         state: state after the last merge: out [T, N, V].
-        runs: the run of each chunk of the plan, in order.
+        runs: the run of each chunk of the plan.
         out: [T, N, V], the output of the prefill.
         output_scale: scale of an output in e4m3; None for an output in the dtype of the queries.
     """
-    done, written = 0, [(run.first_token, run.finished_token) for run in runs]
+    done, written = 0, sorted((run.first_token, run.finished_token) for run in runs)
     for first, end in [*written, (out.shape[0], out.shape[0])]:
         if done < first:
             rows = state.out[done:first]

@@ -73,7 +73,7 @@ def plan_context_chunks(
         offsets = torch.zeros(context_lens.shape[0] + 1, dtype=torch.int32, device="cpu")
         torch.cumsum(context_lens, 0, dtype=torch.int32, out=offsets[1:])
         return (ContextChunk(torch.zeros_like(context_lens), offsets, int(offsets[-1]), longest),)
-    pack = _pack_pieces if batch_invariant else _pack
+    pack = _pack_ranges if batch_invariant else _pack
     starts, lengths = pack(context_lens, units, workspace_tokens // unit, unit)
     offsets = torch.nn.functional.pad(lengths.cumsum(1, dtype=torch.int32), (1, 0))
     totals, longest_lengths = offsets[:, -1].tolist(), lengths.amax(1).tolist()
@@ -103,22 +103,22 @@ def _pack(context_lens: Tensor, ends: Tensor, units_per_chunk: int, unit: int) -
     return (first * (lengths > 0)).to(torch.int32), lengths.to(torch.int32)
 
 
-def _pack_pieces(context_lens: Tensor, ends: Tensor, units_per_chunk: int, unit: int) -> tuple[Tensor, Tensor]:
-    """Cut each context every `units_per_chunk` units, and put the pieces into chunks without dividing a piece.
+def _pack_ranges(context_lens: Tensor, ends: Tensor, units_per_chunk: int, unit: int) -> tuple[Tensor, Tensor]:
+    """Cut each context every `units_per_chunk` units, and put these ranges into chunks without dividing a range.
 
-    See `_pack` for the arguments and the result. A full piece has a chunk of its own. A shorter piece is the last piece
+    See `_pack` for the arguments and the result. A full range has a chunk of its own. A shorter range is the last range
     of its request: its chunk also takes the whole contexts of the next requests, as many as fit.
     """
     lens, last_units, requests = context_lens.tolist(), ends.tolist(), context_lens.shape[0]
-    piece_tokens, chunks, request = units_per_chunk * unit, [], 0  # a chunk: first and end request, start and length
+    range_tokens, chunks, request = units_per_chunk * unit, [], 0  # a chunk: first and end request, start and length
     while request < requests:
         if lens[request] == 0:
             request += 1
             continue
-        full = (lens[request] - 1) // piece_tokens  # pieces before the last piece
-        chunks += [(request, request + 1, number * piece_tokens, piece_tokens) for number in range(full)]
-        start = full * piece_tokens
-        rest = -(-(lens[request] - start) // unit)  # units of the last piece
+        full = (lens[request] - 1) // range_tokens  # ranges before the last range
+        chunks += [(request, request + 1, number * range_tokens, range_tokens) for number in range(full)]
+        start = full * range_tokens
+        rest = -(-(lens[request] - start) // unit)  # units of the last range
         end = bisect.bisect_right(last_units, last_units[request] - rest + units_per_chunk)
         chunks.append((request, end, start, lens[request] - start))
         request = end

@@ -289,11 +289,16 @@ def check_prefill_plan(
     without = [chunk.run is None for chunk in metadata.context_chunks]
     check(len(set(without)) < 2, f"{argument}.context_chunks.run", "a run of every chunk, or of no chunk",
           f"no run of chunk {without.index(True) if True in without else 0}")  # fmt: skip
-    finished = 0
+    finished: list[tuple[int, int]] = []  # first and end query token of which an earlier chunk has written the output
     for run in ChunkRun.of_chunks(metadata.context_chunks, requests, num_tokens, metadata.max_query_len):
-        check(finished <= run.first_token and run.end_token <= num_tokens, f"{argument}.context_chunks.run",
-              f"query tokens within [{finished}, {num_tokens})", f"[{run.first_token}, {run.end_token})")  # fmt: skip
-        finished = max(finished, run.finished_token)
+        check(run.end_token <= num_tokens, f"{argument}.context_chunks.run", f"at most {num_tokens} query tokens",
+              run.end_token)  # fmt: skip
+        for first, end in finished:
+            check(run.end_token <= max(first, run.first_token) or end <= run.first_token,
+                  f"{argument}.context_chunks.run", f"no query tokens of [{first}, {end}), whose output is final",
+                  f"[{run.first_token}, {run.end_token})")  # fmt: skip
+        if run.first_token < run.finished_token:
+            finished.append((run.first_token, run.finished_token))
     check_type(f"{argument}.parts", metadata.parts, (tuple, list), "a tuple of parts")
     if metadata.parts:
         check_prefill_parts(metadata, num_tokens, device, f"{argument}.parts")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .checks import check, check_number
 
-FLOPS_PER_BYTE = 200  # bfloat16 FLOPs that a GPU computes in the time of reading one byte (H100, H200, B200: 150-300)
+FLOPS_PER_BYTE = 200  # FLOPs in the time of moving one byte: a round number, not measured on a device
 
 
 @dataclass(frozen=True)

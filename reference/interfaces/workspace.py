@@ -15,7 +15,7 @@ from .checks import check, check_dtype, check_int, check_out, check_tensor, chec
 from .config import MLAConfig
 from .context_chunk import ContextChunk, ContextParallelChunk
 
-ALIGNED_ELEMENTS = 128  # each part of a workspace begins at a multiple of this number, as Hopper's bulk loads need
+ALIGNED_ELEMENTS = 128  # each part of a workspace begins at a multiple of this number of elements
 
 
 class ContextWorkspace:

@@ -128,9 +128,10 @@ def build_mla_metadata(
         cache_format: format of the cache, for `choose_path`. Layers with another format refuse the plan.
         dtype: dtype of queries and keys, for `choose_path`. The plan itself works for any dtype.
         fp8_mode: mode of decodes over a cache in e4m3 (`mla_decode`). Layers with another mode refuse the plan.
-        batch_invariant: whether the other requests must not change a bit of a request's result. `choose_path` is then
-            not called, contexts are cut by their own lengths (`plan_context_chunks`), and the splits of a schedule
-            depend on the length of a request alone.
+        batch_invariant: whether the other requests must not change a bit of a request's attention. `choose_path` is
+            then not called, contexts are cut by their own lengths (`plan_context_chunks`), and the splits of a schedule
+            depend on the length of a request alone. This does not hold for products with weights. A request that could
+            decode is a prefill behind a prefill, except with `require_order` and `query_len_support` VARLEN.
 
     Returns:
         The plan, with tensors on the device of `common`; a `ContextParallelMetadata` if `ownership` is given.

@@ -78,11 +78,11 @@ def _pack(lens: list[int], workspace_tokens: int, unit: int, batch_invariant: bo
     for request, length in enumerate(lens):
         start = 0
         while start < length:
-            piece = min(length - start, units * unit)
-            if free_units == 0 or (batch_invariant and piece > free_units * unit):
+            wanted = min(length - start, units * unit)
+            if free_units == 0 or (batch_invariant and wanted > free_units * unit):
                 chunks.append({})
                 free_units = units
-            taken = min(piece, free_units * unit)
+            taken = min(wanted, free_units * unit)
             chunks[-1][request] = (start, taken)
             free_units -= -(-taken // unit)
             start += taken

@@ -17,7 +17,7 @@ from reference.interfaces import AttentionState
 
 from ..distributed.test_triton_context_parallel import pack_and_combine, weight_and_sum
 from ..support.context_parallel import over_ranks
-from ..support.factories import integers, offsets
+from ..support.factories import assert_same_bits, integers, offsets
 from ..support.triton_mode import DEVICE, INTERPRETED, ON_GPU, run_in_interpreter, runs, starts_interpreter
 
 if ON_GPU or INTERPRETED:
@@ -138,3 +138,20 @@ def test_of_any_split_in_triton(requests, cut, other):
     wanted[:bad, -1] = True
     assert torch.equal(lse.isnan().cpu(), wanted), lse
     assert torch.equal(out.isnan().cpu(), wanted.T[..., None].expand_as(out)), out[..., 0]
+
+
+@runs
+@pytest.mark.parametrize("layout", ["gaps between heads", "transposed"])
+def test_layouts_of_a_merged_lse(layout):
+    """Merge into an LSE with gaps between heads, or with a token's heads side by side -> the values of a new LSE."""
+    states = [
+        AttentionState(state.out.to(DEVICE), state.lse.to(DEVICE)) for state in states_with(0.25, 2, torch.float32)
+    ]
+    wanted = merge.merge_attn_states(*states[0], *states[1])
+    memory = torch.full((HEADS, TOKENS + 3) if layout == "gaps between heads" else (TOKENS, HEADS), 7.0, device=DEVICE)
+    lse = memory[:, 2:-1] if layout == "gaps between heads" else memory.T
+    out, found = merge.merge_attn_states(*states[0], *states[1], torch.empty_like(states[0].out), lse)
+    assert found is lse
+    assert_same_bits(out, wanted[0])
+    assert_same_bits(lse.contiguous(), wanted[1])
+    assert (memory[:, [0, 1, -1]] == 7).all() or layout == "transposed"

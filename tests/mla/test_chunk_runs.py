@@ -92,6 +92,32 @@ def test_runs_of_chunks_in_any_order(ops):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("order", [(3, 2, 1, 0), (1, 0, 3, 2), (0, "empty", 1, 2, 3), (0, 1, 2, 3, "empty")], ids=str)
+def test_prefills_over_chunks_in_any_order(ops, order):
+    """Attend the chunks of a plan in another order, or with an empty chunk -> the same state, with and without runs."""
+    lens = [2, 1, 3, 2], [16, 33, 20, 16]
+    args = list(prefill_inputs(lens, parts=False, workspace=32))
+    wanted, plan = reference.forward_prefill(*args), args[4]
+    empty = ContextChunk(integers(0, 0, 0, 0), offsets([0, 0, 0, 0]), 0, 0)
+    chunks = [without_runs(plan).context_chunks[each] if each != "empty" else empty for each in order]
+    for found in (tuple(chunks), ops.plan_chunk_runs(tuple(chunks), offsets(lens[0]))):
+        args[4] = dataclasses.replace(plan, context_chunks=found)
+        state = ops.forward_prefill(*args)
+        assert_close64(state.out, wanted.out)
+        assert_close64(state.lse, wanted.lse)
+
+
+def test_run_over_final_tokens(ops):
+    """A run over query tokens whose output an earlier chunk has written is refused before anything is computed."""
+    args = list(prefill_inputs(([2, 1, 3, 2], [16, 33, 20, 16]), parts=False, workspace=32))
+    first, second, *others = args[4].context_chunks
+    second = dataclasses.replace(second, run=second.run._replace(first_token=1))
+    args[4] = dataclasses.replace(args[4], context_chunks=(first, second, *others))
+    message = r"no query tokens of \[0, 2\), whose output is final, got \[1, 3\)$"
+    with pytest.raises(ValueError, match=rf"^metadata\.context_chunks\.run: expected {message}"):
+        ops.forward_prefill(*args)
+
+
 @pytest.mark.parametrize("ownership", [None, TokenOwnership(2, 1, 4)], ids=["one rank", "two ranks"])
 @pytest.mark.parametrize("host_lens", [True, False], ids=["host lengths", "upper bounds"])
 @pytest.mark.parametrize("lens", [LENS, MANY], ids=["few parts", "many parts"])
@@ -227,7 +253,7 @@ def test_refused_runs(ops, plain_errors):
     refused(f"{name}.run: expected a ChunkRun or None, got list", run=[1])
     refused(f"{name}.run: expected requests within 6, got", run=first.run._replace(end_request=7))
     refused(f"{name}.run: expected first_token <= finished_token", run=first.run._replace(finished_token=0))
-    refused(f"{name}.run: expected query tokens within", run=first.run._replace(end_token=99))
+    refused(f"{name}.run: expected at most 17 query tokens, got 99$", run=first.run._replace(end_token=99))
     refused(f"{name}.run_query_start_loc: ", run_query_start_loc=offsets([1, 1, 1, 1, 1, 1]))
     refused(f"{name}.run_query_start_loc: expected None without a run, and for a run with all requests",
             run=first.run._replace(first_request=0, end_request=6))  # fmt: skip

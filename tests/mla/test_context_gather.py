@@ -95,15 +95,15 @@ def test_gather_in_a_workspace():
     prefill = reference.interfaces.PrefillMetadata(table, offsets([1]), 1, (), 16)
 
     def program(ranks):
-        piece = fast.rank_local_chunk(chunk, ranks.ownership)
-        rows = 5 * piece.padded_tokens
+        local = fast.rank_local_chunk(chunk, ranks.ownership)
+        rows = 5 * local.padded_tokens
         assert rows == 5 * 175 <= 1024 // 4 * 5
         workspace = torch.full((rows, config.head_size), torch.nan)
-        inside = fast.dcp_gather_context(cache, prefill, piece, ranks, workspace=workspace)
+        inside = fast.dcp_gather_context(cache, prefill, local, ranks, workspace=workspace)
         assert not workspace.isnan().any()
         with pytest.raises(ValueError, match=f"^workspace: expected at least {rows} rows without gaps, got"):
-            fast.dcp_gather_context(cache, prefill, piece, ranks, workspace=workspace[1:])
-        return inside.equal(fast.dcp_gather_context(cache, prefill, piece, ranks))
+            fast.dcp_gather_context(cache, prefill, local, ranks, workspace=workspace[1:])
+        return inside.equal(fast.dcp_gather_context(cache, prefill, local, ranks))
 
     assert fast.simulate(4, 1, program) == [True] * 4
 

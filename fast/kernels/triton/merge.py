@@ -30,8 +30,8 @@ def merge_attn_states(
 ) -> tuple[Tensor, Tensor]:
     """Merge two attention states over disjoint keys; return `out` [T, N, Dv] and `lse` [N, T], contiguous.
 
-    If `out` and `lse` are given, the result is written there. `lse` may then have any stride between two heads: a
-    prefill merges some columns of a larger LSE. `out` and `lse` may be the tensors of one of the states, because all
+    If `out` and `lse` are given, the result is written there. `lse` may then have any strides: a prefill merges some
+    columns of a larger LSE. If the LSEs of two tokens are apart, they are copied from a contiguous tensor. `out` and `lse` may be the tensors of one of the states, because all
     threads of a program load the elements of their rows before one of them stores a result. If `output_scale` is given,
     the merged output is divided by this scale and rounded to e4m3, the dtype of `out`.
     """
@@ -41,6 +41,7 @@ def merge_attn_states(
         lse = torch.empty_like(prefix_lse, memory_format=torch.contiguous_format)
     if lse.numel() == 0:
         return out, lse
+    made_lse = lse if lse.stride(1) == 1 else torch.empty_like(lse, memory_format=torch.contiguous_format)
     native = False
     if output_scale is not None:
         out, native = out.view(torch.uint8), converts_natively(out.device)
@@ -51,11 +52,13 @@ def merge_attn_states(
     with device_of(out):
         launch(
             _merge_kernel if aligned else _unaligned_merge_kernel, (cdiv(tokens, TOKENS) * head_tiles,),
-            prefix_out, prefix_lse, suffix_out, suffix_lse, out, lse, output_scale, tokens, heads, head_tiles,
-            *prefix_out.stride(), *prefix_lse.stride(), *suffix_out.stride(), *suffix_lse.stride(), lse.stride(0),
+            prefix_out, prefix_lse, suffix_out, suffix_lse, out, made_lse, output_scale, tokens, heads,
+            head_tiles,
+            *prefix_out.stride(), *prefix_lse.stride(), *suffix_out.stride(), *suffix_lse.stride(),
+            made_lse.stride(0),
             VALUE=value_dim, VALUE_TILE=value_tile, HEADS=head_tile, TOKENS=TOKENS, NATIVE=native, num_warps=4,
         )  # fmt: skip
-    return out, lse
+    return out, lse if made_lse is lse else lse.copy_(made_lse)
 
 
 NOT_SPECIALIZED = ["num_tokens", "prefix_lse_head", "suffix_lse_head", "lse_head"]
