@@ -48,6 +48,11 @@ E4M3_DECODES = [  # the same, over a cache in the format `fp8_e4m3`
     (3, 16, (256, 32), BF16, BF16, TINY), (8, 32, (512, 0), FP16, FP16, SHORT), (16, 64, (512, 64), BF16, BF16, LONG),
     (40, 128, (256, 64), BF16, F32, SHORT), (128, 64, (512, 64), BF16, BF16, TINY),
 ]  # fmt: skip
+MODE_DECODES = [  # the same with queries in e4m3, and then the fp8 mode
+    (3, 16, (256, 32), BF16, BF16, TINY, "fp8_product"), (40, 128, (512, 0), BF16, F32, SHORT, "fp8_query"),
+    (64, 32, (256, 64), FP16, FP16, LONG, "fp8_product"), (128, 64, (512, 64), BF16, BF16, SHORT, "fp8_product"),
+    (128, 64, (512, 64), BF16, BF16, LONG, "fp8_query"),
+]  # fmt: skip
 # Prefills of the Hopper kernel: P, R and V, dtype of the queries, dtype of the outputs, (Sq, S) of each request
 PREFILLS = [
     ((128, 64, 128), BF16, BF16, ((150, 300), (0, 9), (70, 70), (140, 20))),
@@ -86,6 +91,15 @@ VARIANTS = {  # kernel: list of texts; on Hopper, each text must occur in the co
         *PLANS,
         *PAGES,
     ),
+    "row_blocks_64_e4m3_kernel": (
+        "LATENT 256,",
+        "LATENT 512,",
+        "ROPE 0,",
+        "WEIGHTS_E4M3 True,",
+        "WEIGHTS_E4M3 False,",
+        *PLANS,
+        *PAGES,
+    ),
     "row_blocks_64_kernel": ("LATENT 256,", "ROPE 0,", "fp16", PREFETCHED, SLICED, *PLANS, *PAGES),
     "gqa_paged_kernel": (
         "BULK_COPY True",
@@ -113,15 +127,16 @@ VARIANTS = {  # kernel: list of texts; on Hopper, each text must occur in the co
 
 
 def decodes() -> list[tuple]:
-    """Return arguments of `mla_decode` for `DECODES` and `E4M3_DECODES`.
+    """Return arguments of `mla_decode` for `DECODES`, `E4M3_DECODES` and `MODE_DECODES`.
 
     For each entry there are decodes with and without a schedule, and batch-invariant or not.
     """
     from .twins.test_ops import decode_samples
 
-    return [given for in_e4m3, cases in enumerate((DECODES, E4M3_DECODES))
-            for heads, block_size, widths, dtype, out_dtype, lens in cases
-            for given in decode_samples(dtype, *widths, heads, block_size, lens, out_dtype, bool(in_e4m3))]  # fmt: skip
+    return [given for in_e4m3, cases in enumerate((DECODES, E4M3_DECODES + MODE_DECODES))
+            for heads, block_size, widths, dtype, out_dtype, lens, *mode in cases
+            for given in decode_samples(dtype, *widths, heads, block_size, lens, out_dtype, bool(in_e4m3), *mode)
+            ]  # fmt: skip
 
 
 def prefills() -> list[tuple]:

@@ -27,9 +27,10 @@ from reference.interfaces.gqa import GQAConfig, check_key_value_block_size, chec
 
 from . import measured
 from .environment import bind_with_environment
+from .fp8_mode_times import cost_of_conversion
 from .gqa_requests import gqa_layer_requests
 from .kernel_request import GQA_OPS, KernelRequest
-from .own import DECODES
+from .own import DECODES, HOPPER
 from .registry import registered
 from .selection import (
     BackendChoice,
@@ -226,6 +227,9 @@ def explain(
       that the line names first has the highest priority; it also serves calls whose sizes are not known. A step with
       several calls takes the backend with the smallest sum of times.
 
+    A decode of "hopper" over a cache in e4m3 in the mode `converted` can take longer than over a cache in 16 bits. If
+    this was measured, the line of `mla_decode` says by how much, and names the faster mode (`fp8_mode_times`).
+
     The line of `flash_attn_varlen` is about a call with the LSE; a prefill without context needs no LSE. If different
     backends may serve the decodes and the prefills of grouped-query attention, the lines "gqa_decode" and "gqa_prefill"
     stand in the place of the line "gqa_paged_attention".
@@ -270,5 +274,8 @@ def explain(
             refused = [reason for candidate in registered() for reason in reasons_against(candidate, request)]
         because = f" ({'; '.join(refused)})" if refused else ""
         how = f", {choice.in_words}" if choice.in_words else ""
-        lines.append(f"{label}: {choice.name or 'none'}{how}{because}")
+        cost = None
+        if request.op == "mla_decode" and choice.name == HOPPER.name:
+            cost = cost_of_conversion(cache_format, fp8_mode, config.num_heads)
+        lines.append(f"{label}: {choice.name or 'none'}{how}{because}{'' if cost is None else f'; {cost}'}")
     return "\n".join(lines)

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from fast import backends
-from reference.interfaces import CACHE_FORMATS, FP8_MODES, QueryLenSupport
+from fast.backends import fp8_mode_times
+from reference.interfaces import CACHE_FORMATS, FP8_MODES, MLAConfig, QueryLenSupport
 
+from ..benchmarks.fp8_mode_times import times_of_modes
 from .test_backends import GPU, capability, refusal  # noqa: F401
 
 FORMATS = ("fp8_e4m3", "fp8_ds_mla")
@@ -27,11 +29,11 @@ def decode(name: str, fp8_mode: str = "converted"):
 def test_chips_with_the_formats(chip, name, capability):  # noqa: F811
     """From Ampere on, the backend `triton` serves both formats in every mode.
 
-    On Hopper, the backend `hopper` serves the format `fp8_e4m3` in the mode `converted`.
+    On Hopper, the backend `hopper` serves the format `fp8_e4m3` in every mode.
     """
     capability(*chip)
     for mode in FP8_MODES:
-        by_hopper = chip == (9, 0) and (name, mode) == ("fp8_e4m3", "converted")
+        by_hopper = chip == (9, 0) and name == "fp8_e4m3"
         assert backends.select(decode(name, mode)).name == ("hopper" if by_hopper else "triton")
         assert backends.select(decode(name, mode), "triton").name == "triton"
 
@@ -50,19 +52,27 @@ def test_hopper_is_refused_by_name(name, capability):  # noqa: F811
     """Name `hopper` for a decode that it does not serve -> every reason; no other backend replaces it."""
     capability(9, 0)
     for mode in FP8_MODES:
-        if (name, mode) == ("fp8_e4m3", "converted"):
+        if name == "fp8_e4m3":
             assert backends.select(decode(name, mode), "hopper").name == "hopper"
             continue
         reasons = refusal(lambda mode=mode: backends.select(decode(name, mode), "hopper"))
         assert all(reason.startswith("hopper: ") for reason in reasons)
-        assert any(f"got {name}" in reason for reason in reasons) == (name == "fp8_ds_mla"), reasons
-        assert any(f"got {mode}" in reason for reason in reasons) == (mode != "converted"), reasons
+        assert any(f"got {name}" in reason for reason in reasons), reasons
+    reasons = refusal(lambda: backends.select(decode("compute_dtype", "fp8_query"), "hopper"))
+    assert reasons == ["hopper: decodes caches in compute_dtype in the fp8 modes converted, got fp8_query"]
 
 
 def test_hopper_serves_other_widths_and_pages_with_triton(capability):  # noqa: F811
     """Over `fp8_e4m3`, `triton` serves the dtypes, widths and block sizes that `hopper` refuses over every format."""
     capability(9, 0)
     wanted = decode("fp8_e4m3")
+    for mode in FP8_MODES[1:]:  # the layer's dtype does not limit decodes with queries in e4m3
+        in_mode = decode("fp8_e4m3", mode)
+        assert backends.select(replace(in_mode, head_scales=True, out_dtype=torch.float32)).name == "hopper"
+        request = replace(in_mode, block_size=48)
+        assert backends.select(request).name == "triton"
+        reasons = ["hopper: serves block sizes (16, 32, 64, 128), got 48"]
+        assert refusal(lambda request=request: backends.select(request, "hopper")) == reasons
     for change, reason in (
         ({"dtype": torch.float32}, "hopper: serves torch.bfloat16, torch.float16, got torch.float32"),
         ({"head_dims": (("kv_lora_rank", 64),)}, "hopper: serves kv_lora_rank in (256, 512), got 64"),
@@ -72,3 +82,43 @@ def test_hopper_serves_other_widths_and_pages_with_triton(capability):  # noqa: 
         request = replace(wanted, **change)
         assert backends.select(request).name == "triton"
         assert refusal(lambda request=request: backends.select(request, "hopper")) == [reason]
+
+
+def test_recorded_times_of_modes():
+    """`explain` reports the times of the committed results."""
+    recorded = fp8_mode_times.recorded_times()
+    assert recorded == times_of_modes()
+    assert [row["rows"] for row in recorded["rows"]] == [64, 128]
+
+
+@pytest.mark.parametrize("heads, rows, since", [
+    (128, 128, ""), (192, 128, ""), (96, 64, ""), (64, 64, ""), (20, 64, "from 4 query tokens of a request on, "),
+])  # fmt: skip
+def test_what_conversion_costs(heads, rows, since, capability, monkeypatch):  # noqa: F811
+    """Over `fp8_e4m3` with 64 rows, `explain` says what `converted` costs, and names the fastest measured mode."""
+    capability(9, 0)
+    config = MLAConfig.from_preset("deepseek-v3", num_heads=heads)
+    recorded = fp8_mode_times.recorded_times()
+    times = next(row["times_us"] for row in recorded["rows"] if row["rows"] == rows)
+
+    def line(**options) -> str:
+        given = {"cache_format": CACHE_FORMATS["fp8_e4m3"]} | options
+        lines = backends.explain(config, device=GPU, dtype=torch.bfloat16, **given).splitlines()
+        return next(each for each in lines if each.startswith("mla_decode: "))
+
+    ratio = times["converted"] / times["compute_dtype"]
+    text = f"; {since}fp8_mode converted takes {ratio:.2f} x the time of a decode over a cache in 16 bits, and fp8_"
+    assert text in line() and text in line(backend="hopper")
+    for other in (
+        {"backend": "triton"}, {"fp8_mode": "fp8_query"}, {"cache_format": CACHE_FORMATS["fp8_ds_mla"]},
+        {"cache_format": CACHE_FORMATS["compute_dtype"]},
+    ):  # fmt: skip
+        assert "x the time" not in line(**other)
+
+    changed = {"fp8_query": times["compute_dtype"] * 0.9, "fp8_product": times["compute_dtype"] * 0.8}
+    rows_of = [row | {"times_us": row["times_us"] | changed} for row in recorded["rows"]]
+    monkeypatch.setattr(fp8_mode_times, "recorded_times", lambda: recorded | {"rows": rows_of})
+    assert "16 bits, and fp8_mode fp8_product takes " in line()
+    faster = [row | {"times_us": {"converted": 1.0, "compute_dtype": 2.0}} for row in recorded["rows"]]
+    monkeypatch.setattr(fp8_mode_times, "recorded_times", lambda: recorded | {"rows": faster})
+    assert "x the time" not in line()

@@ -23,6 +23,10 @@ The variants of `fast` differ in how they split requests:
 - "fast, by default": "fast" or "fast, planned"; `build_mla_metadata` looks at the lengths and chooses. For a stepped
   time `build_for_cudagraph_capture` makes the plan, without knowledge of the lengths.
 
+Over a cache in e4m3, two more variants decode with queries in e4m3: "fast, fp8_query" and "fast, fp8_product", and each
+of them with a schedule: "fast, fp8_query, planned" and so on. The queries are quantised before the timed calls. The
+check compares these variants with `reference` in the same mode and with the same queries.
+
 A stepped time is the time of one layer in a CUDA graph that runs a step of 61 layers. The step makes a schedule once
 for all layers, but "FA3" makes its schedule in every layer.
 
@@ -39,7 +43,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,13 +54,16 @@ from fast.mla.device_choices import programs_of_one_request
 from fast.parity import Parity, compare, compare_states
 from reference.interfaces import (
     COMPUTE_FORMAT,
+    E4M3_MAX,
     FP8_E4M3,
+    FP8_MODES,
     AttentionState,
     CacheFormat,
     CommonAttentionMetadata,
     DecodeMetadata,
     DecodeSchedule,
     MLAConfig,
+    to_e4m3,
 )
 
 from .command_line import one_line
@@ -207,21 +214,36 @@ def make_inputs(row: Row, sets: int, device: torch.device | str, cache_format: C
     return Inputs(ql_nope, q_pe, cache, plans, {"cache_format": cache_format, "kv_scale": kv_scale})
 
 
+class InMode(NamedTuple):
+    """The output of a decode with queries in e4m3, and its fp8 mode."""
+
+    mode: str
+    state: AttentionState
+
+
+def queries_in_e4m3(inputs: Inputs) -> tuple[list[Tensor], Tensor]:
+    """Return both parts of the queries in e4m3, and their scale; the largest element becomes 448."""
+    parts = inputs.ql_nope, inputs.q_pe
+    scale = (torch.stack([x.abs().max() for x in parts]).max() / E4M3_MAX).float()
+    return [to_e4m3(x, scale) for x in parts], scale
+
+
 def spread_out(count: int, at_most: int) -> list[int]:
     """Return at most `at_most` evenly spaced indices from 0 to `count` - 1, both included."""
     picked = min(count, at_most)
     return sorted({round(i * (count - 1) / max(picked - 1, 1)) for i in range(picked)})
 
 
-def check(row: Row, inputs: Inputs, value: AttentionState | Tensor) -> list[Parity]:
+def check(row: Row, inputs: Inputs, value: AttentionState | Tensor | InMode) -> list[Parity]:
     """Check that the whole output is finite, and compare a few heads of a few requests with `reference`.
 
     Args:
         row: the shape.
         inputs: inputs of the call; the call used the first plan of `inputs.metadata`.
-        value: output of the call: an attention state, or only its `out` [B Sq, N, 512].
+        value: output of the call: an attention state, only its `out` [B Sq, N, 512], or the state of an fp8 mode.
     """
-    out = value.out if isinstance(value, AttentionState) else value
+    state = value.state if isinstance(value, InMode) else value
+    out = state.out if isinstance(state, AttentionState) else state
     device, metadata = out.device, inputs.metadata[0]
     heads = torch.tensor(spread_out(row.N, CHECKED_HEADS), device=device)
     requests = torch.tensor(spread_out(row.B, CHECKED_REQUESTS), device=device)
@@ -233,8 +255,22 @@ def check(row: Row, inputs: Inputs, value: AttentionState | Tensor) -> list[Pari
         row.Sq * torch.arange(len(requests) + 1, **index), row.Sq, metadata.visible_lens[tokens],
         metadata.max_seq_len, BLOCK_SIZE,
     )  # fmt: skip
-    queries = [inputs.ql_nope[tokens][:, heads], inputs.q_pe[tokens][:, heads]]
     cache, storage = blocks_of(inputs.cache, blocks.flatten().long()), inputs.storage
+    if isinstance(value, InMode):
+        from ..support.fp8_modes import rounded_decode
+
+        whole, q_scale = queries_in_e4m3(inputs)
+        queries = [blocks_of(x, tokens).view(torch.uint8)[:, heads].view(x.dtype) for x in whole]
+        gold = reference.mla_decode(
+            *queries, cache, part, SCALE, None, torch.float64, fp8_mode=value.mode, q_scale=q_scale, **storage
+        )
+        with device:
+            given = queries, cache, part, *storage.values(), value.mode, q_scale
+            low = rounded_decode(*given, DTYPE, device.type == "cuda", SCALE)
+        mine = AttentionState(out[tokens][:, heads].contiguous(), state.lse[heads][:, tokens].contiguous())
+        low = AttentionState(low.out, low.lse.to(mine.lse.dtype))
+        return [finite("mla_decode", out), *compare_states("mla_decode", mine, low, gold)]
+    queries = [inputs.ql_nope[tokens][:, heads], inputs.q_pe[tokens][:, heads]]
     wide = cache.double() if storage["cache_format"] == COMPUTE_FORMAT else cache  # gold reads the same stored bytes
     gold = reference.mla_decode(*(q.double() for q in queries), wide, part, SCALE, **storage)
     low = reference.mla_decode(*queries, cache, part, SCALE, **storage)
@@ -361,6 +397,49 @@ def batch_of(row: Row, inputs: Inputs) -> CommonAttentionMetadata:
     return CommonAttentionMetadata.make(starts, lens, metadata.block_table, no_slots, BLOCK_SIZE)
 
 
+def mode_contenders(
+    row: Row, inputs: Inputs, config: MLAConfig, backend: dict[str, str] | None
+) -> dict[str, Contender]:
+    """Return the decodes with queries in e4m3 as contenders: both fp8 modes, without and with a schedule."""
+    queries, q_scale = queries_in_e4m3(inputs)
+    device, cache_format = str(inputs.cache.device), inputs.storage["cache_format"]
+
+    def attend(metadata: DecodeMetadata, mode: str, schedule: DecodeSchedule | None) -> AttentionState:
+        return fast.mla_decode(
+            *queries, inputs.cache, metadata, SCALE, schedule, DTYPE, fp8_mode=mode, q_scale=q_scale, backend=backend,
+            **inputs.storage,
+        )  # fmt: skip
+
+    def planned(mode: str) -> Contender:
+        served = dict(
+            device=device, block_size=BLOCK_SIZE, dtype=DTYPE, cache_format=cache_format, fp8_mode=mode, backend=backend
+        )
+        programs, costs = (
+            fast.decode_programs(config, query_len=row.Sq, **served),
+            fast.schedule_costs(config, **served),
+        )
+        count = programs_of_one_request(programs, row.S, costs) if row.B == 1 else programs
+
+        def schedule_of(metadata: DecodeMetadata) -> DecodeSchedule:
+            return fast.plan_decode(metadata.seq_lens, count, costs, False, backend=backend)
+
+        def scheduled(metadata: DecodeMetadata) -> AttentionState:
+            return attend(metadata, mode, schedule_of(metadata))
+
+        def whole_step() -> None:
+            schedule = schedule_of(inputs.metadata[0])
+            in_turn([partial(attend, m, mode, schedule) for m in inputs.metadata], LAYERS)()
+
+        return Contender([partial(scheduled, m) for m in inputs.metadata], partial(InMode, mode), whole_step)
+
+    found = {}
+    for mode in FP8_MODES[1:]:
+        calls = [partial(attend, m, mode, None) for m in inputs.metadata]
+        found[f"{OURS}, {mode}"] = Contender(calls, partial(InMode, mode))
+        found[f"{OURS}, {mode}, planned"] = planned(mode)
+    return found
+
+
 def make_case(
     row: Row,
     peers: ModuleType | None,
@@ -423,6 +502,8 @@ def make_case(
         INVARIANT_PLANNED: contender(True, True),
         BY_DEFAULT: contender(False, default.schedule is not None, captured_step),
     }
+    if cache_format.scaled:
+        cut_by |= mode_contenders(row, inputs, config, backend)
     others, absent = ({}, {}) if peers is None else peer_contenders(row, inputs, peers)
     return Case(
         row.flops,

@@ -20,7 +20,7 @@ from rich.console import Console
 
 import fast
 from fast.parity import Parity
-from reference.interfaces import FP8_DS_MLA, FP8_E4M3, AttentionState
+from reference.interfaces import FP8_DS_MLA, FP8_E4M3, FP8_MODES, AttentionState
 
 from ..benchmarks import bytes as moves
 from ..benchmarks import contest, decode, prefill, report, table_width, timing, weights
@@ -162,11 +162,17 @@ def test_decode_over_a_cache_format(cache_format):
     row = decode.Row(2, 70, 2, 5)
     case = decode.make_case(row, None, "cpu", device="cpu", cache_format=cache_format)
     assert case.bytes == row.bytes_over(cache_format)
+    in_modes = [f"{contest.OURS}, {mode}{planned}" for mode in FP8_MODES[1:] for planned in ("", ", planned")]
+    assert set(in_modes) < set(case.contenders)
     for who, contender in case.contenders.items():
         state = contender.view(contender.calls[0]())
         found = case.check(state)
         assert found and all(parity.passed for parity in found), who
-        assert not all(parity.passed for parity in case.check(AttentionState(state.out * 1.1, state.lse)))
+        mode, plain = state if isinstance(state, decode.InMode) else (None, state)
+        assert (mode is not None) == (who in in_modes)
+        wrong = AttentionState(plain.out * 1.1, plain.lse)
+        wrong = wrong if mode is None else decode.InMode(mode, wrong)
+        assert not all(parity.passed for parity in case.check(wrong))
 
 
 def test_peers_over_a_cache_format():

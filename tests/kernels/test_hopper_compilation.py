@@ -45,7 +45,6 @@ from fast.kernels.compile_log import describe  # noqa: E402
 from fast.kernels.device import DeviceFacts  # noqa: E402
 from fast.kernels.hopper.mla_decode import launch as decode  # noqa: E402
 from fast.kernels.hopper.mla_decode import select  # noqa: E402
-from fast.kernels.hopper.mla_decode.main_loops import row_blocks_16_32, row_blocks_16_32_e4m3, row_blocks_64  # noqa: E402
 from fast.kernels.hopper.mla_decode.two_phases import kernel as two_phases_kernels  # noqa: E402
 from fast.kernels.hopper.mla_decode.two_phases import launch as two_phases_launch  # noqa: E402
 from fast.kernels.hopper.varlen import combine as varlen_combine  # noqa: E402
@@ -62,8 +61,8 @@ H200 = DeviceFacts(132, (9, 0), 232448)
 CUTS = ("whole", "split", "scheduled", "batch-invariant", "batch-invariant, planned", "batch-invariant, sliced",
         "batch-invariant, two phases")  # fmt: skip
 ONLY_MANY = CUTS[-2:]  # these two cuts exist only for more than 32 heads
-LAUNCHED_BY = {row_blocks_16_32._row_blocks_16_32_kernel: decode, row_blocks_64._row_blocks_64_kernel: decode,
-               row_blocks_16_32_e4m3._row_blocks_16_32_e4m3_kernel: decode,
+LAUNCHED_BY = {decode._row_blocks_16_32_kernel: decode, decode._row_blocks_64_kernel: decode,
+               decode._row_blocks_16_32_e4m3_kernel: decode, decode._row_blocks_64_e4m3_kernel: decode,
                two_phases_kernels._two_phases_kernel: two_phases_launch,
                two_phases_kernels._clear_kernel: two_phases_launch, varlen_kernels._varlen_kernel: varlen}  # fmt: skip
 
@@ -98,7 +97,7 @@ def recorded(
         schedule = schedule_of(plan, heads, 3, cut != "scheduled")
     decode.mla_decode(
         torch.zeros(1, heads, latent, dtype=dtype), torch.zeros(1, heads, rope, dtype=dtype),
-        torch.zeros(40, block_size, latent + rope, dtype=cache_format.dtype_for(dtype)), plan.block_table,
+        torch.zeros(40, block_size, latent + rope, dtype=cache_format.storage_dtype or dtype), plan.block_table,
         plan.seq_lens, plan.query_start_loc, plan.visible_lens, 1, plan.max_seq_len, 0.1, out_dtype or dtype,
         *cut_of(schedule), cache_format, torch.ones(()) if cache_format.layer_scale else None,
     )  # fmt: skip
@@ -127,8 +126,8 @@ def run(tool, *arguments) -> str:
     return done.stdout + done.stderr
 
 
-def product_loops(disassembly: str) -> list[list[str]]:
-    """Return the instructions of each innermost loop that contains matrix products (HGMMA)."""
+def product_loops(disassembly: str, product: str = "GMMA") -> list[list[str]]:
+    """Return the instructions of each innermost loop that contains a product, such as HGMMA or QGMMA (e4m3)."""
     instructions, labels = [], {}
     for line in disassembly.splitlines():
         if found := re.match(r"\s*(\.L\w+):", line):
@@ -142,7 +141,7 @@ def product_loops(disassembly: str) -> list[list[str]]:
             continue
         if found and labels.get(found.group(1), end + 1) <= end:
             loops.append((labels[found.group(1)], end))
-    multiply = [(a, b) for a, b in set(loops) if any("HGMMA" in text for text in instructions[a : b + 1])]
+    multiply = [(a, b) for a, b in set(loops) if any(re.search(product, text) for text in instructions[a : b + 1])]
     innermost = [(a, b) for a, b in multiply
                  if not any(a <= c and d <= b and (c, d) != (a, b) for c, d in multiply)]  # fmt: skip
     return [instructions[a : b + 1] for a, b in sorted(innermost)]
@@ -472,8 +471,8 @@ def test_memory_checkers_see_every_variant(monkeypatch):
     monkeypatch.setattr(decode, "combine_partial_outputs", lambda *_, **__: None)
     monkeypatch.setattr(decode, "device_facts", lambda _: H200)
     for given in memory_checks.decodes():
-        *tensors, cut, stored, kv_scale = given[:-6]  # then: fp8 mode, scale of queries, prepared, ranks, backend
-        decode.mla_decode(*tensors, InvariantSplitRule(*cut), format_named(stored), kv_scale)
+        *tensors, cut, stored, kv_scale, mode, q_scale = given[:-4]  # then: prepared, ranks, backend
+        decode.mla_decode(*tensors, InvariantSplitRule(*cut), format_named(stored), kv_scale, None, mode, q_scale)
     for given in memory_checks.prefills():
         varlen.flash_attn_varlen(*given[:-1])
     lines = []

@@ -133,15 +133,20 @@ def test_schedules_are_for_a_backend_with_the_mode(monkeypatch):
     assert "mla_decode: plain, chosen by priority" in backends.explain(SMALL, **given).splitlines()
 
 
-def test_hopper_is_not_planned():
-    """The backend "hopper" refuses the modes that it does not have, for all three ops of a decode."""
+def test_what_hopper_plans():
+    """The backend "hopper" plans decodes over `fp8_e4m3` in every mode, and refuses `fp8_ds_mla`, for all three ops."""
     hopper = {each.name: each for each in backends.registered()}["hopper"]
+    unread = "hopper: reads caches in compute_dtype, fp8_e4m3, got fp8_ds_mla"
     for op in DECODES:
-        request = backends.decode_request(
-            torch.device("cpu"), torch.bfloat16, 512, 64, 64, fast.QueryLenSupport.VARLEN, op=op,
-            cache_format=FP8_E4M3, fp8_mode=MODE,
-        )  # fmt: skip
-        assert f"hopper: decodes in the fp8 modes converted, got {MODE}" in hopper.validate_configuration(request)
+        for mode in FP8_MODES:
+            for cache_format in (FP8_E4M3, FP8_DS_MLA):
+                request = backends.decode_request(
+                    torch.device("cpu"), torch.bfloat16, 512, 64, 64, fast.QueryLenSupport.VARLEN, op=op,
+                    cache_format=cache_format, fp8_mode=mode,
+                )  # fmt: skip
+                reasons = hopper.validate_configuration(request)
+                assert (unread in reasons) == (cache_format is FP8_DS_MLA)
+                assert not [reason for reason in reasons if "modes" in reason]
 
 
 def test_layer_refuses_a_backend_by_name(monkeypatch):

@@ -20,7 +20,7 @@ import fast
 from fast.backends import decode_request, select
 from fast.backends.kernel_request import GQA_OPS
 from fast.kernels.schedule_costs import measured_schedule_costs
-from reference.interfaces import CACHE_FORMATS, COMPUTE_FORMAT, E4M3, QueryLenSupport
+from reference.interfaces import CACHE_FORMATS, COMPUTE_FORMAT, CONVERTED, E4M3, QueryLenSupport
 
 from ..support.factories import DIRECT, integers, make_batch, make_cache, make_entries, new_cache, offsets
 
@@ -49,10 +49,12 @@ def decode_samples(
     seq_lens: Sequence[int] = (20, 33, 0),
     out_dtype: torch.dtype | None = None,
     in_e4m3: bool = False,
+    fp8_mode: str = CONVERTED,
 ) -> list[tuple]:
     """Return the arguments of four decodes: with or without a schedule, and batch-invariant or not.
 
-    With `in_e4m3`, the cache has the format `fp8_e4m3`.
+    With `in_e4m3`, the cache has the format `fp8_e4m3`. With another `fp8_mode` than `converted`, the queries are in
+    e4m3 too.
     """
     batch = make_batch([1, 2, 0], seq_lens, block_size)
     cache, stored, kv_scale = new_cache(batch, latent + rope, dtype).nan_to_num(0), COMPUTE_FORMAT, None
@@ -65,10 +67,13 @@ def decode_samples(
     costs = measured_schedule_costs(heads)
     schedule, own = (fast.plan_decode(plan.seq_lens, 4, costs, own) for own in (False, True))
     ql, q_pe = (torch.randn(batch.num_tokens, heads, width).to(dtype) for width in (latent, rope))
+    q_scale = None
+    if fp8_mode != CONVERTED:
+        ql, q_pe, q_scale = ql.to(E4M3), q_pe.to(E4M3), torch.rand(heads) + 1
     return [
         (ql, q_pe, cache, plan.block_table, plan.seq_lens, plan.query_start_loc, plan.visible_lens, 2, max(seq_lens),
          0.3, out_dtype or dtype, *plan_of, list(costs.split_rule.numbers), stored.name, kv_scale,
-         "converted", None, [], *ranks, decode_backend(dtype, latent, rope, block_size))
+         fp8_mode, q_scale, [], *ranks, decode_backend(dtype, latent, rope, block_size))
         for plan_of, ranks in (
             ((None, None, False), (None, [])),
             ((schedule.tile_ranges, schedule.split_offsets, False), (None, [])),

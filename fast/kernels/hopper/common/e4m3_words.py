@@ -66,3 +66,22 @@ def halves_of_queries(queries):
     quads = gl.permute(gl.reshape(queries, [ROWS, COLUMNS // 4, 2, 2]), [0, 1, 3, 2])
     first, second = gl.split(quads)
     return gl.reshape(first, [ROWS, COLUMNS // 2]), gl.reshape(second, [ROWS, COLUMNS // 2])
+
+
+@gluon.jit
+@no_type_check
+def sorted_keys(words):
+    """Return even and odd columns of words [words of a key, keys] in e4m3, with the keys of each 16 in another order.
+
+    A thread has two words of keys 2j and 2j + 1, and then two words of keys 2j + 8 and 2j + 9, in consecutive
+    registers. In both results, position 4j + i of 16 keys is key 2j, 2j + 1, 2j + 8 or 2j + 9, for i = 0, 1, 2, 3.
+    """
+    even, odd = gl.inline_asm_elementwise(
+        "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;",
+        "=r,=r,r,r", [words], (gl.float8e4nv, gl.float8e4nv), is_pure=True, pack=4,
+    )  # fmt: skip
+    ROWS: gl.constexpr = words.shape[0]
+    KEYS: gl.constexpr = words.shape[1]
+    even = gl.permute(gl.reshape(even, [ROWS, KEYS // 16, 2, 4, 2]), [0, 1, 3, 2, 4])
+    odd = gl.permute(gl.reshape(odd, [ROWS, KEYS // 16, 2, 4, 2]), [0, 1, 3, 2, 4])
+    return gl.reshape(even, [ROWS, KEYS]), gl.reshape(odd, [ROWS, KEYS])

@@ -121,6 +121,7 @@ class Constants(NamedTuple):
         SCHEDULED: True if a schedule assigns work to programs.
         SPLIT: True if all requests have the same number of splits, and this number is at least 2.
         SLICES: number of programs that share each work item; each program computes its own columns of the output.
+        WEIGHTS_E4M3: True if the probabilities are rounded to e4m3 (the fp8 mode `fp8_product`).
     """
 
     CONSUMER: Any
@@ -133,6 +134,7 @@ class Constants(NamedTuple):
     SCHEDULED: Any
     SPLIT: Any
     SLICES: Any
+    WEIGHTS_E4M3: Any = False
 
 
 @constexpr_function

@@ -8,7 +8,8 @@ A row is one (query token, head) pair, and a row block is the rows of a request 
 | row blocks of 16 or 32 rows | `main_loops/row_blocks_16_32.py` |
 | row blocks of 64 rows | `main_loops/row_blocks_64.py` |
 | row blocks of 64 rows, batch-invariant, few short requests | `two_phases` |
-| over a cache in e4m3: row blocks of 16 or 32 rows | `main_loops/row_blocks_16_32_e4m3.py` |
+| over a cache in e4m3, queries in 16 bits: row blocks of 16 or 32 rows | `main_loops/row_blocks_16_32_e4m3.py` |
+| over a cache in e4m3, queries in e4m3: row blocks of 64 rows | `main_loops/row_blocks_64_e4m3.py` |
 
 If a request was split, `fast.kernels.combine` then adds its partial outputs.
 """
@@ -25,7 +26,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from reference.interfaces import (
     COMPUTE_FORMAT,
+    CONVERTED,
     DECODE_TILE,
+    E4M3,
     FP8_E4M3,
     CacheFormat,
     InvariantSplitRule,
@@ -47,6 +50,7 @@ from .arguments import BatchSizes, LaunchInputs, LaunchOutputs, Numbers, QuerySt
 from .main_loops.row_blocks_16_32 import _row_blocks_16_32_kernel
 from .main_loops.row_blocks_16_32_e4m3 import _row_blocks_16_32_e4m3_kernel
 from .main_loops.row_blocks_64 import _row_blocks_64_kernel
+from .main_loops.row_blocks_64_e4m3 import _row_blocks_64_e4m3_kernel
 from .select import (
     FEW_ROWS,
     MANY_ROWS,
@@ -71,6 +75,7 @@ MOST_SIZES = 4096  # size of the cache of `_launch_sizes`; a new value of `max_s
 # the option: the unplanned decode 1 x 8192, N 128, with four row blocks of 32 rows, was 5 % slower with it, row blocks
 # of 32 rows spill up to 48 bytes more, and batch-invariant decodes were not measured.
 ROOM_FOR_COMBINE = {"maxnreg": 144}
+SIGNS = -0x7F80  # the sign bits of a word of two e4m3 numbers: 0x8080 in int16
 LEAST_SCALE = 1e-30  # replaces a softmax scale of 0: masked scores are -inf, and -inf * 0 would be NaN
 
 
@@ -93,6 +98,8 @@ def mla_decode(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     kv_scale: Tensor | None = None,
     out: Tensor | None = None,
+    fp8_mode: str = CONVERTED,
+    q_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the absorbed attention of a few query tokens per request over its cached latents.
 
@@ -100,7 +107,8 @@ def mla_decode(
     table columns. Lkv is the latent width, and R is the rope width.
 
     Args:
-        ql_nope: [T, N, Lkv], bfloat16 or float16; Lkv is 256 or 512.
+        ql_nope: [T, N, Lkv], bfloat16 or float16, or float8_e4m3fn in another `fp8_mode` than `converted`; Lkv is 256
+            or 512.
         q_pe: [T, N, R]; R is 0, 32 or 64.
         kv_cache: [num_blocks, block_size, Lkv + R], in the dtype of the queries or in the format `fp8_e4m3`. A cache
             entry begins at a multiple of 16 bytes; the block size is 16, 32, 64 or 128.
@@ -121,17 +129,21 @@ def mla_decode(
         cache_format: format of the cache: the dtype of the queries, or `fp8_e4m3`.
         kv_scale: scale of a cache in the format `fp8_e4m3`, a float32 number on the device; None for the other format.
         out: [T, N, Lkv] in `out_dtype`, contiguous, written in place; None allocates a tensor.
+        fp8_mode: one of `FP8_MODES`; `fp8_query` and `fp8_product` only over a cache in the format `fp8_e4m3`. In these
+            two modes the queries are in e4m3. In `fp8_product` the probabilities are rounded to e4m3.
+        q_scale: float32 scale of queries in e4m3, [] or [N]; None for `converted`.
 
     Returns:
         out [T, N, Lkv] and lse [N, T].
 
     Raises:
-        ValueError: `ql_nope.dtype` or `out_dtype` is not listed above, or the address of the cache or of `out` is not a
-            multiple of 16 bytes.
+        ValueError: `ql_nope.dtype` or `out_dtype` is not listed above, the address of the cache or of `out` is not a
+            multiple of 16 bytes, or `fp8_mode` does not fit the format of the cache.
     """
     split_decode = decode_splits(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
         softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, cache_format, kv_scale, out,
+        fp8_mode, q_scale,
     )  # fmt: skip
     combine_partial_outputs(
         split_decode.partial_out, split_decode.partial_lse, query_start_loc, max_query_len, tile_ranges, split_offsets,
@@ -143,15 +155,23 @@ def mla_decode(
 def decode_splits(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
     softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule,
-    cache_format=COMPUTE_FORMAT, kv_scale=None, out=None,
+    cache_format=COMPUTE_FORMAT, kv_scale=None, out=None, fp8_mode=CONVERTED, q_scale=None,
 ) -> SplitDecode:  # fmt: skip
     """Run `mla_decode` without the combine kernel; return outputs and partial outputs."""
-    check(ql_nope.dtype in DTYPES, "ql_nope", "dtype bfloat16 or float16", ql_nope.dtype)
+    if fp8_mode == CONVERTED:
+        check(ql_nope.dtype in DTYPES, "ql_nope", "dtype bfloat16 or float16", ql_nope.dtype)
+    else:
+        check(ql_nope.dtype == E4M3, "ql_nope", f"dtype {E4M3} for fp8_mode {fp8_mode}", ql_nope.dtype)
+        e4m3_cache = cache_format.name == FP8_E4M3.name
+        check(e4m3_cache, "cache_format", f"{FP8_E4M3.name} for fp8_mode {fp8_mode}", cache_format.name)
+        ql_nope, q_pe = _as_words(ql_nope), _as_words(q_pe)
     check(out_dtype in OUT_DTYPES, "out_dtype", "float32, bfloat16 or float16", out_dtype)
     if kv_cache.data_ptr() % 16 != 0:
         check(False, "kv_cache", "aligned to 16 bytes", f"address {kv_cache.data_ptr():#x}")
     tokens, heads, latent = ql_nope.shape
     rope = q_pe.shape[2]
+    if fp8_mode != CONVERTED:
+        latent, rope = 2 * latent, 2 * rope
     num_blocks, block_size, _ = kv_cache.shape
     requests, table_width = block_table.shape
     max_keys = readable_keys(max_seq_len, table_width, block_size)
@@ -165,7 +185,8 @@ def decode_splits(
         none = torch.empty(0, dtype=torch.float32, device=device)
         return SplitDecode(out, lse, none, none.clone())
     if softmax_scale < 0:  # kernels find the largest score before they multiply by the scale, which must be positive
-        ql_nope, q_pe, softmax_scale = -ql_nope, -q_pe, -softmax_scale
+        ql_nope, q_pe = (-x if fp8_mode == CONVERTED else x ^ SIGNS for x in (ql_nope, q_pe))
+        softmax_scale = -softmax_scale
     ql_nope, latent_strides = _in_words(ql_nope)
     q_pe, rope_strides = _in_words(q_pe)
 
@@ -174,7 +195,7 @@ def decode_splits(
     assigned, program_rows, row_sizes, partial_out_size, partial_lse_size, constants = _launch_sizes(
         tokens, heads, latent, rope, block_size, requests, max_keys, max_query_len,
         tile_ranges.shape[0] if planned else 0, batch_invariant, split_rule.numbers, device_facts(device).processors,
-        e4m3,
+        e4m3, fp8_mode,
     )  # fmt: skip
     if planned:
         tile_ranges, split_offsets = tile_ranges.contiguous(), split_offsets.contiguous()
@@ -201,6 +222,12 @@ def decode_splits(
             launch_two_phases(
                 inputs, outputs, sizes, row_sizes, numbers, constants, assigned.programs, assigned.pairs,
                 assigned.num_splits,
+            )  # fmt: skip
+        elif fp8_mode != CONVERTED:
+            stride = q_scale.stride(0) if q_scale.dim() else 0
+            launch(
+                _row_blocks_64_e4m3_kernel, (assigned.programs,), *arguments, kv_scale, q_scale, stride, c=constants,
+                **LAUNCH,
             )  # fmt: skip
         elif e4m3:
             launch(_row_blocks_16_32_e4m3_kernel, (assigned.programs,), *arguments, kv_scale, c=constants, **LAUNCH)
@@ -254,6 +281,7 @@ def _launch_sizes(
     split_numbers: tuple[int, int, int, int],
     processors: int,
     e4m3: bool,
+    fp8_mode: str = CONVERTED,
 ) -> LaunchSizes:
     """Return the `LaunchSizes` of a call.
 
@@ -261,9 +289,11 @@ def _launch_sizes(
     """
     split_rule = invariant_split_rule(*split_numbers)
     request_rows = rows_of_a_request(tokens, heads, max_query_len)
-    program_rows = choose_program_rows(
-        ranges, batch_invariant, requests, request_rows, heads, max_keys, processors, e4m3
-    )
+    program_rows = MANY_ROWS  # the only kernel for queries in e4m3 has row blocks of 64 rows
+    if fp8_mode == CONVERTED:
+        program_rows = choose_program_rows(
+            ranges, batch_invariant, requests, request_rows, heads, max_keys, processors, e4m3
+        )
     row_blocks = cdiv(request_rows, program_rows)
     if ranges > 0:
         most_splits = most_invariant_splits(cdiv(max_keys, DECODE_TILE), split_rule) if batch_invariant else 0
@@ -278,7 +308,7 @@ def _launch_sizes(
     constants = Constants(
         CONSUMER=0, ROWS=program_rows, HEADS=heads, LATENT=latent, ROPE=rope, BLOCK_SIZE=block_size,
         BY_LENGTH=batch_invariant, SCHEDULED=ranges > 0, SPLIT=assigned.num_splits > 1 and not batch_invariant,
-        SLICES=assigned.slices,
+        SLICES=assigned.slices, WEIGHTS_E4M3=fp8_mode == "fp8_product",
     )  # fmt: skip
     return LaunchSizes(
         assigned,
@@ -288,6 +318,18 @@ def _launch_sizes(
         2 * assigned.partial_rows + (2 * requests if batch_invariant else 0),
         constants,
     )
+
+
+def _as_words(queries: Tensor) -> Tensor:
+    """Return queries in e4m3 as words (int16) of two elements.
+
+    The function clones queries that torch cannot view as words. Queries without columns have no words.
+    """
+    if queries.shape[2] == 0:
+        return torch.empty(queries.shape, dtype=torch.int16, device=queries.device)
+    if queries.stride(2) != 1 or any(step % 2 for step in (*queries.stride()[:2], queries.storage_offset())):
+        queries = queries.clone(memory_format=torch.contiguous_format)
+    return queries.view(torch.int16)
 
 
 def _in_words(queries: Tensor) -> tuple[Tensor, list[int]]:
@@ -336,14 +378,17 @@ def decode_programs(
     block_size: int,
     query_len: int,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    fp8_mode: str = CONVERTED,
 ) -> int:
     """Return the number of programs with which a schedule fills a device.
 
     Each program of a schedule is launched once for each row block, and a multiprocessor runs one launched program at a
-    time.
+    time. A decode in another `fp8_mode` than `converted` has row blocks of 64 rows.
     """
     rows = num_heads * query_len
-    program_rows = rows_of_a_program(rows, cache_format.name == FP8_E4M3.name)
+    program_rows = MANY_ROWS
+    if fp8_mode == CONVERTED:
+        program_rows = rows_of_a_program(rows, cache_format.name == FP8_E4M3.name)
     return max(1, device_facts(device).processors // cdiv(rows, program_rows))
 
 
@@ -355,6 +400,7 @@ def schedule_costs(
     qk_rope_head_dim: int,
     block_size: int,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    fp8_mode: str = CONVERTED,
 ) -> ScheduleCosts:
     """Return the measured costs from which `plan_decode` makes a schedule; only `num_heads` changes the costs."""
     return measured_schedule_costs(num_heads)

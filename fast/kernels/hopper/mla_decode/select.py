@@ -84,7 +84,7 @@ def assign_by_length(
     items = requests * cdiv(request_rows, program_rows)
     most_splits = most_invariant_splits(cdiv(keys, DECODE_TILE), split_rule)
     pairs = cdiv(keys, 2 * DECODE_TILE)
-    wide = program_rows == MANY_ROWS and latent == WIDE_LATENT
+    wide = program_rows == MANY_ROWS and latent == WIDE_LATENT and not e4m3  # kernels of other caches have slices
     in_two_phases = wide and _scored_at_once(items * pairs, processors)
     num_splits = most_splits
     if not in_two_phases:
@@ -134,6 +134,8 @@ def choose_program_rows(
     e4m3: bool = False,
 ) -> int:
     """Return the number of rows of a row block: 16, 32 or 64; over a cache in e4m3 (`e4m3`), 16 or 32.
+
+    The queries are not in e4m3. (A decode with queries in e4m3 always has row blocks of 64 rows.)
 
     The number of rows also determines the kernel. In a batch-invariant decode, other requests must not change the
     kernel, so the number of heads decides: up to 32 heads take `row_blocks_16_32`, which computes the same bits with 16

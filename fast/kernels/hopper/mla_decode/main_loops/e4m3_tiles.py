@@ -95,7 +95,7 @@ class TileCounters(NamedTuple):
 
     Attributes:
         tiles: number of tiles that this consumer has attended.
-        meetings: number of times that both consumers have met (`_meet`).
+        meetings: number of times that both consumers have met (`meet`).
     """
 
     tiles: Any
@@ -104,7 +104,7 @@ class TileCounters(NamedTuple):
 
 @gluon.jit
 @no_type_check
-def _meet(exchange, meetings):
+def meet(exchange, meetings):
     """Wait until the other consumer has come here too; its accesses to shared memory before are then visible."""
     arrive(exchange)
     mbarrier.wait(exchange, meetings & 1)
@@ -290,7 +290,7 @@ def _merged(largest, total, even, odd, ctx, meetings, c):
     AT_ONCE: gl.constexpr = exchanged.shape[0] // 4  # chunks that a consumer can write in one round
     row_values.index(OWN).store(largest)
     row_values.index(2 + OWN).store(total)
-    meetings = _meet(exchange, meetings)
+    meetings = meet(exchange, meetings)
     before, after = row_values.index(0).load(ROW), row_values.index(1).load(ROW)
     reference = gl.maximum(before, after)
     first_weight, second_weight = gl.exp2(before - reference), gl.exp2(after - reference)
@@ -300,13 +300,13 @@ def _merged(largest, total, even, odd, ctx, meetings, c):
     columns = even[0]
     for chunk in gl.static_range(HALF):
         if chunk > 0 and chunk % AT_ONCE == 0:
-            meetings = _meet(exchange, meetings)  # the other consumer has read what this consumer wrote before
+            meetings = meet(exchange, meetings)  # the other consumer has read what this consumer wrote before
         place = exchanged.index(2 * (OWN * AT_ONCE + chunk % AT_ONCE))
         place.store(even[(1 - OWN) * HALF + chunk])
         place = exchanged.index(2 * (OWN * AT_ONCE + chunk % AT_ONCE) + 1)
         place.store(odd[(1 - OWN) * HALF + chunk])
         if chunk % AT_ONCE == AT_ONCE - 1 or chunk == HALF - 1:
-            meetings = _meet(exchange, meetings)
+            meetings = meet(exchange, meetings)
             for number in gl.static_range(chunk // AT_ONCE * AT_ONCE, chunk + 1):
                 own_even, own_odd = even[OWN * HALF + number], odd[OWN * HALF + number]
                 place = exchanged.index(2 * ((1 - OWN) * AT_ONCE + number % AT_ONCE))
