@@ -66,7 +66,7 @@ def test_kernels_of_a_set(folder):
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         for name, value in vars(importlib.import_module(module.name)).items():
             if name.startswith("_") and name.endswith("_kernel") and value.fn.__module__ == module.name:
-                found.add(name.strip("_"))
+                found.add(value.fn.__name__.strip("_"))  # two variants of one function may have two names
     assert len(found) > 3 and memory_checks.kernels_of([folder]) == found
 
 

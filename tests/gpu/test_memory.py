@@ -68,7 +68,10 @@ def plan_of(builder, query_lens, context_lens):
 
 @pytest.mark.parametrize("shared", ["given", "of the plan"])
 def test_a_prefill_needs_what_the_profile_run_touched(config, shared):
-    """Run prefills with contexts of very different lengths -> equal peaks, not above the peak of the profile run.
+    """Run prefills with contexts of very different lengths -> no peak above that of the profile run, nor far below it.
+
+    The peaks differ by less than an attention state of all query tokens: a chunk that some requests do not attend needs
+    a smaller state.
 
     A layer expands the context in a workspace of fixed size. The workspace is an argument of the layer ("given") or
     belongs to the builder ("of the plan"). The workspace keeps its memory after the first step, so every later peak
@@ -95,8 +98,9 @@ def test_a_prefill_needs_what_the_profile_run_touched(config, shared):
     torch.cuda.empty_cache()
     profile = peak_of(lambda: layer(*given, None))
     peaks = [peak_of(lambda plan=plan: layer(*given, plan)) for plan in plans]
-    assert len(set(peaks)) == 1, peaks
-    assert peaks[0] <= profile, f"a step has {peaks[0] - profile} bytes more than the profile run"
+    state = TOKENS * config.num_heads * (config.v_head_dim + 1) * torch.float32.itemsize
+    assert max(peaks) - min(peaks) < state, peaks
+    assert max(peaks) <= profile, f"a step has {max(peaks) - profile} bytes more than the profile run"
     assert peak_of(lambda: layer(*given, prompts)) <= profile
     memory = builder.workspace.memory if workspace is None else workspace.memory
     assert memory.shape[0] == context_workspace_size(config, WORKSPACE)

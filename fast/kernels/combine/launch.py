@@ -146,14 +146,16 @@ def combine_partial_outputs(
                 **tiles, **written, **following,
             )  # fmt: skip
         else:
-            programs = grid[0]
-            if tile not in ONE_TILE_EACH:
+            programs, one_tile = grid[0], tile in ONE_TILE_EACH
+            if not one_tile:
                 warps = WARPS_OF_A_PROCESSOR[tile_ranges.shape[0] >= 2 * requests]
                 programs = min(programs, facts.processors * (warps // tile.warps))
+                # few requests hardly ever have this tile, so that warm-up compiles its loop over tiles alone
+                one_tile = programs == grid[0] and tile != FOR_ONE_PLANNED_SPLIT
             launch(
                 _combine_scheduled_kernel, (programs,),
                 offsets, query_start_loc, partial_out, partial_lse, out, lse, sinks, tokens, request_rows, partials,
-                requests, row_tiles, CHUNK=CHUNK, ONE_TILE=programs == grid[0], **tiles, **written, **following,
+                requests, row_tiles, CHUNK=CHUNK, ONE_TILE=one_tile, **tiles, **written, **following,
             )  # fmt: skip
 
 
