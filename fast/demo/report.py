@@ -27,6 +27,8 @@ COLOURS = {
     "vLLM Triton": "#cc79a7",
     "cuDNN": "#8a6d3b",
     "FA2 (V padded)": "#4f4f9e",
+    "FA4": "#b2182b",
+    "FlashInfer": "#5f9e1f",
 }
 NO_CONTENDER = "#7f7f7f"  # colour of the bars of cache sizes, which belong to no project
 # rows of the table of cache sizes: key of the figures, name in the table, name in the picture
