@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -88,7 +87,7 @@ class ContextChunk:
     run: ChunkRun | None = None
     run_query_start_loc: Int32[Tensor, " offsets"] | None = None
 
-    @cached_property
+    @property
     def run_cu_seq_lens(self) -> Int32[Tensor, " offsets"]:
         """Return the elements of `cu_seq_lens` for the run; the first is 0, as no earlier request has tokens here."""
         if self.run_query_start_loc is None:

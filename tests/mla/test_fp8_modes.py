@@ -219,11 +219,13 @@ def test_backends_declare_their_modes(case, monkeypatch):
         replace(support, fp8_modes=("fp8",))
 
 
-@pytest.mark.parametrize("name, wanted", [("cpu", FP8_MODES), ("triton", FP8_MODES), ("hopper", ("converted",))])
+@pytest.mark.parametrize("name, wanted", [("cpu", FP8_MODES), ("triton", FP8_MODES), ("hopper", FP8_MODES)])
 def test_modes_of_the_kernels(name, wanted):
-    """The backends "cpu" and "triton" declare every mode, and "hopper" declares `converted` alone."""
-    declared = {each.name: each for each in backends.registered()}[name].ops["mla_decode"].fp8_modes
-    assert declared == wanted
+    """Every backend of this package declares every mode; "hopper" only over `fp8_e4m3`."""
+    declared = {each.name: each for each in backends.registered()}[name].ops["mla_decode"]
+    assert declared.fp8_modes == wanted
+    limited = {"hopper": {"compute_dtype": ("converted",)}}
+    assert {name: modes for name, modes in declared.format_modes.items() if modes != FP8_MODES} == limited.get(name, {})
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

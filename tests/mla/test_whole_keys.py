@@ -31,11 +31,11 @@ OP = "flash_attn_varlen"
 KEYS: list[torch.Tensor] = []  # keys of each call of `attend_whole`
 
 
-def attend_whole(q, k, k_pe, *rest):
+def attend_whole(q, k, k_pe, *rest, **options):
     """Attend with the CPU kernels, and note the keys, which must be whole."""
     assert k_pe is None and k.shape[2] == q.shape[2]
     KEYS.append(k)
-    return backends.kernel("cpu", OP)(q, k, None, *rest)
+    return backends.kernel("cpu", OP)(q, k, None, *rest, **options)
 
 
 WHOLE = Backend("whole", 50, "cpu", {OP: replace(CPU.ops[OP], launcher=attend_whole, whole_keys=True)})
