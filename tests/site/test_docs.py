@@ -588,7 +588,7 @@ def test_other_table():
 
 def test_hardware_and_dates():
     """Read the text below the README's tables -> the hardware and the dates of the results files."""
-    gpus = [results_of(name) for name in ("h200", "h200-decode", "h200-decode-triton", "h200-x4")]
+    gpus = [results_of(name) for name in ("h200", "h200-decode", "h200-decode-triton", "h200-prefill", "h200-x4")]
     cpu = results_of("cpu-2-cores")
     for results in (*gpus, cpu):
         assert {"command", "hardware", "threads", "versions", "date", "fast_sha256"} <= results.keys()

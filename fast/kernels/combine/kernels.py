@@ -269,8 +269,8 @@ def _combine_scheduled_kernel(
 ):  # fmt: skip
     """Combine the requests that a schedule has split, in combine tiles of ROWS rows and COLUMNS columns.
 
-    ONE_TILE is true if there is one program for each combine tile; the module docstring explains both variants. The
-    decode kernel has already written the output of a request with one split. A request without keys has no split;
+    ONE_TILE is true only if there is one program for each combine tile; the module docstring explains both variants.
+    The decode kernel has already written the output of a request with one split. A request without keys has no split;
     this kernel writes its output 0 and LSE -inf.
     """
     if DEPENDENT:

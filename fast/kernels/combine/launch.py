@@ -150,7 +150,7 @@ def combine_partial_outputs(
             if not one_tile:
                 warps = WARPS_OF_A_PROCESSOR[tile_ranges.shape[0] >= 2 * requests]
                 programs = min(programs, facts.processors * (warps // tile.warps))
-                # few requests hardly ever have this tile, so that warm-up compiles its loop over tiles alone
+                # this tile is rare for few requests: it always has the loop over tiles, so warm-up compiles one variant
                 one_tile = programs == grid[0] and tile != FOR_ONE_PLANNED_SPLIT
             launch(
                 _combine_scheduled_kernel, (programs,),

@@ -53,10 +53,8 @@ def merge_attn_states(
     with device_of(out):
         launch(
             _merge_kernel if aligned else _unaligned_merge_kernel, (cdiv(tokens, TOKENS) * head_tiles,),
-            prefix_out, prefix_lse, suffix_out, suffix_lse, out, made_lse, output_scale, tokens, heads,
-            head_tiles,
-            *prefix_out.stride(), *prefix_lse.stride(), *suffix_out.stride(), *suffix_lse.stride(),
-            made_lse.stride(0),
+            prefix_out, prefix_lse, suffix_out, suffix_lse, out, made_lse, output_scale, tokens, heads, head_tiles,
+            *prefix_out.stride(), *prefix_lse.stride(), *suffix_out.stride(), *suffix_lse.stride(), made_lse.stride(0),
             VALUE=value_dim, VALUE_TILE=value_tile, HEADS=head_tile, TOKENS=TOKENS, NATIVE=native, num_warps=4,
         )  # fmt: skip
     return out, lse if made_lse is lse else lse.copy_(made_lse)
