@@ -246,6 +246,7 @@ def make_model(preset: str, dims: Mapping[str, Any], layers: int, dtype: torch.d
         vocab_size=8, num_hidden_layers=layers, first_k_dense_replace=layers, intermediate_size=1,
         num_attention_heads=dims["num_heads"], num_key_value_heads=dims["num_heads"], max_position_embeddings=163840,
         rope_parameters={**YARN, **mscale}, attn_implementation="sdpa",
+        initializer_range=dims["hidden_size"] ** -0.5,
         **{name: size for name, size in dims.items() if name != "num_heads"},
     )  # fmt: skip
     with torch.device(device):
