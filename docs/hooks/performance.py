@@ -21,6 +21,7 @@ from cascades import cascade_table
 from charts import Chart, Line, Mark
 from fp8_errors import modes_table, weights_table
 from fp8_loss import bits_table, random_table, scores_table
+from layer_stages import layer_bars, layers_table, stages_table
 from markdown.extensions.toc import slugify
 from markdown_tables import DIMS, dims_table, shapes_table, table
 from mkdocs.config.defaults import MkDocsConfig
@@ -248,6 +249,10 @@ class Results:
     def steps(self, name: str) -> str:
         """Return the facts, bar chart, table and command of a results file of tests.benchmarks.step (whole steps)."""
         return self._whole(name, step_bars, step_table)
+
+    def layers(self, name: str) -> str:
+        """Return the facts, charts, tables and command of a results file of `tests.benchmarks.step --layer`."""
+        return self._whole(name, layers_table, layer_bars, stages_table)
 
     def host(self, name: str) -> str:
         """Return the facts, table and command of a results file of tests.benchmarks.host (times on the CPU)."""

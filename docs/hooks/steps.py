@@ -23,6 +23,7 @@ HOST_PLAN_NOTE = (
 )
 NOT_MEASURED = {  # results file that is allowed to be missing: command that writes the file
     "h200-step.json": "python -m tests.benchmarks.step --json docs/results/h200-step.json",
+    "h200-layer.json": "python -m tests.benchmarks.step --layer --peers .peers --json docs/results/h200-layer.json",
     "h200-warmup.json": "python -m tests.benchmarks.warmup --json docs/results/h200-warmup.json",
     "h200-decode-fp8-ds-mla.json": "python -m tests.benchmarks.decode --cache-format fp8_ds_mla --time 60 "
     "--json docs/results/h200-decode-fp8-ds-mla.json",

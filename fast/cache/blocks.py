@@ -105,6 +105,10 @@ def swap_blocks(
 ) -> None:
     """Copy whole blocks from one cache into another, bit for bit, on the same or another device.
 
+    If the caches are on two devices, the host waits until the blocks are copied. Put the cache of the host in pinned
+    memory (`Tensor.pin_memory`): the blocks are then copied directly, and every long run of consecutive blocks is one
+    copy. Blocks in other host memory go through a buffer, which takes longer.
+
     Args:
         source: cache that is read: a latent cache or a key/value cache.
         target: cache that is written, in the dtype of `source` and with the same shape except for the number of blocks.

@@ -1,4 +1,4 @@
-"""Time the operations that move bytes, with the dims of DeepSeek-V3: gather, cache write, block copy, reorder, merge.
+"""Time the operations that move bytes, with the dims of DeepSeek-V3: gather, cache write, copies, reorder, merge.
 
     python -m tests.benchmarks.bytes
     python -m tests.benchmarks.bytes --rows gather,65536 merge,65536 --json bytes.json
@@ -22,6 +22,13 @@ tokens in blocks of 64, the operations that depend on the cache format move thes
 The operations whose names end in a cache format read or write a cache of this format: "gather_fp8_e4m3" dequantises the
 entries that it reads, and "cache_write_fp8_e4m3" quantises the entries that it writes. Every "fused_write" also rotates
 the queries and the keys, and applies the RMS norm to the latents. The queries have 16 heads, as on one of 8 ranks.
+
+A swap copies blocks between the GPU and pinned host memory. Its bytes are counted once, because they cross the link
+between the two once. The plain copy beside a swap is one `copy_` of as many bytes over the same link, and in the same
+direction. The ceiling of the table, the copy within the memory of the GPU, does not apply to swaps.
+
+- swap_out, swap_in: the blocks are in random order, and their numbers are on the GPU.
+- swap_out_run, swap_in_run: the blocks follow each other, and their numbers are on the host.
 """
 
 from __future__ import annotations
@@ -72,10 +79,10 @@ class Row:
     """One operation and its size.
 
     Attributes:
-        op: gather, cache_write, fused_write, copy_blocks, reorg, reorg_64, merge or merge_bfloat16. The first three
-            also occur with the name of a cache format, such as gather_fp8_e4m3. reorg puts the context of 4 ranks into
-            token order; each rank in turn has 1 token (reorg) or 64 tokens (reorg_64). merge joins two float32
-            attention states, as in a prefill; merge_bfloat16 joins two bfloat16 states.
+        op: a name in MAKERS. gather, cache_write and fused_write also occur with the name of a cache format, such as
+            gather_fp8_e4m3. swap_out and swap_in copy blocks between the GPU and the host. reorg puts the context of 4
+            ranks into token order; each rank in turn has 1 token (reorg) or 64 tokens (reorg_64). merge joins two
+            float32 attention states, as in a prefill; merge_bfloat16 joins two bfloat16 states.
         tokens: number of tokens.
     """
 
@@ -97,7 +104,8 @@ class Row:
     def bytes(self) -> int:
         """Bytes that the operation reads and writes.
 
-        A merge reads two attention states and writes one state. Every other operation reads each cache entry once,
+        A merge reads two attention states and writes one state. A swap counts each entry once, and leaves out the
+        numbers of the blocks, which are few bytes. Every other operation reads each cache entry once,
         writes each cache entry once, and reads the indices. A fused write also writes the normed and rotated entries,
         reads the positions, and reads and writes the rope parts of the queries.
         """
@@ -105,6 +113,8 @@ class Row:
         entries = self.tokens * (plain + self.cache_format.entry_bytes(LATENT, ROPE, DTYPE))
         if self.op.startswith("merge"):
             return 3 * self.tokens * HEADS * (VALUE * merge_dtype(self).itemsize + torch.float32.itemsize)
+        if self.op.startswith("swap"):
+            return self.tokens * plain
         indices = {
             "gather": 4 * (self.tokens // BLOCK_SIZE),
             "cache_write": 8 * self.tokens,
@@ -260,6 +270,35 @@ def copy_blocks(row: Row, sets: int, backend: str | None, device: str) -> tuple[
     return [lambda m=mapping: copy(m) for mapping in mappings], check
 
 
+def host_cache(blocks: int, device: str) -> Tensor:
+    """Return a cache of random entries on the host, in pinned memory if `device` is a GPU."""
+    cache = random_cache(blocks, device)
+    return torch.empty_like(cache, device="cpu", pin_memory=device == "cuda").copy_(cache)
+
+
+def swap(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[Callable], Callable]:
+    """Return calls that copy blocks between the device and the host, and a check of the target."""
+    pairs, out, run = row.tokens // BLOCK_SIZE, row.op.startswith("swap_out"), row.op.endswith("_run")
+    on_device, on_host = random_cache(sets * pairs, device), host_cache(sets * pairs, device)
+    source, target = (on_device, on_host) if out else (on_host, on_device)
+    if run:
+        mappings = torch.arange(sets * pairs).view(sets, pairs, 1).expand(-1, -1, 2).contiguous()
+    else:
+        mappings = torch.stack([torch.randperm(sets * pairs) for _ in range(2)], -1).view(sets, pairs, 2).to(device)
+    before = target.clone()
+
+    def copy(mapping: Tensor) -> Tensor:
+        fast.swap_blocks(source, target, mapping, backend=backend)
+        return target
+
+    def check(copied: Tensor) -> list[Parity]:
+        read, written = mappings[0].cpu().unbind(1)
+        before[written.to(before.device)] = source[read.to(source.device)].to(before.device)
+        return [compare_exact("swap_blocks", copied, before)]
+
+    return [lambda m=mapping: copy(m) for mapping in mappings], check
+
+
 def reorg(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[Callable], Callable]:
     """Return calls that put the context of RANKS ranks into token order, and a check of the output."""
     interleave, each = REORG_INTERLEAVE[row.op], row.tokens // REQUESTS
@@ -310,6 +349,10 @@ MAKERS = {
     "cache_write": cache_write,
     "fused_write": fused_write,
     "copy_blocks": copy_blocks,
+    "swap_out": swap,
+    "swap_in": swap,
+    "swap_out_run": swap,
+    "swap_in_run": swap,
     "reorg": reorg,
     "reorg_64": reorg,
     "merge": merge,
@@ -321,6 +364,30 @@ MAKERS = {
 ROWS = tuple(Row(op, 65536) for op in MAKERS)
 
 
+def plain_copies(row: Row, sets: int, device: str) -> tuple[list[Callable], Tensor, Tensor]:
+    """Return calls that copy as many bytes as a row moves in one piece, and source and target of the first call.
+
+    A swap is compared with copies over the link between the GPU and the host, in the direction of the swap. A call
+    waits for the end of its copy, as a swap does, except while a CUDA graph is captured.
+    """
+    if not row.op.startswith("swap"):
+        half = row.bytes // 4  # bfloat16 numbers that are read; as many are written
+        sources, targets = ([torch.randn(half, device=device).to(torch.bfloat16) for _ in range(sets)] for _ in "rw")
+        # `mul` by 1 copies with a kernel; `copy_` would be a memcpy node in a CUDA graph, with another speed on some
+        # GPUs
+        calls = [lambda s=s, t=t: torch.mul(s, 1, out=t) for s, t in zip(sources, targets, strict=True)]
+        return calls, sources[0], targets[0]
+    blocks = row.tokens // BLOCK_SIZE
+    on_device, on_host = random_cache(sets * blocks, device), host_cache(sets * blocks, device)
+    ends = (on_device, on_host) if row.op.startswith("swap_out") else (on_host, on_device)
+    parts = list(zip(*(end.split(blocks) for end in ends), strict=True))
+
+    def copy(source: Tensor, target: Tensor) -> Tensor:
+        return target.copy_(source, non_blocking=device == "cuda" and torch.cuda.is_current_stream_capturing())
+
+    return [lambda s=source, t=target: copy(s, t) for source, target in parts], *parts[0]
+
+
 def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: str = "cuda") -> Case:
     """Return the inputs of one row and its contenders (the implementations to time).
 
@@ -328,14 +395,10 @@ def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: s
     """
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if device == "cuda" else 1
     calls, check = MAKERS[row.op](row, input_sets(row.bytes, l2_bytes), backend, device)
-    sources, targets = (
-        [torch.randn(row.bytes // 4, device=device).to(torch.bfloat16) for _ in calls] for _ in range(2)
-    )
-    # `mul` by 1 copies with a kernel; `copy_` would be a memcpy node in a CUDA graph, with another speed on some GPUs
-    copies = [lambda s=s, t=t: torch.mul(s, 1, out=t) for s, t in zip(sources, targets, strict=True)]
+    copies, source, target = plain_copies(row, len(calls), device)
 
     def check_either(output) -> list[Parity]:
-        return [compare_exact("copy", output, sources[0])] if output is targets[0] else check(output)
+        return [compare_exact("copy", output, source.to(output.device))] if output is target else check(output)
 
     return Case(0, row.bytes, {OURS: Contender(calls), "plain copy": Contender(copies)}, check_either)
 

@@ -2,6 +2,9 @@
 
     python -m tests.benchmarks.step
     python -m tests.benchmarks.step --batches decodes mixed --json step.json
+    python -m tests.benchmarks.step --layer --peers .peers --json layer.json
+
+With `--layer`, the benchmark times one layer of DeepSeek-V3 and one of DeepSeek-V2-Lite instead (`layer_stages`).
 
 A step plans its batch once and then runs all attention layers: projections, rotation and norm, cache write, attention
 on the absorbed and the expanded path, output projection. The MLPs of the model do not run. Every layer has its own
@@ -35,6 +38,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +49,8 @@ import fast
 from reference.interfaces import CommonAttentionMetadata, MLAConfig, MLAMetadata
 
 from . import command_line
-from .command_line import CannotRun, check_at_least_one, check_device, wide_console, write_report
+from .command_line import CannotRun, check_at_least_one, check_device, check_peers, wide_console, write_report
+from .contest import load_peers
 from .kernel_times import LAYER_MARK, PARTS, Kernel, Marker, busy_time, cut_at_marks, time_of_parts, traced_steps
 from .layers import (
     BLOCK_SIZE,
@@ -60,7 +65,7 @@ from .layers import (
 )
 from .recorded_ops import record, time_ops
 from .report import provenance
-from .timing import LAYERS, Clock, Spread
+from .timing import LAYERS, Clock, Spread, measure_ceilings
 
 RESERVED_BYTES = 20 << 30  # memory for activations, recorded tensors and workspaces of a step
 TRACED_STEPS = 5
@@ -438,14 +443,50 @@ def make_parser() -> argparse.ArgumentParser:
                         "%(default)s, or as many as fit)")  # fmt: skip
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="timed steps for each batch, eager "
                         "and as graph (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--layer", action="store_true", help="time the stages of one layer, beside transformers and "
+                        "the kernels of --peers; --batches, --layers and --steps have no effect")  # fmt: skip
+    parser.add_argument("--peers", type=Path, metavar="DIR", help="folder with a module peers.py, whose attention is "
+                        "timed beside a layer (only with --layer)")  # fmt: skip
     return parser
+
+
+def _time_layers(argv: Sequence[str], arguments: argparse.Namespace) -> int:
+    """Time single layers, print and write the times, and return the exit status."""
+    import transformers
+
+    from . import layer_stages
+
+    device = arguments.device
+    torch.manual_seed(0)
+    clock = Clock(100.0) if device == "cuda" else None
+    ceilings = None if clock is None else measure_ceilings(clock)
+    peers = None if arguments.peers is None else load_peers(arguments.peers)
+    count = layer_stages.LAYERS_IN_A_GRAPH if device == "cuda" else 2
+    rows = layer_stages.time_layers(device, arguments.backend, arguments.heads, clock, ceilings, peers, count)
+    console = wide_console(190)
+    console.print(layer_stages.draw(rows))
+    for row in rows:
+        for who, reason in {**row["absent"], **row["not_captured"]}.items():
+            console.print(f"{row['layer']}, {row['batch']}: {who}: {reason}", markup=False)
+    targets = layer_stages.verdicts(rows)
+    for verdict in targets:
+        console.print(verdict["text"], markup=False)
+    if arguments.json is not None:
+        head = provenance("step", argv, device=device, transformers=transformers.__version__)
+        measured = None if ceilings is None else ceilings.as_json()
+        report = {**head, "layers_in_a_graph": count, "ceilings": measured, "targets": targets, "rows": rows}
+        write_report(arguments.json, report, console)
+    return 0
 
 
 def _run(argv: Sequence[str], arguments: argparse.Namespace) -> int:
     check_device(arguments.device)
     check_at_least_one(arguments, "layers", "heads", "steps")
+    check_peers(arguments.peers)
+    if arguments.peers is not None and not arguments.layer:
+        raise CannotRun(f"--peers: expected together with --layer, got {arguments.peers} alone")
     with torch.no_grad(), host_threads(arguments.device):
-        return _time_batches(argv, arguments)
+        return (_time_layers if arguments.layer else _time_batches)(argv, arguments)
 
 
 def _time_batches(argv: Sequence[str], arguments: argparse.Namespace) -> int:

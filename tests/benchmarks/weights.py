@@ -3,13 +3,13 @@
     python -m tests.benchmarks.weights
     python -m tests.benchmarks.weights --rows query_to_latent,16,128 expand_kv,4096,16 --json weights.json
 
-A row is one product, with T tokens and N heads. Each row times several *contenders* (implementations of the product),
-whose names begin with "fast". There are two kinds of products:
+A row is one product, with T tokens and N heads. Each row times several *contenders* (implementations of the product).
+There are two kinds of products:
 
 - Absorbed: `query_to_latent` and `latent_to_value` multiply by an absorbed weight, [N, 128, 512] or [N, 512, 128]. The
   contender "fast" multiplies by the weight in bfloat16. The other two contenders multiply by the weight in e4m3
   (`quantize_weight`): "fast, e4m3" with one scale for each head, and "fast, e4m3, one scale" with one scale for the
-  weight.
+  weight. The peer "torch.bmm" is the product of cuBLAS with the weight in bfloat16; its output is stored head by head.
 - Expansion: `expand_kv` expands latents into keys and values with a module `kv_b_proj` that stores its weight in e4m3.
   The contender "fast" multiplies by a dense copy of the weight in bfloat16 (`expand_kv`). The other two contenders call
   the module (`expand_kv_by_module`): "fast, weight-only module" converts the weight to bfloat16 in every call, and
@@ -60,6 +60,7 @@ LATENT, NOPE, VALUE = 512, 128, 128
 DTYPE = torch.bfloat16
 MOST_SETS = 256  # largest number of sets of inputs; a weight of 1 MB (16 heads, e4m3) needs many sets to fill the L2
 EXPANSION = "expand_kv"
+BMM = "torch.bmm"
 OPS = ("query_to_latent", "latent_to_value", EXPANSION)
 PER_HEAD, ONE_SCALE = f"{OURS}, e4m3", f"{OURS}, e4m3, one scale"
 WEIGHT_ONLY, ROUNDING = f"{OURS}, weight-only module", f"{OURS}, e4m3 module"
@@ -112,8 +113,9 @@ class Row:
         return DTYPE.itemsize * (read + self.T * self.N * m) + weight_bytes * self.N * k * m + scale_bytes
 
 
+ABSORBED_TOKENS = (1, 4, 16, 64, 128, 256, 512)
 ROWS = (
-    *(Row(op, tokens, heads) for op in OPS[:2] for heads in (128, 16) for tokens in (1, 16, 128, 512)),
+    *(Row(op, tokens, heads) for op in OPS[:2] for heads in (128, 16) for tokens in ABSORBED_TOKENS),
     *(Row(EXPANSION, tokens, heads) for heads in (128, 16) for tokens in (512, 4096)),
 )
 
@@ -213,13 +215,17 @@ def absorbed_products(row: Row, sets: int, backend: str | None, device: str) -> 
     stored = {OURS: weights, **{who: [fast.quantize_weight(weight, per_head) for weight in weights]
                                 for who, per_head in ((PER_HEAD, True), (ONE_SCALE, False))}}  # fmt: skip
     numbers = {who: each[0].double() if who == OURS else dense_numbers(each[0]) for who, each in stored.items()}
+    numbers[BMM] = numbers[OURS]
     x = xs[0]
     size = row.N * k * m
-    weight_bytes = {OURS: (DTYPE.itemsize, 0), PER_HEAD: (1, 4 * row.N), ONE_SCALE: (1, 4)}
+    weight_bytes = {OURS: (DTYPE.itemsize, 0), PER_HEAD: (1, 4 * row.N), ONE_SCALE: (1, 4), BMM: (DTYPE.itemsize, 0)}
     return Products(
-        {who: [partial(ours, x, weight, backend=backend) for x, weight in zip(xs, each, strict=True)]
-         for who, each in stored.items()},
-        {who: partial(theirs, x, each[0]) for who, each in stored.items()},
+        {
+            **{who: [partial(ours, x, weight, backend=backend) for x, weight in zip(xs, each, strict=True)]
+               for who, each in stored.items()},
+            BMM: [partial(torch.bmm, x.transpose(0, 1), weight) for x, weight in zip(xs, weights, strict=True)],
+        },
+        {who: partial(theirs, x, (stored | {BMM: weights})[who][0]) for who in numbers},
         {who: partial(theirs, x.double(), each) for who, each in numbers.items()},
         theirs(x.double(), weights[0].double()), weight_bytes,
         {who: each * size + scales for who, (each, scales) in weight_bytes.items()},
@@ -278,6 +284,8 @@ def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: s
     errors: dict[str, float] = {}
 
     def view(who: str, output: Any) -> tuple[str, Tensor]:
+        if who == BMM:
+            output = output.transpose(0, 1)
         return who, torch.cat(output, -1) if row.op == EXPANSION else output
 
     def check(viewed: tuple[str, Tensor]) -> list[Parity]:

@@ -81,6 +81,7 @@ def test_bytes_counts():
     assert moves.Row("gather", 65536).bytes == entries + 4096
     assert moves.Row("cache_write", 65536).bytes == entries + 524_288
     assert moves.Row("copy_blocks", 65536).bytes == entries + 16_384
+    assert moves.Row("swap_out", 65536).bytes == moves.Row("swap_in_run", 65536).bytes == 75_497_472
     for name, entry in (("fp8_e4m3", 576), ("fp8_ds_mla", 656)):
         assert moves.Row(f"gather_{name}", 65536).bytes == 65536 * (entry + 1152) + 4096
         assert moves.Row(f"cache_write_{name}", 65536).bytes == 65536 * (1152 + entry) + 524_288
@@ -102,8 +103,9 @@ def test_bytes_of_a_contender():
 
 
 def test_rows_are_the_published_ones():
-    assert {(row.T, row.N) for row in weights.ROWS[:16]} == {(t, n) for t in (1, 16, 128, 512) for n in (16, 128)}
-    assert len(set(decode.ROWS)) == 23 and len(set(prefill.ROWS)) == 8 and len(set(moves.ROWS)) == 14
+    shapes = {(row.T, row.N) for row in weights.ROWS if row.op == "query_to_latent"}
+    assert shapes == {(t, n) for t in (1, 4, 16, 64, 128, 256, 512) for n in (16, 128)}
+    assert len(set(decode.ROWS)) == 23 and len(set(prefill.ROWS)) == 8 and len(set(moves.ROWS)) == 18
     assert {row.N for row in decode.ROWS} == {128, 64, 32, 16}
     assert decode.Row(1, 131072, 1, 16) in decode.ROWS and decode.Row(128, 4096, 2, 16) in decode.ROWS
 

@@ -13,7 +13,7 @@ A cache entry is the latent and the rotated key part of one token, Lkv + R eleme
 
 from __future__ import annotations
 
-from typing import no_type_check
+from typing import NamedTuple, no_type_check
 
 import torch
 import triton
@@ -37,6 +37,8 @@ from .cache_rows import (
     tiles_of,
     write_entries,
 )
+
+LEAST_COPY_BYTES = 1 << 20  # a shorter copy to another device takes less time than the host needs to start it
 
 
 def concat_and_cache_mla(
@@ -111,34 +113,101 @@ def copy_blocks(kv_caches: list[Tensor], block_mapping: Tensor) -> None:
     same target, or if a block is the source of one pair and the target of another, the result is undefined.
     """
     for kv_cache in kv_caches:
-        _copy_pairs(kv_cache, kv_cache, block_mapping)
+        _copy_pairs(kv_cache, kv_cache, block_mapping, kv_cache.device)
+
+
+class BlockRun(NamedTuple):
+    """Consecutive blocks of one cache that are copied to consecutive blocks of another cache.
+
+    Attributes:
+        source: first block that is read.
+        target: first block that is written.
+        length: number of blocks.
+    """
+
+    source: int
+    target: int
+    length: int
 
 
 def swap_blocks(source: Tensor, target: Tensor, block_mapping: Tensor) -> None:
     """Copy blocks from one cache to another, for the (source, target) pairs of `block_mapping` [pairs, 2].
 
-    A pair with a block outside its cache is skipped. If both caches are on one device, one kernel copies the pairs in
-    no defined order. If the caches are on two devices, PyTorch gathers the blocks into a buffer, copies the buffer to
-    the other device and scatters it there. In this case the host reads `block_mapping`, and therefore waits for the
-    device that holds `block_mapping`.
+    A pair with a block outside its cache is skipped. The pairs are copied in no defined order. If both caches are on
+    one device, one kernel copies the blocks. Between a GPU and pinned host memory, `copy_to_other_device` copies the
+    blocks without a buffer. In all other cases, PyTorch gathers the blocks into a buffer, copies the buffer to the
+    other device and scatters it there.
+
+    If the caches are on two devices, the host waits until the blocks are copied. During the capture of a CUDA graph,
+    the host does not wait; the capture fails unless the host memory is pinned.
     """
     if source.device == target.device:
-        return _copy_pairs(source, target, block_mapping)
-    pairs = block_mapping.cpu()
-    limits = torch.tensor([source.shape[0], target.shape[0]], device="cpu")
-    read, written = pairs[((pairs >= 0) & (pairs < limits)).all(1)].unbind(1)
+        return _copy_pairs(source, target, block_mapping, source.device)
+    host, on_gpu = (source, target) if source.device.type == "cpu" else (target, source)
+    if host.device.type == "cpu" and host.is_pinned():
+        with device_of(on_gpu):
+            copy_to_other_device(source, target, block_mapping, on_gpu.device)
+            if not torch.cuda.is_current_stream_capturing():
+                torch.cuda.current_stream().synchronize()
+        return
+    pairs = _pairs_inside(block_mapping.cpu(), source.shape[0], target.shape[0])
+    read, written = pairs.unbind(1)
     target[written.to(target.device)] = source[read.to(source.device)].to(target.device)
 
 
-def _copy_pairs(source: Tensor, target: Tensor, block_mapping: Tensor) -> None:
-    """Copy whole blocks between two caches on one device; `block_mapping` may be on the host."""
+def copy_to_other_device(source: Tensor, target: Tensor, block_mapping: Tensor, device: torch.device) -> None:
+    """Copy blocks between `device`, which is a GPU, and pinned host memory; do not wait.
+
+    If `block_mapping` is on the host, each run of consecutive blocks with at least LEAST_COPY_BYTES bytes is one copy.
+    One kernel copies all other blocks; it reads or writes the host memory directly. If `block_mapping` is on the GPU,
+    the kernel copies all blocks, so that the host does not wait for the mapping.
+    """
+    if block_mapping.device.type == "cpu" and source.is_contiguous() and target.is_contiguous():
+        block_bytes = source[:1].numel() * source.element_size()
+        least = cdiv(LEAST_COPY_BYTES, max(1, block_bytes))
+        pairs = _pairs_inside(block_mapping, source.shape[0], target.shape[0])
+        runs, block_mapping = divide_into_runs(pairs, least)
+        for run in runs:
+            written = target[run.target : run.target + run.length]
+            written.copy_(source[run.source : run.source + run.length], non_blocking=True)
+    _copy_pairs(source, target, block_mapping, device)
+
+
+def divide_into_runs(pairs: Tensor, least: int) -> tuple[list[BlockRun], Tensor]:
+    """Return the runs of at least `least` blocks among `pairs` [pairs, 2] on the host, and all other pairs."""
+    pairs = pairs[pairs[:, 0].argsort()]
+    pairs = pairs[(pairs[:, 1] - pairs[:, 0]).argsort(stable=True)]  # pairs of one run now follow each other
+    begins = (pairs.diff(dim=0) != 1).any(1)
+    begins = torch.cat((begins.new_ones(min(1, len(pairs))), begins))  # [pairs]: whether a run begins here
+    number = begins.cumsum(0) - 1  # [pairs]: number of the run
+    lengths = number.bincount()
+    firsts = pairs[begins].tolist()
+    runs = [
+        BlockRun(*first, length)
+        for first, length in zip(firsts, lengths.tolist(), strict=True)
+        if length >= least
+    ]  # fmt: skip
+    return runs, pairs[lengths[number] < least]
+
+
+def _pairs_inside(pairs: Tensor, source_blocks: int, target_blocks: int) -> Tensor:
+    """Return the pairs whose blocks are inside both caches; `pairs` [pairs, 2] is on the host."""
+    limits = torch.tensor([source_blocks, target_blocks], device="cpu")
+    return pairs[((pairs >= 0) & (pairs < limits)).all(1)]
+
+
+def _copy_pairs(source: Tensor, target: Tensor, block_mapping: Tensor, device: torch.device) -> None:
+    """Copy whole blocks with a kernel on `device`; `block_mapping` may be on the host.
+
+    Each cache is on `device`, or in pinned host memory, which the kernel accesses over the bus.
+    """
     source_blocks, block_size, width = source.shape
     if block_mapping.shape[0] == 0 or source.numel() == 0 or target.numel() == 0:
         return
-    mapping = block_mapping.to(source.device, non_blocking=True)
+    mapping = block_mapping.to(device, non_blocking=True)
     read, written = as_integers(source, target)
     tokens, rows = mapping.shape[0] * block_size, rows_per_program(width * read.element_size())
-    with device_of(read):
+    with device_of(mapping):
         launch(
             _copy_blocks_kernel, (cdiv(tokens, rows),),
             read, written, mapping, tokens, source_blocks, target.shape[0],
