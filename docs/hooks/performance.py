@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cascades import cascade_table
+from changed_results import changes_table
 from charts import Chart, Line, Mark
 from fp8_errors import modes_table, weights_table
 from fp8_loss import bits_table, random_table, scores_table
@@ -424,6 +425,10 @@ class Results:
                 said = "; ".join(line.strip("= ") for line in found.get("verdict", {}).get("lines") or found["summary"])
             lines.append([stage.replace("_", " "), "passed" if found["ok"] else "**not passed**", said])
         return table(["check", "verdict", "summary"], lines, 3)
+
+    def changes(self, name: str) -> str:
+        """Return a table of recorded results: how many have the same bits as before, and which changes had a reason."""
+        return changes_table(self._load(name))
 
     def mutants(self, name: str) -> str:
         """Return a table of counts of mutants (planted faults) for each subject: drawn, noticed by a test, survived."""
