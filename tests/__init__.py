@@ -1,11 +1,13 @@
 """Tests of both packages, `reference` (the readable specification) and `fast` (the optimised implementation).
 
-A folder of tests has the name of the folder that it tests: `tests/cache` tests `reference/cache` and `fast/cache`. The
-other folders are:
+A folder of tests has the path of the folder that it tests: `tests/cache` tests `reference/cache` and `fast/cache`, and
+`tests/kernels/hopper/varlen` tests `fast/kernels/hopper/varlen`. `twins/test_mirror.py` checks this. The other folders
+are:
 
 - `twins` compares each function of `fast` with its twin, the function of the same name in `reference`.
 - `identities` checks mathematical identities, and `mutations` plants known mistakes that tests must detect.
-- `gpu` tests the benchmarks and the GPU suite (`gpu_suite.py`). The benchmarks themselves are in `benchmarks`.
+- `gpu` tests the benchmarks and the GPU suite (`gpu_suite.py`), and has tests of whole steps on a GPU. The benchmarks
+  themselves are in `benchmarks`.
 - `site` tests the pages.
 - `support` holds the helpers that several modules use, and `data` holds the files that tests read.
 
@@ -19,7 +21,8 @@ docs/correctness.md divides the checks into five tiers. These modules test the t
 A property test has 25 examples, or 2000 examples with `HYPOTHESIS_PROFILE=deep`.
 
 With the pytest option `--device cuda` the tests make their tensors on a GPU, so that the GPU kernels of `fast` run. The
-Triton kernels also have test files of their own (test_triton_*). Without a GPU these files run in Triton's interpreter.
+Triton kernels also have test files of their own (test_triton_*, in `kernels/triton`). Without a GPU these files run in
+Triton's interpreter.
 
 The list below contains faults that occurred in real systems. Below each fault are the tests that detect it. For
 example, "cache: test_write" is the test `test_write` of the module test_cache. "mutations: base-2 LSE" is the mistake

@@ -41,7 +41,7 @@ import fast
 from reference.interfaces import InvariantSplitRule, MLAConfig, format_named
 
 from . import memory_checks
-from .kernels import test_hopper_compilation as hopper_tests
+from .kernels.hopper.mla_decode import test_hopper_compilation as hopper_tests
 from .support.backends import cpu_backend, with_backends
 from .support.compiled import Recorded, RecordedGluon, compiled
 from .support.factories import CONFIGS, LOW_RANK

@@ -8,7 +8,16 @@ import re
 
 import torch
 
-from reference.interfaces import COMPUTE_FORMAT, CONVERTED, E4M3, FLOAT_DTYPES, FP8_DS_MLA, FP8_E4M3, FP8_MODES
+from reference.interfaces import (
+    COMPUTE_FORMAT,
+    CONVERTED,
+    E4M3,
+    FLOAT_DTYPES,
+    FP8_DS_MLA,
+    FP8_E4M3,
+    FP8_MODES,
+    CacheFormat,
+)
 from reference.interfaces.gqa import KEY_VALUE_FORMATS
 
 from .kernel_request import FEATURES, GQA_OPS
@@ -22,12 +31,11 @@ OPS = (  # every op of MLA, and every op of both attention families; the other o
     "merge_packed_attn_states", "mla_decode", "multiply_heads", "pack_attn_state", "plan_decode", "quantize_entries",
     "reorg_kvcache", "rope_norm_and_cache", "schedule_costs", "swap_blocks", "weight_attn_out", "zero_padding_tokens",
 )  # fmt: skip
-ENTRY_OPS = (  # ops that write or read cache entries; they serve every cache format
+ENTRY_OPS = (  # ops that write or read cache entries; they serve the cache formats of a backend
     "concat_and_cache_mla", "dequantize_entries", "gather_and_maybe_dequant_cache", "quantize_entries",
     "rope_norm_and_cache",
 )  # fmt: skip
-FORMATS = (COMPUTE_FORMAT.name, FP8_E4M3.name, FP8_DS_MLA.name)
-STORED_DTYPES = (FP8_E4M3.storage_dtype, FP8_DS_MLA.storage_dtype)  # dtypes of caches only, not of queries
+FORMATS = (COMPUTE_FORMAT, FP8_E4M3, FP8_DS_MLA)  # formats of latent caches that both "cpu" and "triton" serve
 QUANTIZING_OPS = ("apply_rope", "merge_attn_states", "multiply_heads")  # ops whose output may be in e4m3
 GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 READS = {"pack_attn_state": "merge_packed_attn_states"}  # op that writes a message: op that reads the message
@@ -50,21 +58,25 @@ def _ops_of(package: str, names: tuple[str, ...], **declared) -> dict[str, OpSup
     return {op: OpSupport(f"fast.kernels.{package}:{op}", reads=READS.get(op), **declared) for op in names}
 
 
-def _ops_of_all(package: str, dtypes: tuple[torch.dtype, ...]) -> dict[str, OpSupport]:
+def _ops_of_all(
+    package: str, dtypes: tuple[torch.dtype, ...], formats: tuple[CacheFormat, ...]
+) -> dict[str, OpSupport]:
     """Declare the support for `OPS`.
 
-    `ENTRY_OPS` and `DECODES` serve every cache format, and `DECODES` also serve every fp8 mode. `reorg_kvcache` also
-    serves `STORED_DTYPES`. The output of `QUANTIZING_OPS` and of `rope_norm_and_cache` may also be in e4m3, and
-    `zero_padding_tokens` also serves e4m3.
+    `ENTRY_OPS` and `DECODES` serve the given cache formats, and `DECODES` also serve every fp8 mode. `reorg_kvcache`
+    also serves the storage dtypes of the formats. The output of `QUANTIZING_OPS` and of `rope_norm_and_cache` may also
+    be in e4m3, and `zero_padding_tokens` also serves e4m3.
     """
+    names = tuple(each.name for each in formats)
+    stored = tuple(each.storage_dtype for each in formats if each.storage_dtype is not None)
     return (
         _ops_of(package, OPS, dtypes=dtypes)
-        | _ops_of(package, ENTRY_OPS, dtypes=dtypes, cache_formats=FORMATS)
-        | _ops_of(package, DECODES, dtypes=dtypes, cache_formats=FORMATS, fp8_modes=FP8_MODES)
-        | _ops_of(package, ("reorg_kvcache",), dtypes=(*dtypes, *STORED_DTYPES))
+        | _ops_of(package, ENTRY_OPS, dtypes=dtypes, cache_formats=names)
+        | _ops_of(package, DECODES, dtypes=dtypes, cache_formats=names, fp8_modes=FP8_MODES)
+        | _ops_of(package, ("reorg_kvcache",), dtypes=(*dtypes, *stored))
         | _ops_of(package, ("zero_padding_tokens",), dtypes=(*dtypes, E4M3))
         | _ops_of(package, QUANTIZING_OPS, dtypes=dtypes, out_dtypes=(*dtypes, E4M3))
-        | _ops_of(package, ("rope_norm_and_cache",), dtypes=dtypes, out_dtypes=(*dtypes, E4M3), cache_formats=FORMATS)
+        | _ops_of(package, ("rope_norm_and_cache",), dtypes=dtypes, out_dtypes=(*dtypes, E4M3), cache_formats=names)
     )
 
 
@@ -79,7 +91,7 @@ CPU = Backend(
     name="cpu",
     priority=0,
     device_type="cpu",
-    ops=_ops_of_all("cpu", FLOAT_DTYPES)
+    ops=_ops_of_all("cpu", FLOAT_DTYPES, FORMATS)
     | _ops_of("cpu", ("flash_attn_varlen",), dtypes=FLOAT_DTYPES, invariant_on_request=True)
     | _gqa_ops("cpu", batch_invariant=True),
 )
@@ -88,7 +100,7 @@ TRITON = Backend(
     priority=10,
     device_type="cuda",
     capability=(8, 0),
-    ops=_ops_of_all("triton", GPU_DTYPES)
+    ops=_ops_of_all("triton", GPU_DTYPES, FORMATS)
     | _ops_of("triton", ("flash_attn_varlen",), dtypes=GPU_DTYPES, invariant_on_request=True)
     | _gqa_ops("triton", "fast.kernels.triton.gqa.sizes:schedule_programs", dtypes=GPU_DTYPES),
     missing_package=missing("triton"),

@@ -166,7 +166,7 @@ def no_virtual_requests(ops, patch):
 def check_llama4(ops):
     """Generate with a tiny Llama 4, whose attention is chunked, and compare the tokens with those of stock."""
     pytest.importorskip("transformers", reason="the integration runs transformers models")
-    from ..integrations.test_gqa_models import test_generate_gives_the_same_tokens
+    from ..integrations.transformers.gqa.test_gqa_models import test_generate_gives_the_same_tokens
 
     test_generate_gives_the_same_tokens("llama4", ops)
 

@@ -64,7 +64,7 @@ CONTEXT_PARALLEL = Judge(
         "distributed/test_simulation",
         "mla/test_context_parallel_refusals",
         "interfaces/test_limits",
-        "kernels/test_cpu_pieces",
+        "kernels/cpu/test_cpu_pieces",
         "interfaces/test_bad_input",
     ),
     "not (ranks_are_one or serving or 64_ranks or other_layers or fewer_ranks or test_fp8_mode_of_a_layer"
@@ -95,7 +95,7 @@ GRAPHS = Judge(
 )
 KERNELS = Judge(
     (
-        "kernels/test_cpu_pieces",
+        "kernels/cpu/test_cpu_pieces",
         "cache/test_cache",
         "attention/test_rope",
         "twins/test_differential",
@@ -114,7 +114,7 @@ _SOME_ATTENTION = (
 GQA_KERNELS = Judge(("gqa/test_fast_attention",), _SOME_ATTENTION)
 GQA_CACHE_KERNELS = Judge(("gqa/test_fast_cache",))
 SOFTMAX = Judge(
-    ("kernels/test_cpu_pieces", "identities/test_identities", "gqa/test_fast_attention"),
+    ("kernels/cpu/test_cpu_pieces", "identities/test_identities", "gqa/test_fast_attention"),
     f"({KERNELS.selection}) and ({_SOME_ATTENTION}) and not test_layer"
     " and (not test_fast_attention or test_features or test_packed or test_empty)",
 )
@@ -182,17 +182,21 @@ def gqa_judges(package: str) -> dict[str, Judge]:
 GQA_PLANS = gqa_judges("reference")["reference/gqa/metadata.py"]
 ADAPTER = Judge(
     (
-        "integrations/test_adapter_bounds",
-        "integrations/test_transformers_generate",
-        "integrations/test_transformers",
-        "integrations/test_transformers_cache",
-        "integrations/test_transformers_restore",
-        "integrations/test_transformers_errors",
+        "integrations/transformers/test_adapter_bounds",
+        "integrations/transformers/test_transformers_generate",
+        "integrations/transformers/test_transformers",
+        "integrations/transformers/test_transformers_cache",
+        "integrations/transformers/test_transformers_restore",
+        "integrations/transformers/test_transformers_errors",
     ),
     "not (pieces or assisted or continues_from or sampling or beams or yarn-greedy or half or v2-yarn or wrong_rope)",
 )
 ADAPTER_FORMATS = Judge(
-    ("integrations/test_cache_formats", "integrations/test_fp8_modes_of_models", *ADAPTER.modules),
+    (
+        "integrations/transformers/test_cache_formats",
+        "integrations/transformers/test_fp8_modes_of_models",
+        *ADAPTER.modules,
+    ),
     f"{ADAPTER.selection} or test_cache_formats or test_fp8_modes_of_models",
 )
 PRODUCTS = Judge(("mla/test_quantized_weights", "mla/test_fp8_weights_of_a_layer"))

@@ -1,0 +1,1 @@
+"""Tests of the files in `fast/assets`: the checkpoint tiny-mla and the prompts."""

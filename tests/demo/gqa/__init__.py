@@ -1,0 +1,1 @@
+"""Tests of the main job for grouped-query attention."""

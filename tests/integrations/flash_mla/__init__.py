@@ -1,0 +1,1 @@
+"""Tests of FlashMLA's calls over the kernels of `fast`."""

@@ -1,0 +1,1 @@
+"""Tests of DeepSeek models of transformers under `use_mla`."""

@@ -1,0 +1,1 @@
+"""Tests of ordinary models of transformers under `use_attention`."""

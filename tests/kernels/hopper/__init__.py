@@ -1,0 +1,1 @@
+"""Tests of the Hopper kernels. Most of them need a Hopper GPU."""

@@ -1,0 +1,363 @@
+"""Tests that compile the Hopper decode over caches in `fp8_e4m3` for sm_90 without a GPU, and tests of launch choices.
+
+`test_hopper_compilation` has the same tests of the kernels over caches in the dtype of the queries, and explains them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+import fast
+from fast import compilation
+from fast.kernels.schedule_costs import measured_schedule_costs
+from reference.interfaces import E4M3, FP8_E4M3, FP8_MODES
+
+from ....support.factories import LOW_RANK, offsets
+from ....test_compilation import serve, serve_captured
+
+triton = pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
+
+from fast.kernels.combine import launch as combine_launch  # noqa: E402
+from fast.kernels.hopper.mla_decode import launch as decode  # noqa: E402
+from fast.kernels.hopper.mla_decode import select, split_cost  # noqa: E402
+
+from ....support.compiled import compiled  # noqa: E402
+from .test_hopper_compilation import (  # noqa: E402
+    CUTS,
+    DEEP,
+    H200,
+    ONLY_MANY,
+    all_have_met,
+    arrivals_for_all,
+    product_loops,
+    record,
+    record_all,
+    run,
+    watched,
+)
+from .test_hopper_compilation import recorded as recorded_over_any_format  # noqa: E402
+
+BF16, FP16 = torch.bfloat16, torch.float16
+KERNEL = "_row_blocks_16_32_e4m3_kernel"
+recorded = partial(recorded_over_any_format, cache_format=FP8_E4M3)
+# Largest number of local-memory accesses in a main loop: one register is stored during the softmax and loaded again,
+# and one value is loaded twice. A main loop has more than 1100 instructions.
+MOST_LOCAL_ACCESSES = {(32, "scheduled"): 2, (32, "batch-invariant"): 4, (32, "batch-invariant, planned"): 4}
+MANY = "_row_blocks_64_e4m3_kernel"
+MODES = FP8_MODES[1:]
+INVARIANT = "batch-invariant", "batch-invariant, planned"
+# Largest numbers of local-memory accesses of a consumer of `row_blocks_64_e4m3`: in the loop that multiplies the
+# probabilities and the values of a tile (229 to 319 instructions), and in the loop around it, which also computes the
+# scores and the softmax of a tile (747 to 862 instructions). Each consumer keeps half of the sums, 128 numbers for each
+# thread, in registers. The counts are what Triton 3.6 compiles; they may only become smaller.
+MOST_IN_TILES = {"fp8_product": (1, 11), "fp8_query": (17, 32)}
+MOST_IN_TILES_INVARIANT = {"fp8_product": (9, 23), "fp8_query": (13, 29)}
+
+
+def recorded_in_mode(monkeypatch, mode, heads, cut, *given, out_dtype=BF16, **options):
+    """Record a launch of `mla_decode` with queries in e4m3; the arguments are those of `recorded`."""
+    with monkeypatch.context() as patch:
+        patch.setattr(decode, "mla_decode", partial(decode.mla_decode, fp8_mode=mode, q_scale=torch.ones(heads)))
+        return recorded(patch, heads, cut, *given, dtype=E4M3, out_dtype=out_dtype, **options)
+
+
+@pytest.mark.parametrize("cut", [cut for cut in CUTS if cut not in ONLY_MANY])
+@pytest.mark.parametrize("heads", [16, 32, 128])
+def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
+    """Compile a kernel and check its main loops and its arrivals at mbarriers.
+
+    - No main loop spills registers, except for the accesses in `MOST_LOCAL_ACCESSES`.
+    - The assembler serialises no matrix product (warnings C7510 to C7514).
+    - One thread arrives for its warp group only after a barrier of the group.
+    """
+    kernel = compiled(*recorded(monkeypatch, heads, cut))
+    assert kernel.metadata.shared <= H200.shared
+    (tmp_path / "kernel.cubin").write_bytes(kernel.asm["cubin"])
+    (tmp_path / "kernel.ptx").write_text(kernel.asm["ptx"])
+    loops = product_loops(run("nvdisasm", "-c", tmp_path / "kernel.cubin"))
+    assert len(loops) == 2  # one main loop for each consumer
+    allowed = MOST_LOCAL_ACCESSES.get((min(heads, 32), cut), 0)
+    for loop in loops:
+        assert len([text for text in loop if re.search(r"\b(LDL|STL)\b", text)]) <= allowed
+    messages = run("ptxas", "-v", "-arch=sm_90a", "-o", tmp_path / "again.cubin", tmp_path / "kernel.ptx")
+    assert "serialized" not in messages and not re.search(r"C751[0-4]", messages)
+    arrivals = arrivals_for_all(kernel.asm["ptx"])
+    assert arrivals and all(map(all_have_met, arrivals))
+
+
+@pytest.mark.parametrize("block_size, widths, dtype", [
+    (16, (512, 64), BF16), (32, (256, 32), FP16), (128, (512, 0), BF16), (64, (256, 64), BF16), (64, (512, 32), FP16),
+    (16, (256, 0), BF16),
+])  # fmt: skip
+@pytest.mark.parametrize("heads, cut", [(16, "whole"), (32, "whole"), (32, "batch-invariant, planned")])
+def test_every_shape_fits(heads, cut, block_size, widths, dtype, monkeypatch):
+    """For each supported block size and entry width, the kernel fits into the shared memory of an H200."""
+    if not DEEP and (heads, cut, block_size) not in ((32, "batch-invariant, planned", 16), (16, "whole", 32)):
+        pytest.skip("runs only with HYPOTHESIS_PROFILE=deep")
+    kernel = compiled(*recorded(monkeypatch, heads, cut, block_size, widths, dtype))
+    assert kernel.metadata.shared <= H200.shared
+
+
+@pytest.mark.parametrize("cut", [cut for cut in CUTS if cut not in ONLY_MANY])
+@pytest.mark.parametrize("mode", MODES)
+def test_few_spills_with_queries_in_e4m3(mode, cut, monkeypatch, tmp_path):
+    """Compile `row_blocks_64_e4m3` and check its loops, its products and its arrivals, as above.
+
+    Registers are spilled at most as often as `MOST_IN_TILES` says.
+    """
+    kernel = compiled(*recorded_in_mode(monkeypatch, mode, 128, cut))
+    assert kernel.metadata.shared <= H200.shared
+    (tmp_path / "kernel.cubin").write_bytes(kernel.asm["cubin"])
+    (tmp_path / "kernel.ptx").write_text(kernel.asm["ptx"])
+    disassembly = run("nvdisasm", "-c", tmp_path / "kernel.cubin")
+    most = (MOST_IN_TILES_INVARIANT if cut in INVARIANT else MOST_IN_TILES)[mode]
+    # the innermost loops with products, and the innermost loops with the exponentials of the softmax
+    for text, allowed in zip(("GMMA", r"MUFU\.EX2"), most, strict=True):
+        loops = [loop for loop in product_loops(disassembly, text) if any("GMMA" in each for each in loop)]
+        assert len(loops) == 2  # one loop for each consumer
+        for loop in loops:
+            assert len([each for each in loop if re.search(r"\b(LDL|STL)\b", each)]) <= allowed
+    messages = run("ptxas", "-v", "-arch=sm_90a", "-o", tmp_path / "again.cubin", tmp_path / "kernel.ptx")
+    assert "serialized" not in messages and not re.search(r"C751[0-4]", messages)
+    arrivals = arrivals_for_all(kernel.asm["ptx"])
+    assert arrivals and all(map(all_have_met, arrivals))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("heads, cut, block_size, widths, out_dtype", [
+    (3, "whole", 16, (256, 32), FP16), (40, "split", 32, (256, 0), torch.float32),
+    (128, "scheduled", 128, (512, 0), BF16), (64, "batch-invariant, planned", 64, (512, 32), torch.float32),
+    (64, "batch-invariant", 16, (256, 64), BF16),
+])  # fmt: skip
+def test_every_shape_fits_with_queries_in_e4m3(heads, cut, block_size, widths, out_dtype, mode, monkeypatch):
+    """For each supported block size and entry width, `row_blocks_64_e4m3` fits into the shared memory of an H200."""
+    if not DEEP and heads not in (3, 40):
+        pytest.skip("runs only with HYPOTHESIS_PROFILE=deep")
+    kernel = compiled(*recorded_in_mode(monkeypatch, mode, heads, cut, block_size, widths, out_dtype=out_dtype))
+    assert kernel.metadata.shared <= H200.shared
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_row_blocks_have_64_rows_with_queries_in_e4m3(mode, monkeypatch):
+    """With queries in e4m3, all numbers of heads take row blocks of 64 rows, in every kind of decode.
+
+    A schedule fills the device with such row blocks. Only `fp8_product` rounds probabilities to e4m3.
+    """
+    for heads in (1, 16, 33, 64, 128):
+        for cut in CUTS:
+            kernel, _, constants = recorded_in_mode(monkeypatch, mode, heads, cut, as_chosen=True)
+            c = constants["c"]
+            assert (kernel.fn.__name__, c.ROWS, c.HEADS, c.SLICES) == (MANY, 64, heads, 1)
+            assert (mode == "fp8_product") == c.WEIGHTS_E4M3
+    monkeypatch.setattr(decode, "device_facts", lambda _: H200)
+    for heads, query_len, programs in ((16, 1, 132), (16, 5, 66), (64, 1, 132), (65, 1, 66), (128, 1, 66), (128, 9, 7)):
+        given = (torch.device("cpu"), BF16, heads, 512, 64, 64, query_len, FP8_E4M3, mode)
+        assert decode.decode_programs(*given) == programs
+        assert decode.schedule_costs(*given[:6], FP8_E4M3, mode) == measured_schedule_costs(heads)
+
+
+@pytest.mark.parametrize("cut, launched, partial_rows, kept", [
+    ("whole", 2, 0, 0), ("split", 6, 3, 0), ("scheduled", 6, 4, 0), ("batch-invariant, planned", 6, 3, 64 * 512),
+    ("batch-invariant", 2, 0, 64 * 512),
+])  # fmt: skip
+def test_room_for_parts_with_queries_in_e4m3(cut, launched, partial_rows, kept, monkeypatch):
+    """The buffers have room for all partial outputs, and for all weighted sums that programs keep between splits."""
+    launches = watched(monkeypatch)
+    monkeypatch.setattr(select, "best_num_programs", lambda *_: 1)
+    recorded_in_mode(monkeypatch, "fp8_product", 128, cut)
+    ((name, programs, given),) = launches
+    assert (name, programs) == (MANY, launched)
+    assert given["written"].partial_out.numel() == partial_rows * 128 * 512 + programs * kept
+
+
+def test_queries_in_words(monkeypatch):
+    """The kernel gets queries in words of two elements, whose strides it can copy, and the stride of the scales.
+
+    Torch cannot view queries at an odd address, or with an odd stride, as words; the launcher copies them.
+    """
+    launches = watched(monkeypatch)
+    record(monkeypatch, {})
+    monkeypatch.setattr(decode, "combine_partial_outputs", lambda *_: None)
+    monkeypatch.setattr(decode, "device_facts", lambda _: H200)
+    cache = torch.zeros(4, 64, 576).to(E4M3)
+    lens, starts = torch.tensor([100], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
+    whole = torch.randn(1, 64, 577).to(E4M3)
+    scales = torch.ones(64, 3)[:, 1]
+    for scale, q_scale in ((0.1, torch.ones(())), (-0.1, scales)):
+        for queries in (whole[..., :576].clone(), whole[..., 1:]):
+            decode.mla_decode(
+                queries[..., :512], queries[..., 512:], cache, torch.zeros(1, 4, dtype=torch.int32), lens, starts, lens,
+                1, 256, scale, BF16, None, None, False, measured_schedule_costs(64).split_rule, FP8_E4M3,
+                torch.ones(()), fp8_mode="fp8_query", q_scale=q_scale,
+            )  # fmt: skip
+            given = launches[-1][2]
+            assert given["q_scale_stride"] == (3 if q_scale is scales else 0)
+            for words, wanted in ((given["ql_nope"], queries[..., :512]), (given["q_pe"], queries[..., 512:])):
+                assert words.data_ptr() % 16 == 0 and words.stride(2) == 1
+                found = words.contiguous().view(E4M3).float()
+                assert torch.equal(found, wanted.float() * (1 if scale > 0 else -1))
+            assert given["scale_log2"] == pytest.approx(0.1 / math.log(2))
+    with pytest.raises(ValueError, match="^cache_format: expected fp8_e4m3 for fp8_mode fp8_query, got compute_dtype"):
+        decode.mla_decode(
+            queries[..., :512], queries[..., 512:], cache, torch.zeros(1, 4, dtype=torch.int32), lens, starts, lens,
+            1, 256, scale, BF16, None, None, False, measured_schedule_costs(64).split_rule, fp8_mode="fp8_query",
+        )  # fmt: skip
+
+
+def test_row_blocks_have_few_rows(monkeypatch):
+    """Over caches in e4m3, with queries in 16 bits, all decodes take row blocks of 16 or 32 rows.
+
+    A batch-invariant decode of a request never has two phases, and no two programs share its output columns.
+    """
+    for heads in (1, 16, 17, 32, 33, 64, 128):
+        for cut in ("whole", "split", "scheduled", "batch-invariant", "batch-invariant, planned", *ONLY_MANY):
+            kernel, _, constants = recorded(monkeypatch, heads, cut, as_chosen=True)
+            c = constants["c"]
+            assert (kernel.fn.__name__, c.HEADS, c.SLICES) == (KERNEL, heads, 1)
+            assert (16 if heads <= 16 else 32) == c.ROWS
+    monkeypatch.setattr(decode, "device_facts", lambda _: H200)
+    for heads, query_len, programs in ((16, 1, 132), (16, 2, 132), (16, 3, 66), (33, 1, 66), (128, 1, 33), (128, 9, 3)):
+        given = (torch.device("cpu"), BF16, heads, 512, 64, 64, query_len, FP8_E4M3)
+        assert decode.decode_programs(*given) == programs
+
+
+@pytest.mark.parametrize("heads, cut, launched, partial_rows, kept", [
+    (128, "whole", 4, 0, 0), (128, "split", 12, 3, 0), (128, "scheduled", 12, 4, 0),
+    (128, "batch-invariant, planned", 12, 3, 32 * 512), (32, "batch-invariant, planned", 3, 3, 32 * 512),
+    (16, "batch-invariant, planned", 3, 10, 16 * 512), (16, "batch-invariant", 1, 0, 16 * 512),
+])  # fmt: skip
+def test_room_for_parts(heads, cut, launched, partial_rows, kept, monkeypatch):
+    """The buffers have room for all partial outputs, and for all weighted sums that programs keep between splits."""
+    launches = watched(monkeypatch)
+    monkeypatch.setattr(select, "best_num_programs", lambda *_: 1)
+    recorded(monkeypatch, heads, cut)
+    ((name, programs, given),) = launches
+    assert (name, programs) == (KERNEL, launched)
+    assert given["written"].partial_out.numel() == partial_rows * heads * 512 + programs * kept
+
+
+def test_choice_of_splits():
+    """A single request gets many splits, each of at least one tile for each consumer; many requests get one split each.
+
+    Row blocks of 32 rows need more time for a tile than the memory; row blocks of 16 rows do not, if all programs run.
+    """
+    for program_rows in (16, 32):
+        choose = partial(select.best_num_splits, program_rows=program_rows, row_blocks=1, processors=132, e4m3=True)
+        assert choose(items=1, rows=program_rows, keys=131072) > 40
+        assert 32 <= choose(items=1, rows=program_rows, keys=8192) <= 64
+        assert choose(items=128, rows=128 * program_rows, keys=4096) == 1
+        assert choose(items=1, rows=program_rows, keys=128) == choose(items=1, rows=1, keys=0) == 1
+        rule = measured_schedule_costs(program_rows).split_rule
+        runs = partial(
+            select.best_num_programs, heads=program_rows, program_rows=program_rows, processors=132, split_rule=rule,
+            e4m3=True,
+        )  # fmt: skip
+        assert runs(items=1, rows=program_rows, keys=131072) > 20
+        assert runs(items=256, rows=256 * program_rows, keys=4096) == 1
+    few, more = (split_cost.cost_of_loop(rows, True) for rows in (16, 32))
+    assert few.tile_ns < 132 * few.memory_tile_ns < more.tile_ns
+    assert split_cost.cost_of_loop(16, False) == split_cost.cost_of_loop(32, False) != few
+
+
+@pytest.mark.parametrize("query_len", [1, 3])
+@pytest.mark.parametrize("heads", [4, 20, 40, 64, 128])
+def test_warmup_knows_a_request_alone(heads, query_len):
+    """Warm-up launches every decode kernel and combine kernel that a single request of any length needs."""
+    rows = heads * query_len
+
+    def launched(length: int) -> set[tuple]:
+        program_rows = select._rows_where_alone(select.rows_of_a_program(rows, True), 1, rows, length, 132)
+        blocks = triton.cdiv(rows, program_rows)
+        splits = select.best_num_splits(blocks, rows, length, program_rows, blocks, 132, True)
+        return {(program_rows, splits > 1)} | (
+            {combine_launch._tile_for(splits, rows, heads, 1)} if splits > 1 else set()
+        )
+
+    ahead = set().union(*map(launched, compilation.ALONE))
+    assert set().union(*map(launched, range(64, 140_000, 960))) <= ahead
+
+
+@pytest.mark.parametrize("heads, batch_invariant, latent", [
+    (4, False, 256), (20, False, 256), (40, False, 256), (16, True, 256), (20, True, 512), (40, True, 256),
+])  # fmt: skip
+def test_warmup_specialises_for_every_step(heads, batch_invariant, latent, monkeypatch):
+    """After warm-up, steps of every kind launch only kernel variants that warm-up has launched too."""
+    found = record_all(monkeypatch)
+    config = replace(LOW_RANK, num_heads=heads, kv_lora_rank=latent, qk_rope_head_dim=32)
+    settings = dict(cache_format=FP8_E4M3)
+    fast.warmup(
+        config, device="cpu", dtype=BF16, block_size=16, decode_threshold=3, batch_invariant=batch_invariant, **settings
+    )
+    ahead = set(found)
+    assert KERNEL in {key[0] for key in ahead}
+    assert not {"_decode_kernel", "_scheduled_decode_kernel", "_row_blocks_64_kernel"} & {key[0] for key in ahead}
+    serve(config, BF16, 3, batch_invariant, **settings)
+    serve_captured(config, BF16, 3, batch_invariant, **settings)
+    assert set(found) == ahead
+
+
+@pytest.mark.parametrize("mode, heads, batch_invariant, latent", [
+    ("fp8_product", 4, False, 256), ("fp8_query", 40, False, 256), ("fp8_product", 40, True, 512),
+])  # fmt: skip
+def test_warmup_specialises_for_queries_in_e4m3(mode, heads, batch_invariant, latent, monkeypatch):
+    """After warm-up for queries in e4m3, steps and graphs launch only kernel variants that warm-up has launched too."""
+    found = record_all(monkeypatch)
+    config = replace(LOW_RANK, num_heads=heads, kv_lora_rank=latent, qk_rope_head_dim=32)
+    settings = dict(cache_format=FP8_E4M3, fp8_mode=mode)
+    fast.warmup(
+        config, device="cpu", dtype=BF16, block_size=16, decode_threshold=2, batch_invariant=batch_invariant, **settings
+    )
+    ahead = set(found)
+    assert MANY in {key[0] for key in ahead}
+    assert not {"_decode_kernel", "_scheduled_decode_kernel", KERNEL} & {key[0] for key in ahead}
+    serve(config, BF16, 2, batch_invariant, **settings, q_scale=0.5)
+    serve_captured(config, BF16, 2, batch_invariant, **settings, q_scale=0.5)
+    assert set(found) == ahead
+
+
+@pytest.mark.parametrize("heads", [4, 40, 128])
+def test_warmup_knows_a_request_alone_in_e4m3(heads):
+    """Warm-up launches every decode kernel and combine kernel that a single request of any length needs."""
+    blocks = triton.cdiv(heads, 64)
+
+    def launched(length: int) -> set[tuple]:
+        splits = select.best_num_splits(blocks, heads, length, 64, blocks, 132, True)
+        return {(splits > 1,)} | ({combine_launch._tile_for(splits, heads, heads, 1)} if splits > 1 else set())
+
+    ahead = set().union(*map(launched, compilation.ALONE))
+    assert set().union(*map(launched, range(64, 140_000, 960))) <= ahead
+
+
+@pytest.mark.parametrize("heads, batch_invariant", [(16, False), (128, False), (128, True)])
+def test_warmup_knows_every_combine_after_a_schedule(heads, batch_invariant, monkeypatch):
+    """Decodes with a schedule, of any number of requests, launch only combine kernels that warm-up has launched."""
+    found = record_all(monkeypatch)
+    for module in (decode, combine_launch):
+        monkeypatch.setattr(module, "device_facts", lambda _: H200)
+    config = replace(LOW_RANK, num_heads=heads, kv_lora_rank=256, qk_rope_head_dim=32)
+    fast.warmup(
+        config, device="cpu", dtype=BF16, block_size=64, decode_threshold=2, batch_invariant=batch_invariant,
+        cache_format=FP8_E4M3,
+    )  # fmt: skip
+    ahead = set(found)
+    for query_len in (1, 2):
+        programs = decode.decode_programs(torch.device("cpu"), BF16, heads, 256, 32, 64, query_len, FP8_E4M3)
+        for requests in (1, 2, 3, 9, 30, 300):
+            rows, tokens = query_len * heads, requests * query_len
+            indices = 2 * requests if batch_invariant else requests + programs
+            combine_launch.combine_partial_outputs(
+                torch.empty(indices * rows * 256), torch.empty(2 * indices * rows + 2 * requests * batch_invariant),
+                offsets([query_len] * requests), query_len, torch.zeros(programs, 5, dtype=torch.int32),
+                offsets([1] * requests), batch_invariant, torch.empty(tokens, heads, 256, dtype=BF16),
+                torch.empty(heads, tokens),
+            )  # fmt: skip
+    assert set(found) == ahead

@@ -1,0 +1,1 @@
+"""Tests of the batch-invariant Hopper decode in two phases."""

@@ -1,0 +1,1 @@
+"""Tests of Hopper's attention over packed requests."""
