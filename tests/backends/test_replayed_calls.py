@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fast.backends import CheckedCalls, checked_calls, launch, replayed_calls
+from fast.backends import CheckedCalls, checked_calls, direct_launches, launch
 from fast.backends.repeated_launches import Launches
 from fast.kernels.descriptors import box_descriptor
 
@@ -97,8 +97,8 @@ class FakeDriver:
 
 @pytest.fixture(params=["3.6.0", "3.7.1"])
 def version(request, monkeypatch):
-    """Run a test once for each version of Triton whose launch arguments `replayed_calls` knows."""
-    monkeypatch.setattr(replayed_calls, "triton_version", lambda: request.param)
+    """Run a test once for each version of Triton whose launch arguments `direct_launches` knows."""
+    monkeypatch.setattr(direct_launches, "triton_version", lambda: request.param)
     return request.param
 
 
@@ -170,7 +170,7 @@ def test_a_replay_encodes_a_descriptor_once_for_each_address(version):
     assert all(y.data_ptr() % 16 == 0 for y in ys)
     for y in (*ys, *ys):
         launches.run(call, torch.zeros(1), y)
-    launches.replay._launches[0]._described[0][2]._encode = lambda descriptor, _: encoded.append(descriptor)
+    launches.replay._launches[0]._arguments[1].maker._encode = lambda descriptor, _: encoded.append(descriptor)
     for y, (*_, arguments) in zip((ys[2], ys[3], *ys), kernel.launcher.seen, strict=True):
         assert arguments[1:] == (f"map at {y.data_ptr()}", 8, 16, 16, 1, 1, 4)
     for y in ys:
@@ -211,7 +211,7 @@ def test_a_call_that_does_more_is_not_replayed(version, case):
 
 def test_another_version_of_triton_is_not_replayed(monkeypatch):
     """With an unknown version of Triton, no call is replayed: the arguments of Triton's C function could differ."""
-    monkeypatch.setattr(replayed_calls, "triton_version", lambda: "3.99.0")
+    monkeypatch.setattr(direct_launches, "triton_version", lambda: "3.99.0")
     kernel, launches = FakeKernel("3.6.0"), Launches()
     for _ in range(3):
         launches.run(lambda x: launch(kernel, (1,), x, 1, 2, WIDTH=4), torch.zeros(2))
