@@ -189,22 +189,22 @@ class Replay:
 
         if recorder.other_op is not None or not recorder.launches:
             raise CannotReplay(recorder.other_op or "a call without a launch")
-        device = driver.active.get_current_device()
-        devices = {each.get_device() for each in (*recorder.inputs, *recorder.allocations)}
-        if not devices <= {-1, device}:  # -1 is the CPU
-            raise CannotReplay("tensors on a device that is not the current one")
         self._allocations = [
             Allocation(torch.zeros if zeroed else torch.empty, *_allocation_like(tensor))
             for tensor, zeroed in zip(recorder.allocations, recorder.zeroed, strict=True)
         ]
         self._launches = [_ReplayedLaunch(each, recorder) for each in recorder.launches]
+        device = driver.active.get_current_device()
+        devices = {each.get_device() for each in (*recorder.inputs, *recorder.allocations)}
+        if not devices <= {-1, device}:  # -1 is the CPU
+            raise CannotReplay("tensors on a device that is not the current one")
         results = result if isinstance(result, tuple) else (result,)
         places = [None if each is None else recorder.place_of_result(each) for each in results]
         code, parameters = Code(), [f"a{number}" for number in range(len(arguments))]
         tensors = self._write_checks(code, parameters, arguments, recorder.repeated_inputs(), driver, knobs, device)
-        for number, (allocate, size, options) in enumerate(self._allocations):
-            given = "".join(f", {name}={code.value(option)}" for name, option in options.items())
-            code.add(f"n{number} = {code.value(allocate)}({code.value(size)}{given})")
+        kinds = [(each.dtype, each.device) for each in recorder.inputs]
+        for number, allocation in enumerate(self._allocations):
+            code.add(f"n{number} = {_allocated(code, allocation, tensors, kinds)}")
             tensors.append(f"n{number}")
         addresses: dict[Origin, str] = {}
         for each in self._launches:
@@ -398,6 +398,23 @@ def _unpacked(name: str, values: tuple, tensors: list[str]) -> str:
             tensors.append(own)
         names.append(own)
     return tuple_of(names)
+
+
+def _allocated(code: Code, allocation: Allocation, inputs: list[str], kinds: list[tuple]) -> str:
+    """Return the source of an allocation.
+
+    Args:
+        code: receives the values.
+        allocation: the allocation.
+        inputs: names of the inputs.
+        kinds: dtype and device of each input. The method of an input with both takes less time than `torch.empty`.
+    """
+    allocate, size, options = allocation
+    kind = tuple(options.values())
+    if kind in kinds:
+        return f"{inputs[kinds.index(kind)]}.new_{allocate.__name__}({code.value(size)})"
+    given = "".join(f", {name}={code.value(option)}" for name, option in options.items())
+    return f"{code.value(allocate)}({code.value(size)}{given})"
 
 
 def _allocation_like(tensor: Tensor) -> tuple[tuple[int, ...], dict[str, Any]]:

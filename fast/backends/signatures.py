@@ -9,7 +9,7 @@ A record is a frozen dataclass. A token is an object that stands for a record in
 from __future__ import annotations
 
 import dataclasses
-import operator
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,6 @@ from torch import Tensor
 from .selection import BoundOps
 
 MOST_CONFIGS = 4096  # configs that are kept in `_CONFIGS`
-_PROPERTIES = operator.attrgetter("shape", "dtype", "device", "requires_grad")
 _WHEN_FULL: list[Callable[[], None]] = []
 
 
@@ -61,7 +60,10 @@ def forget_configs() -> None:
 
 
 def _part_of_tensor(tensor: Tensor) -> tuple:
-    return _PROPERTIES(tensor), tensor.stride(), tensor.data_ptr() % 16, tensor.is_neg()
+    return (
+        tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, tensor.data_ptr() % 16,
+        tensor.is_neg(),
+    )  # fmt: skip
 
 
 def _part_of_value(value: Any) -> tuple:
@@ -143,15 +145,23 @@ def _part_for(kind: type) -> Callable[[Any], tuple]:
     return _no_part if not frozen else _part_of_config if compared else _part_of_record
 
 
-_TOKENS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # from a record with tensors to its token
+_TOKENS: dict[int, tuple[weakref.ref, object]] = {}  # from the id of a record with tensors to the record and its token
 
 
 def _token_of(record: Any) -> object:
     """Return a token in place of a record with tensors; the token does not keep the record alive."""
-    token = _TOKENS.get(record)
-    if token is None:
-        token = _TOKENS[record] = object()
-    return token
+    number = id(record)
+    kept = _TOKENS.get(number)
+    if kept is None or kept[0]() is not record:  # a new record may have the id of a freed one
+        kept = _TOKENS[number] = weakref.ref(record, functools.partial(_forget_token, number)), object()
+    return kept[1]
+
+
+def _forget_token(number: int, freed: weakref.ref) -> None:
+    """Drop the token of a freed record, unless a new record with the same id has a token already."""
+    kept = _TOKENS.get(number)
+    if kept is not None and kept[0] is freed:
+        _TOKENS.pop(number, None)
 
 
 _IDENTITY_OF = dict(_PART_OF)
