@@ -273,6 +273,16 @@ def confirm(*tensors: Tensor) -> bool:
         return False
 
 
+def repeats() -> bool:
+    """Return whether the running function repeats a recorded call (`CallsInside`).
+
+    If so, the function can skip checks that read only signatures: they passed in the recorded call. If not, the
+    function makes these checks inside `CallsOfOthers`, so that they are not recorded one by one.
+    """
+    order = PER_THREAD.order
+    return order is not None and order.repeats()
+
+
 _NOTHING = contextlib.nullcontext()
 
 

@@ -103,8 +103,11 @@ class Order:
             entry = self.next(confirmed)
             if entry is None or entry.value != parts:
                 self._failed = True
-            return not self._failed
-        return False
+        return self.repeats()
+
+    def repeats(self) -> bool:
+        """Return whether a record is reused and everything matched it until now."""
+        return self._entries is not None and not self._failed
 
     def give_up(self) -> None:
         """Stop recording and reusing calls, because a call inside the function has no signature."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from .selection import BoundOps
 
 MOST_CONFIGS = 4096  # configs that are kept in `_CONFIGS`
+MOST_RECORDS = 4096  # signatures that are kept in `_RECORD_TOKENS`; every step of a decode can add one
 _WHEN_FULL: list[Callable[[], None]] = []
 
 
@@ -74,18 +75,25 @@ def _part_of_bound_ops(bound: BoundOps) -> tuple:
     return bound.pairs
 
 
-_RECORDS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # from a record with tensors to its signature
+_RECORDS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # from a record with tensors to its token
+_RECORD_TOKENS: dict[tuple, object] = {}  # from the signature of a record with tensors to its token
 _CONFIGS: dict[int, tuple[Any, object]] = {}  # from the id of a record without tensors to the record and its token
 _CONFIG_TOKENS: dict[tuple[Any, str], object] = {}  # from a record without tensors, and its text, to its token
 
 
-def _part_of_record(record: Any) -> tuple:
-    """Return the signature of a frozen record with tensors, such as a plan; compute it once for each record."""
-    kept = _RECORDS.get(record)
-    if kept is None:
+def _part_of_record(record: Any) -> object:
+    """Return a token in place of a frozen record with tensors, such as a plan; equal signatures have the same token.
+
+    The signature of a record is computed and hashed only once, because hashing takes several microseconds.
+    """
+    token = _RECORDS.get(record)
+    if token is None:
         fields = tuple([getattr(record, field.name) for field in dataclasses.fields(record)])
-        kept = _RECORDS[record] = (type(record), needs_dispatcher(fields, True), signature_of(fields))
-    return kept
+        signature = type(record), needs_dispatcher(fields, True), signature_of(fields)
+        if len(_RECORD_TOKENS) >= MOST_RECORDS:  # equal signatures then get a new token, and are checked once more
+            _RECORD_TOKENS.pop(next(iter(_RECORD_TOKENS)), None)
+        token = _RECORDS[record] = _RECORD_TOKENS.setdefault(signature, object())
+    return token
 
 
 def _part_of_config(config: Any) -> tuple:
@@ -118,7 +126,7 @@ def _no_part(argument: Any) -> tuple:
     raise NoSignature
 
 
-_PART_OF: dict[type, Callable[[Any], tuple]] = {
+_PART_OF: dict[type, Callable[[Any], Any]] = {
     Tensor: _part_of_tensor,
     torch.nn.Parameter: _part_of_tensor,
     BoundOps: _part_of_bound_ops,
@@ -126,14 +134,14 @@ _PART_OF: dict[type, Callable[[Any], tuple]] = {
 }
 
 
-def _part_of_new_kind(argument: Any) -> tuple:
+def _part_of_new_kind(argument: Any) -> Any:
     """Return the signature of an argument of a new type, and keep the function that computes it for this type."""
     kind = type(argument)
     _PART_OF[kind] = _part_for(kind)
     return _PART_OF[kind](argument)
 
 
-def _part_for(kind: type) -> Callable[[Any], tuple]:
+def _part_for(kind: type) -> Callable[[Any], Any]:
     """Return the function that computes the signature of an argument of the type `kind`."""
     if issubclass(kind, (Tensor, dict, list)):
         return _no_part

@@ -284,7 +284,9 @@ class MLAAttention(nn.Module):
     def _attend(self, hidden_states, positions, kv_cache, metadata, weights: AttentionWeights) -> Tensor:
         """Compute the output [T, N, V] of the heads, before `o_proj`."""
         w_uk, w_uv = weights.w_uk, weights.w_uv
-        _check_inputs(self.config, weights.norm_weight, hidden_states, positions)
+        if not backends.repeats():
+            with backends.CallsOfOthers():
+                _check_inputs(self.config, weights.norm_weight, hidden_states, positions)
         c = self.local_config
         q, down = down_project(c, hidden_states, weights)
         checked = backends.confirm(q, down)

@@ -52,9 +52,13 @@ class NewTokens(NamedTuple):
         return NewTokens(*(rows_of(x, first, end) for x in self))
 
 
-def norm_rows(x: Float[Tensor, "T L"], weight: Float[Tensor, " L"], eps: float) -> Float[Tensor, "T L"]:
-    """Compute `rms_norm` of `fast.mla.layer`."""
-    _check_rms_norm(x, weight, eps)
+def norm_rows(
+    x: Float[Tensor, "T L"], weight: Float[Tensor, " L"], eps: float, checked: bool = False
+) -> Float[Tensor, "T L"]:
+    """Compute `rms_norm` of `fast.mla.layer`; if `checked` is True, the caller knows that the arguments are valid."""
+    if not checked:
+        with backends.CallsOfOthers():
+            _check_rms_norm(x, weight, eps)
     if weight.dtype is not x.dtype:
         weight = weight.to(x.dtype)
     return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
@@ -81,8 +85,7 @@ def down_project(
             q_c = linear_output("q_a_proj", modules.q_a_proj(hidden_states))
         down = linear_output("kv_a_proj_with_mqa", modules.kv_a_proj_with_mqa(hidden_states))
     if modules.q_proj is None:
-        backends.confirm(q_c)
-        q_c = norm_rows(q_c, modules.q_norm_weight, config.latent_norm_eps)
+        q_c = norm_rows(q_c, modules.q_norm_weight, config.latent_norm_eps, backends.confirm(q_c))
         with backends.CallsOfOthers():
             q = linear_output("q_b_proj", modules.q_b_proj(q_c))
     return q.reshape(-1, config.num_heads, config.qk_head_dim), down

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fast.backends import CheckedCalls, checked_calls, direct_launches, launch
+from fast.backends import CheckedCalls, checked_calls, direct_launches, launch, replay_code
 from fast.backends.repeated_launches import Launches
 from fast.kernels.descriptors import box_descriptor
 
@@ -135,6 +135,29 @@ def test_a_replay_launches_with_new_addresses(version):
         assert (*second[:2], second[2][1:]) == ((2, 5, 1), 103, (pair.first.data_ptr(), 6, 8))
     assert len({out.data_ptr() for *_, out in kept}) == 5
     assert launches.no_replay is None
+
+
+def test_calls_with_other_numbers_share_the_source(version):
+    """The decodes of successive steps differ in their numbers alone, so their replays share one compiled source."""
+    kernel = FakeKernel(version)
+
+    def call(x, number):
+        out = torch.empty(2, number)
+        launch(kernel, (number,), x, out, number, WIDTH=4)
+        return out
+
+    def replayed(number):
+        launches = Launches()
+        found = [launches.run(call, torch.zeros(2), number).shape for _ in range(3)]
+        assert found == [(2, number)] * 3 and launches.replay is not None
+        (grid, _, arguments) = kernel.launcher.seen[-1]
+        assert grid == (number, 1, 1) and arguments[2] == number
+        return launches.replay.run.__code__
+
+    first = replayed(3)
+    misses = replay_code._maker.cache_info().misses
+    assert [replayed(number) is first for number in (5, 7)] == [True, True]
+    assert replay_code._maker.cache_info().misses == misses
 
 
 def test_a_replay_fills_new_tensors_with_zeros(version):
