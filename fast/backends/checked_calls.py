@@ -34,6 +34,7 @@ from .nested_calls import PER_THREAD, Entry, Order
 from .own import OWN_BACKENDS
 from .registry import on_change
 from .repeated_launches import Launches
+from .replayed_calls import MISFIT
 from .signatures import (
     NoSignature,
     forget_configs,
@@ -121,11 +122,14 @@ class CheckedCalls:
                 _keep(self._known, signature, known)
             if order is not None:
                 order.note(self, known)
-        PER_THREAD.order = None  # do not record calls inside this op: a replay of the op does not make these calls
-        try:
-            result = known[1].run(self._launch, *arguments, backend)
-        finally:
-            PER_THREAD.order = order
+        replay = known[1].replay
+        result = MISFIT if replay is None else replay.run(*arguments, backend)
+        if result is MISFIT:
+            PER_THREAD.order = None  # do not record calls inside this op: a replay of the op does not make these calls
+            try:
+                result = known[1].run(self._launch, *arguments, backend)
+            finally:
+                PER_THREAD.order = order
         # A backend of another project may return other strides in the next call, so `confirm` compares the strides.
         if order is not None and backend not in OWN_BACKENDS:
             confirm(
@@ -252,15 +256,31 @@ class CallsInside:
             _keep(self._single, signature, ops[0][1])
 
 
-def confirm(*tensors: Tensor) -> None:
-    """Declare tensors that determine the signatures of later calls inside a function (`CallsInside`)."""
+def confirm(*tensors: Tensor) -> bool:
+    """Declare tensors that determine the signatures of later calls inside a function (`CallsInside`).
+
+    Returns:
+        Whether an earlier call with the same signature, and with equal tensors of the same `confirm`, was recorded. All
+        checks that read only these signatures passed in that call.
+    """
     order = PER_THREAD.order
     if order is None:
-        return
+        return False
     try:
-        order.confirm(tuple([part_of(each) for each in tensors]))
+        return order.confirm(tuple([part_of(each) for each in tensors]))
     except (NoSignature, TypeError, RuntimeError):  # a subclass of `Tensor`, or a tensor without strides
         order.give_up()
+        return False
+
+
+def repeats() -> bool:
+    """Return whether the running function repeats a recorded call (`CallsInside`).
+
+    If so, the function can skip checks that read only signatures: they passed in the recorded call. If not, the
+    function makes these checks inside `CallsOfOthers`, so that they are not recorded one by one.
+    """
+    order = PER_THREAD.order
+    return order is not None and order.repeats()
 
 
 _NOTHING = contextlib.nullcontext()

@@ -29,6 +29,7 @@ class KeptCall:
     """
 
     __slots__ = ("_keep", "_launches", "again", "allocates")
+    replay = None  # a call of another library is never replayed
 
     def __init__(self, keep: Callable[..., Callable | None]):
         self._keep: Callable[..., Callable | None] | None = keep

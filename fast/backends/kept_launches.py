@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from .direct_launches import CannotReplay, direct_launch
 from .repeated_launches import note_other_launch
-from .replayed_calls import CannotReplay, calls_of, direct_launch
+from .replayed_calls import calls_of
 
 MOST_KEYS = 1024  # launches kept for each kernel; each new number of tokens of a step may add one
 

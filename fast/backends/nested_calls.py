@@ -92,14 +92,22 @@ class Order:
         if self._entries is None:
             self._found.append(Entry(owner, value))
 
-    def confirm(self, parts: tuple) -> None:
-        """Compare `parts`, signatures of tensors, with the next entry of a reused record, or add it to a new record."""
+    def confirm(self, parts: tuple) -> bool:
+        """Compare `parts`, signatures of tensors, with the next entry of a reused record, or add it to a new record.
+
+        Return whether a record is reused and everything matched it until now.
+        """
         if self._entries is None:
             self._found.append(Entry(confirmed, parts))
         elif not self._failed:
             entry = self.next(confirmed)
             if entry is None or entry.value != parts:
                 self._failed = True
+        return self.repeats()
+
+    def repeats(self) -> bool:
+        """Return whether a record is reused and everything matched it until now."""
+        return self._entries is not None and not self._failed
 
     def give_up(self) -> None:
         """Stop recording and reusing calls, because a call inside the function has no signature."""

@@ -12,7 +12,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from .replayed_calls import MISFIT, CannotReplay, Launch, Recorder, Replay
+from .direct_launches import CannotReplay
+from .replayed_calls import MISFIT, Launch, Recorder, Replay
 
 _PER_THREAD = threading.local()
 
@@ -43,7 +44,7 @@ class Launches:
         In the function, `launch` keeps the compiled kernels of a first call, and reuses them in later calls.
         """
         if self.replay is not None:
-            result = self.replay.run(arguments)
+            result = self.replay.run(*arguments)
             if result is not MISFIT:
                 return result
         elif self.compiled and self.no_replay is None:

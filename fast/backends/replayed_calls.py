@@ -16,17 +16,17 @@ Some calls cannot be replayed (`CannotReplay`), and the host code of the op then
 from __future__ import annotations
 
 import copy
-import functools
 import sys
 from collections.abc import Callable, Iterator
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-KNOWN_VERSIONS = ((3, 6), (3, 7))  # versions of Triton that replays support
+from .direct_launches import CannotReplay, direct_call
+from .replay_code import Code, differ, tuple_of
+
 MISFIT = object()  # returned by a replay if the host code of the op must run instead
 MOST_ADDRESSES = 512  # largest number of encoded TMA descriptors, one for each address, kept for a tensor argument
 _ZEROS = torch.ops.aten.zeros.default
@@ -76,10 +76,6 @@ class Allocation(NamedTuple):
     allocate: Callable[..., Tensor]
     size: tuple[int, ...]
     options: dict[str, Any]
-
-
-class CannotReplay(Exception):
-    """Raised for a call that a replay cannot repeat."""
 
 
 class Recorder(TorchDispatchMode):
@@ -174,6 +170,15 @@ class Replay:
         arguments: arguments of the call.
         result: result of the call.
 
+    Attributes:
+        run: function that gets the arguments of a call by position. It allocates tensors, launches the kernels and
+            returns the result. It returns MISFIT if the host code of the op must run:
+
+            - an argument that is not a tensor has another value than in the recorded call;
+            - two arguments are the same tensor object, but were different objects in the recorded call, or the reverse;
+            - another device is current;
+            - Triton has a launch hook, for example of a profiler.
+
     Raises:
         CannotReplay: the call did something other than allocate tensors and launch kernels.
     """
@@ -184,58 +189,54 @@ class Replay:
 
         if recorder.other_op is not None or not recorder.launches:
             raise CannotReplay(recorder.other_op or "a call without a launch")
-        with_tensors = [_has_tensor(each) for each in arguments]
-        self._values = _picker([place for place, has_tensor in enumerate(with_tensors) if not has_tensor])
-        self._expected = self._values(arguments)
-        self._inputs = _picker([place for place, has_tensor in enumerate(with_tensors) if has_tensor])
-        self._in_records = any(isinstance(each, tuple) for each in self._inputs(arguments))
-        self._repeated = recorder.repeated_inputs()
         self._allocations = [
             Allocation(torch.zeros if zeroed else torch.empty, *_allocation_like(tensor))
             for tensor, zeroed in zip(recorder.allocations, recorder.zeroed, strict=True)
         ]
-        origins: dict[Origin, int] = {}
-        self._launches = [_ReplayedLaunch(each, recorder, origins) for each in recorder.launches]
-        self._driver, self._hooks = driver, knobs.runtime
-        self._device = driver.active.get_current_device()
+        self._launches = [_ReplayedLaunch(each, recorder) for each in recorder.launches]
+        device = driver.active.get_current_device()
         devices = {each.get_device() for each in (*recorder.inputs, *recorder.allocations)}
-        if not devices <= {-1, self._device}:  # -1 is the CPU
+        if not devices <= {-1, device}:  # -1 is the CPU
             raise CannotReplay("tensors on a device that is not the current one")
-        inputs = len(recorder.inputs)
-        self._addresses = [(origin.place + inputs * origin.new, origin.offset) for origin in origins]
         results = result if isinstance(result, tuple) else (result,)
-        self._results = [None if each is None else recorder.place_of_result(each) for each in results]
-        self._one_result = not isinstance(result, tuple)
-
-    def run(self, arguments: tuple) -> Any:
-        """Allocate tensors, launch the kernels and return the result; return MISFIT if the op's host code must run.
-
-        The host code must run in four cases:
-
-        - an argument that is not a tensor has another value than in the recorded call;
-        - two arguments are the same tensor object, but were different objects in the recorded call, or the reverse;
-        - another device is current;
-        - Triton has a launch hook, for example of a profiler.
-        """
-        hooks, active = self._hooks, self._driver.active
-        tensors = self._inputs(arguments)
-        tensors = [each for each in _flat(tensors) if isinstance(each, Tensor)] if self._in_records else list(tensors)
-        if (
-            self._values(arguments) != self._expected
-            or _repeated(tensors) != self._repeated
-            or active.get_current_device() != self._device
-            or calls_of(hooks.launch_enter_hook)
-            or calls_of(hooks.launch_exit_hook)
-        ):
-            return MISFIT
-        for allocate, size, options in self._allocations:
-            tensors.append(allocate(size, **options))
-        addresses = [tensors[place].data_ptr() + offset for place, offset in self._addresses]
-        stream = active.get_current_stream(self._device)
+        places = [None if each is None else recorder.place_of_result(each) for each in results]
+        code, parameters = Code(), [f"a{number}" for number in range(len(arguments))]
+        tensors = self._write_checks(code, parameters, arguments, recorder.repeated_inputs(), driver, knobs, device)
+        kinds = [(each.dtype, each.device) for each in recorder.inputs]
+        for number, allocation in enumerate(self._allocations):
+            code.add(f"n{number} = {_allocated(code, allocation, tensors, kinds)}")
+            tensors.append(f"n{number}")
+        addresses: dict[Origin, str] = {}
         for each in self._launches:
-            each.run(stream, addresses)
-        results = [None if place is None else tensors[place] for place in self._results]
-        return results[0] if self._one_result else tuple(results)
+            each.write(code, addresses, tensors, len(recorder.inputs))
+        names = ["None" if place is None else tensors[place] for place in places]
+        code.add(f"return {tuple_of(names) if isinstance(result, tuple) else names[0]}")
+        self.run = code.function(parameters)
+
+    @staticmethod
+    def _write_checks(code, parameters, arguments, repeated, driver, knobs, device) -> list[str]:
+        """Write the cases in which the host code must run, and the current stream; return the names of the inputs."""
+        unpacked, tensors, values, expected = [], [], [], []
+        for name, argument in zip(parameters, arguments, strict=True):
+            if not _has_tensor(argument):
+                values.append(name)
+                expected.append(argument)
+            elif isinstance(argument, tuple):
+                unpacked.append(f"{_unpacked(name, argument, tensors)} = {name}")
+            else:
+                tensors.append(name)
+        runtime, current, index = code.value(knobs.runtime), code.value(driver), code.value(device)
+        cases = [f"{tuple_of(values)} != {code.value(tuple(expected))}"] if values else []
+        cases += [each for each in (differ(tensors, repeated),) if each is not None]
+        cases.append(f"active.get_current_device() != {index}")
+        cases += [f'getattr({hook}, "calls", {hook})' for hook in ("enter", "leave")]
+        for line in unpacked:
+            code.add(line)
+        code.add(f"active, enter, leave = {current}.active, {runtime}.launch_enter_hook, {runtime}.launch_exit_hook")
+        code.add(f"if {' or '.join(cases)}:")
+        code.add(f"    return {code.value(MISFIT)}")
+        code.add(f"stream = active.get_current_stream({index})")
+        return tensors
 
 
 class _ReplayedLaunch:
@@ -244,54 +245,70 @@ class _ReplayedLaunch:
     Args:
         recorded: the recorded launch.
         recorder: record of the call.
-        origins: a number for each origin of an address; this launch adds the origins of its addresses.
     """
 
-    def __init__(self, recorded: Launch, recorder: Recorder, origins: dict[Origin, int]):
-        self._launch = direct_launch(recorded.compiled, recorded.grid)
-        self._template: list[Any] = []  # values of all arguments, and of all fields of named tuples
-        self._filled: list[tuple[int, int]] = []  # (place in the template, number of its address)
-        self._described: list[tuple[int, int, _DescriptorMaker]] = []  # (descriptor's place, number of address, maker)
-        self._records: list[tuple[int, Callable]] = []  # (place of a named tuple, function that collects its fields)
-
-        def number_of(origin: Origin) -> int:
-            return origins.setdefault(origin, len(origins))
-
-        def add(argument: Any) -> int:
-            """Add an argument to the template, without the address of a tensor; return its place in the template."""
-            if isinstance(argument, Tensor):
-                self._filled.append((len(self._template), number_of(recorder.origin_of(argument))))
-                argument = None
-            elif isinstance(argument, tuple) and _has_tensor(argument):
-                fields = _picker([add(each) for each in argument])
-                self._records.append((len(self._template), fields))
-                argument = None
-            self._template.append(argument)
-            return len(self._template) - 1
-
-        places: list[int] = []
+    def __init__(self, recorded: Launch, recorder: Recorder):
+        self._call = direct_call(recorded.compiled, recorded.grid)
+        self._arguments: list[Any] = []  # an address is an `Origin`, a descriptor is a `_Described`
         descriptors = iter(getattr(recorded.compiled.metadata, "tensordesc_meta", None) or ())
+
+        def without_tensors(argument: Any) -> Any:
+            """Return an argument, with the origin of the address in place of each tensor."""
+            if isinstance(argument, Tensor):
+                return recorder.origin_of(argument)
+            if isinstance(argument, tuple) and _has_tensor(argument):
+                return _Fields(without_tensors(each) for each in argument)
+            return argument
+
         for argument in recorded.arguments:
             if hasattr(argument, "block_shape"):
                 maker = _DescriptorMaker(recorded.compiled, argument, next(descriptors, None))
-                number = number_of(recorder.origin_of_address(argument.base.data_ptr()))
-                self._described.append((len(self._template), number, maker))
-                places += range(len(self._template), len(self._template) + len(maker.expanded))
-                self._template += [None, *maker.expanded[1:]]
+                origin = recorder.origin_of_address(argument.base.data_ptr())
+                self._arguments += [_Described(origin, maker), *maker.expanded[1:]]
             else:
-                places.append(add(argument))
-        self._arguments = _picker(places)
+                self._arguments.append(without_tensors(argument))
 
-    def run(self, stream: int, addresses: list[int]) -> None:
-        """Launch the kernel on a stream, with the addresses of the tensors of this call."""
-        values = self._template.copy()
-        for place, number in self._filled:
-            values[place] = addresses[number]
-        for place, number, maker in self._described:
-            values[place] = maker(addresses[number])
-        for place, fields in self._records:
-            values[place] = fields(values)
-        self._launch(stream, self._arguments(values))
+    def write(self, code: Code, addresses: dict[Origin, str], tensors: list[str], inputs: int) -> None:
+        """Write the launch, with the addresses of the tensors of this call.
+
+        Args:
+            code: receives the lines.
+            addresses: mapping from an origin to the name of its address; the launch adds its own origins.
+            tensors: names of the inputs and of the new tensors.
+            inputs: number of inputs.
+        """
+
+        def address_of(origin: Origin) -> str:
+            if origin not in addresses:
+                addresses[origin] = f"p{len(addresses)}"
+                shift = f" + {code.value(origin.offset)}" if origin.offset else ""
+                code.add(f"{addresses[origin]} = {tensors[origin.place + inputs * origin.new]}.data_ptr(){shift}")
+            return addresses[origin]
+
+        def written(argument: Any) -> str:
+            if isinstance(argument, Origin):
+                return address_of(argument)
+            if isinstance(argument, _Described):
+                address, name = address_of(argument.origin), code.value(argument.maker.encoded)
+                code.add(f"d{name} = {name}.get({address})")
+                code.add(f"if d{name} is None:")
+                code.add(f"    d{name} = {code.value(argument.maker)}({address})")
+                return f"d{name}"
+            if isinstance(argument, _Fields):
+                return tuple_of([written(each) for each in argument])
+            return code.value(argument)
+
+        given = [written(each) for each in self._arguments]
+        call = self._call
+        first, last = ([code.value(each) for each in part] for part in (call.grid, call.constants))
+        given = [tuple_of(given)] if call.in_one_tuple else given
+        code.add(f"{code.value(call.start)}({', '.join([*first, 'stream', *last, *given])})")
+
+
+class _Fields(tuple):
+    """The fields of a named tuple that has tensors, with an `Origin` in place of each tensor."""
+
+    __slots__ = ()
 
 
 class _DescriptorMaker:
@@ -301,62 +318,38 @@ class _DescriptorMaker:
         compiled: Triton's compiled kernel.
         descriptor: the descriptor of the recorded launch.
         metadata: Triton's metadata of this parameter; None if the kernel takes the address itself.
+
+    Attributes:
+        encoded: the encoded descriptors by address.
+        expanded: all values that the kernel gets for the recorded descriptor.
     """
 
     def __init__(self, compiled: Any, descriptor: Any, metadata: Any):
         if not hasattr(descriptor.base, "_replace"):
             raise CannotReplay("a descriptor that holds its tensor")
         self._encode = sys.modules[type(compiled.run).__module__].make_tensordesc_arg
-        self._descriptor, self._metadata, self._encoded = descriptor, metadata, dict[int, Any]()
+        self._descriptor, self._metadata, self.encoded = descriptor, metadata, dict[int, Any]()
         self.expanded = self._encode(descriptor, metadata)  # only the first value depends on the address
 
     def __call__(self, address: int) -> Any:
         """Return the encoded descriptor of the tensor at an address."""
-        encoded = self._encoded.get(address)
+        encoded = self.encoded.get(address)
         if encoded is None:
             if self._metadata is None:
                 return address
-            if len(self._encoded) >= MOST_ADDRESSES:
-                self._encoded.clear()
+            if len(self.encoded) >= MOST_ADDRESSES:
+                self.encoded.clear()
             moved = copy.copy(self._descriptor)
             moved.base = self._descriptor.base._replace(address=address)
-            encoded = self._encoded[address] = self._encode(moved, self._metadata)[0]
+            encoded = self.encoded[address] = self._encode(moved, self._metadata)[0]
         return encoded
 
 
-def direct_launch(compiled: Any, grid: tuple[int, int, int]) -> Callable[[int, tuple], None]:
-    """Return a function of (stream, arguments) that launches a compiled kernel without Triton's Python code.
+class _Described(NamedTuple):
+    """A descriptor among the arguments of a launch: the origin of its address, and the object that encodes it."""
 
-    Triton has no public function for such a launch. The returned function calls the C function of Triton 3.6 or 3.7.
-
-    Raises:
-        CannotReplay: Triton has another version, the GPU is not an NVIDIA GPU, or the kernel needs scratch memory.
-    """
-    launcher = getattr(compiled, "run", None)
-    version = tuple(int(part) for part in triton_version().split(".")[:2])
-    if version not in KNOWN_VERSIONS or type(launcher).__name__ != "CudaLauncher":
-        raise CannotReplay(f"launches of Triton {triton_version()} by {type(launcher).__name__}")
-    if compiled.metadata.global_scratch_size or compiled.metadata.profile_scratch_size:
-        raise CannotReplay("a kernel that needs scratch memory")
-    start = launcher.launch
-    names = getattr(getattr(start, "__code__", None), "co_freevars", ())
-    if "launcher" in names:  # take the C function out of the Python function that encodes descriptors
-        start = start.__closure__[names.index("launcher")].cell_contents
-    function, packed = compiled.function, compiled.packed_metadata
-    kind = launcher.launch_cooperative_grid, launcher.launch_pdl
-    if version == (3, 6):
-        tail = (None, None, packed, None, None, None)
-        return lambda stream, arguments: start(*grid, stream, function, *kind, *tail, *arguments)
-    tail = (packed, None, None, None, None, None, launcher.arg_annotations, launcher.kernel_signature)
-    return lambda stream, arguments: start(*grid, stream, function, *kind, *tail, arguments)
-
-
-@functools.cache
-def triton_version() -> str:
-    """Return the version of Triton."""
-    import triton
-
-    return triton.__version__
+    origin: Origin
+    maker: _DescriptorMaker
 
 
 def calls_of(hook: Any) -> Any:
@@ -394,11 +387,34 @@ def _repeated(tensors: list[Tensor]) -> list[int]:
     return [first.setdefault(id(tensor), place) for place, tensor in enumerate(tensors)]
 
 
-def _picker(places: list[int]) -> Callable[[Any], tuple]:
-    """Return a function that returns the values at these places of a sequence, as a tuple."""
-    if len(places) > 1:
-        return itemgetter(*places)
-    return lambda values: tuple([values[place] for place in places])
+def _unpacked(name: str, values: tuple, tensors: list[str]) -> str:
+    """Return the names of the values of a tuple, as source to assign them; append the names of tensors to `tensors`."""
+    names = []
+    for number, value in enumerate(values):
+        own = f"{name}_{number}"
+        if isinstance(value, tuple) and _has_tensor(value):
+            own = _unpacked(own, value, tensors)
+        elif isinstance(value, Tensor):
+            tensors.append(own)
+        names.append(own)
+    return tuple_of(names)
+
+
+def _allocated(code: Code, allocation: Allocation, inputs: list[str], kinds: list[tuple]) -> str:
+    """Return the source of an allocation.
+
+    Args:
+        code: receives the values.
+        allocation: the allocation.
+        inputs: names of the inputs.
+        kinds: dtype and device of each input. The method of an input with both takes less time than `torch.empty`.
+    """
+    allocate, size, options = allocation
+    kind = tuple(options.values())
+    if kind in kinds:
+        return f"{inputs[kinds.index(kind)]}.new_{allocate.__name__}({code.value(size)})"
+    given = "".join(f", {name}={code.value(option)}" for name, option in options.items())
+    return f"{code.value(allocate)}({code.value(size)}{given})"
 
 
 def _allocation_like(tensor: Tensor) -> tuple[tuple[int, ...], dict[str, Any]]:

@@ -9,7 +9,7 @@ A record is a frozen dataclass. A token is an object that stands for a record in
 from __future__ import annotations
 
 import dataclasses
-import operator
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor
 from .selection import BoundOps
 
 MOST_CONFIGS = 4096  # configs that are kept in `_CONFIGS`
-_PROPERTIES = operator.attrgetter("shape", "dtype", "device", "requires_grad")
+MOST_RECORDS = 4096  # signatures that are kept in `_RECORD_TOKENS`; every step of a decode can add one
 _WHEN_FULL: list[Callable[[], None]] = []
 
 
@@ -61,7 +61,10 @@ def forget_configs() -> None:
 
 
 def _part_of_tensor(tensor: Tensor) -> tuple:
-    return _PROPERTIES(tensor), tensor.stride(), tensor.data_ptr() % 16, tensor.is_neg()
+    return (
+        tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, tensor.data_ptr() % 16,
+        tensor.is_neg(),
+    )  # fmt: skip
 
 
 def _part_of_value(value: Any) -> tuple:
@@ -72,18 +75,25 @@ def _part_of_bound_ops(bound: BoundOps) -> tuple:
     return bound.pairs
 
 
-_RECORDS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # from a record with tensors to its signature
+_RECORDS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # from a record with tensors to its token
+_RECORD_TOKENS: dict[tuple, object] = {}  # from the signature of a record with tensors to its token
 _CONFIGS: dict[int, tuple[Any, object]] = {}  # from the id of a record without tensors to the record and its token
 _CONFIG_TOKENS: dict[tuple[Any, str], object] = {}  # from a record without tensors, and its text, to its token
 
 
-def _part_of_record(record: Any) -> tuple:
-    """Return the signature of a frozen record with tensors, such as a plan; compute it once for each record."""
-    kept = _RECORDS.get(record)
-    if kept is None:
+def _part_of_record(record: Any) -> object:
+    """Return a token in place of a frozen record with tensors, such as a plan; equal signatures have the same token.
+
+    The signature of a record is computed and hashed only once, because hashing takes several microseconds.
+    """
+    token = _RECORDS.get(record)
+    if token is None:
         fields = tuple([getattr(record, field.name) for field in dataclasses.fields(record)])
-        kept = _RECORDS[record] = (type(record), needs_dispatcher(fields, True), signature_of(fields))
-    return kept
+        signature = type(record), needs_dispatcher(fields, True), signature_of(fields)
+        if len(_RECORD_TOKENS) >= MOST_RECORDS:  # equal signatures then get a new token, and are checked once more
+            _RECORD_TOKENS.pop(next(iter(_RECORD_TOKENS)), None)
+        token = _RECORDS[record] = _RECORD_TOKENS.setdefault(signature, object())
+    return token
 
 
 def _part_of_config(config: Any) -> tuple:
@@ -116,7 +126,7 @@ def _no_part(argument: Any) -> tuple:
     raise NoSignature
 
 
-_PART_OF: dict[type, Callable[[Any], tuple]] = {
+_PART_OF: dict[type, Callable[[Any], Any]] = {
     Tensor: _part_of_tensor,
     torch.nn.Parameter: _part_of_tensor,
     BoundOps: _part_of_bound_ops,
@@ -124,14 +134,14 @@ _PART_OF: dict[type, Callable[[Any], tuple]] = {
 }
 
 
-def _part_of_new_kind(argument: Any) -> tuple:
+def _part_of_new_kind(argument: Any) -> Any:
     """Return the signature of an argument of a new type, and keep the function that computes it for this type."""
     kind = type(argument)
     _PART_OF[kind] = _part_for(kind)
     return _PART_OF[kind](argument)
 
 
-def _part_for(kind: type) -> Callable[[Any], tuple]:
+def _part_for(kind: type) -> Callable[[Any], Any]:
     """Return the function that computes the signature of an argument of the type `kind`."""
     if issubclass(kind, (Tensor, dict, list)):
         return _no_part
@@ -143,15 +153,23 @@ def _part_for(kind: type) -> Callable[[Any], tuple]:
     return _no_part if not frozen else _part_of_config if compared else _part_of_record
 
 
-_TOKENS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # from a record with tensors to its token
+_TOKENS: dict[int, tuple[weakref.ref, object]] = {}  # from the id of a record with tensors to the record and its token
 
 
 def _token_of(record: Any) -> object:
     """Return a token in place of a record with tensors; the token does not keep the record alive."""
-    token = _TOKENS.get(record)
-    if token is None:
-        token = _TOKENS[record] = object()
-    return token
+    number = id(record)
+    kept = _TOKENS.get(number)
+    if kept is None or kept[0]() is not record:  # a new record may have the id of a freed one
+        kept = _TOKENS[number] = weakref.ref(record, functools.partial(_forget_token, number)), object()
+    return kept[1]
+
+
+def _forget_token(number: int, freed: weakref.ref) -> None:
+    """Drop the token of a freed record, unless a new record with the same id has a token already."""
+    kept = _TOKENS.get(number)
+    if kept is not None and kept[0] is freed:
+        _TOKENS.pop(number, None)
 
 
 _IDENTITY_OF = dict(_PART_OF)

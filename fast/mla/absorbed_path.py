@@ -42,7 +42,8 @@ def decode(
         weights: views of the layer's weights.
         output_scale: float32 scale of an output in e4m3; None for an output in the dtype of the layer.
     """
-    q_nope, q_pe, output = (rows_of(x, 0, metadata.num_decode_tokens) for x in (q_nope, q_pe, output))
+    tokens = metadata.num_decode_tokens
+    q_nope, q_pe, output = rows_of(q_nope, 0, tokens), rows_of(q_pe, 0, tokens), rows_of(output, 0, tokens)
     ql_nope = multiply_heads(q_nope, weights.w_uk_t, weights.q_scale, scale_name="q_scale", backend=layer.backend)
     state = _attend(layer, ql_nope, q_pe, kv_cache, metadata, q_nope.dtype, weights)
     write_values(state.out, weights.w_uv_by_head, output, output_scale, backend=layer.backend)
@@ -53,7 +54,7 @@ def decode(
 def _attend(layer, ql_nope, q_pe, kv_cache, metadata, out_dtype, weights) -> AttentionState:
     """Compute the attention state of the decodes: as a cascade, or as a decode over several ranks or on one rank."""
     options = {"cache_format": layer.cache_format, "kv_scale": weights.kv_scale, "backend": layer.backend}
-    ranks, scale = layer.context_parallel, layer.local_config.softmax_scale
+    ranks, scale = layer.context_parallel, weights.softmax_scale
     if weights.q_scale is not None:
         q_scale = layer.q_scale.value
         if q_scale.dim() == 1 and ranks is not None:

@@ -37,7 +37,6 @@ from reference.interfaces import (
     check_norm,
     check_output_scale,
     check_projections,
-    check_rms_norm,
     check_scale_values,
     check_step,
     check_step_values,
@@ -59,7 +58,7 @@ from .absorbed_path import absorbed_queries, decode
 from .context_parallel import DCP_DECODE_OPS, dcp_gather_context
 from .decode_choice import check_decode_backend
 from .memory_profile import reserve_for_step, touch_largest
-from .new_tokens import DownProjected, NewTokens, frequencies_for, measure_step, write_tokens
+from .new_tokens import NewTokens, down_project, frequencies_for, measure_step, norm_rows, write_tokens
 from .prefill import PREFILL_OPS, forward_prefill, gather_context
 from .prefill_choice import check_prefill_backend
 from .state_rows import rows_of
@@ -70,7 +69,6 @@ _check_forward_attention = backends.CheckedOnce(check_forward_attention)
 _check_inputs = backends.CheckedOnce(check_layer_inputs)
 _check_decode_backend = backends.CheckedOnce(check_decode_backend)
 _check_prefill_backend = backends.CheckedOnce(check_prefill_backend)
-_check_rms_norm = backends.CheckedOnce(check_rms_norm)
 _check_step = backends.CheckedOnce(check_step)
 LAYER_OPS = (
     "apply_rope", "concat_and_cache_mla", "dequantize_entries", "multiply_heads", "reorg_kvcache",
@@ -86,10 +84,7 @@ def rms_norm(x: Float[Tensor, "T L"], weight: Float[Tensor, " L"], eps: float) -
     Raises:
         ValueError: shapes or devices do not match.
     """
-    _check_rms_norm(x, weight, eps)
-    if weight.dtype is not x.dtype:
-        weight = weight.to(x.dtype)
-    return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+    return norm_rows(x, weight, eps)
 
 
 class MLAAttention(nn.Module):
@@ -283,27 +278,35 @@ class MLAAttention(nn.Module):
         weights = self._weight_views.of(self)
         with weights.calls_inside(hidden_states, positions, kv_cache, metadata):
             output = self._attend(hidden_states, positions, kv_cache, metadata, weights)
-        hidden = linear_output("o_proj", self.o_proj(output.flatten(1)))
+        hidden = linear_output("o_proj", weights.projections.o_proj(output.flatten(1)))
         return hidden if self.context_parallel is None else self.context_parallel.tp_group.all_reduce(hidden)
 
     def _attend(self, hidden_states, positions, kv_cache, metadata, weights: AttentionWeights) -> Tensor:
         """Compute the output [T, N, V] of the heads, before `o_proj`."""
         w_uk, w_uv = weights.w_uk, weights.w_uv
-        _check_inputs(self.config, self.kv_a_layernorm.weight, hidden_states, positions)
-        with backends.CallsOfOthers():
-            c, (q, kv_c, k_pe) = self.local_config, self._down_project(hidden_states)
-        backends.confirm(q, kv_c, k_pe)
+        if not backends.repeats():
+            with backends.CallsOfOthers():
+                _check_inputs(self.config, weights.norm_weight, hidden_states, positions)
+        c = self.local_config
+        q, down = down_project(c, hidden_states, weights)
+        checked = backends.confirm(q, down)
+        kv_c, k_pe = down.split_with_sizes([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
         output = q.new_empty(q.shape[0], c.num_heads, c.v_head_dim)
-        _check_forward_attention(c, w_uk, q, kv_c, k_pe, kv_cache, self.cache_format, weights.kv_scale)
+        if not checked:
+            with backends.CallsOfOthers():  # no records for `nested_calls`: later calls skip these checks together
+                _check_forward_attention(c, w_uk, q, kv_c, k_pe, kv_cache, self.cache_format, weights.kv_scale)
+                if metadata is not None:
+                    self._check_step(metadata, q, kv_cache)
+        elif metadata is not None:
+            check_step_values(metadata, kv_cache)
         if metadata is None:
             slots, graph = positions.new_empty(0, dtype=torch.int64), GraphSupport.NONE  # write nothing
         else:
-            self._check_step(metadata, q, kv_cache)
             slots, graph = rows_of(metadata.slot_mapping, 0, metadata.num_actual_tokens), metadata.decode.graph
         workspace, largest = reserve_for_step(self, metadata, q)
         q_nope, q_pe = q.split_with_sizes([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
         new = NewTokens(positions, q_pe, kv_c, k_pe)
-        if metadata is not None and (self.kv_scale is not None or self.observed is not None):
+        if metadata is not None and (weights.kv_scale is not None or self.observed is not None):
             measure_step(self, metadata, new, q_nope, kv_cache, weights)
         split, end = (0, q.shape[0]) if metadata is None else (metadata.num_decode_tokens, metadata.num_actual_tokens)
         in_e4m3 = 0 if weights.q_scale is None else split  # number of tokens whose queries are made in e4m3
@@ -314,7 +317,7 @@ class MLAAttention(nn.Module):
         q_pe, kv_c_normed, k_pe = new.q_pe, new.kv_c, new.k_pe
         if in_e4m3 < end or in_e4m3 == 0:
             q_pe, kv_c_normed, k_pe = write_tokens(self, new, slots, kv_cache, graph, weights)
-        del kv_c, new  # these tensors are views of the down-projection's output and keep its memory alive
+        del down, kv_c, new  # these tensors are views of the down-projection's output and keep its memory alive
         if split > 0:
             decode(self, q_nope, q_e4m3 if in_e4m3 else q_pe, kv_cache, metadata, output, weights)
         expanded = split - in_e4m3, end - in_e4m3  # the rows of the prefills in the results of the last `write_tokens`
@@ -338,26 +341,17 @@ class MLAAttention(nn.Module):
         Returns:
             `ProjectedTokens`: q [T, N, P + R] with its rope part rotated, kv_c_normed [T, Lkv], k_pe [T, R] rotated.
         """
-        _check_inputs(self.config, self.kv_a_layernorm.weight, hidden_states, positions)
-        c, (q, kv_c, k_pe) = self.local_config, self._down_project(hidden_states)
-        kv_c_normed = rms_norm(kv_c, self.kv_a_layernorm.weight, c.latent_norm_eps)
+        weights = self._weight_views.of(self)
+        _check_inputs(self.config, weights.norm_weight, hidden_states, positions)
+        c = self.local_config
+        q, down = down_project(c, hidden_states, weights)
+        kv_c, k_pe = down.split_with_sizes([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+        kv_c_normed = rms_norm(kv_c, weights.norm_weight, c.latent_norm_eps)
         q_nope, q_pe = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
         q_pe, k_pe = apply_rope(
             positions, q_pe, k_pe, c.rope, frequencies=frequencies_for(self, q), backend=self.backend
         )
         return ProjectedTokens(torch.cat((q_nope, q_pe), dim=-1), kv_c_normed, k_pe)
-
-    def _down_project(self, hidden_states: Tensor) -> DownProjected:
-        """Return queries, latents and rope keys of the new tokens, before rotation and norm."""
-        c = self.local_config
-        if self.q_proj is not None:
-            q = linear_output("q_proj", self.q_proj(hidden_states))
-        else:
-            q_c = linear_output("q_a_proj", self.q_a_proj(hidden_states))
-            q = linear_output("q_b_proj", self.q_b_proj(rms_norm(q_c, self.q_a_layernorm.weight, c.latent_norm_eps)))
-        down = linear_output("kv_a_proj_with_mqa", self.kv_a_proj_with_mqa(hidden_states))
-        parts = down.split_with_sizes([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
-        return DownProjected(q.reshape(-1, c.num_heads, c.qk_head_dim), *parts)
 
     @backends.with_wanted_checks
     @backends.without_gradients
@@ -444,7 +438,7 @@ class MLAAttention(nn.Module):
         if self.context_parallel is not None:
             gather = functools.partial(dcp_gather_context, context_parallel=self.context_parallel, backend=self.backend)
         forward_prefill(
-            q, kv_c_normed, k_pe, kv_cache, metadata.prefill, weights.w_uk, weights.w_uv, self.config.softmax_scale,
+            q, kv_c_normed, k_pe, kv_cache, metadata.prefill, weights.w_uk, weights.w_uv, weights.softmax_scale,
             gather, self.cache_format, False, weights.kv_scale, output_scale=output_scale, expand=weights.expand,
             out=output, workspace=workspace, backend=self.backend,
         )  # fmt: skip

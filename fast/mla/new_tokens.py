@@ -13,8 +13,11 @@ from torch import Tensor, nn
 
 from reference.interfaces import (
     GraphSupport,
+    MLAConfig,
     MLAMetadata,
+    check_rms_norm,
     choose_kv_scale,
+    linear_output,
     observe_queries,
     wide_dtype,
 )
@@ -26,13 +29,7 @@ from .cache_write import WrittenTokens, rope_norm_and_cache
 from .state_rows import rows_of
 from .weight_views import AttentionWeights
 
-
-class DownProjected(NamedTuple):
-    """Queries [T, N, P + R], latents [T, Lkv] and rope keys [T, R] of a step, before the rotation and the norm."""
-
-    q: Float[Tensor, "T N D"]
-    kv_c: Float[Tensor, "T Lkv"]
-    k_pe: Float[Tensor, "T R"]
+_check_rms_norm = backends.CheckedOnce(check_rms_norm)
 
 
 class NewTokens(NamedTuple):
@@ -53,6 +50,45 @@ class NewTokens(NamedTuple):
     def rows(self, first: int, end: int) -> NewTokens:
         """Return the tokens from `first` up to `end`, as views."""
         return NewTokens(*(rows_of(x, first, end) for x in self))
+
+
+def norm_rows(
+    x: Float[Tensor, "T L"], weight: Float[Tensor, " L"], eps: float, checked: bool = False
+) -> Float[Tensor, "T L"]:
+    """Compute `rms_norm` of `fast.mla.layer`; if `checked` is True, the caller knows that the arguments are valid."""
+    if not checked:
+        with backends.CallsOfOthers():
+            _check_rms_norm(x, weight, eps)
+    if weight.dtype is not x.dtype:
+        weight = weight.to(x.dtype)
+    return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+
+
+def down_project(
+    config: MLAConfig, hidden_states: Float[Tensor, "T H"], weights: AttentionWeights
+) -> tuple[Float[Tensor, "T N D"], Float[Tensor, "T L"]]:
+    """Return queries before the rotation, and the latents with the rope keys as the projection returned them.
+
+    Args:
+        config: config with the heads of this rank.
+        hidden_states: [T, H].
+        weights: views of the layer's weights, and its projections.
+
+    Returns:
+        Queries [T, N, P + R]; latents and rope keys in one tensor [T, Lkv + R].
+    """
+    modules = weights.projections
+    with backends.CallsOfOthers():
+        if modules.q_proj is not None:
+            q = linear_output("q_proj", modules.q_proj(hidden_states))
+        else:
+            q_c = linear_output("q_a_proj", modules.q_a_proj(hidden_states))
+        down = linear_output("kv_a_proj_with_mqa", modules.kv_a_proj_with_mqa(hidden_states))
+    if modules.q_proj is None:
+        q_c = norm_rows(q_c, modules.q_norm_weight, config.latent_norm_eps, backends.confirm(q_c))
+        with backends.CallsOfOthers():
+            q = linear_output("q_b_proj", modules.q_b_proj(q_c))
+    return q.reshape(-1, config.num_heads, config.qk_head_dim), down
 
 
 def frequencies_for(layer: nn.Module, q: Tensor) -> Tensor:

@@ -332,10 +332,15 @@ def _forward_prefill(
     output_scale, output_block_scale, expand, out, workspace, backend,
 ):  # fmt: skip
     """Compute `forward_prefill`; if `gather` is None, `gather_context` gathers the entries of a chunk."""
-    _check_prefill(q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, cache_format, kv_scale)
-    check_flag("return_lse", return_lse)
-    check_context_workspace("workspace", workspace)
-    check_output_scale(output_scale, output_block_scale, q.device)
+    if not backends.repeats():
+        with backends.CallsOfOthers():
+            _check_prefill(q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, cache_format, kv_scale)
+        check_flag("return_lse", return_lse)
+        check_output_scale(output_scale, None, q.device)
+    if workspace is not None:  # neither the workspace nor the block scale is in the signature of a call
+        check_context_workspace("workspace", workspace)
+    if output_block_scale is not None:
+        check_output_scale(None, output_block_scale, q.device)
     check_scale_values("output_scale", output_scale)
     shape, out_dtype = (*q.shape[:2], w_uv.shape[2]), q.dtype if output_scale is None else E4M3
     if out is None:
@@ -345,6 +350,10 @@ def _forward_prefill(
     backend = backends.bind(backend, PREFILL_OPS)
     hooks = _hooks(metadata, backend)
     latent, chunks = kv_c_normed.shape[1], metadata.context_chunks
+    if not (chunks or metadata.parts) and output_scale is None:
+        return _attend_without_context(
+            q, kv_c_normed, k_pe, metadata, w_uk, w_uv, softmax_scale, return_lse, expand, out, hooks
+        )
     if gather is None:
         gather = functools.partial(gather_context, backend=backend)
     if kv_scale is not None:
@@ -400,6 +409,14 @@ def _forward_prefill(
         return out
     lses = [state.lse for state in states]
     return AttentionState(out, lses[0] if len(lses) == 1 else torch.cat(lses, dim=1))
+
+
+def _attend_without_context(q, kv_c_normed, k_pe, metadata, w_uk, w_uv, softmax_scale, return_lse, expand, out, hooks):
+    """Compute `_forward_prefill` for a plan without chunks and parts, and for an output in the dtype of `q`."""
+    whole = expand is None and takes_whole_keys(hooks.backend)
+    keys = _expanded(expand, whole, kv_c_normed, k_pe, w_uk, w_uv, None)
+    found = _attend_new_tokens(q, *keys, metadata, softmax_scale, q.dtype, return_lse, out, hooks, out_is_checked=True)
+    return AttentionState(out, found.lse) if return_lse else out
 
 
 class _Expanded(NamedTuple):

@@ -45,6 +45,26 @@ class LayerSignature:
     parts: tuple
 
 
+class Projections(NamedTuple):
+    """The modules that a layer calls; reading an attribute of an `nn.Module` takes longer than reading these fields.
+
+    Attributes:
+        q_proj: projection H -> N (P + R), or None.
+        q_a_proj: projection H -> Lq, or None.
+        q_b_proj: projection Lq -> N (P + R), or None.
+        q_norm_weight: weight of `q_a_layernorm`, [Lq], or None.
+        kv_a_proj_with_mqa: projection H -> Lkv + R.
+        o_proj: projection N V -> H.
+    """
+
+    q_proj: nn.Module | None
+    q_a_proj: nn.Module | None
+    q_b_proj: nn.Module | None
+    q_norm_weight: Tensor | None
+    kv_a_proj_with_mqa: nn.Module
+    o_proj: nn.Module
+
+
 class AttentionWeights(NamedTuple):
     """Views of the weights that attention needs, and the weights from which the views were made.
 
@@ -54,7 +74,8 @@ class AttentionWeights(NamedTuple):
     Attributes:
         weight: dense weight, [N (P + V), Lkv]; if the layer keeps no dense weight, the values of `w_uk_t`.
         norm_weight: weight of `kv_a_layernorm`, [Lkv].
-        made_from: layouts of the two weights, and the settings of the layer; None if the views must not be kept.
+        made_from: layouts of the weights, and the modules and settings of the layer; None if the views must not be
+            kept.
         w_uk: [Lkv, N, P]; if the layer keeps no dense weight, a tensor of this shape in which one NaN is repeated.
         w_uv: [Lkv, N, V]; if the layer keeps no dense weight, a tensor of this shape in which one NaN is repeated.
         w_uk_t: [N, P, Lkv], which turns queries into absorbed queries; in e4m3 if the layer has `fp8_weights`.
@@ -62,6 +83,8 @@ class AttentionWeights(NamedTuple):
         kv_scale: float32 scale of the layer's cache, []; None if the format has no such scale.
         q_scale: float32 scale of this rank's queries in e4m3, [] or [N]; None in the mode `converted`.
         expand: function that expands latents by calling `kv_b_proj`; None means a product with `w_uk` and `w_uv`.
+        projections: the modules that the layer calls.
+        softmax_scale: softmax scale of the config.
         signature: signature of the layer; None if the ops of the layer must check their arguments in every call.
     """
 
@@ -75,6 +98,8 @@ class AttentionWeights(NamedTuple):
     kv_scale: Tensor | None
     q_scale: Tensor | None
     expand: Callable[[Tensor], tuple[Tensor, Tensor]] | None
+    projections: Projections
+    softmax_scale: float
     signature: LayerSignature | None
 
     def calls_inside(self, *arguments: Any) -> contextlib.AbstractContextManager[None]:
@@ -94,34 +119,54 @@ class WeightViews:
 
     def of(self, layer: nn.Module) -> AttentionWeights:
         """Return the views of the current weights of an `MLAAttention`."""
-        weight = layer.recovered_kv_b_weight
+        if backends.must_be_dispatched():  # for example in `torch.compile`, where tensors may have no address
+            norm, q_norm, kv_b_proj = layer.kv_a_layernorm, layer.q_a_layernorm, layer.kv_b_proj
+            weight, kv_scale, fp8_weights = layer.recovered_kv_b_weight, layer.kv_scale, layer.fp8_weights
+            if weight is None:
+                weight = kv_b_proj.weight if layer.has_dense_weight else fp8_weights.w_uk_t.values
+            return _make(
+                layer, weight, norm.weight, None if q_norm is None else q_norm.weight,
+                None if kv_scale is None else kv_scale.value, None,
+            )  # fmt: skip
+        modules = layer._modules  # reading an attribute of an `nn.Module` takes longer
+        weight, q_norm = layer._buffers["recovered_kv_b_weight"], modules.get("q_a_layernorm")
+        kv_scale, fp8_weights, q_scale = map(modules.get, ("kv_scale", "fp8_weights", "q_scale"))
         if weight is None:
-            weight = layer.kv_b_proj.weight if layer.has_dense_weight else layer.fp8_weights.w_uk_t.values
-        norm_weight, kv_scale = layer.kv_a_layernorm.weight, layer.kv_scale
+            weight = _weight_of(modules["kv_b_proj"]) if layer.has_dense_weight else fp8_weights.w_uk_t.values
+        norm_weight = _weight_of(modules["kv_a_layernorm"])
+        q_norm_weight = None if q_norm is None else _weight_of(q_norm)
         if kv_scale is not None:
             kv_scale = kv_scale.value
-        if backends.must_be_dispatched():  # for example in `torch.compile`, where tensors may have no address
-            return _make(layer, weight, norm_weight, kv_scale, None)
         kept = self._kept
         made_from = (
-            _layout(weight), _layout(norm_weight), layer.config, layer.cache_format, layer.workspace_tokens,
-            layer.backend, layer.context_parallel, None if layer.fp8_weights is None else layer.fp8_weights.w_uk_t,
-            None if layer.q_scale is None else (layer.fp8_mode, *_layout(layer.q_scale.value)),
-            layer.kv_b_proj if layer.expand_by_module else None,
+            _layout(weight), _layout(norm_weight), None if q_norm is None else _layout(q_norm_weight), layer.config,
+            layer.cache_format, layer.workspace_tokens, layer.backend, layer.context_parallel, layer.expand_by_module,
+            modules, None if fp8_weights is None else fp8_weights.w_uk_t,
+            None if q_scale is None else (layer.fp8_mode, *_layout(q_scale.value)),
         )  # fmt: skip
         if (
             kept is None
             or kept.weight is not weight
             or kept.norm_weight is not norm_weight
+            or kept.projections.q_norm_weight is not q_norm_weight
             or kept.kv_scale is not kv_scale
             or kept.made_from != made_from
         ):
-            kept = self._kept = _make(layer, weight, norm_weight, kv_scale, made_from)
+            kept = self._kept = _make(
+                layer, weight, norm_weight, q_norm_weight, kv_scale,
+                tuple([dict(each) if each is modules else each for each in made_from]),
+            )  # fmt: skip
         return kept
 
     def __getstate__(self) -> dict[str, None]:
         """Return the state for a copy of this object; the copy makes its own views."""
         return {"_kept": None}
+
+
+def _weight_of(module: nn.Module) -> Tensor:
+    """Return the weight of a module; a parameter is found without the search of `nn.Module`."""
+    weight = module._parameters.get("weight")
+    return module.weight if weight is None else weight
 
 
 def _layout(weight: Tensor) -> tuple:
@@ -130,8 +175,9 @@ def _layout(weight: Tensor) -> tuple:
 
 
 def _make(
-    layer: nn.Module, weight: Tensor, norm_weight: Tensor, kv_scale: Tensor | None, made_from: tuple | None
-) -> AttentionWeights:
+    layer: nn.Module, weight: Tensor, norm_weight: Tensor, q_norm_weight: Tensor | None, kv_scale: Tensor | None,
+    made_from: tuple | None,
+) -> AttentionWeights:  # fmt: skip
     """Return the views of the layer's weights; if `made_from` is None, the views get no signature."""
     w_uk, w_uv = layer.up_projections() if layer.has_dense_weight else _stand_ins(layer)
     signature, fp8_weights, ranks = None, layer.fp8_weights, layer.context_parallel
@@ -144,16 +190,22 @@ def _make(
         w_uk_t, w_uv_by_head = fp8_weights.w_uk_t, fp8_weights.w_uv
     if made_from is not None and ranks is None:  # ranks exchange data, so with several ranks every call is checked
         with contextlib.suppress(backends.NoSignature):
-            parts = backends.signature_of((w_uk, norm_weight, layer.backend, kv_scale, w_uk_t, w_uv_by_head, q_scale))
+            parts = backends.signature_of(
+                (w_uk, norm_weight, q_norm_weight, layer.backend, kv_scale, w_uk_t, w_uv_by_head, q_scale)
+            )
             signature = LayerSignature(layer.config, layer.cache_format, layer.fp8_mode, layer.workspace_tokens, parts)
     expand = None
     if layer.expand_by_module:
         c = layer.local_config
         dims = {"num_heads": c.num_heads, "qk_nope_head_dim": c.qk_nope_head_dim, "v_head_dim": c.v_head_dim}
         expand = functools.partial(expand_kv_by_module, kv_b_proj=layer.kv_b_proj, **dims)
-    return AttentionWeights(
-        weight, norm_weight, made_from, w_uk, w_uv, w_uk_t, w_uv_by_head, kv_scale, q_scale, expand, signature
+    projections = Projections(
+        layer.q_proj, layer.q_a_proj, layer.q_b_proj, q_norm_weight, layer.kv_a_proj_with_mqa, layer.o_proj
     )
+    return AttentionWeights(
+        weight, norm_weight, made_from, w_uk, w_uv, w_uk_t, w_uv_by_head, kv_scale, q_scale, expand, projections,
+        layer.config.softmax_scale, signature,
+    )  # fmt: skip
 
 
 def _stand_ins(layer: nn.Module) -> tuple[Tensor, Tensor]:

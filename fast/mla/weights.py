@@ -410,7 +410,7 @@ def expand_into(
     tokens, heads = kv_c_normed.shape[0], w_uk.shape[1]
     by_head = kv_c_normed.expand(heads, -1, -1)  # [N, S, Lkv], no copy
     if workspace is None:
-        k_nope, v = (torch.bmm(by_head, weight.transpose(0, 1)) for weight in (w_uk, w_uv))
+        k_nope, v = torch.bmm(by_head, w_uk.transpose(0, 1)), torch.bmm(by_head, w_uv.transpose(0, 1))
         return k_nope.transpose(0, 1), v.transpose(0, 1)
     parts = split_for_keys(workspace, tokens, heads, w_uk.shape[2], w_uv.shape[2])
     k_nope, v = (part.view(heads, tokens, weight.shape[2]) for part, weight in zip(parts, (w_uk, w_uv), strict=True))

@@ -352,7 +352,7 @@ def check_eager_offsets(argument: str, offsets: Tensor, total: int) -> None:
 
     Callers need this check before an op that does not raise if the last element is smaller than `total`.
     """
-    if offsets.device.type == "cpu" and not torch.compiler.is_compiling():
+    if offsets.is_cpu and not torch.compiler.is_compiling():
         check_offsets(argument, offsets, total)
 
 

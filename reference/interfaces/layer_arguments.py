@@ -229,7 +229,7 @@ def check_step_values(metadata: MLAMetadata, kv_cache: Tensor) -> None:
     The function does nothing if the cache is on a GPU, or under torch.compile. (Under torch.compile, each function that
     the layer calls checks its own values.)
     """
-    if kv_cache.device.type != "cpu" or torch.compiler.is_compiling():
+    if not kv_cache.is_cpu or torch.compiler.is_compiling():
         return
     end, split, prefill = metadata.num_actual_tokens, metadata.num_decode_tokens, metadata.prefill
     num_blocks, block_size, _ = kv_cache.shape

@@ -296,6 +296,36 @@ def test_equal_configs_share_signatures(monkeypatch):
     assert seen[-1] == 4
 
 
+def test_signatures_of_plans(monkeypatch):
+    """Plans with equal shapes and numbers have equal signatures; a plan with another number or shape has another one.
+
+    At most MOST_RECORDS signatures of plans are remembered. A plan whose signature was dropped keeps its own.
+    """
+    monkeypatch.setattr(signatures, "MOST_RECORDS", 4)
+    monkeypatch.setattr(signatures, "_RECORD_TOKENS", {})
+    plans = [decode_inputs()[3] for _ in range(2)]
+    one, same = (signature_of((plan,)) for plan in plans)
+    assert one == same
+    others = [replace(plans[0], max_seq_len=plans[0].max_seq_len + number) for number in range(1, 9)]
+    found = {signature_of((plan,)) for plan in others} | {one}
+    assert len(found) == 9 and len(signatures._RECORD_TOKENS) == 4
+    assert signature_of((plans[0],)) == one
+    assert signature_of((replace(plans[0], block_table=plans[0].block_table[:, :-1]),)) not in found
+
+
+def test_a_freed_plan_leaves_no_token():
+    """The token that stands for a plan is forgotten with the plan, so that a new plan at its address gets another."""
+    before, tokens = set(signatures._TOKENS), set()
+    for _ in range(20):
+        plan = decode_inputs()[3]
+        tokens.add(signatures.identity_of((plan,)))
+        assert len(set(signatures._TOKENS) - before) == 1
+        del plan
+        gc.collect()
+        assert set(signatures._TOKENS) <= before
+    assert len(tokens) == 20
+
+
 def test_prepared_tensors_are_in_the_signature():
     """Take plans with other prepared tensors -> equal signatures for equal shapes and dtypes, and not by identity."""
     one, same = (signature_of(((torch.zeros(3), torch.zeros(2)),)) for _ in range(2))

@@ -24,7 +24,7 @@ from fast.backends.nested_calls import PER_THREAD
 from reference.interfaces import ContextWorkspace
 
 from ..support.backends import registered
-from ..support.factories import DIRECT, make_batch, make_layer, make_weights, new_cache
+from ..support.factories import DIRECT, LOW_RANK, make_batch, make_layer, make_weights, new_cache
 
 
 @pytest.fixture
@@ -45,14 +45,14 @@ class Step:
         inputs: hidden states and positions.
     """
 
-    def __init__(self, **options):
+    def __init__(self, config=DIRECT, **options):
         query_lens, lens = [1, 1, 5, 4], [20, 33, 45, 4]
         batch = make_batch(query_lens, lens)
-        self.layer = make_layer(fast, DIRECT, make_weights(DIRECT, torch.float64), torch.float64, **options)
+        self.layer = make_layer(fast, config, make_weights(config, torch.float64), torch.float64, **options)
         self.plan = fast.build_mla_metadata(batch.common, 16, 32)
-        self.cache = new_cache(batch, DIRECT.head_size, torch.float64)
+        self.cache = new_cache(batch, config.head_size, torch.float64)
         positions = [torch.arange(end - count, end) for count, end in zip(query_lens, lens, strict=True)]
-        hidden_states = torch.randn(sum(query_lens), DIRECT.hidden_size, dtype=torch.float64)
+        hidden_states = torch.randn(sum(query_lens), config.hidden_size, dtype=torch.float64)
         self.inputs = hidden_states, torch.cat(positions)
 
     def __call__(self):
@@ -238,6 +238,38 @@ def test_weights_may_change():
     step.layer.to(torch.float32)
     gc.collect()
     assert step.layer._weight_views._kept is None and kept() is None
+
+
+def test_modules_may_be_replaced(plain_errors):
+    """A layer uses its current projections and its current query norm after they were replaced.
+
+    A query norm of a wrong width is refused, although notes exist.
+    """
+    step = Step(LOW_RANK)
+    layer, seen = step.layer, [step(), step()]
+    assert seen[0].equal(seen[1])
+    norm, low, up, out = layer.q_a_layernorm, layer.q_a_proj, layer.q_b_proj, layer.o_proj
+    half = torch.nn.RMSNorm(norm.weight.shape[0], dtype=torch.float64)
+    half.weight.data.copy_(norm.weight.data / 2)
+    with torch.no_grad():
+        for change in (
+            lambda: setattr(norm, "weight", torch.nn.Parameter(norm.weight.data * 2)),
+            lambda: norm.weight.data.mul_(2),
+            lambda: setattr(layer, "q_a_layernorm", half),
+            lambda: setattr(layer, "q_a_proj", Wrapped(low, lambda x: x.flip(0))),
+            lambda: setattr(layer, "q_b_proj", Wrapped(up, lambda x: 2 * x)),
+            lambda: setattr(layer, "o_proj", Wrapped(out, lambda x: 3 * x)),
+        ):
+            change()
+            output = step()
+            assert not any(output.equal(each) for each in seen)
+            assert output.equal(checked(step)) and output.equal(step())
+            seen.append(output)
+    half.weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    with pytest.raises(ValueError, match="^weight: "):
+        step()
+    half.weight = torch.nn.Parameter(norm.weight.data / 8)
+    assert step().equal(seen[-1])
 
 
 def test_settings_of_a_layer_may_change(plain_errors):

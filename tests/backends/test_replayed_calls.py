@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fast.backends import CheckedCalls, checked_calls, launch, replayed_calls
+from fast.backends import CheckedCalls, checked_calls, direct_launches, launch, replay_code
 from fast.backends.repeated_launches import Launches
 from fast.kernels.descriptors import box_descriptor
 
@@ -97,8 +97,8 @@ class FakeDriver:
 
 @pytest.fixture(params=["3.6.0", "3.7.1"])
 def version(request, monkeypatch):
-    """Run a test once for each version of Triton whose launch arguments `replayed_calls` knows."""
-    monkeypatch.setattr(replayed_calls, "triton_version", lambda: request.param)
+    """Run a test once for each version of Triton whose launch arguments `direct_launches` knows."""
+    monkeypatch.setattr(direct_launches, "triton_version", lambda: request.param)
     return request.param
 
 
@@ -137,6 +137,29 @@ def test_a_replay_launches_with_new_addresses(version):
     assert launches.no_replay is None
 
 
+def test_calls_with_other_numbers_share_the_source(version):
+    """The decodes of successive steps differ in their numbers alone, so their replays share one compiled source."""
+    kernel = FakeKernel(version)
+
+    def call(x, number):
+        out = torch.empty(2, number)
+        launch(kernel, (number,), x, out, number, WIDTH=4)
+        return out
+
+    def replayed(number):
+        launches = Launches()
+        found = [launches.run(call, torch.zeros(2), number).shape for _ in range(3)]
+        assert found == [(2, number)] * 3 and launches.replay is not None
+        (grid, _, arguments) = kernel.launcher.seen[-1]
+        assert grid == (number, 1, 1) and arguments[2] == number
+        return launches.replay.run.__code__
+
+    first = replayed(3)
+    misses = replay_code._maker.cache_info().misses
+    assert [replayed(number) is first for number in (5, 7)] == [True, True]
+    assert replay_code._maker.cache_info().misses == misses
+
+
 def test_a_replay_fills_new_tensors_with_zeros(version):
     """A tensor that a call allocates with `torch.zeros` is filled with zeros in every replay; others are not filled."""
     kernel, launches, filled = FakeKernel(version), Launches(), []
@@ -170,7 +193,7 @@ def test_a_replay_encodes_a_descriptor_once_for_each_address(version):
     assert all(y.data_ptr() % 16 == 0 for y in ys)
     for y in (*ys, *ys):
         launches.run(call, torch.zeros(1), y)
-    launches.replay._launches[0]._described[0][2]._encode = lambda descriptor, _: encoded.append(descriptor)
+    launches.replay._launches[0]._arguments[1].maker._encode = lambda descriptor, _: encoded.append(descriptor)
     for y, (*_, arguments) in zip((ys[2], ys[3], *ys), kernel.launcher.seen, strict=True):
         assert arguments[1:] == (f"map at {y.data_ptr()}", 8, 16, 16, 1, 1, 4)
     for y in ys:
@@ -211,7 +234,7 @@ def test_a_call_that_does_more_is_not_replayed(version, case):
 
 def test_another_version_of_triton_is_not_replayed(monkeypatch):
     """With an unknown version of Triton, no call is replayed: the arguments of Triton's C function could differ."""
-    monkeypatch.setattr(replayed_calls, "triton_version", lambda: "3.99.0")
+    monkeypatch.setattr(direct_launches, "triton_version", lambda: "3.99.0")
     kernel, launches = FakeKernel("3.6.0"), Launches()
     for _ in range(3):
         launches.run(lambda x: launch(kernel, (1,), x, 1, 2, WIDTH=4), torch.zeros(2))
