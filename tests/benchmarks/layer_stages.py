@@ -152,7 +152,7 @@ def stages_of(names: Sequence[str]) -> list[str]:
             found.append("attention")
         elif "merge" in name:
             found.append("merge")
-        elif name == "aten::cat":  # a prefill joins both parts of its queries
+        elif name == "aten::copy_":  # a prefill puts the rotated parts into its queries
             found.append("write")
         elif not absorbed:
             found.append("expansion")
