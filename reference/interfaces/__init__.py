@@ -94,7 +94,7 @@ from .checks import (
 )
 from .config import MLAConfig
 from .context_chunk import ChunkRows, ChunkRun, ContextChunk, ContextParallelChunk
-from .costs import FLOPS_PER_BYTE, PathCosts
+from .costs import CascadeCosts, PathCosts, check_cascade_costs
 from .decode_schedule import (
     DECODE_TILE,
     NEUTRAL_COSTS,
@@ -237,7 +237,6 @@ __all__ = [
     "E4M3",
     "E4M3_MAX",
     "FLOAT_DTYPES",
-    "FLOPS_PER_BYTE",
     "FP8_DS_MLA",
     "FP8_E4M3",
     "FP8_MODES",
@@ -257,6 +256,7 @@ __all__ = [
     "BatchSplit",
     "CacheFormat",
     "CalibratedScales",
+    "CascadeCosts",
     "CascadeMetadata",
     "ChunkRows",
     "ChunkRun",
@@ -315,6 +315,7 @@ __all__ = [
     "check_cache_write",
     "check_captured",
     "check_captured_lens",
+    "check_cascade_costs",
     "check_causal_mask",
     "check_chunk",
     "check_chunking",
