@@ -313,7 +313,9 @@ class MLAAttention(nn.Module):
             new, slots = new.rows(split, q.shape[0]), rows_of(slots, split, end)
         q_pe, kv_c_normed, k_pe = new.q_pe, new.kv_c, new.k_pe
         if in_e4m3 < end or in_e4m3 == 0:
-            q_pe, kv_c_normed, k_pe = write_tokens(self, new, slots, kv_cache, graph, weights)
+            written = write_tokens(self, new, slots, kv_cache, graph, weights)
+            q_pe, kv_c_normed, k_pe = written.q_pe, written.kv_c_normed, written.k_pe
+            del written
         del kv_c, new  # these tensors are views of the down-projection's output and keep its memory alive
         if split > 0:
             decode(self, q_nope, q_e4m3 if in_e4m3 else q_pe, kv_cache, metadata, output, weights)

@@ -77,10 +77,9 @@ def write_tokens(
     q_scale: Float[Tensor, "*heads"] | None = None,
 ) -> WrittenTokens:
     """Call `rope_norm_and_cache` for new tokens; the rope parts of the queries are in e4m3 if `q_scale` is given."""
-    positions, q_pe, kv_c, k_pe = new
     return rope_norm_and_cache(
-        positions, q_pe, kv_c, k_pe, kv_cache, slots, weights.norm_weight, layer.config.latent_norm_eps,
-        layer.config.rope, layer.cache_format, weights.kv_scale, q_scale, frequencies=frequencies_for(layer, q_pe),
+        new.positions, new.q_pe, new.kv_c, new.k_pe, kv_cache, slots, weights.norm_weight, layer.config.latent_norm_eps,
+        layer.config.rope, layer.cache_format, weights.kv_scale, q_scale, frequencies=frequencies_for(layer, new.q_pe),
         graph=graph, backend=layer.backend,
     )  # fmt: skip
 
