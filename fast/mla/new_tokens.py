@@ -54,6 +54,10 @@ class NewTokens(NamedTuple):
         """Return the tokens from `first` up to `end`, as views."""
         return NewTokens(*(rows_of(x, first, end) for x in self))
 
+    def unwritten(self) -> WrittenTokens:
+        """Return the tokens as they are, for a step whose last tokens are already written."""
+        return WrittenTokens(self.q_pe, self.kv_c, self.k_pe)
+
 
 def frequencies_for(layer: nn.Module, q: Tensor) -> Tensor:
     """Return the layer's rotary frequencies [R/2] on the device of `q`; float64 if `q` is float64, otherwise float32.

@@ -276,6 +276,8 @@ def test_bad_input(ops, plain_errors):
         ops.use_gqa_cascade_attention(-16, *lens, LLAMA)
     with pytest.raises(TypeError, match="^costs: expected a CascadeCosts or None, got int$"):
         ops.use_gqa_cascade_attention(16, *lens, LLAMA, costs=3)
+    with pytest.raises(TypeError, match="^cascade_costs: expected a CascadeCosts or None, got int$"):
+        ops.GQAMetadataBuilder(LLAMA, 16, 8192, 64, cascade_costs=3)
     with pytest.raises(ValueError, match="^kernel_bytes: expected an int >= 0, got -1$"):
         CascadeCosts(kernel_bytes=-1)
     with pytest.raises(ValueError, match="^flops_per_byte: expected a positive int, got 0$"):
