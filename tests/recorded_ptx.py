@@ -38,7 +38,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.jit import JITFunction
 
 import fast
-from reference.interfaces import InvariantSplitRule, MLAConfig, format_named
+from reference.interfaces import FP8_DS_MLA, FP8_E4M3, InvariantSplitRule, MLAConfig, format_named
 
 from . import memory_checks
 from .kernels.hopper.mla_decode import test_hopper_compilation as hopper_tests
@@ -90,8 +90,9 @@ def memory_checked() -> dict:
     with recording(found, hopper_tests.H200):
         decode = importlib.import_module("fast.kernels.hopper").KERNELS["mla_decode"]
         for given in memory_checks.decodes():
-            *tensors, cut, stored, kv_scale = given[:-6]  # then: fp8 mode, scale of queries, prepared, ranks, backend
-            decode(*tensors, InvariantSplitRule(*cut), format_named(stored), kv_scale)
+            *tensors, cut, stored, kv_scale, fp8_mode, q_scale = given[:-4]  # then: prepared, ranks, backend
+            modes = {"fp8_mode": fp8_mode, "q_scale": q_scale}
+            decode(*tensors, InvariantSplitRule(*cut), format_named(stored), kv_scale, **modes)
     return found
 
 
@@ -138,6 +139,9 @@ def scenarios() -> Iterator[tuple[str, Callable[[], dict]]]:
          {"batch_invariant": True}),
         ("64 heads on Hopper",
          replace(LOW_RANK, num_heads=64, kv_lora_rank=256, qk_rope_head_dim=32), ["triton", "hopper"], {}),
+        ("low-rank, fp8_e4m3", LOW_RANK, ["triton"], {"cache_format": FP8_E4M3}),
+        ("low-rank, fp8_product", LOW_RANK, ["triton"], {"cache_format": FP8_E4M3, "fp8_mode": "fp8_product"}),
+        ("lite, fp8_ds_mla", lite, ["triton"], {"block_size": 64, "cache_format": FP8_DS_MLA}),
     ):  # fmt: skip
         given = {"dtype": BF16, **settings, **more}
         yield f"triton {name}", partial(warmed, backends, config, hopper_tests.H200, **given)

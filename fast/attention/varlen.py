@@ -171,29 +171,33 @@ def attend(
     See these functions for the arguments, the results and the errors. `out_is_checked` is True if the caller knows that
     `out` is valid: it has the right shape and dtype, and overlaps no input.
     """
-    q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k = inputs
+    q = inputs.q
     calls = _ATTENDS if out is None and return_lse is True else _ATTENDS_INTO
     arguments = (*inputs, max_seqlen_q, max_seqlen_k, softmax_scale, causal, batch_invariant)
     signature = calls.signature(*arguments, out_dtype, backend, bounded, return_lse, out)
     chosen = calls.backend_of(signature)
     if chosen is None:
-        check_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, k_pe)
+        check_attention(q, inputs.k, inputs.v, inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.k_pe)
         check_attention_settings(max_seqlen_q, max_seqlen_k, softmax_scale, causal)
         check_dtype("out_dtype", q.dtype if out_dtype is None else out_dtype)
         check_flag("bounded", bounded)
         check_flag("return_lse", return_lse)
         check_flag("batch_invariant", batch_invariant)
-        sizes = None if batch_invariant else _sizes(q, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
+        sizes = None if batch_invariant else _sizes(q, inputs.cu_seqlens_q, max_seqlen_q, max_seqlen_k)
         request = backends.KernelRequest(
-            "flash_attn_varlen", q.device, q.dtype, (("qk_head_dim", q.shape[2]), ("v_head_dim", v.shape[2])),
+            "flash_attn_varlen", q.device, q.dtype, (("qk_head_dim", q.shape[2]), ("v_head_dim", inputs.v.shape[2])),
             query_lens=QueryLenSupport.VARLEN, out_dtype=out_dtype or q.dtype, mask="causal" if causal else None,
             lse=return_lse, batch_invariant=batch_invariant, sizes=sizes, direct=True,
         )  # fmt: skip
         chosen = backends.select(request, backend).name
     if not bounded:
-        check_eager_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0])
+        check_eager_offsets("cu_seqlens_k", inputs.cu_seqlens_k, inputs.k.shape[0])
     out_dtype = out_dtype or q.dtype
-    return _run(calls, signature, chosen, arguments, out_dtype, return_lse, out, out_is_checked)
+    if calls is _ATTENDS:
+        return AttentionState(*calls.run(signature, chosen, *arguments, out_dtype))
+    out, lse = _targets(inputs, out_dtype, return_lse, out, out_is_checked)
+    calls.run(signature, chosen, *arguments, out, lse)
+    return out if lse is None else AttentionState(out, lse)
 
 
 def attend_again(
@@ -209,31 +213,22 @@ def attend_again(
         return AttentionState(*kept.again(*arguments, out_dtype, None))
     if out is None and kept.allocates:
         return kept.again(*arguments, None, None, None)[0]
-    made, lse = _targets(arguments, out_dtype, return_lse, out, False)
+    made, lse = _targets(inputs, out_dtype, return_lse, out, False)
     kept.again(*arguments, made, lse, None)
     if out is not None and not out.is_inference():
         torch.autograd.graph.increment_version(out)
     return made if lse is None else AttentionState(made, lse)
 
 
-def _run(calls, signature, backend, arguments, out_dtype, return_lse, out, out_is_checked):
-    """Run a call of `attend` whose checks have passed."""
-    if calls is _ATTENDS:
-        return AttentionState(*calls.run(signature, backend, *arguments, out_dtype))
-    out, lse = _targets(arguments, out_dtype, return_lse, out, out_is_checked)
-    calls.run(signature, backend, *arguments, out, lse)
-    return out if lse is None else AttentionState(out, lse)
-
-
-def _targets(arguments, out_dtype, return_lse, out, out_is_checked):
+def _targets(inputs: AttentionInputs, out_dtype, return_lse, out, out_is_checked):
     """Return the tensors that receive output and LSE; None in place of an LSE that the caller does not need."""
-    q, v = arguments[0], arguments[3]
+    q, value = inputs.q, inputs.v.shape[2]
     tokens, heads, _ = q.shape
     if out is None:
-        out = q.new_empty(tokens, heads, v.shape[2], dtype=out_dtype)
+        out = q.new_empty(tokens, heads, value, dtype=out_dtype)
     elif not out_is_checked:  # check `out` in every call: which tensors overlap cannot be seen from their shapes
-        given = [each for each in arguments[:6] if each is not None]
-        check_out("out", out, (tokens, heads, v.shape[2]), out_dtype, q.device, *given)
+        given = [each for each in inputs if each is not None]
+        check_out("out", out, (tokens, heads, value), out_dtype, q.device, *given)
     return out, q.new_empty(heads, tokens, dtype=wide_dtype(out_dtype)) if return_lse else None
 
 
@@ -246,7 +241,7 @@ def _sizes(q: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, max_seqlen_k: int
 
 def _launch_attention(
     q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, batch_invariant,
-    out_dtype, backend, *written,
+    out_dtype, backend, out=None, lse=None,
 ):  # fmt: skip
     if q.device.type == "cpu":
         check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0])
@@ -258,18 +253,23 @@ def _launch_attention(
     asked = {"batch_invariant": True} if batch_invariant and support.invariant_on_request else {}
     state = backends.kernel(backend, "flash_attn_varlen")(
         q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype,
-        *written, **asked,
+        *(() if out is None else (out, lse)), **asked,
     )  # fmt: skip
     backends.check_state(
         backend, "flash_attn_varlen", state, (*q.shape[:2], v.shape[2]), out_dtype, q.device,
-        not written or written[1] is not None, written or (None, None),
+        out is None or lse is not None, (out, lse),
     )  # fmt: skip
     return state
 
 
-def _launch_attention_into(*arguments):
-    *inputs, out, lse, backend = arguments
-    _launch_attention(*inputs, out.dtype, backend, out, lse)
+def _launch_attention_into(
+    q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, batch_invariant, out,
+    lse, backend,
+):  # fmt: skip
+    _launch_attention(
+        q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, batch_invariant,
+        out.dtype, backend, out, lse,
+    )  # fmt: skip
 
 
 _flash_attn_varlen = torch.library.custom_op(
@@ -285,17 +285,24 @@ _flash_attn_varlen = torch.library.custom_op(
 def _kept_attention(*arguments):
     """Return a function for later calls of `_launch_attention` with the same signature; None if there is none."""
     *inputs, out_dtype, backend = arguments
-    return _kept(inputs, out_dtype, None, None, backend)
+    return _kept(*inputs, out_dtype, None, None, backend)
 
 
-def _kept_attention_into(*arguments):
-    *inputs, out, lse, backend = arguments
-    return _kept(inputs, out.dtype, out, lse, backend)
+def _kept_attention_into(
+    q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, batch_invariant, out,
+    lse, backend,
+):  # fmt: skip
+    return _kept(
+        q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, batch_invariant,
+        out.dtype, out, lse, backend,
+    )  # fmt: skip
 
 
-def _kept(inputs, out_dtype, out, lse, backend):
+def _kept(
+    q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, batch_invariant,
+    out_dtype, out, lse, backend,
+):  # fmt: skip
     """Return a function that joins the keys if the backend needs whole keys, calls it, and checks what it returns."""
-    q, k, k_pe, v, *rest, batch_invariant = inputs
     support, widened, columns = backends.support_of(backend, "flash_attn_varlen"), None, 0
     if batch_invariant and support.invariant_on_request:
         return None
@@ -304,8 +311,9 @@ def _kept(inputs, out_dtype, out, lse, backend):
         widened, columns = Widened(), k.shape[2] + k_pe.shape[1]
         k = k.new_empty(*k.shape[:2], columns)
     call = kept_function(
-        backend, "flash_attn_varlen", q, k, k_pe if splits_keys else None, v, *rest, out_dtype, out, lse
-    )
+        backend, "flash_attn_varlen", q, k, k_pe if splits_keys else None, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+        max_seqlen_k, softmax_scale, causal, out_dtype, out, lse,
+    )  # fmt: skip
     if call is None:
         return None
     on_cpu, into, needs_lse = q.device.type == "cpu", out is not None, out is None or lse is not None

@@ -181,7 +181,8 @@ def run_parity(
     layer = oracle.MLAAttention.from_hf(attention)
 
     plans(compared, batch, workspace_tokens, layer.config)
-    q, kv_c_normed, k_pe = projections(compared, layer, hidden_states, batch)
+    projected = projections(compared, layer, hidden_states, batch)
+    q, kv_c_normed, k_pe = projected.q, projected.kv_c_normed, projected.k_pe
     scales = (
         None if scale is None else torch.as_tensor(scale, dtype=torch.float32, device=device)
         for scale in (kv_scale, q_scale)

@@ -20,6 +20,7 @@ from reference.interfaces import (
     UNDIVIDED,
     VISIBLE_LENS,
     CacheFormat,
+    CascadeCosts,
     CommonAttentionMetadata,
     GraphSupport,
     QueryLenSupport,
@@ -30,6 +31,7 @@ from reference.interfaces import (
     captured_tensors,
     check_batch_size,
     check_captured,
+    check_cascade_costs,
     check_common_prefix,
     check_device,
     check_dtype,
@@ -59,7 +61,7 @@ from reference.interfaces.gqa import (
 from ..backends import BackendChoice, bind_with_environment, support_of
 from ..backends.selection import for_part, name_for
 from ..kernels.device import device_facts
-from ..kernels.schedule_costs import ATTENTION_KERNEL_BYTES
+from ..kernels.schedule_costs import cascade_costs_of
 from ..planning.batch import reorder_batch_to_split_decodes_and_prefills
 from ..planning.shared_prefix import split_shared_prefix
 from .captured import plan_captured_gqa_decodes
@@ -103,13 +105,13 @@ class GQAMetadataBuilder:
         graph_support: batches for which a captured CUDA graph can be replayed (`GraphSupport`). None takes
             ONE_QUERY_LEN if `query_len_support` is UNIFORM, and ANY otherwise. If all requests of a graph have one
             query token, the plan of the graph has the kind ONE_QUERY_LEN, which more backends support.
+        cascade_costs: costs from which the time of a cascade is estimated; None takes the costs of
+            `device` (`cascade_costs_of`).
         num_processors: number of processors in the estimate of a cascade (`use_gqa_cascade_attention`). None means the
             multiprocessors of `device` if it is a GPU, and 1 otherwise.
-        kernel_bytes: fixed time of a kernel in the same estimate, as the bytes that the device reads in this time. None
-            means a measured number if `device` is a GPU, and 0 otherwise.
         device: device of the batches; None means PyTorch's default device (`torch.get_default_device`) at the time of
-            the call. Only `num_processors` and `kernel_bytes` depend on it. `build` and `use_cascade_attention` use the
-            same numbers, also for a batch on another device.
+            the call. Only `num_processors` and `cascade_costs` depend on it. `build` and `use_cascade_attention` use
+            the same numbers, also for a batch on another device.
         backend: backend of the ops `compute_visible_lens` and `plan_decode`: a name, a mapping from op to backend name,
             or None. A name or a mapping may also name the backend of `gqa_paged_attention`, or of its part
             "gqa_decode", from which the number of programs follows. The environment may name it too
@@ -150,9 +152,9 @@ class GQAMetadataBuilder:
         cache_format: CacheFormat = COMPUTE_FORMAT,
         dtype: torch.dtype = torch.bfloat16,
         graph_support: GraphSupport | None = None,
+        cascade_costs: CascadeCosts | None = None,
         *,
         num_processors: int | None = None,
-        kernel_bytes: int | None = None,
         device: torch.device | str | None = None,
         backend: BackendChoice = None,
     ):
@@ -162,6 +164,7 @@ class GQAMetadataBuilder:
         check_int("max_model_len", max_model_len)
         check_int("max_num_seqs", max_num_seqs)
         check_schedule_costs(schedule_costs, "schedule_costs")
+        check_cascade_costs(cascade_costs, "cascade_costs")
         check_dtype("dtype", dtype)
         cache_format.dtype_for(dtype)  # raises if the format does not support the dtype
         check_type("query_len_support", query_len_support, (QueryLenSupport, type(None)), "a QueryLenSupport or None")
@@ -177,10 +180,9 @@ class GQAMetadataBuilder:
         self.schedule_costs, self.cache_format, self.dtype = schedule_costs, cache_format, dtype
         if num_processors is not None:
             check_int("num_processors", num_processors, 1, "a positive int or None")
-        if kernel_bytes is not None:
-            check_int("kernel_bytes", kernel_bytes, 0, "an int >= 0 or None")
-        self.num_processors, self.kernel_bytes = num_processors, kernel_bytes
+        self.num_processors = num_processors
         self.device = torch.get_default_device() if device is None else check_device("device", device)
+        self.cascade_costs = cascade_costs_of(self.device) if cascade_costs is None else cascade_costs
         self.backend = bind_with_environment(backend, (*PLANNING_OPS, OP))
         self._decode_backend, prefill_backend = (
             name_for(OP, for_part(self.backend, part)) for part in ("gqa_decode", "gqa_prefill")
@@ -377,11 +379,9 @@ class GQAMetadataBuilder:
         self, common_prefix_len: int, query_lens: Int32[Tensor, " B"], seq_lens: Int32[Tensor, " B"]
     ) -> bool:
         """Return whether a cascade is faster on the device of the builder."""
-        processors, kernel_bytes, on_gpu = self.num_processors, self.kernel_bytes, self.device.type == "cuda"
+        processors = self.num_processors
         if processors is None:
-            processors = device_facts(self.device).processors if on_gpu else 1
-        if kernel_bytes is None:
-            kernel_bytes = ATTENTION_KERNEL_BYTES if on_gpu else 0
+            processors = device_facts(self.device).processors if self.device.type == "cuda" else 1
         return use_gqa_cascade_attention(
             common_prefix_len,
             query_lens,
@@ -390,7 +390,7 @@ class GQAMetadataBuilder:
             self.cache_format,
             self.dtype,
             processors,
-            kernel_bytes,
+            self.cascade_costs,
         )
 
     def reorder_batch(

@@ -12,8 +12,9 @@ from torch import Tensor
 from reference.interfaces import (
     COMPUTE_FORMAT,
     DECODE_TILE,
-    FLOPS_PER_BYTE,
     CacheFormat,
+    CascadeCosts,
+    check_cascade_costs,
     element_bytes,
     wide_dtype,
 )
@@ -28,7 +29,7 @@ def use_gqa_cascade_attention(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     dtype: torch.dtype = torch.bfloat16,
     num_processors: int = 1,
-    kernel_bytes: int = 0,
+    costs: CascadeCosts | None = None,
 ) -> bool:
     """Return whether a cascade is faster than an ordinary decode, estimated from FLOPs and bytes.
 
@@ -44,16 +45,17 @@ def use_gqa_cascade_attention(
         dtype: dtype of the queries.
         num_processors: number of processors of the device that work at the same time, such as the multiprocessors of a
             GPU.
-        kernel_bytes: bytes that the device reads in the fixed time of a kernel, for example of its launch.
+        costs: costs of FLOPs, bytes and kernels; None means the defaults of `CascadeCosts`, which were not measured.
 
     Raises:
+        TypeError: `config` or `costs` has another type.
         ValueError: shapes, dtypes or devices do not match; `common_prefix_len` is negative, or longer than a request;
-            `num_processors` is below 1; `kernel_bytes` is negative; the format does not support the dtype.
+            `num_processors` is below 1; the format does not support the dtype.
         UnsupportedConfiguration: the cache format is for the latent cache alone.
     """
-    check_cascade_choice(
-        common_prefix_len, query_lens, seq_lens, config, cache_format, dtype, num_processors, kernel_bytes
-    )
+    check_cascade_choice(common_prefix_len, query_lens, seq_lens, config, cache_format, dtype, num_processors)
+    costs = check_cascade_costs(costs)
+    flops_per_byte, kernel_bytes = costs.flops_per_byte, costs.kernel_bytes
     stored_bytes = element_bytes(cache_format.dtype_for(dtype))
     if common_prefix_len == 0 or not supports_cascade(config):
         return False
@@ -76,11 +78,11 @@ def use_gqa_cascade_attention(
         """
         flops = 4 * c.head_dim * c.num_heads * pairs
         elements = 2 * c.head_dim * c.num_kv_heads * keys  # 2: keys and values
-        work = max(flops, FLOPS_PER_BYTE * elements * stored_bytes)
+        work = max(flops, flops_per_byte * elements * stored_bytes)
         tiles *= c.num_kv_heads
         least = max(1, tiles)
         kernels = 1 + (longest > 1 and 2 * blocks * c.num_kv_heads <= num_processors)
-        fixed = FLOPS_PER_BYTE * kernel_bytes * kernels
+        fixed = flops_per_byte * kernel_bytes * kernels
         return work * -(-tiles // num_processors) * num_processors + fixed * least, least
 
     def time_of_requests(keys: Tensor) -> tuple[int, int]:
@@ -94,7 +96,7 @@ def use_gqa_cascade_attention(
         tokens * common_prefix_len, common_prefix_len, prefix_blocks * prefix_tiles, prefix_tiles, prefix_blocks
     )
     state_elements = 4 * tokens * c.num_heads * (c.head_dim + 1)  # 4: two states, each written and read once
-    merge = FLOPS_PER_BYTE * (state_elements * element_bytes(wide_dtype(dtype)) + kernel_bytes)
+    merge = flops_per_byte * (state_elements * element_bytes(wide_dtype(dtype)) + kernel_bytes)
     # prefix + suffix + merge < whole, with a common denominator
     apart = prefix[0] * suffix[1] + suffix[0] * prefix[1] + merge * prefix[1] * suffix[1]
     return apart * whole[1] < whole[0] * prefix[1] * suffix[1]

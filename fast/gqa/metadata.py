@@ -270,11 +270,11 @@ def _with_schedule(
     backend: BackendChoice = None,
 ) -> GQAMetadata:
     """Return the plan with a `schedule_choice`, and with a schedule if it saves time or `batch_invariant` is True."""
-    metadata, batch, exact = planned
+    metadata, batch = planned.metadata, planned.batch
     decodes, window, ownership = metadata.num_decodes, metadata.config.sliding_window, metadata.ownership
     if num_programs == 0:
         counted = batch.seq_lens_cpu[:0]  # `choose_schedule` does not read the lengths
-    elif exact:
+    elif planned.exact:
         starts, lens = batch.query_start_loc_cpu[: decodes + 1], batch.seq_lens_cpu[:decodes]
         counted = scheduled_lens(starts, lens, window, ownership)
     else:

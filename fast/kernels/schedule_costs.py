@@ -1,4 +1,4 @@
-"""Costs from which `plan_decode` computes schedules for the GPU decode kernels, and a cost of a call of attention.
+"""Costs of the GPU kernels: `plan_decode` computes schedules from them, and builders estimate the time of a cascade.
 
 The costs were measured on an H200. A cost of a schedule is time that a kernel needs in addition to the time of its
 tiles. The unit is the time of one tile (64 keys).
@@ -6,7 +6,9 @@ tiles. The unit is the time of one tile (64 keys).
 
 from __future__ import annotations
 
-from reference.interfaces import InvariantSplitRule, ScheduleCosts
+import torch
+
+from reference.interfaces import CascadeCosts, InvariantSplitRule, ScheduleCosts
 
 # `invariant_starts`: `choose_schedule` multiplies `request_cost` by this factor when it estimates the time of a
 # batch-invariant schedule. The factor is above 1, because the times of the programs differ more in such a schedule.
@@ -16,9 +18,10 @@ FEW_HEADS = ScheduleCosts(5, 1, InvariantSplitRule(4, 32, 16, 128), STARTS, 64) 
 SOME_HEADS = ScheduleCosts(5, 4, InvariantSplitRule(16, 8, 32, 64), STARTS, 64)  # 17 to 32 heads
 MANY_HEADS = ScheduleCosts(8, 4, InvariantSplitRule(16, 8, 32, 64), STARTS, 10)  # more than 32 heads
 
-# The fixed time of a kernel of grouped-query attention, as the number of bytes that an H200 reads in this time, 5.7 us.
-# `docs/log.md` has the measurements; every number from 22 to 27 million made the same choices.
-ATTENTION_KERNEL_BYTES = 24_000_000
+# `flops_per_byte`: FLOPs in bfloat16 in the time of reading a byte, a round number (150 to 300 on H100 to B200).
+# `kernel_bytes`: the fixed time of a kernel of grouped-query attention, as the number of bytes that an H200 reads in
+# this time, 5.7 us. `docs/log.md` has the measurements; every number from 22 to 27 million made the same choices.
+GPU_CASCADE_COSTS = CascadeCosts(flops_per_byte=200, kernel_bytes=24_000_000)
 
 
 def measured_schedule_costs(num_heads: int) -> ScheduleCosts:
@@ -36,3 +39,15 @@ def measured_schedule_costs(num_heads: int) -> ScheduleCosts:
     The costs were measured with the decode of the backend "hopper"; the backend "triton" uses the same numbers.
     """
     return FEW_HEADS if num_heads <= 16 else SOME_HEADS if num_heads <= 32 else MANY_HEADS
+
+
+def cascade_costs_of(device: torch.device | str | None) -> CascadeCosts:
+    """Return the costs from which a builder estimates the time of a cascade on a device.
+
+    The result is the same for every GPU. For other devices, the result is the defaults of `CascadeCosts`.
+
+    Args:
+        device: device of the layers; None means PyTorch's default device (`torch.get_default_device`).
+    """
+    device = torch.get_default_device() if device is None else torch.device(device)
+    return GPU_CASCADE_COSTS if device.type == "cuda" else CascadeCosts()

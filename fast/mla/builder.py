@@ -23,6 +23,7 @@ from reference.interfaces import (
     ONE_RANK,
     VISIBLE_LENS,
     CacheFormat,
+    CascadeCosts,
     CommonAttentionMetadata,
     ContextWorkspace,
     GraphSupport,
@@ -38,6 +39,7 @@ from reference.interfaces import (
     check,
     check_batch_size,
     check_captured,
+    check_cascade_costs,
     check_chunking,
     check_common_prefix,
     check_config,
@@ -58,6 +60,7 @@ from reference.interfaces import (
 )
 
 from ..backends import BackendChoice, bind_with_environment
+from ..kernels.schedule_costs import cascade_costs_of
 from ..planning.batch import reorder_batch_to_split_decodes_and_prefills
 from ..planning.shared_prefix import split_shared_prefix
 from .backend_hooks import BuilderStates, hooks_of
@@ -114,6 +117,8 @@ class MLAMetadataBuilder:
             backends support.
         fp8_mode: fp8 mode of the decodes (`mla_decode`). It influences the schedule and the backend of the schedule.
             Layers with another fp8 mode refuse the plans.
+        cascade_costs: costs from which the time of a cascade is estimated; None takes the costs of the
+            device (`cascade_costs_of`); if `device` is None too, PyTorch's default device counts.
         layer_names: names of the layers, which the hooks of a backend get (`fast.mla.backend_hooks`).
         device: device of the layers, on which a named decode backend is checked; None checks only what does not depend
             on the device. The first plan with decodes checks the rest.
@@ -163,6 +168,7 @@ class MLAMetadataBuilder:
         dtype: torch.dtype = torch.bfloat16,
         graph_support: GraphSupport | None = None,
         fp8_mode: str = CONVERTED,
+        cascade_costs: CascadeCosts | None = None,
         *,
         layer_names: tuple[str, ...] = (),
         device: torch.device | str | None = None,
@@ -173,6 +179,8 @@ class MLAMetadataBuilder:
         check_config(config)
         check_costs(costs)
         check_schedule_costs(schedule_costs, "schedule_costs")
+        check_cascade_costs(cascade_costs, "cascade_costs")
+        self.cascade_costs = cascade_costs_of(device) if cascade_costs is None else cascade_costs
         self.ownership = None if context_parallel is None else context_parallel.ownership
         owned = ONE_RANK if self.ownership is None else self.ownership
         check_interleave(owned.interleave, block_size)
@@ -409,7 +417,7 @@ class MLAMetadataBuilder:
         if self.batch_invariant or self.ownership is not None or VISIBLE_LENS not in self._limits.masks:
             return False
         return use_cascade_attention(
-            common_prefix_len, query_lens, seq_lens, self.config, self.cache_format, self.dtype
+            common_prefix_len, query_lens, seq_lens, self.config, self.cache_format, self.dtype, self.cascade_costs
         )
 
     def reorder_batch(

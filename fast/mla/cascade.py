@@ -12,11 +12,12 @@ from torch import Tensor
 from reference.interfaces import (
     COMPUTE_FORMAT,
     CONVERTED,
-    FLOPS_PER_BYTE,
     AttentionState,
     CacheFormat,
+    CascadeCosts,
     CascadeMetadata,
     MLAConfig,
+    check_cascade_costs,
     check_config,
     check_decode,
     check_dtype,
@@ -41,6 +42,7 @@ def use_cascade_attention(
     config: MLAConfig,
     cache_format: CacheFormat = COMPUTE_FORMAT,
     dtype: torch.dtype = torch.bfloat16,
+    costs: CascadeCosts | None = None,
 ) -> bool:
     """Return whether a cascade is faster than an ordinary decode, estimated from FLOPs and bytes.
 
@@ -56,8 +58,10 @@ def use_cascade_attention(
         config: config of the layer.
         cache_format: format of the cache.
         dtype: dtype of the queries.
+        costs: costs of FLOPs and bytes; None means the defaults of `CascadeCosts`, which were not measured.
 
     Raises:
+        TypeError: `costs` has another type.
         ValueError: shapes, dtypes or devices do not match; `common_prefix_len` is negative; the format does not support
             the dtype or the dimensions.
     """
@@ -67,6 +71,7 @@ def use_cascade_attention(
     check_config(config)
     check_format(cache_format)
     check_dtype("dtype", dtype)
+    flops_per_byte = check_cascade_costs(costs).flops_per_byte
     if common_prefix_len == 0 or seq_lens.numel() == 0:
         return False
     c, lengths = config, seq_lens.long()
@@ -81,8 +86,8 @@ def use_cascade_attention(
     apart_bytes = whole_bytes - (requests - 1) * common_prefix_len * entry_bytes
     state_elements = 4 * tokens * c.num_heads * (c.kv_lora_rank + 1)  # 4: two states, each written and read once
     state_bytes = state_elements * element_bytes(wide_dtype(dtype))
-    apart = max(flops, FLOPS_PER_BYTE * apart_bytes) + FLOPS_PER_BYTE * state_bytes
-    return apart < max(flops, FLOPS_PER_BYTE * whole_bytes)
+    apart = max(flops, flops_per_byte * apart_bytes) + flops_per_byte * state_bytes
+    return apart < max(flops, flops_per_byte * whole_bytes)
 
 
 def cascade_attention(

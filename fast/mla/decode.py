@@ -302,13 +302,12 @@ def _options_of_launcher(backend: str, ownership: list[int]) -> Callable[..., di
     return options
 
 
-def _kept_decode(*arguments):
+def _kept_decode(
+    ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, longest_q, longest_k, scale,
+    out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, cache_format, kv_scale, fp8_mode, q_scale,
+    prepared, total_seq_lens, ownership, backend, *out,
+):  # fmt: skip
     """Return a function for later calls of `_launch_decode` with the same signature; None if there is none."""
-    (
-        ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, longest_q, longest_k, scale,
-        out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, cache_format, kv_scale, fp8_mode, q_scale,
-        prepared, total_seq_lens, ownership, backend, *out,
-    ) = arguments  # fmt: skip
     if ql_nope.device.type == "cpu":  # the values of the plan are checked in each call
         return None
     rest = longest_q, longest_k, scale, out_dtype

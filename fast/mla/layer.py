@@ -314,10 +314,10 @@ class MLAAttention(nn.Module):
             decoded = new.rows(0, split), rows_of(slots, 0, split)
             q_e4m3 = write_tokens(self, *decoded, kv_cache, graph, weights, weights.q_scale).q_pe
             new, slots = new.rows(split, q.shape[0]), rows_of(slots, split, end)
-        q_pe, kv_c_normed, k_pe = new.q_pe, new.kv_c, new.k_pe
-        if in_e4m3 < end or in_e4m3 == 0:
-            q_pe, kv_c_normed, k_pe = write_tokens(self, new, slots, kv_cache, graph, weights)
-        del down, kv_c, new  # these tensors are views of the down-projection's output and keep its memory alive
+        writes = in_e4m3 < end or in_e4m3 == 0
+        written = write_tokens(self, new, slots, kv_cache, graph, weights) if writes else new.unwritten()
+        q_pe, kv_c_normed, k_pe = written.q_pe, written.kv_c_normed, written.k_pe
+        del down, kv_c, new, written  # these tensors are views of the down-projection's output and keep its memory alive
         if split > 0:
             decode(self, q_nope, q_e4m3 if in_e4m3 else q_pe, kv_cache, metadata, output, weights)
         expanded = split - in_e4m3, end - in_e4m3  # the rows of the prefills in the results of the last `write_tokens`

@@ -51,6 +51,10 @@ class NewTokens(NamedTuple):
         """Return the tokens from `first` up to `end`, as views."""
         return NewTokens(*(rows_of(x, first, end) for x in self))
 
+    def unwritten(self) -> WrittenTokens:
+        """Return the tokens as they are, for a step whose last tokens are already written."""
+        return WrittenTokens(self.q_pe, self.kv_c, self.k_pe)
+
 
 def norm_rows(
     x: Float[Tensor, "T L"], weight: Float[Tensor, " L"], eps: float, checked: bool = False
@@ -113,10 +117,9 @@ def write_tokens(
     q_scale: Float[Tensor, "*heads"] | None = None,
 ) -> WrittenTokens:
     """Call `rope_norm_and_cache` for new tokens; the rope parts of the queries are in e4m3 if `q_scale` is given."""
-    positions, q_pe, kv_c, k_pe = new
     return rope_norm_and_cache(
-        positions, q_pe, kv_c, k_pe, kv_cache, slots, weights.norm_weight, layer.config.latent_norm_eps,
-        layer.config.rope, layer.cache_format, weights.kv_scale, q_scale, frequencies=frequencies_for(layer, q_pe),
+        new.positions, new.q_pe, new.kv_c, new.k_pe, kv_cache, slots, weights.norm_weight, layer.config.latent_norm_eps,
+        layer.config.rope, layer.cache_format, weights.kv_scale, q_scale, frequencies=frequencies_for(layer, new.q_pe),
         graph=graph, backend=layer.backend,
     )  # fmt: skip
 

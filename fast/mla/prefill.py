@@ -364,7 +364,7 @@ def _forward_prefill(
         backends.confirm(rows, expanded)
         gather = functools.partial(gather, workspace=rows)
     whole = expand is None and takes_whole_keys(hooks.backend)
-    k, rope, v = _expanded(expand, whole, kv_c_normed, k_pe, w_uk, w_uv, None)
+    made = _expanded(expand, whole, kv_c_normed, k_pe, w_uk, w_uv, None)
     # a part: consecutive requests that all have context, or that all have none
     states = []  # for each part: an attention state, or only the final output
     parts = metadata.all_parts(q.shape[0])
@@ -373,7 +373,7 @@ def _forward_prefill(
         dtype, final = wide_dtype(q.dtype), None
         if not part.rows and output_scale is None:
             dtype, final = q.dtype, rows_of(out, *tokens)
-        new_tokens = [None if x is None else rows_of(x, *tokens) for x in (q, k, rope, v)]
+        new_tokens = [None if x is None else rows_of(x, *tokens) for x in (q, *made)]
         states.append(_attend_new_tokens(
             *new_tokens, part.plan, softmax_scale, dtype, return_lse or bool(part.rows), final, hooks,
             out_is_checked=True,
@@ -381,7 +381,7 @@ def _forward_prefill(
         if not part.rows and output_scale is not None:
             attended = states[-1].out if return_lse else states[-1]
             rows_of(out, *tokens).copy_(to_e4m3(attended, output_scale))
-    del k, v, new_tokens
+    del made, new_tokens
     runs = [
         ChunkRun.of_chunks(
             part.plan.context_chunks, part.plan.block_table.shape[0], part.end_token - part.first_token,
@@ -391,17 +391,17 @@ def _forward_prefill(
     ]  # fmt: skip
     for number, chunk in enumerate(chunks):
         context = gather(kv_cache, metadata, chunk, cache_format=cache_format, out_dtype=q.dtype)
-        k, rope, v = _expanded(expand, whole, context[:, :latent], context[:, latent:], w_uk, w_uv, expanded)
+        made = _expanded(expand, whole, context[:, :latent], context[:, latent:], w_uk, w_uv, expanded)
         for index, part in enumerate(parts):
             for part_chunk, own, run in zip(part.plan.context_chunks, part.rows, runs[index], strict=True):
                 if own.chunk == number and run.first_token < run.end_token:
                     queries = rows_of(q, part.first_token + run.first_token, part.first_token + run.end_token)
-                    keys = [None if x is None else rows_of(x, own.first, own.end) for x in (k, rope, v)]
+                    keys = [None if x is None else rows_of(x, own.first, own.end) for x in made]
                     chunk_state = _attend_context(queries, *keys, part.plan, part_chunk, softmax_scale, hooks)
                     target = rows_of(out, part.first_token, part.end_token)
                     merge_run(states[index], chunk_state, run, target, backend, output_scale)
                     del chunk_state, keys
-        del k, rope, v, context  # free the memory of this chunk before the next chunk is expanded
+        del made, context  # free the memory of this chunk before the next chunk is expanded
     for index, part in enumerate(parts):
         if part.rows:
             write_unmerged(states[index], runs[index], rows_of(out, part.first_token, part.end_token), output_scale)

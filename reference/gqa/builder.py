@@ -24,6 +24,7 @@ from ..interfaces import (
     COMPUTE_FORMAT,
     UNDIVIDED,
     CacheFormat,
+    CascadeCosts,
     CommonAttentionMetadata,
     GraphSupport,
     QueryLenSupport,
@@ -33,6 +34,7 @@ from ..interfaces import (
     captured_tensors,
     check_batch_size,
     check_captured,
+    check_cascade_costs,
     check_common_prefix,
     check_dtype,
     check_flag,
@@ -95,10 +97,10 @@ class GQAMetadataBuilder:
         graph_support: query lengths that the batches of one CUDA graph may have (`GraphSupport`). None means
             ONE_QUERY_LEN if `query_len_support` is UNIFORM, and ANY otherwise. A batch with one token of each request
             gets a plan for ONE_QUERY_LEN in both cases, because more kernels support this kind of graph.
+        cascade_costs: costs from which the time of a cascade is estimated; None means the defaults of `CascadeCosts`.
 
     Attributes:
         num_processors: number of processors in the estimate of a cascade (`use_gqa_cascade_attention`): 1.
-        kernel_bytes: fixed time of a kernel in the same estimate: 0.
         graph_refusals: reasons why no CUDA graph can serve the layers; empty if a graph can serve them. The property
             `graph_support` is NONE if there is a reason.
 
@@ -127,6 +129,7 @@ class GQAMetadataBuilder:
         cache_format: CacheFormat = COMPUTE_FORMAT,
         dtype: torch.dtype = torch.bfloat16,
         graph_support: GraphSupport | None = None,
+        cascade_costs: CascadeCosts | None = None,
     ):
         check_invariant_merge(context_parallel, batch_invariant)
         self.ownership = None if context_parallel is None else context_parallel.ownership
@@ -134,6 +137,7 @@ class GQAMetadataBuilder:
         check_int("max_model_len", max_model_len)
         check_int("max_num_seqs", max_num_seqs)
         check_schedule_costs(schedule_costs, "schedule_costs")
+        self.cascade_costs = check_cascade_costs(cascade_costs, "cascade_costs")
         check_dtype("dtype", dtype)
         cache_format.dtype_for(dtype)  # raises if the format does not support the dtype
         check_type("query_len_support", query_len_support, (QueryLenSupport, type(None)), "a QueryLenSupport or None")
@@ -148,7 +152,7 @@ class GQAMetadataBuilder:
         self.query_len_support = query_len_support
         self.num_programs, self.batch_invariant = num_programs, batch_invariant
         self.schedule_costs, self.cache_format, self.dtype = schedule_costs, cache_format, dtype
-        self.num_processors, self.kernel_bytes = 1, 0
+        self.num_processors = 1
         self.graph_refusals = graph_refusals(config)
         self._graph_support = GraphSupport.NONE if self.graph_refusals else graph_support
         self.reorder_batch_threshold = reorder_batch_threshold(query_len_support, num_speculative_tokens)
@@ -334,7 +338,7 @@ class GQAMetadataBuilder:
             self.cache_format,
             self.dtype,
             self.num_processors,
-            self.kernel_bytes,
+            self.cascade_costs,
         )
 
     def reorder_batch(

@@ -11,8 +11,9 @@ from torch import Tensor
 from ..interfaces import (
     COMPUTE_FORMAT,
     DECODE_TILE,
-    FLOPS_PER_BYTE,
     CacheFormat,
+    CascadeCosts,
+    check_cascade_costs,
     element_bytes,
     wide_dtype,
 )
@@ -27,7 +28,7 @@ def use_gqa_cascade_attention(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     dtype: torch.dtype = torch.bfloat16,
     num_processors: int = 1,
-    kernel_bytes: int = 0,
+    costs: CascadeCosts | None = None,
 ) -> bool:
     """Return whether a decode is estimated to be faster with a cascade, from counted FLOPs and bytes.
 
@@ -44,7 +45,7 @@ def use_gqa_cascade_attention(
       splits. Requests are split if one of them has several tiles for a row block, and P is at least twice the number of
       row blocks of all requests and KV heads.
 
-    The time of a call is the larger one of FLOPs and `FLOPS_PER_BYTE` x bytes. P processors compute P tiles at the same
+    The time of a call is the larger one of FLOPs and `flops_per_byte` x bytes. P processors compute P tiles at the same
     time. If the last tiles are fewer than P, some processors wait, so the time is multiplied by (tiles, rounded up to a
     multiple of P) / tiles. For each kernel a fixed time is added, for example the time of its launch: the time in which
     the device reads `kernel_bytes` bytes.
@@ -66,16 +67,18 @@ def use_gqa_cascade_attention(
         cache_format: format of the cache.
         dtype: dtype of the queries.
         num_processors: P, processors of the device that work at the same time, such as the multiprocessors of a GPU.
-        kernel_bytes: bytes that the device reads in the fixed time of a kernel.
+        costs: `flops_per_byte` and `kernel_bytes` of the estimate above; None means the defaults of `CascadeCosts`,
+            which were not measured.
 
     Raises:
+        TypeError: `config` or `costs` has another type.
         ValueError: a tensor has a wrong shape, dtype or device; `common_prefix_len` is negative, or longer than a
-            request; `num_processors` is below 1; `kernel_bytes` is negative; the format does not support the dtype.
+            request; `num_processors` is below 1; the format does not support the dtype.
         UnsupportedConfiguration: the cache format is for the latent cache alone.
     """
-    check_cascade_choice(
-        common_prefix_len, query_lens, seq_lens, config, cache_format, dtype, num_processors, kernel_bytes
-    )
+    check_cascade_choice(common_prefix_len, query_lens, seq_lens, config, cache_format, dtype, num_processors)
+    costs = check_cascade_costs(costs)
+    flops_per_byte, kernel_bytes = costs.flops_per_byte, costs.kernel_bytes
     stored_bytes = element_bytes(cache_format.dtype_for(dtype))
     pairs = zip(query_lens.tolist(), seq_lens.tolist(), strict=True)
     requests = [(query_len, length) for query_len, length in pairs if query_len > 0 and length > 0]
@@ -91,12 +94,12 @@ def use_gqa_cascade_attention(
         key_tiles = [-(-keys // DECODE_TILE) for _, keys in calls]
         tiles = config.num_kv_heads * sum(rows * keys for rows, keys in zip(row_blocks, key_tiles, strict=True))
         rounds = -(-tiles // num_processors)
-        work = Fraction(max(flops, FLOPS_PER_BYTE * read) * rounds * num_processors, max(1, tiles))
+        work = Fraction(max(flops, flops_per_byte * read) * rounds * num_processors, max(1, tiles))
         is_split = max(key_tiles) > 1 and 2 * config.num_kv_heads * sum(row_blocks) <= num_processors
-        return work + FLOPS_PER_BYTE * kernel_bytes * (2 if is_split else 1)
+        return work + flops_per_byte * kernel_bytes * (2 if is_split else 1)
 
     tokens = sum(query_len for query_len, _ in requests)
     state_elements = 4 * tokens * config.num_heads * (config.head_dim + 1)  # two states, each written and read
-    merge = FLOPS_PER_BYTE * (state_elements * element_bytes(wide_dtype(dtype)) + kernel_bytes)
+    merge = flops_per_byte * (state_elements * element_bytes(wide_dtype(dtype)) + kernel_bytes)
     suffixes = [(query_len, length - common_prefix_len) for query_len, length in requests]
     return time_of([(tokens, common_prefix_len)]) + time_of(suffixes) + merge < time_of(requests)

@@ -302,9 +302,9 @@ def _with_schedule(
     planned: _Planned, num_programs: int, costs: ScheduleCosts, batch_invariant: bool = False
 ) -> GQAMetadata:
     """Return the plan with the decision of `choose_schedule`, and with a schedule if the decision is for a schedule."""
-    metadata, batch, exact = planned
+    metadata, batch = planned.metadata, planned.batch
     decodes, window, ownership = metadata.num_decodes, metadata.config.sliding_window, metadata.ownership
-    if exact:
+    if planned.exact:
         starts, lens = batch.query_start_loc_cpu[: decodes + 1], batch.seq_lens_cpu[:decodes]
         counted = scheduled_lens(starts, lens, window, ownership)
     else:

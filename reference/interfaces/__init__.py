@@ -94,7 +94,7 @@ from .checks import (
 )
 from .config import MLAConfig
 from .context_chunk import ChunkRows, ChunkRun, ContextChunk, ContextParallelChunk
-from .costs import FLOPS_PER_BYTE, PathCosts
+from .costs import CascadeCosts, PathCosts, check_cascade_costs
 from .decode_schedule import (
     DECODE_TILE,
     NEUTRAL_COSTS,
@@ -228,20 +228,20 @@ from .workspace import (
 
 __all__ = [
     "CACHE_FORMATS", "CAUSAL", "CAUSAL_OVER_RANKS", "COMPUTE_FORMAT", "CONVERTED", "DECODE_MASKS", "DECODE_TILE",
-    "E4M3", "E4M3_MAX", "FLOAT_DTYPES", "FLOPS_PER_BYTE", "FP8_DS_MLA", "FP8_E4M3", "FP8_MODES", "LEAST_WEIGHT",
-    "MERGES", "MOST_PARTS", "MOST_WORKSPACE_TOKENS", "NEUTRAL_COSTS", "NEUTRAL_SPLIT_RULE", "ONE_RANK", "PRESETS",
-    "UNDIVIDED", "VISIBLE_LENS", "AbsorbedWeights", "AttentionMetadataBuilder", "AttentionState", "BatchSplit",
-    "CacheFormat", "CalibratedScales", "CascadeMetadata", "ChunkRows", "ChunkRun", "CommonAttentionMetadata",
-    "ContextChunk", "ContextParallelChunk", "ContextParallelMetadata", "ContextWorkspace", "DecodeMetadata",
-    "DecodeSchedule", "EntryLayout", "GlobalHyperparameters", "GraphBuffers", "GraphMemory", "GraphSupport",
-    "GroupError", "InvariantSplitRule", "KVScale", "MLAConfig", "MLAMetadata", "PathCosts", "PrefillMetadata",
-    "PrefillPart", "QuantizedWeight", "QueryLenSupport", "QueryScale", "RopeConfig", "ScaleSource", "ScheduleChoice",
-    "ScheduleCosts", "TokenOwnership", "UnsupportedConfiguration", "YarnConfig", "absorbed_decode_mask",
-    "advanced_batch", "allocate_kv_cache", "batch_of_capture", "batch_of_update", "bounded_batch", "cache_halves",
-    "calibrate_kv_scales", "captured_batch", "captured_tensors", "check", "check_advance", "check_advance_values",
-    "check_attention", "check_attention_output", "check_attention_settings", "check_batch_block_size",
-    "check_batch_size", "check_block_cache", "check_block_mapping", "check_blocks", "check_cache", "check_cache_write",
-    "check_captured", "check_captured_lens", "check_causal_mask", "check_chunk", "check_chunking", "check_common",
+    "E4M3", "E4M3_MAX", "FLOAT_DTYPES", "FP8_DS_MLA", "FP8_E4M3", "FP8_MODES", "LEAST_WEIGHT", "MERGES", "MOST_PARTS",
+    "MOST_WORKSPACE_TOKENS", "NEUTRAL_COSTS", "NEUTRAL_SPLIT_RULE", "ONE_RANK", "PRESETS", "UNDIVIDED", "VISIBLE_LENS",
+    "AbsorbedWeights", "AttentionMetadataBuilder", "AttentionState", "BatchSplit", "CacheFormat", "CalibratedScales",
+    "CascadeCosts", "CascadeMetadata", "ChunkRows", "ChunkRun", "CommonAttentionMetadata", "ContextChunk",
+    "ContextParallelChunk", "ContextParallelMetadata", "ContextWorkspace", "DecodeMetadata", "DecodeSchedule",
+    "EntryLayout", "GlobalHyperparameters", "GraphBuffers", "GraphMemory", "GraphSupport", "GroupError",
+    "InvariantSplitRule", "KVScale", "MLAConfig", "MLAMetadata", "PathCosts", "PrefillMetadata", "PrefillPart",
+    "QuantizedWeight", "QueryLenSupport", "QueryScale", "RopeConfig", "ScaleSource", "ScheduleChoice", "ScheduleCosts",
+    "TokenOwnership", "UnsupportedConfiguration", "YarnConfig", "absorbed_decode_mask", "advanced_batch",
+    "allocate_kv_cache", "batch_of_capture", "batch_of_update", "bounded_batch", "cache_halves", "calibrate_kv_scales",
+    "captured_batch", "captured_tensors", "check", "check_advance", "check_advance_values", "check_attention",
+    "check_attention_output", "check_attention_settings", "check_batch_block_size", "check_batch_size",
+    "check_block_cache", "check_block_mapping", "check_blocks", "check_cache", "check_cache_write", "check_captured",
+    "check_captured_lens", "check_cascade_costs", "check_causal_mask", "check_chunk", "check_chunking", "check_common",
     "check_common_prefix", "check_config", "check_context", "check_context_workspace", "check_costs", "check_decode",
     "check_decode_values", "check_device", "check_dtype", "check_eager_offsets", "check_entries", "check_equal_scales",
     "check_expanded", "check_expansion", "check_flag", "check_format", "check_formatted_cache",

@@ -26,6 +26,7 @@ from ..interfaces import (
     MOST_WORKSPACE_TOKENS,
     ONE_RANK,
     CacheFormat,
+    CascadeCosts,
     CommonAttentionMetadata,
     ContextWorkspace,
     GraphSupport,
@@ -39,6 +40,7 @@ from ..interfaces import (
     captured_tensors,
     check_batch_size,
     check_captured,
+    check_cascade_costs,
     check_chunking,
     check_common_prefix,
     check_config,
@@ -103,6 +105,7 @@ class MLAMetadataBuilder:
             ONE_QUERY_LEN if `query_len_support` is UNIFORM, and ANY otherwise. A batch with one token of each request
             gets a plan for ONE_QUERY_LEN in both cases, because more kernels support this kind of graph.
         fp8_mode: mode of decodes over a cache in e4m3 (`mla_decode`). Layers with another mode refuse the plans.
+        cascade_costs: costs from which the time of a cascade is estimated; None means the defaults of `CascadeCosts`.
 
     Attributes:
         workspace: memory for one chunk of context (`ContextWorkspace`). All plans with context refer to this memory, so
@@ -133,11 +136,13 @@ class MLAMetadataBuilder:
         dtype: torch.dtype = torch.bfloat16,
         graph_support: GraphSupport | None = None,
         fp8_mode: str = CONVERTED,
+        cascade_costs: CascadeCosts | None = None,
     ):
         check_invariant_merge(context_parallel, batch_invariant)
         check_config(config)
         check_costs(costs)
         check_schedule_costs(schedule_costs, "schedule_costs")
+        self.cascade_costs = check_cascade_costs(cascade_costs, "cascade_costs")
         check_mode_of_format(fp8_mode, cache_format)
         check_dtype("dtype", dtype)
         check_type("query_len_support", query_len_support, (QueryLenSupport, type(None)), "a QueryLenSupport or None")
@@ -334,7 +339,7 @@ class MLAMetadataBuilder:
         if self.batch_invariant or self.ownership is not None:
             return False
         return use_cascade_attention(
-            common_prefix_len, query_lens, seq_lens, self.config, self.cache_format, self.dtype
+            common_prefix_len, query_lens, seq_lens, self.config, self.cache_format, self.dtype, self.cascade_costs
         )
 
     def reorder_batch(

@@ -10,11 +10,12 @@ from ..attention.merge import merge_attn_states
 from ..interfaces import (
     COMPUTE_FORMAT,
     CONVERTED,
-    FLOPS_PER_BYTE,
     AttentionState,
     CacheFormat,
+    CascadeCosts,
     CascadeMetadata,
     MLAConfig,
+    check_cascade_costs,
     check_config,
     check_decode,
     check_dtype,
@@ -35,6 +36,7 @@ def use_cascade_attention(
     config: MLAConfig,
     cache_format: CacheFormat = COMPUTE_FORMAT,
     dtype: torch.dtype = torch.bfloat16,
+    costs: CascadeCosts | None = None,
 ) -> bool:
     """Return whether a decode is estimated to be faster with a cascade, from counted FLOPs and bytes.
 
@@ -55,8 +57,10 @@ def use_cascade_attention(
         config: config of the layer.
         cache_format: format of the cache.
         dtype: dtype of the queries.
+        costs: costs of FLOPs and bytes; None means the defaults of `CascadeCosts`, which were not measured.
 
     Raises:
+        TypeError: `costs` has another type.
         ValueError: a tensor has a wrong shape, dtype or device; `common_prefix_len` is negative; the format does not
             support the dtype or the dims.
     """
@@ -66,6 +70,7 @@ def use_cascade_attention(
     check_config(config)
     check_format(cache_format)
     check_dtype("dtype", dtype)
+    flops_per_byte = check_cascade_costs(costs).flops_per_byte
     c, real, tokens, pairs, keys = config, 0, 0, 0, 0
     for query_len, length in zip(query_lens.tolist(), seq_lens.tolist(), strict=True):
         if length > 0:
@@ -79,8 +84,8 @@ def use_cascade_attention(
     cascade_bytes = whole_bytes - (real - 1) * common_prefix_len * entry_bytes
     state_elements = 4 * tokens * c.num_heads * (c.kv_lora_rank + 1)  # two states, each written and read
     state_bytes = state_elements * element_bytes(wide_dtype(dtype))
-    whole = max(flops, FLOPS_PER_BYTE * whole_bytes)
-    cascade = max(flops, FLOPS_PER_BYTE * cascade_bytes) + FLOPS_PER_BYTE * state_bytes
+    whole = max(flops, flops_per_byte * whole_bytes)
+    cascade = max(flops, flops_per_byte * cascade_bytes) + flops_per_byte * state_bytes
     return cascade < whole
 
 

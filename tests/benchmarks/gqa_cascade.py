@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 import fast
-from fast.kernels.schedule_costs import ATTENTION_KERNEL_BYTES
+from fast.kernels.schedule_costs import GPU_CASCADE_COSTS
 
 from .command_line import CannotRun, check_device, run, write_report
 from .gqa import Row, make_inputs
@@ -91,7 +91,7 @@ def judge_again(path: Path, argv: Sequence[str]) -> dict[str, Any]:
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
         device = {
-            "device": "cpu", "num_processors": report["multiprocessors"], "kernel_bytes": ATTENTION_KERNEL_BYTES
+            "device": "cpu", "num_processors": report["multiprocessors"], "cascade_costs": GPU_CASCADE_COSTS
         }  # fmt: skip
         again = []
         for point in report["points"]:

@@ -554,9 +554,8 @@ def test_bad_calls_of_a_builder(ops, plain_errors):
         builder.build(0, common, 1)
     with pytest.raises(ValueError, match="^common: expected at most 2 requests, got 3$"):
         builder.build(0, make_batch([1] * 3, [5] * 3).common)
-    for name, expected, wrong in (("num_processors", "a positive int", 0), ("kernel_bytes", "an int >= 0", -1)):
-        with pytest.raises(ValueError, match=f"^{name}: expected {expected} or None, got {wrong}$"):
-            fast.GQAMetadataBuilder(PLAIN, 16, 64, 2, **{name: wrong})
+    with pytest.raises(ValueError, match="^num_processors: expected a positive int or None, got 0$"):
+        fast.GQAMetadataBuilder(PLAIN, 16, 64, 2, num_processors=0)
 
 
 def test_planning_writes_nothing(ops):
@@ -583,7 +582,7 @@ def test_the_host_does_not_wait_for_the_gpu():
         own, cross = make_batch([1, 1, 1], [8000, 33, 16]).common, cross_batch(batch, [30, 17, 64, 5])
     of_encoder = ("encoder_seq_lens", "encoder_block_table", "encoder_slot_mapping")
     there = replace(moved(cross, "cuda"), **{name: getattr(cross, name).cuda() for name in of_encoder})
-    sizes = dict(num_programs=3, num_processors=1, kernel_bytes=0)
+    sizes = dict(num_programs=3, num_processors=1, cascade_costs=fast.CascadeCosts())
     builders = [
         fast.GQAMetadataBuilder(config, 16, 9000, 8, num_speculative_tokens=drafted, **sizes)
         for config, drafted in ((PLAIN, 1), (WINDOW, 1), (replace(PLAIN, sliding_window=4000), 1), (CROSS, 0))

@@ -15,7 +15,8 @@ import torch
 import fast
 import reference
 from fast.kernels.device import device_facts
-from reference.interfaces import FP8_E4M3, CommonAttentionMetadata
+from fast.kernels.schedule_costs import GPU_CASCADE_COSTS
+from reference.interfaces import FP8_E4M3, CascadeCosts, CommonAttentionMetadata
 from reference.interfaces.gqa import GQAConfig, PagedAttentionMetadata
 
 from ..support.factories import GARBAGE, integers, make_batch
@@ -24,6 +25,7 @@ from ..support.planning import PACKAGES, same, without_lens
 from ..support.properties import given, st
 
 LLAMA = GQAConfig(32, 8, 128)
+NEUTRAL = CascadeCosts(flops_per_byte=200, kernel_bytes=0)
 WITHOUT = {  # configs that never have a cascade
     "ALiBi": replace(LLAMA, alibi_slopes=(0.5,) * 32),
     "window": replace(LLAMA, sliding_window=10**6),
@@ -38,7 +40,7 @@ def on_host(value, requests):
     return integers(*[value] * requests).cpu()
 
 
-def seconds(requests, config, processors, stored):
+def seconds(requests, config, processors, stored, flops_per_byte=200):
     """Return the time of a call, found by counting every row, key and tile one after another.
 
     `requests` are (query tokens, keys) of each request, and `stored` is the number of bytes of a cache element.
@@ -51,7 +53,7 @@ def seconds(requests, config, processors, stored):
             flops += rows * keys * 2 * 2 * config.head_dim
             tiles += math.ceil(rows / 64) * math.ceil(keys / 64)
     idle = math.ceil(tiles / processors) * processors / tiles
-    return max(flops, 200 * read) * idle
+    return max(flops, flops_per_byte * read) * idle
 
 
 def count_kernels(requests, config, processors):
@@ -63,40 +65,41 @@ def count_kernels(requests, config, processors):
     return 1 + (several_tiles and processors // programs >= 2)
 
 
-def counted(prefix, query_lens, seq_lens, config, processors, kernel_bytes=0, stored=2, state=4):
+def counted(prefix, query_lens, seq_lens, config, processors, costs=NEUTRAL, stored=2, state=4):
     """Return the times with and without a cascade."""
     requests = [(q, s) for q, s in zip(query_lens, seq_lens, strict=True) if q and s]
     tokens = sum(q for q, _ in requests)
-    merge = 200 * 2 * 2 * tokens * config.num_heads * (config.head_dim + 1) * state
+    byte, kernel = costs.flops_per_byte, costs.flops_per_byte * costs.kernel_bytes
+    merge = byte * 2 * 2 * tokens * config.num_heads * (config.head_dim + 1) * state
     suffixes = [(q, s - prefix) for q, s in requests]
-    apart = seconds([(tokens, prefix)], config, processors, stored) + seconds(suffixes, config, processors, stored)
-    more = [count_kernels(each, config, processors) for each in ([(tokens, prefix)], suffixes, requests)]
-    apart += merge + 200 * kernel_bytes * (more[0] + more[1] + 1)
-    return apart, seconds(requests, config, processors, stored) + 200 * kernel_bytes * more[2]
+    calls = ([(tokens, prefix)], suffixes, requests)
+    times = [seconds(each, config, processors, stored, byte) for each in calls]
+    more = [count_kernels(each, config, processors) for each in calls]
+    apart = times[0] + times[1] + merge + kernel * (more[0] + more[1] + 1)
+    return apart, times[2] + kernel * more[2]
 
 
 @given(
     st.lists(st.tuples(st.sampled_from([1, 1, 4, 0]), st.sampled_from([0, 30, 500, 5000])), min_size=1, max_size=30),
     st.sampled_from([0, 16, 256, 4096]), st.sampled_from([LLAMA, PLAIN, GQAConfig(16, 16, 64), GQAConfig(64, 1, 128)]),
     st.sampled_from([(torch.bfloat16, 2, 4), (torch.float16, 2, 4), (torch.float32, 4, 4), (torch.float64, 8, 8)]),
-    st.sampled_from([1, 2, 108, 132]), st.sampled_from([0, 5, 30_000_000]),
+    st.sampled_from([1, 2, 108, 132]),
+    st.builds(CascadeCosts, st.sampled_from([200, 1, 40, 1000]), st.sampled_from([0, 5, 30_000_000])),
 )  # fmt: skip
-def test_decision(pairs, prefix, config, sizes, processors, kernel_bytes):
+def test_decision(pairs, prefix, config, sizes, processors, costs):
     """The decision is that of counted bytes and FLOPs, and both packages decide alike."""
     query_lens, seq_lens = [q for q, _ in pairs], [s and s + prefix for _, s in pairs]
     dtype, stored, state = sizes
     given_lens = prefix, integers(*query_lens).cpu(), integers(*seq_lens).cpu()
     found = [
-        ops.use_gqa_cascade_attention(
-            *given_lens, config, dtype=dtype, num_processors=processors, kernel_bytes=kernel_bytes
-        )
+        ops.use_gqa_cascade_attention(*given_lens, config, dtype=dtype, num_processors=processors, costs=costs)
         for ops in (reference, fast)
     ]
     assert found[0] is found[1]
     if prefix == 0 or not any(q and s for q, s in zip(query_lens, seq_lens, strict=True)):
         assert not found[0]
         return
-    apart, whole = counted(prefix, query_lens, seq_lens, config, processors, kernel_bytes, stored, state)
+    apart, whole = counted(prefix, query_lens, seq_lens, config, processors, costs, stored, state)
     if abs(apart - whole) > 1e-9 * whole:
         assert found[0] is (apart < whole)
 
@@ -119,11 +122,13 @@ def test_what_decides(ops):
     assert decide(**short) and not decide(**short, num_processors=132)
     assert decide(**short | {"requests": 8}, num_processors=132)
     # 15 requests of 4096 keys, two bytes for each of 2 * 8 * 128 columns: the cascade saves 252 MB for two more kernels
-    assert decide(kernel_bytes=100_000_000) and not decide(kernel_bytes=130_000_000)
+    assert decide(costs=CascadeCosts(kernel_bytes=100_000_000))
+    assert not decide(costs=CascadeCosts(kernel_bytes=130_000_000))
     # with 132 processors, the cascade has three more kernels, because the call over the prefix is split
-    assert decide(kernel_bytes=70_000_000, num_processors=132) and not decide(
-        kernel_bytes=100_000_000, num_processors=132
-    )
+    assert decide(costs=CascadeCosts(kernel_bytes=70_000_000), num_processors=132)
+    assert not decide(costs=CascadeCosts(kernel_bytes=100_000_000), num_processors=132)
+    # FLOPs decide where a device moves many bytes in the time of a FLOP
+    assert decide(costs=CascadeCosts(40)) and not decide(costs=CascadeCosts(1))
 
 
 @pytest.mark.parametrize("processors", [1, 127, 128, 255, 256, 257, 1024])
@@ -136,13 +141,13 @@ def test_kernels_are_counted(ops, requests, length, processors):
     """
     prefix, config = 4096, LLAMA
     batch = prefix, [1] * requests, [length] * requests, config, processors
-    (apart, whole), (apart_later, whole_later) = (counted(*batch, kernel_bytes=size) for size in (0, 1))
+    (apart, whole), (apart_later, whole_later) = (counted(*batch, CascadeCosts(200, size)) for size in (0, 1))
     most = int((whole - apart) / ((apart_later - whole_later) - (apart - whole)))
     assert most > 10**6
     lens = on_host(1, requests), on_host(length, requests)
     for size, wanted in ((most - 1000, True), (most + 1000, False)):
-        found = ops.use_gqa_cascade_attention(prefix, *lens, config, num_processors=processors, kernel_bytes=size)
-        assert found is wanted
+        costs = CascadeCosts(kernel_bytes=size)
+        assert ops.use_gqa_cascade_attention(prefix, *lens, config, num_processors=processors, costs=costs) is wanted
 
 
 @pytest.mark.parametrize("config", WITHOUT.values(), ids=WITHOUT)
@@ -171,7 +176,7 @@ def test_plans(ops):
     """A plan has a cascade where it is faster: the prefix of the first real request, and the suffix of each one."""
     query_lens, seq_lens = [1, 1, 2, 1, 1, 1, 1, 1, 9], [0, 1000, 1001, 1017, 1030, 1100, 1000, 1001, 1200]
     common = shared_batch(query_lens, seq_lens, 992)
-    options = dict(num_speculative_tokens=1, num_programs=4, **short_calls(ops))
+    options = dict(num_speculative_tokens=1, num_programs=4, cascade_costs=CascadeCosts())
     builder = ops.GQAMetadataBuilder(LLAMA, 16, 2048, 16, **options)
     plan = builder.build(992, common)
     assert plan.num_decodes == 8 and plan.schedule is None and plan.cascade is not None
@@ -201,11 +206,6 @@ def test_ranks_have_no_cascade(ops):
     assert ops.simulate(2, 1, program) == [False, False]
 
 
-def short_calls(ops) -> dict[str, int]:
-    """Return the options of a builder on a GPU with which its calls have no fixed time, as on a CPU."""
-    return {"kernel_bytes": 0} if ops is fast else {}
-
-
 def both_choices(**options):
     """Return the choice of `use_cascade_attention`, and of `build`, for 3 requests with a prefix of 256 keys.
 
@@ -218,9 +218,12 @@ def both_choices(**options):
 
 def test_processors_of_a_builder(monkeypatch):
     """Both methods of a builder of `fast` use the number of processors of one device, or a given number."""
-    assert both_choices(num_processors=1, kernel_bytes=0) == (True, True)
-    assert both_choices(num_processors=1, kernel_bytes=10**9) == (False, False)
+    assert both_choices(num_processors=1, cascade_costs=CascadeCosts()) == (True, True)
+    assert both_choices(num_processors=1, cascade_costs=CascadeCosts(kernel_bytes=10**9)) == (False, False)
+    assert both_choices(num_processors=1, cascade_costs=CascadeCosts(flops_per_byte=1)) == (False, False)
     assert both_choices(num_processors=132) == (False, False)
+    builders = [fast.GQAMetadataBuilder(LLAMA, 16, 8192, 64, device=device) for device in ("cpu", "cuda:3")]
+    assert [builder.cascade_costs for builder in builders] == [NEUTRAL, GPU_CASCADE_COSTS]
     assert both_choices(device="cpu") == (True, True)  # also for a batch on a GPU
     asked = []
 
@@ -231,10 +234,8 @@ def test_processors_of_a_builder(monkeypatch):
     monkeypatch.setattr(fast.gqa.builder, "device_facts", facts)
     assert both_choices(device="cuda:3", backend="torch") == (False, False)  # also for a batch on a CPU
     assert asked == [torch.device("cuda:3")] * 2
-    assert (
-        both_choices(device="cuda:3", num_processors=1, kernel_bytes=0, backend="torch") == (True, True)
-        and len(asked) == 2
-    )
+    options = dict(num_processors=1, cascade_costs=CascadeCosts(), backend="torch")
+    assert both_choices(device="cuda:3", **options) == (True, True) and len(asked) == 2
 
 
 def test_default_device_of_a_builder():
@@ -273,15 +274,21 @@ def test_bad_input(ops, plain_errors):
         ops.use_gqa_cascade_attention(32, *lens, LLAMA)
     with pytest.raises(ValueError, match="^common_prefix_len: expected an int >= 0, got -16$"):
         ops.use_gqa_cascade_attention(-16, *lens, LLAMA)
+    with pytest.raises(TypeError, match="^costs: expected a CascadeCosts or None, got int$"):
+        ops.use_gqa_cascade_attention(16, *lens, LLAMA, costs=3)
+    with pytest.raises(TypeError, match="^cascade_costs: expected a CascadeCosts or None, got int$"):
+        ops.GQAMetadataBuilder(LLAMA, 16, 8192, 64, cascade_costs=3)
     with pytest.raises(ValueError, match="^kernel_bytes: expected an int >= 0, got -1$"):
-        ops.use_gqa_cascade_attention(16, *lens, LLAMA, kernel_bytes=-1)
+        CascadeCosts(kernel_bytes=-1)
+    with pytest.raises(ValueError, match="^flops_per_byte: expected a positive int, got 0$"):
+        CascadeCosts(flops_per_byte=0)
     with pytest.raises(ValueError, match="^num_processors: expected a positive int, got 0$"):
         ops.use_gqa_cascade_attention(16, *lens, LLAMA, num_processors=0)
     with pytest.raises(TypeError, match="^config: expected a GQAConfig, got str$"):
         ops.use_gqa_cascade_attention(16, *lens, "llama")
     with pytest.raises(ValueError, match=r"^seq_lens: expected shape \[2\], got \[1\]$"):
         ops.use_gqa_cascade_attention(16, lens[0], integers(40).cpu(), LLAMA)
-    builder = ops.GQAMetadataBuilder(LLAMA, 16, 8192, 64, **short_calls(ops))
+    builder = ops.GQAMetadataBuilder(LLAMA, 16, 8192, 64, cascade_costs=CascadeCosts())
     with pytest.raises(
         ValueError, match="^common_prefix_len: expected a positive multiple of the block size 16, got 1000"
     ):

@@ -13,8 +13,9 @@ import torch
 
 import fast
 import reference
+from fast.kernels.schedule_costs import GPU_CASCADE_COSTS
 from fast.parity import compare_states
-from reference.interfaces import CacheFormat, CommonAttentionMetadata, MLAConfig
+from reference.interfaces import CacheFormat, CascadeCosts, CommonAttentionMetadata, MLAConfig
 
 from ..support.factories import DIRECT, GARBAGE, assert_states64, integers, make_batch
 from ..support.planning import same
@@ -122,11 +123,11 @@ def test_parity(dtype):
         assert parity.passed, parity
 
 
-def counted(prefix, query_lens, seq_lens, config, stored=2, state=4):
+def counted(prefix, query_lens, seq_lens, config, stored=2, state=4, byte=200):
     """Count bytes and FLOPs request by request, and return whether a cascade is faster than one decode.
 
     `stored` is the number of bytes of a cache element, and `state` the number of bytes of an element of an attention
-    state.
+    state. `byte` is the number of FLOPs in the time of moving a byte.
     """
     read = shared_read = flops = tokens = 0
     for q, s in zip(query_lens, seq_lens, strict=True):
@@ -137,22 +138,25 @@ def counted(prefix, query_lens, seq_lens, config, stored=2, state=4):
             tokens += q
     shared_read += prefix * config.head_size * stored
     states = 4 * state * tokens * config.num_heads * (config.kv_lora_rank + 1)
-    return max(flops, 200 * shared_read) + 200 * states < max(flops, 200 * read)
+    return max(flops, byte * shared_read) + byte * states < max(flops, byte * read)
 
 
 @given(
     st.lists(st.tuples(st.sampled_from([1, 1, 4]), st.sampled_from([0, 30, 500, 5000])), min_size=1, max_size=30),
     st.sampled_from([0, 16, 256, 4096]), st.sampled_from([SMALL, V3, DIRECT]),
     st.sampled_from([(torch.bfloat16, 2, 4), (torch.float16, 2, 4), (torch.float32, 4, 4), (torch.float64, 8, 8)]),
+    st.sampled_from([200, 1, 20, 1000]),
 )  # fmt: skip
-def test_decision(pairs, prefix, config, sizes):
+def test_decision(pairs, prefix, config, sizes, flops_per_byte):
     query_lens, seq_lens = [q for q, _ in pairs], [s and s + prefix for _, s in pairs]
     lens = integers(*query_lens).cpu(), integers(*seq_lens).cpu()
     dtype, *sizes = sizes
-    found = {ops.use_cascade_attention(prefix, *lens, config, dtype=dtype) for ops in (reference, fast)}
-    if dtype == torch.bfloat16:  # bfloat16 is the default
+    options = dict(dtype=dtype, costs=CascadeCosts(flops_per_byte))
+    found = {ops.use_cascade_attention(prefix, *lens, config, **options) for ops in (reference, fast)}
+    if dtype == torch.bfloat16 and flops_per_byte == 200:  # these are the defaults
         found |= {ops.use_cascade_attention(prefix, *lens, config) for ops in (reference, fast)}
-    assert found == {prefix > 0 and any(seq_lens) and counted(prefix, query_lens, seq_lens, config, *sizes)}
+    wanted = counted(prefix, query_lens, seq_lens, config, *sizes, flops_per_byte)
+    assert found == {prefix > 0 and any(seq_lens) and wanted}
 
 
 def test_bytes_come_from_the_format(ops, monkeypatch):
@@ -184,6 +188,22 @@ def test_when_it_pays(ops):
     assert not ops.use_cascade_attention(0, many, lens, SMALL)
     assert not ops.use_cascade_attention(16, many, lens, SMALL)
     assert not ops.use_cascade_attention(4096, many, lens, V3)
+    assert not ops.use_cascade_attention(4096, many, lens, SMALL, costs=CascadeCosts(flops_per_byte=1))
+
+
+def test_costs_of_a_builder(ops, plain_errors):
+    """A builder decides with the given costs; without costs, a builder of `fast` takes those of its device."""
+    lens = integers(*[1] * 64).cpu(), integers(*[8192] * 64).cpu()
+    sizes = SMALL, 16, 16384, 64
+    assert ops.MLAMetadataBuilder(*sizes, cascade_costs=CascadeCosts()).use_cascade_attention(4096, *lens)
+    builder = ops.MLAMetadataBuilder(*sizes, cascade_costs=CascadeCosts(flops_per_byte=1))
+    assert not builder.use_cascade_attention(4096, *lens)
+    with pytest.raises(TypeError, match="^cascade_costs: expected a CascadeCosts or None, got int$"):
+        ops.MLAMetadataBuilder(*sizes, cascade_costs=3)
+    with torch.device("cpu"):
+        assert ops.MLAMetadataBuilder(*sizes).cascade_costs == CascadeCosts()
+    if ops is fast:
+        assert fast.MLAMetadataBuilder(*sizes, device="cuda:3").cascade_costs == GPU_CASCADE_COSTS != CascadeCosts()
 
 
 def test_layer_takes_the_cascade(ops):

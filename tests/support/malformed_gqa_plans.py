@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from reference.interfaces import FP8_E4M3, GraphSupport, QueryLenSupport, ScheduleCosts, TokenOwnership
+from reference.interfaces import FP8_E4M3, CascadeCosts, GraphSupport, QueryLenSupport, ScheduleCosts, TokenOwnership
 
 from .factories import integers, make_batch
 from .gqa_plans import CROSS, PLAIN, WINDOW, cross_batch
@@ -60,11 +60,11 @@ def planning_calls(ops: Any, call_type: type, call: Callable[..., Any], backend:
              costs=ScheduleCosts(), batch_invariant=False, ownership=None, graph=GraphSupport.ANY,
              cache_format=FP8_E4M3, **backend),
         call("use_gqa_cascade_attention", common_prefix_len=32, query_lens=integers(1, 1), seq_lens=integers(40, 40),
-             config=PLAIN, dtype=torch.float32, num_processors=4, kernel_bytes=3),
+             config=PLAIN, dtype=torch.float32, num_processors=4, costs=CascadeCosts(kernel_bytes=3)),
         call("GQAMetadataBuilder", config=WINDOW, **sizes, num_speculative_tokens=0, batch_invariant=False,
-             context_parallel=ranks, dtype=torch.float32, graph_support=GraphSupport.ANY,
+             context_parallel=ranks, dtype=torch.float32, graph_support=GraphSupport.ANY, cascade_costs=CascadeCosts(),
              **{name: value for name, value in settings.items() if name != "ownership"},
-             **({"num_processors": 4, "kernel_bytes": 3, "device": torch.device("cpu")} if is_fast else {}), **backend),
+             **({"num_processors": 4, "device": torch.device("cpu")} if is_fast else {}), **backend),
         method(shared, "build", common_prefix_len=32, common=prefix, fast_build=False),
         method(crossed, "build", "GQAMetadataBuilder of cross attention", common_prefix_len=0, common=crossing),
         method(builder, "build_for_cudagraph_capture", common=decodes),

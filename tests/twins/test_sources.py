@@ -122,6 +122,20 @@ def test_formats_alone_count_bytes():
     assert not [name for name in COUNTS_BYTES if not counts_bytes((ROOT / name).read_text(encoding="utf-8"))]
 
 
+# (file, line) with a literal number of bytes: why it is not the size of an element that the cache format decides
+LITERAL_BYTES = {
+    ("reference/interfaces/cache_format.py", "SCALE_BYTES = 4"): "the formats know the size of a float32 scale",
+    ("reference/distributed/groups.py", 'self._begin("all_reduce", 2 * (self.size - 1) * _bytes(x) // self.size)'):
+        "an exchange sends its data twice",
+    ("fast/kernels/cpu/decode.py", "CHUNK_BYTES = 4 << 20"): "memory of a call",
+    ("fast/kernels/cpu/gqa.py", "TILE_BYTES = 2 << 20"): "memory of a call",
+    ("fast/kernels/cpu/gqa.py", "SCORE_BYTES = 8 << 20"): "memory of a call",
+    ("fast/kernels/torch/attention.py", "TILE_BYTES = 256 << 20"): "memory of a call",
+    ("fast/kernels/torch/attention.py", "SCORE_BYTES = 256 << 20"): "memory of a call",
+    ("fast/kernels/hopper/varlen/select.py", "L2_BYTES = 8 * 2**20"): "memory of a GPU",
+}  # fmt: skip
+
+
 def is_number(node: ast.AST | None) -> bool:
     return isinstance(node, ast.Constant) and type(node.value) in (int, float)
 
@@ -129,11 +143,13 @@ def is_number(node: ast.AST | None) -> bool:
 def literal_byte_counts(source: str) -> list[int]:
     """Return the line numbers of a source where a literal stands for the number of bytes of an element.
 
-    Two kinds of lines are found:
+    Three kinds of lines are found:
 
     - a statement with a literal factor and one of three names: a name that contains "byte", `head_size` (width of a
       cache entry), or `expect` (bytes that an mbarrier waits for)
     - an assignment of 1, 2, 4 or 8 to a name of bytes or of an element size (`is_size`)
+    - an assignment of a product of numbers of elements to a name of bytes, without a name of bytes or of a width of a
+      dtype in the product, as if an element had one byte
     """
     found = []
     for statement in ast.walk(ast.parse(source)):
@@ -154,7 +170,22 @@ def literal_byte_counts(source: str) -> list[int]:
             found.append(statement.lineno)
         if isinstance(statement, ast.Assign | ast.AnnAssign) and any(map(is_size, names)):
             found += [statement.lineno] * is_size_of_element(statement.value)
-    return sorted(found)
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            found += [statement.lineno] * (counts_elements_as_bytes(statement.value) and any(map(names_bytes, targets)))
+    return sorted(set(found))
+
+
+def names_bytes(target: ast.expr) -> bool:
+    """Return True if an assignment gives a name with "byte" in it."""
+    return "byte" in getattr(target, "id", getattr(target, "attr", "")).lower()
+
+
+def counts_elements_as_bytes(value: ast.expr | None) -> bool:
+    """Return True if an expression is a product of names, and no name in it is a number of bytes or a width."""
+    products = (node for node in ast.walk(value or ast.Constant(None)) if isinstance(node, ast.BinOp))
+    names = {getattr(node, "id", getattr(node, "attr", "")).lower() for node in ast.walk(value or ast.Constant(None))}
+    sized = any(word in name for name in names for word in ("byte", "itemsize", "element_size", "bitwidth"))
+    return bool(names - {""}) and not sized and any(isinstance(node.op, ast.Mult) for node in products)
 
 
 def is_size(name: str) -> bool:
@@ -167,9 +198,14 @@ def is_size_of_element(node: ast.AST | None) -> bool:
 
 
 def test_no_literal_stands_for_the_bytes_of_an_element():
-    """Search the sources -> no literal is the number of bytes of an element, which depends on the cache format."""
-    found = {name: lines for name, source in sources_without_bytes().items() if (lines := literal_byte_counts(source))}
-    assert not found
+    """Search the sources, kernels included -> no literal is the size of an element, which the cache format decides."""
+    found = {}
+    for package in ("reference", "fast"):
+        for path in (ROOT / package).rglob("*.py"):
+            name, source = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
+            lines = literal_byte_counts(source) if not name.startswith("fast/assets/") else []
+            found |= {(name, source.splitlines()[line - 1].split("#")[0].strip()): line for line in lines}
+    assert found.keys() == LITERAL_BYTES.keys()
 
 
 @pytest.mark.parametrize(
@@ -189,7 +225,11 @@ def test_no_literal_stands_for_the_bytes_of_an_element():
         ("def read(keys, *, element_bytes=2): pass", 1),
         ("mbarrier.expect(bar, TILE * (WIDTH + TAIL) * 2)", 1),
         ("BYTES: gl.constexpr = TILE * WIDTH * 2", 1),
+        ("BYTES: gl.constexpr = TILE * (c.LATENT + c.ROPE)", 1),
+        ("self.tile_bytes = tile * width", 1),
+        ("row_bytes = 2 * key_bytes", 1),
         ("BYTES: gl.constexpr = ELEMENTS * (tiles.dtype.primitive_bitwidth // 8)", 0),
+        ("rows = tile * width", 0),
         ("FLOPS_PER_BYTE = 200", 0),
         ("state_elements = 4 * tokens * heads", 0),
         ("whole_bytes = keys * entry_bytes", 0),
@@ -250,20 +290,30 @@ def uses_of(source: str, function: str) -> list[int]:
     return found
 
 
+# kernels and launchers that compare the dtype of a cache with another dtype: why
+BY_CACHE_DTYPE = {
+    "fast/kernels/cpu/cache.py": "copies entries whose dtype is already that of the output",
+    "fast/kernels/cpu/decode.py": "converts no entries that already have the dtype of the arithmetic",
+    "fast/kernels/cpu/gqa.py": "converts no entries that already have the dtype of the arithmetic",
+    "fast/kernels/triton/cache.py": "copies entries whose dtype is already that of the output",
+}
+
+
 def test_formats_alone_know_the_columns():
-    """Search the sources -> outside the contract and the kernels, nothing but a cache format decides what a cache is.
+    """Search the sources -> outside the contract, nothing but a cache format decides what a cache is.
 
     Other files do not call `check_cache`, which takes a width and a dtype, and do not decide by the dtype of a cache.
+    Exactly the files of BY_CACHE_DTYPE compare the dtype of a cache; each of them serves all pairs of dtypes.
     """
     contract = (ROOT / "reference" / "interfaces" / "cache_arguments.py").read_text(encoding="utf-8")
     assert len(uses_of(contract, "check_cache")) >= 2  # the name is right
     for package in ("reference", "fast"):
         for path in (ROOT / package).rglob("*.py"):
             name = path.relative_to(ROOT).as_posix()
-            if not name.startswith(("fast/kernels/", "reference/interfaces/")):
+            if not name.startswith("reference/interfaces/"):
                 source = path.read_text(encoding="utf-8")
                 assert not uses_of(source, "check_cache"), f"{name} checks a cache by itself"
-                assert not decisions_by_cache_dtype(source), f"{name} decides by the dtype of a cache"
+                assert bool(decisions_by_cache_dtype(source)) == (name in BY_CACHE_DTYPE), name
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,8 @@ def _attend_cache(
     table, lens = block_table, seq_lens
     if first_visible is not None:
         table, lens = without_hidden_blocks(table, lens, first_visible, query_start_loc, kv_cache.shape[2])
-    keys, values, table = _pages(version, kv_cache, table)
+    pages = _pages(version, kv_cache, table)
+    keys, values, table = pages.keys, pages.values, pages.table
     if version == 2:
         lens, table = _with_keys(lens, table, query_start_loc, max_query_len, keys.shape[1])
         most = max(most, max_query_len)

@@ -211,7 +211,7 @@ def _attend(rows: _Rows, read: _Reader, rule: ScoreRule, kv_heads: int, unit: in
         read_token = torch.where(inside, token, 0)
         first = rows.first[read_token].clamp(min=0)
         end = torch.where(inside, torch.minimum(rows.end[read_token], key_lens), 0)
-        part = _Rows(rows.q[read_token], first, end, rows.position[read_token], *rows[4:])
+        part = rows._replace(q=rows.q[read_token], first=first, end=end, position=rows.position[read_token])
         part_out, part_lse = _attend_queries(part, read, rule, kv_heads, tile)
         written = torch.where(inside, token, tokens)
         out[written], lse[written] = part_out, part_lse
@@ -234,10 +234,10 @@ def _attend_queries(rows: _Rows, read: _Reader, rule: ScoreRule, kv_heads: int, 
     first, end, position = (each[:, None, :, None, None] for each in (rows.first, rows.end, rows.position))
     for start in range(0, rows.max_keys, tile):
         index = torch.arange(start, min(start + tile, rows.max_keys), device=q.device)
-        keys, values, readable = read(start, start + index.shape[0])
-        unowned = ~(readable & (index >= low) & (index < high))  # [B, keys]
-        values = values.masked_fill(unowned[..., None, None], 0)
-        keys, values = (each.transpose(1, 2).reshape(matrix[0], -1, width) for each in (keys, values))
+        stored = read(start, start + index.shape[0])
+        unowned = ~(stored.readable & (index >= low) & (index < high))  # [B, keys]
+        owned = stored.values.masked_fill(unowned[..., None, None], 0)
+        keys, values = (each.transpose(1, 2).reshape(matrix[0], -1, width) for each in (stored.keys, owned))
         scores = torch.empty(*matrix, index.shape[0], dtype=q.dtype, device=q.device)
         scores.baddbmm_(q, keys.transpose(1, 2), beta=0, alpha=rule.factor)
         by_token = scores.view(*grouped, -1)

@@ -311,9 +311,10 @@ def flash_attn_varlen(
     shared = k_pe if rope else k_nope[:, 0]  # without a rope part, the kernel ignores `shared`
     facts = device_facts(q.device)
     few = not batch_invariant and cdiv(tokens, MOST_QUERIES) * heads < facts.processors
-    blocks, constants, boxes = launch_sizes(q.dtype, facts, nope, rope, value, few)
+    sizes = launch_sizes(q.dtype, facts, nope, rope, value, few)
+    blocks, constants = sizes.blocks, sizes.constants
     sources, shared_strides = (k_nope, k_nope, shared, v), shared.stride()
-    described = _descriptors_of(sources, boxes) if constants.USE_TMA else None
+    described = _descriptors_of(sources, sizes.boxes) if constants.USE_TMA else None
     constants, sources = constants._replace(USE_TMA=described is not None), described or sources
     num_tiles = tokens // blocks.block_m + requests
     with device_of(q):

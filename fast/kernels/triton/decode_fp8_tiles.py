@@ -196,9 +196,9 @@ def _attend_tile(state, queries, row_keys, tile, cache, scale_log2, layer_scale,
     """Return the `BlockState` after one more tile; PARTIAL is False if every row sees every key of the tile."""
     KEY_DTYPE: tl.constexpr = queries.latent[0].dtype
     DTYPE: tl.constexpr = tl.float16 if c.Q_E4M3 and not (c.P_E4M3 and c.E4M3_DOTS) else KEY_DTYPE
-    keys, block, held = keys_of_tile(row_keys, tile, cache, c)
-    stored = _load_tile(keys, block, held, cache, KEY_DTYPE, DTYPE, queries.rope.dtype, c)
-    return _attend_stored(state, queries, row_keys, tile, keys, stored, held, scale_log2, layer_scale, c, PARTIAL)
+    at = keys_of_tile(row_keys, tile, cache, c)
+    stored = _load_tile(at.keys, at.block, at.held, cache, KEY_DTYPE, DTYPE, queries.rope.dtype, c)
+    return _attend_stored(state, queries, row_keys, tile, at.keys, stored, at.held, scale_log2, layer_scale, c, PARTIAL)
 
 
 @triton.jit

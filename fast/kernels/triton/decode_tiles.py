@@ -243,7 +243,8 @@ def _attend_tile(state, queries, row_keys, tile, cache, scale_log2, c, PARTIAL: 
     PARTIAL is False if every row sees every key of the tile; the tile then needs no mask.
     """
     ONE_WARPGROUP_ROWS: tl.constexpr = queries.latent.shape[0] == 64
-    keys, block, held = keys_of_tile(row_keys, tile, cache, c)
+    at = keys_of_tile(row_keys, tile, cache, c)
+    keys, block, held = at.keys, at.block, at.held
     if c.PAGED_COPY:  # TMA returns zeros for a block number outside the cache
         first = (tile * c.TILE) % c.BLOCK_SIZE
         latent = cache.latent_pages.load([block, first, 0]).reshape(c.TILE, c.LATENT)

@@ -111,14 +111,14 @@ def apply_rope(
     if tokens == 0 or rope == 0:
         return q_out, k_out
     head_tile, head_tiles = _head_tiles(heads, rope, ROPE_WARPS)
-    stored, scale_head, native = _stored_queries(q_out, q_scale)
+    stored = _stored_queries(q_out, q_scale)
     with device_of(q_pe):
         launch(
             _rope_kernel, (tokens * (1 + head_tiles),),
-            positions, q_pe, k_pe, frequencies, stored, k_out, heads, 1 + head_tiles, magnitude,
-            positions.stride(0), *q_pe.stride(), *k_pe.stride(), frequencies.stride(0), q_scale, scale_head,
-            ROPE=rope, PAIRS=next_power_of_2(rope // 2), HEADS=head_tile, INTERLEAVED=interleaved, NATIVE=native,
-            num_warps=ROPE_WARPS,
+            positions, q_pe, k_pe, frequencies, stored.memory, k_out, heads, 1 + head_tiles, magnitude,
+            positions.stride(0), *q_pe.stride(), *k_pe.stride(), frequencies.stride(0), q_scale,
+            stored.scale_head, ROPE=rope, PAIRS=next_power_of_2(rope // 2), HEADS=head_tile, INTERLEAVED=interleaved,
+            NATIVE=stored.native, num_warps=ROPE_WARPS,
         )  # fmt: skip
     return q_out, k_out
 

@@ -229,14 +229,12 @@ def check_cascade_choice(
     cache_format: CacheFormat,
     dtype: torch.dtype,
     num_processors: int,
-    kernel_bytes: int,
 ) -> None:
     """Check the arguments of `use_gqa_cascade_attention`; every request with tokens must have the whole prefix."""
     check_tensor("query_lens", query_lens, ("B",), (torch.int32,), CPU)
     check_tensor("seq_lens", seq_lens, (query_lens.shape[0],), (torch.int32,), CPU)
     check_int("common_prefix_len", common_prefix_len, 0)
     check_int("num_processors", num_processors)
-    check_int("kernel_bytes", kernel_bytes, 0)
     check_gqa_config(config)
     check_key_value_format(cache_format)
     check_dtype("dtype", dtype)

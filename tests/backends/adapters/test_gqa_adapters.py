@@ -512,7 +512,7 @@ def test_a_builder_knows_its_decode_backend(adapter):
     if PAGED not in declared_ops(adapter):
         pytest.skip("serves packed keys alone")
     names = {"gqa_decode": adapter}
-    options = dict(dtype=torch.bfloat16, num_processors=132, kernel_bytes=0)
+    options = dict(dtype=torch.bfloat16, num_processors=132, cascade_costs=fast.CascadeCosts())
     builder = fast.GQAMetadataBuilder(GROUPED, 256, 4096, 8, backend=names, **options)
     assert builder.graph_support is GraphSupport.NONE
     with pytest.raises(UnsupportedConfiguration, match="is not batch-invariant$"):

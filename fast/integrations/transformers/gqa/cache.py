@@ -91,18 +91,20 @@ class KeyValueCacheLayer(PagedCacheLayer):
         Raises:
             ValueError: the existing cache has other heads or another dtype, or tokens with other scales.
         """
-        heads, dim, dtype, device, scales = entry
+        heads, dim, dtype = entry.num_kv_heads, entry.head_dim, entry.dtype
         if (old := self.kv_cache) is not None and rows == self.rows:
             got = tuple(old.shape[3:])
             check(got == (heads, dim), "past_key_values", f"keys and values of {heads} heads of {dim} elements",
                   f"{got[0]} heads of {got[1]} elements")  # fmt: skip
             check(old.dtype == dtype, "past_key_values", f"entries in {dtype}", old.dtype)
             if self.record.length > 0:
-                self._check_scales(scales)
-        self.scales = scales
+                self._check_scales(entry.scales)
+        self.scales = entry.scales
         block_size = self.record.block_size
         return self._grow(
-            rows, width, lambda blocks: ops.allocate_key_value_cache(blocks, block_size, heads, dim, dtype, device)
+            rows,
+            width,
+            lambda blocks: ops.allocate_key_value_cache(blocks, block_size, heads, dim, dtype, entry.device),
         )
 
     def _check_scales(self, scales: tuple[Tensor, Tensor] | None) -> None:

@@ -279,9 +279,11 @@ def _reserve(
         if layers is not None:
             kv_caches[name] = layers[index].reserve(ops, rows, widths[kind], entry)
             continue
-        key = name if name in shared else (kind, entry[:4])
+        key = name if name in shared else (kind, entry._replace(scales=None))
         if key not in temporary:
-            temporary[key] = ops.allocate_key_value_cache(rows * widths[kind], block_size, *entry[:4])
+            temporary[key] = ops.allocate_key_value_cache(
+                rows * widths[kind], block_size, entry.num_kv_heads, entry.head_dim, entry.dtype, entry.device
+            )
         kv_caches[name] = temporary[key]
     return kv_caches
 

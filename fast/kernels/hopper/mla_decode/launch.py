@@ -34,7 +34,6 @@ from reference.interfaces import (
     InvariantSplitRule,
     ScheduleCosts,
     check,
-    invariant_split_rule,
     most_invariant_splits,
 )
 
@@ -192,15 +191,16 @@ def decode_splits(
 
     planned = tile_ranges is not None
     e4m3 = cache_format.name == FP8_E4M3.name
-    assigned, program_rows, row_sizes, partial_out_size, partial_lse_size, constants = _launch_sizes(
+    launched = _launch_sizes(
         tokens, heads, latent, rope, block_size, requests, max_keys, max_query_len,
-        tile_ranges.shape[0] if planned else 0, batch_invariant, split_rule.numbers, device_facts(device).processors,
+        tile_ranges.shape[0] if planned else 0, batch_invariant, split_rule, device_facts(device).processors,
         e4m3, fp8_mode,
     )  # fmt: skip
+    assigned, row_sizes, constants = launched.assigned, launched.row_sizes, launched.constants
     if planned:
         tile_ranges, split_offsets = tile_ranges.contiguous(), split_offsets.contiguous()
-    partial_out = torch.empty(partial_out_size, dtype=torch.float32, device=device)
-    partial_lse = torch.empty(partial_lse_size, dtype=torch.float32, device=device)
+    partial_out = torch.empty(launched.partial_out_size, dtype=torch.float32, device=device)
+    partial_lse = torch.empty(launched.partial_lse_size, dtype=torch.float32, device=device)
     descriptors = _word_descriptors if e4m3 else _cache_descriptors
     latent_tma, rope_tma = descriptors(kv_cache, latent, rope)
     inputs = LaunchInputs(
@@ -231,8 +231,8 @@ def decode_splits(
             )  # fmt: skip
         elif e4m3:
             launch(_row_blocks_16_32_e4m3_kernel, (assigned.programs,), *arguments, kv_scale, c=constants, **LAUNCH)
-        elif program_rows < MANY_ROWS:
-            one_block = program_rows == FEW_ROWS[0] and row_sizes.row_blocks == 1
+        elif launched.program_rows < MANY_ROWS:
+            one_block = launched.program_rows == FEW_ROWS[0] and row_sizes.row_blocks == 1
             room = ROOM_FOR_COMBINE if one_block and not batch_invariant else {}
             launch(_row_blocks_16_32_kernel, (assigned.programs,), *arguments, c=constants, **LAUNCH, **room)
         else:
@@ -278,7 +278,7 @@ def _launch_sizes(
     max_query_len: int,
     ranges: int,
     batch_invariant: bool,
-    split_numbers: tuple[int, int, int, int],
+    split_rule: InvariantSplitRule,
     processors: int,
     e4m3: bool,
     fp8_mode: str = CONVERTED,
@@ -287,7 +287,6 @@ def _launch_sizes(
 
     `ranges` is the number of programs in the schedule, 0 without a schedule. `e4m3` says that the cache is in e4m3.
     """
-    split_rule = invariant_split_rule(*split_numbers)
     request_rows = rows_of_a_request(tokens, heads, max_query_len)
     program_rows = MANY_ROWS  # the only kernel for queries in e4m3 has row blocks of 64 rows
     if fp8_mode == CONVERTED:

@@ -81,7 +81,7 @@ def flash_attn_varlen(
     value, requests = v.shape[2], cu_seqlens_q.shape[0] - 1
     if k_pe is not None and k_pe.shape[1] == 0:
         k_pe = None
-    constants, whole, order = _launch_sizes(
+    sizes = _launch_sizes(
         nope, 0 if k_pe is None else k_pe.shape[1], value,
         BatchSizes(
             tokens, keys, max(requests, 0), heads, max_seqlen_q, max_seqlen_k, bool(causal),
@@ -89,6 +89,7 @@ def flash_attn_varlen(
         ),
         device_facts(q.device).processors,
     )  # fmt: skip
+    constants, order = sizes.constants, sizes.order
     if out is None:
         out = torch.empty(tokens, heads, value, dtype=out_dtype, device=q.device)
         lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
@@ -99,7 +100,7 @@ def flash_attn_varlen(
         return out, lse if lse is None else lse.fill_(-math.inf)
     if softmax_scale < 0:  # the kernel finds the largest score before it multiplies by the scale
         q, softmax_scale = -q, -softmax_scale
-    if whole:
+    if sizes.whole:
         k_nope = torch.cat((k_nope, k_pe[:, None].expand(-1, heads, -1)), dim=-1)
         k_pe = None
     q, k_nope, v = in_boxes(q), in_boxes(k_nope), in_boxes(v)

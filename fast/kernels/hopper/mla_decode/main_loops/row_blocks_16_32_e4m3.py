@@ -56,7 +56,8 @@ def _produce(ctx, latent_tma, rope_tma, c):
     sizes, shared, bars = ctx.sizes, ctx.shared, ctx.bars
     BUFFERS: gl.constexpr = shared.k_latent.shape[0] // (2 * STAGES)
     ROPE_BUFFERS: gl.constexpr = shared.k_rope.shape[0] // (2 * STAGES)
-    BYTES: gl.constexpr = TILE * (c.LATENT + c.ROPE)  # an element of the cache is one byte
+    WORDS: gl.constexpr = (c.LATENT + c.ROPE) // 2  # of two elements, for each key
+    BYTES: gl.constexpr = TILE * WORDS * (shared.k_latent.dtype.primitive_bitwidth // 8)
     position = first_position(ctx.plan, sizes, c.SCHEDULED, 1)
     position, item = seek_item(position, ctx.plan, ctx.inputs, sizes, 1, c.ROWS, c.HEADS, c.BY_LENGTH, c.SCHEDULED, 1)
     write_item(shared.items, 0, item, bars.item_written)
