@@ -317,7 +317,7 @@ class MLAAttention(nn.Module):
         writes = in_e4m3 < end or in_e4m3 == 0
         written = write_tokens(self, new, slots, kv_cache, graph, weights) if writes else new.unwritten()
         q_pe, kv_c_normed, k_pe = written.q_pe, written.kv_c_normed, written.k_pe
-        del down, kv_c, new, written  # these tensors are views of the down-projection's output and keep its memory alive
+        del down, kv_c, new, written  # these views keep the memory of the down-projection alive
         if split > 0:
             decode(self, q_nope, q_e4m3 if in_e4m3 else q_pe, kv_cache, metadata, output, weights)
         expanded = split - in_e4m3, end - in_e4m3  # the rows of the prefills in the results of the last `write_tokens`
