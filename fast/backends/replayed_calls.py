@@ -409,12 +409,12 @@ def _allocated(code: Code, allocation: Allocation, inputs: list[str], kinds: lis
         inputs: names of the inputs.
         kinds: dtype and device of each input. The method of an input with both takes less time than `torch.empty`.
     """
-    allocate, size, options = allocation
-    kind = tuple(options.values())
+    size = code.value(allocation.size)
+    kind = tuple(allocation.options.values())
     if kind in kinds:
-        return f"{inputs[kinds.index(kind)]}.new_{allocate.__name__}({code.value(size)})"
-    given = "".join(f", {name}={code.value(option)}" for name, option in options.items())
-    return f"{code.value(allocate)}({code.value(size)}{given})"
+        return f"{inputs[kinds.index(kind)]}.new_{allocation.allocate.__name__}({size})"
+    given = "".join(f", {name}={code.value(option)}" for name, option in allocation.options.items())
+    return f"{code.value(allocation.allocate)}({size}{given})"
 
 
 def _allocation_like(tensor: Tensor) -> tuple[tuple[int, ...], dict[str, Any]]:

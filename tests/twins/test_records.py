@@ -19,7 +19,8 @@ MOST_WITHOUT_NAMES = 2  # largest number of fields of a tuple that a function ma
 # places that read a long tuple by positions: why the tuple is not a record
 READ_BY_POSITIONS = {
     "fast/attention/varlen.py:again: written[:2]": "arguments of two ops of torch.library, which differ at the end",
-    "fast/backends/replayed_calls.py:direct_launch: grid: tuple[int, int, int]": "a grid, as Triton takes it",
+    "fast/backends/direct_launches.py:direct_call: grid: tuple[int, int, int]": "a grid, as Triton takes it",
+    "fast/backends/direct_launches.py:direct_launch: grid: tuple[int, int, int]": "a grid, as Triton takes it",
 }
 
 

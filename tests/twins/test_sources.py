@@ -132,6 +132,7 @@ LITERAL_BYTES = {
     ("fast/kernels/cpu/gqa.py", "SCORE_BYTES = 8 << 20"): "memory of a call",
     ("fast/kernels/torch/attention.py", "TILE_BYTES = 256 << 20"): "memory of a call",
     ("fast/kernels/torch/attention.py", "SCORE_BYTES = 256 << 20"): "memory of a call",
+    ("fast/kernels/triton/cache.py", "LEAST_COPY_BYTES = 1 << 20"): "length of a copy",
     ("fast/kernels/hopper/varlen/select.py", "L2_BYTES = 8 * 2**20"): "memory of a GPU",
 }  # fmt: skip
 
