@@ -52,7 +52,7 @@ from .backends import OWN_BACKENDS, BackendChoice
 from .cache.blocks import copy_blocks, swap_blocks
 from .cache.formats import dequantize_entries, quantize_entries
 from .kernels.device import device_facts
-from .kernels.prescribed_splits import prescribe_splits
+from .kernels.prescribed_splits import PARTIAL_DTYPES, prescribe_partial_dtype, prescribe_splits
 from .mla.device_choices import DecodeLayer
 from .mla.layer import MLAAttention
 from .mla.metadata import build_mla_metadata
@@ -150,7 +150,6 @@ def warmup(
         threads = min(MOST_THREADS, os.cpu_count() or 1)
     check_int("threads", threads, 1, "at least 1, or None")
     check(progress is None or isinstance(progress, bool), "progress", "a bool or None", progress)
-
     formats = cache_format, fp8_weights, fp8_mode, fp8_output, backends.bind_with_environment(backend)
     given = (config, device, dtype, block_size, decode_threshold, batch_invariant, *formats)
     with _of_compile_log("compiling_ahead", []) as compiled, _progress_bar(progress) as bar:
@@ -264,11 +263,9 @@ def _launches(
         dataclasses.replace(config, num_heads=heads), device, dtype, block_size, cache_format, fp8_mode
     )
     costs = decoded.programs_and_costs(1, 0, None, backend, batch_invariant=True).costs
-
     outputs: list[tuple[torch.dtype, Tensor | None]] = [(dtype, None)]  # dtype and scale of outputs of attention
     if fp8_output:
         outputs.append((E4M3, torch.ones((), dtype=torch.float32, device=device)))
-
     launches: list[Launch] = []
 
     def step(query_lens, seq_lens, threshold: int = decode_threshold, scheduled: bool = True, programs=()) -> None:
@@ -400,6 +397,8 @@ def _launches(
         for decodes in (1, 2, 16):
             step([1] * decodes + [long_query], [2] * decodes + [long_query], scheduled=False)
     launches.extend((copy, convert))
+    if fp8_mode == "fp8_product":  # on Hopper, the number of partial outputs determines their dtype
+        return [prescribe_partial_dtype(dtype)(launch) for launch in launches for dtype in PARTIAL_DTYPES]
     return launches
 
 

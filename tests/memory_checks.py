@@ -122,6 +122,7 @@ VARIANTS = {  # kernel: list of texts; on Hopper, each text must occur in the co
         "SPLIT False",
         "fp16",
     ),
+    "combine_splits_kernel": ("(fp32,", "(bf16, fp32,"),  # the dtype of the partial outputs comes first
     "two_phases_kernel": ("HEADS 64,", "HEADS 128,", "ROPE 32,", "ROPE 64,", "BLOCK_SIZE 16,", "BLOCK_SIZE 64,"),
 }
 
@@ -212,6 +213,7 @@ def samples() -> list[tuple[str, tuple]]:
 def launch_samples(shard: int, shards: int) -> None:
     """Launch a shard of the samples with valid and with hostile indices, and print the kernels that were compiled."""
     from fast.kernels.compile_log import compiling_ahead
+    from fast.kernels.prescribed_splits import prescribe_partial_dtype
 
     from .twins.test_ops import overload
 
@@ -221,6 +223,9 @@ def launch_samples(shard: int, shards: int) -> None:
         for name, arguments in samples()[shard - 1 :: shards]:
             op = overload(name)
             op(*arguments)
+            if "fp8_product" in [value for value in arguments if isinstance(value, str)]:
+                with prescribe_partial_dtype(BF16):
+                    op(*arguments)
             names = [argument.name for argument in op._schema.arguments]
             for far in FAR:
                 op(*(hostile(n, x, far) for n, x in zip(names, arguments, strict=True)))

@@ -1,7 +1,8 @@
-"""Prescribe the number of splits of prefills, so that `fast.warmup` compiles the kernels of prefills with splits.
+"""Prescribe what launchers choose from the sizes of a batch, so that `fast.warmup` compiles every kernel variant.
 
-A launcher may divide the keys of a prefill into splits only if the context is long. Other kernel variants then run. The
-inputs of a warm-up are short, so that they need little memory; no launcher would divide their keys by itself.
+- A launcher may divide the keys of a prefill into splits only if the context is long. Other kernel variants then run.
+  The inputs of a warm-up are short, so that they need little memory; no launcher would divide their keys by itself.
+- The Hopper decode in the mode `fp8_product` has partial outputs in float32, and in bfloat16 if there are many.
 """
 
 from __future__ import annotations
@@ -10,9 +11,13 @@ import contextlib
 import contextvars
 from collections.abc import Iterator
 
+import torch
+
 from ..backends import check_every_call
 
+PARTIAL_DTYPES = (torch.float32, torch.bfloat16)  # dtypes of partial outputs
 _PRESCRIBED = contextvars.ContextVar[int | None]("prescribed_splits", default=None)
+_PARTIAL_DTYPE = contextvars.ContextVar[torch.dtype | None]("prescribed_partial_dtype", default=None)
 
 
 def prescribed_splits() -> int | None:
@@ -33,3 +38,22 @@ def prescribe_splits(count: int) -> Iterator[None]:
             yield
     finally:
         _PRESCRIBED.reset(token)
+
+
+def prescribed_partial_dtype() -> torch.dtype | None:
+    """Return the dtype that `prescribe_partial_dtype` prescribes; None if the launcher chooses the dtype."""
+    return _PARTIAL_DTYPE.get()
+
+
+@contextlib.contextmanager
+def prescribe_partial_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Let every decode in this context that can have partial outputs of `dtype` have them; `dtype`: `PARTIAL_DTYPES`.
+
+    As in `prescribe_splits`, no op in this context keeps its launches or reuses earlier ones.
+    """
+    token = _PARTIAL_DTYPE.set(dtype)
+    try:
+        with check_every_call():
+            yield
+    finally:
+        _PARTIAL_DTYPE.reset(token)

@@ -1,10 +1,11 @@
 """Kernels that combine the splits of a decode: they add the partial outputs of each row, and write output and LSE.
 
 A row is one (query token, head) pair. A decode may divide the keys of a request into splits, which are attended
-independently. The decode kernel then writes two float32 results for each row and split:
+independently. The decode kernel then writes two results for each row and split:
 
-- The partial output is the sum of exp2(score - reference) * value over the keys of the split. It is not normalised.
-- The partial LSE consists of two numbers: the reference score, and the sum of exp2(score - reference).
+- The partial output is the sum of exp2(score - reference) * value over the keys of the split. It is not normalised. It
+  is in float32. If all requests have the same number of splits, it can be in bfloat16 instead.
+- The partial LSE consists of two float32 numbers: the reference score, and the sum of exp2(score - reference).
 
 The reference score of a row is the number that is subtracted from all scores of the row before exp2. It is the largest
 score of the row or somewhat smaller; the code calls it `largest`. Scores and reference scores are in base 2: they are
@@ -108,7 +109,10 @@ def combine_partials(
     partials, splits, first_partial, partial_row, real, columns,
     LATENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Combine `splits` partial outputs of ROWS rows, from partial index `first_partial` on; return the `RowState`."""
+    """Combine `splits` partial outputs of ROWS rows, from partial index `first_partial` on; return the `RowState`.
+
+    The partial outputs are in float32 or bfloat16; all sums are in float32.
+    """
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     values = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -125,7 +129,7 @@ def combine_partials(
         offsets = (row * LATENT)[:, :, None] + columns[None, None, :]
         split_values = tl.load(
             partials.out + offsets, mask=held[:, :, None] & (columns < LATENT)[None, None, :], other=0.0
-        )
+        ).to(tl.float32)
         new_largest = tl.maximum(largest, tl.max(split_largest, 0))
         shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         decay, weight = tl.exp2(largest - shift), tl.exp2(split_largest - shift[None, :])

@@ -49,7 +49,8 @@ class SplitDecode(NamedTuple):
     Attributes:
         out: [T, N, Lkv], complete for rows with one split.
         lse: [N, T], complete for rows with one split.
-        partial_out: flat, float32; partial outputs of rows with several splits; empty if no row has several splits.
+        partial_out: flat, float32, or bfloat16 (`partial_dtype` of the Hopper decode); partial outputs of rows with
+            several splits; empty if no row has several splits.
         partial_lse: flat, float32; partial LSEs of rows with several splits.
     """
 
@@ -79,8 +80,9 @@ def combine_partial_outputs(
     end of the kernel that was launched before the decode kernel.
 
     Args:
-        partial_out: flat, float32; empty if there is no partial output. The Hopper decode stores further values behind
-            the partial outputs; this function does not read these values.
+        partial_out: flat, float32; empty if there is no partial output. If all requests have the same number of
+            splits, the dtype can be bfloat16. The Hopper decode stores further values behind the partial outputs; this
+            function does not read these values.
         partial_lse: partial LSEs, flat. In a batch-invariant decode, two int32 for each request follow (numbers of
             splits, see `fast.kernels.combine.kernels`).
         query_start_loc: [B + 1], first query token of each request.

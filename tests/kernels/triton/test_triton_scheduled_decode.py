@@ -62,14 +62,18 @@ def combined_in_float64(largest, totals, values):
 
 
 @runs
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "requests, heads, splits",
     [(1, 4, 3), (1, 4, 20), (1, 4, 140), (2, 4, 20), (2, 4, 140), (1, 128, 3), (1, 128, 20), (1, 128, 70)],
 )
-def test_many_parts(requests, heads, splits):
-    """The combine kernel agrees with float64 for few and many rows, even if it cannot load all splits at once."""
+def test_many_parts(requests, heads, splits, dtype):
+    """The combine kernel agrees with float64 for few and many rows, even if it cannot load all splits at once.
+
+    `dtype` is the dtype of the partial outputs. The sums are in float32 in both cases.
+    """
     latent, rows = 40, requests * heads
-    values = torch.randn(splits, rows, latent)
+    values = torch.randn(splits, rows, latent).to(dtype)
     largest, totals = 5 * torch.randn(splits, rows), torch.rand(splits, rows) + 0.5
     values[1], largest[1], totals[1] = 0, -torch.inf, 0  # a split without keys
     out, lse = torch.empty(requests, heads, latent, device=DEVICE), torch.empty(heads, requests, device=DEVICE)

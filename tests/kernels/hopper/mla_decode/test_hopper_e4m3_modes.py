@@ -101,6 +101,26 @@ def test_parity(case, monkeypatch):
     verdict(AttentionState(*(x.cpu() for x in state)), queries, cache, plan, **options)
 
 
+@pytest.mark.parametrize("heads, widths, lens, out_dtype", [
+    (64, WIDTHS, RAGGED, F32), (128, (256, 64), ([2, 1, 1], [330, 65, 129]), BF16), (3, (512, 0), RAGGED, BF16),
+])  # fmt: skip
+def test_partial_outputs_in_bfloat16(heads, widths, lens, out_dtype, monkeypatch):
+    """A decode in `fp8_product` with partial outputs in bfloat16 is within its budget, and repeats its bits.
+
+    Its LSE has the bits of the decode with partial outputs in float32, and its output differs from that output.
+    """
+    monkeypatch.setattr(select, "best_num_splits", lambda *_: 3)
+    queries, cache, plan, options = make_case(PRODUCT, lens, heads, widths)
+    arguments, in_mode = given_of(queries, cache, plan, out_dtype, **options)
+    wide = decode.mla_decode(*arguments, **in_mode)
+    monkeypatch.setattr(decode, "LEAST_IN_BFLOAT16", 1)
+    state = decode.mla_decode(*arguments, **in_mode)
+    assert differences(lambda *given: decode.mla_decode(*given, **in_mode), arguments, state, 30) == 0
+    assert_same_bits(state[1], wide[1])
+    assert not torch.equal(state[0], wide[0])
+    verdict(AttentionState(*(x.cpu() for x in state)), queries, cache, plan, **options)
+
+
 @modes
 def test_negative_softmax_scale(mode):
     """A decode with a negative softmax scale is within its budget; the largest score then belongs to another key."""

@@ -17,13 +17,15 @@ The consumers are half a step apart, so neither waits long for the other. The re
 that is subtracted from the row's scores before exp2: here the largest score of all tiles up to this tile. The decay of
 a row is the factor of the earlier sums: exp2(reference score before the tile - reference score after the tile).
 
-Every product with values begins with the sum 0, and is added to the earlier sums in float32. The matrix unit keeps only
-about 13 binary digits of a sum of e4m3 products; a sum over all keys would lose them.
+The matrix unit keeps only about 13 binary digits of a sum of e4m3 products; a sum over all keys would lose the others.
+In `fp8_product`, every product with values therefore begins with the sum 0, and is added to the earlier sums in
+float32. The matrix unit adds products of float16 in float32. In `fp8_query`, it therefore adds every product to the
+earlier sums itself, which also frees the registers of a second copy of the sums: the main loop then spills none.
 
-| probabilities | multiplied by | order of the keys in shared memory |
-|---|---|---|
-| in e4m3 (`fp8_product`) | 2^8 | permuted within 16 keys: the order in which a thread has keys and values |
-| in float16 (`fp8_query`) | 2^13 | unchanged |
+| probabilities | multiplied by | order of the keys in shared memory | product with values begins with |
+|---|---|---|---|
+| in e4m3 (`fp8_product`) | 2^8 | permuted within 16 keys: the order in which a thread has keys and values | 0 |
+| in float16 (`fp8_query`) | 2^13 | unchanged | the earlier sums times their decay |
 """
 
 from __future__ import annotations
@@ -249,11 +251,17 @@ def _add_tile(even, odd, number, ctx, c):
     for chunk in gl.static_range(CHUNKS):
         words = tile_words.slice(FIRST + chunk * CHUNK, CHUNK, dim=1).permute([1, 0]).load(WORD_LAYOUT)
         left, right = _left_operands(words, c)
-        sums = warpgroup_mma(left, by_row, none, use_acc=False, is_async=True)
-        other = warpgroup_mma(right, by_row, none, use_acc=False, is_async=True)
-        sums, other = warpgroup_mma_wait(0, deps=[sums, other])
-        new_even = new_even + (even[chunk] * decay + sums,)  # noqa: RUF005 (Triton compiles no unpacking)
-        new_odd = new_odd + (odd[chunk] * decay + other,)  # noqa: RUF005
+        if c.WEIGHTS_E4M3:
+            sums = warpgroup_mma(left, by_row, none, use_acc=False, is_async=True)
+            other = warpgroup_mma(right, by_row, none, use_acc=False, is_async=True)
+            sums, other = warpgroup_mma_wait(0, deps=[sums, other])
+            sums, other = even[chunk] * decay + sums, odd[chunk] * decay + other
+        else:
+            sums = warpgroup_mma(left, by_row, even[chunk] * decay, is_async=True)
+            other = warpgroup_mma(right, by_row, odd[chunk] * decay, is_async=True)
+            sums, other = warpgroup_mma_wait(0, deps=[sums, other])
+        new_even = new_even + (sums,)  # noqa: RUF005 (Triton compiles no unpacking)
+        new_odd = new_odd + (other,)  # noqa: RUF005
     fence_async_shared()  # TMA (the GPU's bulk copy engine) will write another tile into this stage
     partition_barrier()  # every thread executes the fence before one thread arrives
     arrive(bars.empty.index(stage))
