@@ -53,7 +53,7 @@ from .cache.blocks import copy_blocks, swap_blocks
 from .cache.formats import dequantize_entries, quantize_entries
 from .kernels.device import device_facts
 from .kernels.prescribed_splits import PARTIAL_DTYPES, prescribe_partial_dtype, prescribe_splits
-from .mla.device_choices import DecodeLayer
+from .mla.device_choices import DecodeLayer, programs_of_all_variants
 from .mla.layer import MLAAttention
 from .mla.metadata import build_mla_metadata
 from .mla.padding_tokens import zero_padding_tokens
@@ -70,8 +70,6 @@ MANY_REQUESTS = 512  # this number of short requests fills any GPU, so the kerne
 # Cascades with these numbers of query tokens and of shared prefix tokens launch all variants of the decode kernel.
 CASCADE_TOKENS = (2, 3, 7, 16, 32, 64, 128, 256, 512, 513)
 CASCADE_PREFIXES = (1, 1024, 8192, 16384)
-# number of requests -> numbers of programs of a schedule; these launch all variants of decode and combine kernels
-PLANNED_PROGRAMS = {1: (1, 16), 2: (4, 40, 200)}
 # Batches with these numbers of tokens launch all variants of the product of heads, whose tiles have 16, 32 or 64 rows.
 # The numbers are those of `variant_tokens` of the backend "triton"; this module must not import that function.
 PRODUCT_TOKENS = (1, 17, 33)
@@ -304,8 +302,9 @@ def _launches(
         launches.extend(functools.partial(serve, None, each) for each in plans)
         if plan.num_decodes and scheduled:
             found = decoded.programs_and_costs(max(query_lens), None, costs, backend, batch_invariant=False)
-            counts = {found.num_programs, *PLANNED_PROGRAMS.get(len(query_lens), ()), *programs}
-            counts |= {2 * many} if cache_format.layer_scale and 16 < heads * max(query_lens) <= 32 else set()
+            rows = heads * max(query_lens)
+            counts = {found.num_programs, *programs_of_all_variants(len(query_lens), rows, processors), *programs}
+            counts |= {2 * many} if cache_format.layer_scale and 16 < rows <= 32 else set()
             launches.extend(functools.partial(serve_planned, count) for count in sorted(counts - {0}))
         if plan.num_decodes and batch_invariant:
             schedule = DecodeSchedule(batch_invariant=True, split_rule=costs.split_rule)

@@ -386,18 +386,22 @@ def test_kernels_compile_for(chip, heads, launches, monkeypatch):
         kernel = compiled(*launch, facts.capability)
         assert kernel.metadata.shared <= facts.shared, f"{launch[0].fn.__name__}: {kernel.metadata.shared} bytes"
         if launch[0].fn.__name__ == "_combine_scheduled_kernel" and facts.has_dependent_launch:
-            reads_before_its_wait(kernel.asm["ptx"])
+            reads_before_its_wait(kernel.asm["ptx"], launch[2]["ONE_TILE"])
 
 
-def reads_before_its_wait(ptx):
+def reads_before_its_wait(ptx, one_tile):
     """Assert that the combine kernel waits for the decode kernel before it reads partial outputs.
 
-    Before the wait the combine kernel reads only the schedule, with loads that bypass the L1 cache (`.cg`).
+    Before the wait, the variant with one tile for each program reads the schedule of a single request: two offsets of
+    splits and two of query tokens, with loads that bypass the L1 cache (`.cg`). The other variant reads nothing.
     """
-    before, wait, after = ptx.partition("griddepcontrol.wait")
-    assert wait and "ld.global" in after
-    loads = re.findall(r"ld\.global[.\w]*", before)
-    assert loads and all(".cg" in load for load in loads), loads
+    wait = "griddepcontrol.wait"
+    steps = re.findall(r"griddepcontrol\.wait|ld\.global[.\w]*", ptx)
+    early = [number for number, step in enumerate(steps) if ".cg" in step]
+    assert all(".cg" in step for step in steps[: steps.index(wait)]) and steps[-1] != wait, steps
+    assert len(early) == (4 if one_tile else 0) and steps.count(wait) == (2 if one_tile else 1), steps
+    if early:  # the wait follows at once: no partial output is read before it
+        assert early == list(range(early[0], early[-1] + 1)) and steps[early[-1] + 1] == wait, steps
 
 
 def test_too_wide_for_a_chip():

@@ -1,7 +1,7 @@
 """The costs and the number of programs of a schedule on a device; both are computed once and then cached.
 
 A schedule assigns the keys of a decode to programs (kernel instances). `plan_decode` computes a schedule from the
-number of programs and the costs.
+number of programs and the costs. The module also names the numbers of programs that warm-up must launch.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ from reference.interfaces import (
 
 from ..backends import BackendChoice, on_change
 from .decode import decode_programs, schedule_costs
+
+# number of requests -> numbers of programs of a schedule that `programs_of_all_variants` returns for every device
+PLANNED_PROGRAMS = {1: (1, 16), 2: (4, 40, 200)}
+SMALL_ROW_BLOCKS = (16, 32)  # rows of the row blocks that a single request can have if its schedule has few programs
 
 
 class ProgramsAndCosts(NamedTuple):
@@ -110,6 +114,24 @@ def programs_of_one_request(num_programs: int, max_keys: int, costs: ScheduleCos
         root = math.isqrt(-(-tiles // costs.splits_per_tile) - 1) + 1
         most = max(most, -(-tiles // (root + root % 2 if root > 1 else 1)))
     return min(most, num_programs)
+
+
+def programs_of_all_variants(requests: int, rows: int, processors: int) -> set[int]:
+    """Return numbers of programs of a schedule for which decodes launch all variants of decode and combine kernels.
+
+    The caller adds the number of programs of the device. The decode of a single request may have the smallest row
+    blocks whose programs all run at the same time. For 16 and for 32 rows, the result therefore has the largest number
+    of programs with which such row blocks are possible.
+
+    Args:
+        requests: number of requests.
+        rows: rows of each request: heads times query tokens.
+        processors: multiprocessors of the device.
+    """
+    counts = set(PLANNED_PROGRAMS.get(requests, ()))
+    if requests == 1:
+        counts |= {processors // -(-rows // block) for block in SMALL_ROW_BLOCKS}
+    return counts
 
 
 @functools.lru_cache(maxsize=1024)

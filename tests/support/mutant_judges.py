@@ -224,7 +224,10 @@ TABLE = {
     "fast/mla/staging.py": BUILDER,
     "fast/mla/state_rows.py": Judge(("mla/test_chunk_runs", "mla/test_prefill_outputs")),
     "fast/mla/device_choices.py": Judge(
-        ("backends/test_registry", "planning/test_schedule_choice", "mla/test_fp8_mode_of_plans")
+        (
+            "backends/test_registry", "planning/test_schedule_choice", "mla/test_fp8_mode_of_plans",
+            "kernels/test_hopper_bounds",
+        )
     ),
     "reference/interfaces/advance_arguments.py": ADVANCE,
     "reference/interfaces/graph_arguments.py": CAPTURED,

@@ -41,11 +41,15 @@ limited number of programs, and two variants:
 - Otherwise (`ONE_TILE`) each program has one combine tile, and reads only the number of splits of its own request. This
   is faster. A kernel that chose between the two at run time was up to 3 % slower (docs/log.md).
 
-The kernel for a schedule may begin while the decode kernel still runs. It reads `split_offsets` and `query_start_loc`
-before it waits for the decode, so that these loads do not delay the loads of the partial outputs. Both tensors are
-complete by then: the decode lets the combine kernel begin only after all kernels before the decode have finished
-(`hopper.common.dependent_launch`). The loads of both tensors bypass the L1 cache (".cg"), because the L1 cache of a
+The kernel for a schedule may begin while the decode kernel still runs. If the batch has one request, the `ONE_TILE`
+variant reads `split_offsets` and `query_start_loc` before it waits for the decode, so that these loads do not delay the
+loads of the partial outputs. After the wait, these loads made planned decodes of one request 2 to 3 % slower. Both
+tensors are complete before the wait: the decode lets the combine kernel begin only after all kernels before the decode
+have finished (`hopper.common.dependent_launch`). The early loads bypass the L1 cache (".cg"), because the L1 cache of a
 multiprocessor may still hold the schedule of an earlier step.
+
+With several requests, most programs begin when the decode ends, so early loads would save little. All programs then
+wait first. Their loads go through the L1 cache, so that the programs of a multiprocessor share them.
 """
 
 from __future__ import annotations
@@ -85,6 +89,22 @@ class TilePlace(NamedTuple):
     request: Any
     row_tile: Any
     column_tile: Any
+
+
+class RequestSplits(NamedTuple):
+    """Splits and query tokens of one request in a decode with a schedule.
+
+    Attributes:
+        first_partial: first partial index of the request.
+        splits: number of its splits.
+        query_start: its first query token.
+        query_end: end of its query tokens, exclusive.
+    """
+
+    first_partial: Any
+    splits: Any
+    query_start: Any
+    query_end: Any
 
 
 class CombineTile(NamedTuple):
@@ -161,13 +181,10 @@ def _place_of_tile(number, rank, first_request, row_tiles, column_tiles):
 
 @triton.jit
 @no_type_check
-def _rows_of_request(
-    query_start_loc, request, row_tile, num_tokens, request_rows, HEADS: tl.constexpr, ROWS: tl.constexpr,
-    CACHE: tl.constexpr,
-):  # fmt: skip
-    """Return the `Rows` of one row tile of a request; loads have the cache modifier CACHE ("" allows the L1 cache)."""
-    query_start = tl.minimum(tl.maximum(tl.load(query_start_loc + request, cache_modifier=CACHE), 0), num_tokens)
-    query_end = tl.minimum(tl.load(query_start_loc + request + 1, cache_modifier=CACHE), num_tokens)
+def _rows_of(place, row_tile, num_tokens, request_rows, HEADS: tl.constexpr, ROWS: tl.constexpr):
+    """Return the `Rows` of one row tile of a request; `place` is its `RequestSplits`, whose numbers may be invalid."""
+    query_start = tl.minimum(tl.maximum(place.query_start, 0), num_tokens)
+    query_end = tl.minimum(place.query_end, num_tokens)
     row = row_tile * ROWS + tl.arange(0, ROWS)
     token = query_start + row // HEADS
     # compare tokens and not rows: for an invalid `query_end`, the number of rows could overflow
@@ -237,17 +254,24 @@ def _combine_splits_kernel(
 
 @triton.jit
 @no_type_check
+def _splits_of_request(split_offsets, query_start_loc, request, CACHE: tl.constexpr):
+    """Load the `RequestSplits` of a request, with the cache modifier CACHE ("" allows the L1 cache)."""
+    first_partial = tl.load(split_offsets + request, cache_modifier=CACHE)
+    splits = tl.load(split_offsets + request + 1, cache_modifier=CACHE) - first_partial
+    query_start = tl.load(query_start_loc + request, cache_modifier=CACHE)
+    query_end = tl.load(query_start_loc + request + 1, cache_modifier=CACHE)
+    return RequestSplits(first_partial, splits, query_start, query_end)
+
+
+@triton.jit
+@no_type_check
 def _combine_tile(
-    tile, split_offsets, query_start_loc, partials, num_tokens, out, lse, sinks,
+    tile, place, partials, num_tokens, out, lse, sinks,
     HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Process one combine tile in a decode with a schedule; do nothing if its request has one split."""
-    first_partial = tl.load(split_offsets + tile.request, cache_modifier=".cg")
-    splits = tl.load(split_offsets + tile.request + 1, cache_modifier=".cg") - first_partial
-    rows = _rows_of_request(query_start_loc, tile.request, tile.row_tile, num_tokens, partials.rows, HEADS, ROWS, ".cg")
-    if DEPENDENT:
-        gdc_wait()  # wait until the decode has written the partial outputs; for later tiles this takes no time
+    first_partial, splits = place.first_partial, place.splits
+    rows = _rows_of(place, tile.row_tile, num_tokens, partials.rows, HEADS, ROWS)
     if splits != 1:
         columns = tile.column_tile * COLUMNS + tl.arange(0, COLUMNS)
         state = combine_partials(
@@ -287,17 +311,27 @@ def _combine_scheduled_kernel(
             tile_number // (row_tiles * column_tiles), tile_number // column_tiles % row_tiles,
             tile_number % column_tiles,
         )  # fmt: skip
-        _combine_tile(tile, split_offsets, query_start_loc, partials, num_tokens, out, lse, sinks, HEADS, LATENT,
-                      COLUMNS, ROWS, SPLITS, DEPENDENT)  # fmt: skip
+        if DEPENDENT:
+            if num_requests > 1:
+                gdc_wait()
+                place = _splits_of_request(split_offsets, query_start_loc, tile.request, "")
+            else:
+                place = _splits_of_request(split_offsets, query_start_loc, tile.request, ".cg")
+                gdc_wait()
+        else:
+            place = _splits_of_request(split_offsets, query_start_loc, tile.request, "")
+        _combine_tile(tile, place, partials, num_tokens, out, lse, sinks, HEADS, LATENT, COLUMNS, ROWS, SPLITS)
     else:
+        if DEPENDENT:
+            gdc_wait()
         number = tl.program_id(0).to(tl.int64)  # the next tile of this program
         chunk_start = tl.full([], 0, tl.int64)  # index of the first combine tile of the chunk
         for first_request in range(0, num_requests, CHUNK):
             chunk = first_request + tl.arange(0, CHUNK)
             exists = chunk < num_requests
             # indices behind the last request get 1 split (1 - 0), so that nothing is combined for them
-            chunk_splits = tl.load(split_offsets + chunk + 1, mask=exists, other=1, cache_modifier=".cg")
-            chunk_splits -= tl.load(split_offsets + chunk, mask=exists, other=0, cache_modifier=".cg")
+            chunk_splits = tl.load(split_offsets + chunk + 1, mask=exists, other=1)
+            chunk_splits -= tl.load(split_offsets + chunk, mask=exists, other=0)
             combined = (chunk_splits != 1).to(tl.int32)
             chunk_end = chunk_start + tl.sum(combined, 0).to(tl.int64) * row_tiles * column_tiles
             if number < chunk_end:
@@ -307,12 +341,11 @@ def _combine_scheduled_kernel(
                     tile = _place_of_tile(
                         (number - chunk_start).to(tl.int32), rank, first_request, row_tiles, column_tiles
                     )
-                    _combine_tile(tile, split_offsets, query_start_loc, partials, num_tokens, out, lse, sinks, HEADS,
-                                  LATENT, COLUMNS, ROWS, SPLITS, DEPENDENT)  # fmt: skip
+                    place = _splits_of_request(split_offsets, query_start_loc, tile.request, "")
+                    _combine_tile(tile, place, partials, num_tokens, out, lse, sinks, HEADS, LATENT, COLUMNS, ROWS,
+                                  SPLITS)  # fmt: skip
                     number += tl.num_programs(0)
             chunk_start = chunk_end
-    if DEPENDENT:
-        gdc_wait()  # programs without a tile wait too: the end of this kernel must imply the end of the decode
 
 
 @triton.jit(
@@ -348,7 +381,10 @@ def _combine_invariant_kernel(
         has_splits = tl.load(split_offsets + request + 1) > tl.load(split_offsets + request)
     remaining = (combined < splits) | (not has_splits)
     if remaining | AHEAD:
-        rows = _rows_of_request(query_start_loc, request, row_tile, num_tokens, request_rows, HEADS, ROWS, "")
+        # `_rows_of` reads only the query tokens; splits of batch-invariant decodes are in `progress`
+        query_start, query_end = tl.load(query_start_loc + request), tl.load(query_start_loc + request + 1)
+        place = RequestSplits(0, 0, query_start, query_end)
+        rows = _rows_of(place, row_tile, num_tokens, request_rows, HEADS, ROWS)
         columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
         first_partial = request * request_partials
         readable = rows.number < request_rows if AHEAD else rows.real & has_splits

@@ -7,8 +7,8 @@ A kernel that may begin early is launched with `launch_pdl=True`, and calls two 
 
 The next kernel begins only after every program of this kernel has called `launch_next`. Because of the order above, all
 kernels before this kernel have finished by then. The next kernel may therefore read the outputs of these earlier
-kernels before it waits for this kernel. For example, the combine kernel of a schedule reads the schedule before it
-waits for the decode kernel.
+kernels before it waits for this kernel. For example, the combine kernel reads the schedule of a single request before
+it waits for the decode kernel.
 
 `follow_kernel_early` calls both functions in the other order. The next kernel begins earlier, but must read nothing
 before it waits.

@@ -67,13 +67,15 @@ from .two_phases.launch import launch_two_phases
 DTYPES = (torch.bfloat16, torch.float16)
 OUT_DTYPES = (*DTYPES, torch.float32)
 MOST_SIZES = 4096  # size of the cache of `_launch_sizes`; a new value of `max_seq_len` can add an entry
-# Launch option of `row_blocks_16_32` if a request has one row block of 16 rows: registers per thread at the start of a
-# program. Without it, a program takes all registers of a multiprocessor, so no program of the combine kernel can start
+# Launch option of `row_blocks_16_32` with row blocks of 16 rows: registers per thread at the start of a program.
+# Without the option, a program takes all registers of a multiprocessor, so no program of the combine kernel can start
 # on a multiprocessor that still decodes. With 144, the consumer still gets 256 registers, and nothing spills.
-# On an H200 a planned decode then took 10.5 instead of 11.7 us (1 x 8192, N 16) and 43.9 instead of 46.6 us
-# (1 x 131072, N 16), and an unplanned one 9.64 instead of 9.76 us and 43.5 instead of 43.7 us. Other decodes do not get
-# the option: the unplanned decode 1 x 8192, N 128, with four row blocks of 32 rows, was 5 % slower with it, row blocks
-# of 32 rows spill up to 48 bytes more, and batch-invariant decodes were not measured.
+# Planned decodes get the option, and unplanned ones if a request has one row block. On an H200 a planned decode then
+# took 10.5 instead of 11.7 us (1 x 8192, N 16) and 43.9 instead of 46.6 us (1 x 131072, N 16), and an unplanned one
+# 9.64 instead of 9.76 us and 43.5 instead of 43.7 us. Planned decodes with several row blocks were measured only
+# together with the choice of smaller row blocks (`select._rows_where_alone`). Other decodes do not get the option: the
+# unplanned decode 1 x 8192, N 128, with four row blocks of 32 rows, was 5 % slower with it, row blocks of 32 rows spill
+# up to 48 bytes more, and batch-invariant decodes were not measured.
 ROOM_FOR_COMBINE = {"maxnreg": 144}
 # In the mode `fp8_product`, without a schedule and not batch-invariant, at least this number of elements of partial
 # outputs are in bfloat16, which halves their memory traffic. On an H200, bfloat16 was faster with 8192 rows of 512
@@ -242,8 +244,8 @@ def decode_splits(
         elif e4m3:
             launch(_row_blocks_16_32_e4m3_kernel, (assigned.programs,), *arguments, kv_scale, c=constants, **LAUNCH)
         elif launched.program_rows < MANY_ROWS:
-            one_block = launched.program_rows == FEW_ROWS[0] and row_sizes.row_blocks == 1
-            room = ROOM_FOR_COMBINE if one_block and not batch_invariant else {}
+            leaves_room = launched.program_rows == FEW_ROWS[0] and (planned or row_sizes.row_blocks == 1)
+            room = ROOM_FOR_COMBINE if leaves_room and not batch_invariant else {}
             launch(_row_blocks_16_32_kernel, (assigned.programs,), *arguments, c=constants, **LAUNCH, **room)
         else:
             # TMA can write a row block as one box only if all 64 rows belong to one token

@@ -180,9 +180,16 @@ def _rows_where_alone(
     The kernel thus depends on the length of the request. To compile all kernels that may be chosen, `fast.warmup`
     launches single requests of many lengths.
 
-    With a schedule of few programs, row blocks of 64 rows become row blocks of 32 rows, if all programs can still run
-    at the same time. On an H200 this took 16.2 instead of 18.5 us (1 x 8192, N 128, 32 programs in the schedule). A
-    schedule of 33 programs for a request that can use 66 must not be made for the sake of smaller row blocks: it took
+    With a schedule, the number of its programs takes the place of the length. On an H200, planned decodes of 1 x 8192
+    took these times (replayed, without the plan; N is the number of heads):
+
+    | N | programs in the schedule | row blocks | us |
+    |---|---|---|---|
+    | 32 | 64 | 16 instead of 32 rows | 11.8 instead of 12.9 |
+    | 64 | 32 | 16 instead of 32 rows | 13.6 instead of 15.7 |
+    | 128 | 32 | 32 instead of 64 rows | 16.2 instead of 18.5 |
+
+    A schedule of 33 programs for a request that can use 66 must not be made for the sake of smaller row blocks: it took
     131 instead of 78 us (1 x 131072, N 128).
 
     Args:
@@ -195,9 +202,6 @@ def _rows_where_alone(
     """
     if requests > 1:
         return program_rows
-    if ranges > 0:
-        fits = ranges * cdiv(request_rows, FEW_ROWS[-1]) <= processors
-        return min(program_rows, FEW_ROWS[-1]) if fits else program_rows
-    splits = max(1, cdiv(keys, FEW_TILES * DECODE_TILE))
+    splits = ranges if ranges > 0 else max(1, cdiv(keys, FEW_TILES * DECODE_TILE))
     fitting = (few for few in FEW_ROWS if splits * cdiv(request_rows, few) <= processors)
     return min(program_rows, next(fitting, program_rows))

@@ -20,10 +20,10 @@ from ....support.triton_mode import INTERPRETED, ON_HOPPER
 if INTERPRETED:
     pytest.skip("Gluon has no interpreter", allow_module_level=True)
 
-from fast import compilation
 from fast.kernels.combine import launch as combine
 from fast.kernels.hopper.mla_decode import launch as decode
 from fast.kernels.hopper.mla_decode import select
+from fast.mla.device_choices import programs_of_all_variants
 
 on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 launch = partial(decode_inputs.launch, decode)
@@ -58,22 +58,48 @@ def test_choices_are_made_once_in_a_tile_of_steps():
     assert select.best_num_splits.cache_info().misses == 1
 
 
-@pytest.mark.parametrize("query_len", [1, 2, 3])
-@pytest.mark.parametrize("heads", [4, 16, 20, 32, 40, 64, 128])
-def test_warmup_knows_schedules_of_a_request_alone(heads, query_len):
+def test_choice_of_rows():
+    """A single request gets the smallest row blocks whose programs, with 4 tiles each, all run at the same time.
+
+    If row blocks of 16 and of 32 rows would give too many programs, or if there are several requests,
+    `_rows_where_alone` returns its argument `program_rows`.
+    """
+    for requests, rows, keys, chosen in (
+        (1, 128, 8192, 32), (1, 64, 8192, 16), (1, 128, 1024, 16), (1, 128, 0, 16), (16, 128, 64, 64),
+        (4, 128, 8192, 64), (1, 128, 131072, 64), (128, 128, 4096, 64), (128, 128, 64, 64), (1, 24, 131072, 32),
+        (1, 24, 256, 16), (1, 3, 64, 16),
+    ):  # fmt: skip
+        program_rows = select.rows_of_a_program(rows)
+        assert select._rows_where_alone(program_rows, requests, rows, keys, processors=132) == chosen
+        blocks = -(-rows // chosen)
+        assert chosen == program_rows or requests * blocks * -(-keys // 256) <= 132
+    # with a schedule of a single request, its number of programs decides, and no length
+    for ranges, rows, requests, chosen in (
+        (33, 128, 1, 32), (34, 128, 1, 64), (33, 128, 2, 64), (66, 64, 1, 32), (67, 64, 1, 64), (1, 16, 1, 16),
+        (33, 64, 1, 16), (34, 64, 1, 32), (66, 32, 1, 16), (67, 32, 1, 32), (16, 128, 1, 16), (17, 128, 1, 32),
+    ):  # fmt: skip
+        given = requests, rows, rows
+        assert {select.choose_program_rows(ranges, False, *given, keys, 132) for keys in (64, 131072)} == {chosen}
+
+
+@pytest.mark.parametrize("e4m3", [False, True])
+@pytest.mark.parametrize("processors", [78, 132])
+@pytest.mark.parametrize("heads", [3, 4, 16, 20, 32, 40, 64, 126, 128])
+def test_warmup_knows_schedules_of_a_request_alone(heads, processors, e4m3):
     """Warm-up launches every kernel of a single request with a schedule, of any number of programs that fills a GPU.
 
-    The number of rows and of row blocks determines the variant of the decode kernel, with its launch options.
+    The number of rows of a row block determines the variant of the decode kernel.
     """
-    rows, processors = heads * query_len, 132
-    programs = processors // -(-rows // select.rows_of_a_program(rows))
+    for query_len in (1, 2, 3, 9, 17):
+        rows = heads * query_len
+        programs = max(1, processors // -(-rows // select.rows_of_a_program(rows, e4m3)))
 
-    def launched(ranges: int) -> set[tuple]:
-        program_rows = select.choose_program_rows(ranges, False, 1, rows, heads, 4096, processors)
-        return {(program_rows, rows <= program_rows), combine._tile_of_a_schedule(ranges, rows, heads, 1)}
+        def launched(ranges: int, rows=rows) -> set[int | tuple]:
+            program_rows = select.choose_program_rows(ranges, False, 1, rows, heads, 4096, processors, e4m3)
+            return {program_rows, combine._tile_of_a_schedule(ranges, rows, heads, 1)}
 
-    ahead = set().union(*map(launched, {programs, *compilation.PLANNED_PROGRAMS[1]}))
-    assert set().union(*map(launched, range(1, programs + 1))) <= ahead
+        ahead = {programs, *programs_of_all_variants(1, rows, processors)} - {0}
+        assert set().union(*map(launched, range(1, programs + 1))) <= set().union(*map(launched, ahead))
 
 
 @on_hopper

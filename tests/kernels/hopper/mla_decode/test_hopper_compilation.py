@@ -288,29 +288,6 @@ def test_choice_of_runs():
             )
 
 
-def test_choice_of_rows():
-    """A single request gets the smallest row blocks whose programs, with 4 tiles each, all run at the same time.
-
-    If row blocks of 16 and of 32 rows would give too many programs, or if there are several requests,
-    `_rows_where_alone` returns its argument `program_rows`.
-    """
-    for requests, rows, keys, chosen in (
-        (1, 128, 8192, 32), (1, 64, 8192, 16), (1, 128, 1024, 16), (1, 128, 0, 16), (16, 128, 64, 64),
-        (4, 128, 8192, 64), (1, 128, 131072, 64), (128, 128, 4096, 64), (128, 128, 64, 64), (1, 24, 131072, 32),
-        (1, 24, 256, 16), (1, 3, 64, 16),
-    ):  # fmt: skip
-        program_rows = select.rows_of_a_program(rows)
-        assert select._rows_where_alone(program_rows, requests, rows, keys, processors=132) == chosen
-        blocks = triton.cdiv(rows, chosen)
-        assert chosen == program_rows or requests * blocks * triton.cdiv(keys, 256) <= 132
-    # with a schedule of a single request, its number of programs decides, and no length
-    for ranges, rows, requests, chosen in (
-        (33, 128, 1, 32), (34, 128, 1, 64), (33, 128, 2, 64), (66, 64, 1, 32), (67, 64, 1, 64), (1, 16, 1, 16),
-    ):  # fmt: skip
-        given = requests, rows, rows
-        assert {select.choose_program_rows(ranges, False, *given, keys, 132) for keys in (64, 131072)} == {chosen}
-
-
 def test_which_kernel_takes_how_many_rows(monkeypatch):
     """A request in one row block of 16 rows leaves registers for the combine kernel, except batch-invariant decodes."""
     few, many, room = "_row_blocks_16_32_kernel", "_row_blocks_64_kernel", 144
@@ -322,6 +299,17 @@ def test_which_kernel_takes_how_many_rows(monkeypatch):
         kernel, _, constants = recorded(monkeypatch, heads, cut)
         assert kernel.fn.__name__ == name and heads == constants["c"].HEADS
         assert constants.get("maxnreg") == registers
+
+
+@pytest.mark.parametrize("cut, registers", [("scheduled", 144), ("whole", None), ("batch-invariant, planned", None)])
+def test_several_row_blocks_of_16_rows(cut, registers, monkeypatch, tmp_path):
+    """With a schedule, four row blocks of 16 rows leave registers for the combine kernel too, and nothing spills."""
+    monkeypatch.setattr(select, "rows_of_a_program", lambda *_: 16)
+    kernel, kinds, constants = recorded(monkeypatch, 64, cut)
+    assert (constants["c"].ROWS, constants.get("maxnreg")) == (16, registers)
+    if registers:
+        (tmp_path / "kernel.cubin").write_bytes(compiled(kernel, kinds, constants).asm["cubin"])
+        assert not re.search(r"\b(LDL|STL)\b", run("nvdisasm", "-c", tmp_path / "kernel.cubin"))
 
 
 @pytest.mark.parametrize("heads, cut, latent, out_dtype, box", [
