@@ -317,7 +317,7 @@ def test_warmup_specialises_for_batch_invariance(launches):
     assert set(launches) == ahead
 
 
-def test_a_compiler_cannot_fuse_what_folds_round(launches):
+def test_a_compiler_cannot_fuse_what_a_combination_rounds(launches):
     """Compile the combine kernel -> it rounds each product of weight and partial output before the addition.
 
     Some splits are combined by a program of the decode kernel, which rounds this product. If the compiler fused the

@@ -147,7 +147,7 @@ def _launch_paged(
     if q.device.type == "cpu":
         plan = PagedAttentionMetadata(
             block_table, seq_lens, query_start_loc, max_query_len, visible_lens, max_seq_len, kv_cache.shape[2],
-            # allows padding tokens; `gqa_paged_attention` has rejected them where they are not allowed
+            # allows padding tokens; `gqa_paged_attention` has rejected them if they are not allowed
             GraphSupport.ANY, first_visible=first_visible,
         )  # fmt: skip
         if not is_checked(plan, kv_cache):

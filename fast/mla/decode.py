@@ -252,7 +252,7 @@ def _launch_decode(
     if ql_nope.device.type == "cpu":
         metadata = DecodeMetadata(
             block_table, seq_lens, query_start_loc, max_query_len, visible_lens, max_seq_len, kv_cache.shape[1],
-            GraphSupport.ANY,  # allows padding tokens; `mla_decode` has rejected them where they are not allowed
+            GraphSupport.ANY,  # allows padding tokens; `mla_decode` has rejected them if they are not allowed
             total_seq_lens=total_seq_lens, ownership=TokenOwnership(*ownership) if ownership else None,
         )  # fmt: skip
         check_decode_values(metadata, ql_nope.shape[0], kv_cache.shape[1], kv_cache.shape[0])

@@ -51,7 +51,7 @@ def check_step_ownership(metadata: MLAMetadata, context_parallel: ContextParalle
               f"a plan for {ownership or 'one rank (no ownership)'}")  # fmt: skip
     if ownership is None:
         return
-    check(metadata.cascade is None, "metadata.cascade", "None where ranks share sequences", "a cascade")
+    check(metadata.cascade is None, "metadata.cascade", "None if ranks share sequences", "a cascade")
     for chunk in metadata.prefill.context_chunks:
         check_chunk_ownership(chunk, context_parallel, "metadata.prefill.context_chunks")
 

@@ -44,8 +44,8 @@ def plan_context_chunks(
     of the workspace) chunks.
 
     With `batch_invariant`, a context is cut only where it fills a whole workspace by itself. The cuts of a request then
-    depend on its own length alone, not on the requests before it. A chunk may stay partly empty: if the next piece of a
-    context does not fit into the rest of the chunk, it begins a new chunk. So there are up to twice as many chunks.
+    depend on its own length alone, not on the requests before it. A chunk may stay partly empty: if the next tokens of
+    a context do not fit into the rest of the chunk, they begin a new chunk. So there are up to twice as many chunks.
 
     Args:
         context_lens: [B], context tokens of each request, on the CPU; 0 = no context.

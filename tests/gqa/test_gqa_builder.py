@@ -504,9 +504,9 @@ BAD = {  # arguments of `build_gqa_metadata`, and the error
     "format": ({"cache_format": FP8_DS_MLA}, UnsupportedConfiguration,
                "cache_format: expected compute_dtype or fp8_e4m3 for a key/value cache, got fp8_ds_mla"),
     "ALiBi on ranks": ({"config": replace(PLAIN, alibi_slopes=(0.5,) * 4), "ownership": TokenOwnership(2, 0)},
-                       UnsupportedConfiguration, "config.alibi_slopes: expected None where 2 ranks share sequences,"),
+                       UnsupportedConfiguration, "config.alibi_slopes: expected None if 2 ranks share sequences,"),
     "chunks on ranks": ({"config": LOCAL, "ownership": TokenOwnership(2, 0)}, UnsupportedConfiguration,
-                        "config.attention_chunk_size: expected None where 2 ranks share sequences, got 32"),
+                        "config.attention_chunk_size: expected None if 2 ranks share sequences, got 32"),
 }  # fmt: skip
 
 

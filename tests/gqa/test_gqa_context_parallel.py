@@ -292,8 +292,8 @@ def test_slopes_of_a_rank():
 def test_refused_layers(ops, plain_errors):
     """ALiBi, chunked local attention and heads that ranks cannot share are refused by name."""
     refused = {
-        "config.alibi_slopes: expected None where 2 ranks": replace(PLAIN, alibi_slopes=(0.5,) * 24),
-        "config.attention_chunk_size: expected None where 2 ranks": replace(PLAIN, attention_chunk_size=32),
+        "config.alibi_slopes: expected None if 2 ranks": replace(PLAIN, alibi_slopes=(0.5,) * 24),
+        "config.attention_chunk_size: expected None if 2 ranks": replace(PLAIN, attention_chunk_size=32),
         "num_kv_heads: expected KV heads that divide the 3 query heads of a rank, got 6": GQAConfig(6, 6, 32),
     }
     for message, config in refused.items():
@@ -325,9 +325,9 @@ BAD = {
     "scale": (lambda given, ranks: given | {"k_scale": torch.tensor(1.0)}, ValueError,
               "k_scale: expected None for format compute_dtype, got a tensor"),
     "ALiBi": (lambda given, ranks: given | {"config": replace(given["config"], alibi_slopes=(0.5,) * 12)},
-              UnsupportedConfiguration, "config.alibi_slopes: expected None where 2 ranks share sequences, got"),
+              UnsupportedConfiguration, "config.alibi_slopes: expected None if 2 ranks share sequences, got"),
     "local": (lambda given, ranks: given | {"config": replace(LOCAL, num_heads=12)}, UnsupportedConfiguration,
-              "config.attention_chunk_size: expected None where 2 ranks share sequences, got 32"),
+              "config.attention_chunk_size: expected None if 2 ranks share sequences, got 32"),
     "plan": (lambda given, ranks: given | {"metadata": given["metadata"].seq_lens}, TypeError,
              "metadata: expected a PagedAttentionMetadata, got Tensor"),
 }  # fmt: skip

@@ -156,7 +156,7 @@ class TestBadInput:
         with pytest.raises(ValueError, match="^o_proj: expected no bias if ranks share the heads"):
             ops.simulate(2, 1, functools.partial(program, bias=True))
         with pytest.raises(
-            ValueError, match="^metadata.cascade: expected None where ranks share sequences, got a cascade$"
+            ValueError, match="^metadata.cascade: expected None if ranks share sequences, got a cascade$"
         ):
             ops.simulate(2, 1, functools.partial(program, cascade=True))
         with pytest.raises(

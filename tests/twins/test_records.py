@@ -79,12 +79,13 @@ def named_targets(node: ast.AST) -> int:
 def positional_reads(tree: ast.Module, records: set[str], makers: set[str]) -> list[tuple[str, str]]:
     """Return function and text of each place that reads a tuple of another function by positions.
 
-    A function gets such a tuple as a parameter, or as the result of a call. Three kinds of places are found:
+    A function gets such a tuple as a parameter, or as the result of a call. Four kinds of places are found:
 
     - a parameter whose annotation is a plain tuple with more than two fields
     - a constant index or slice of a record, of a parameter without annotation, or of the result of a function that
       returns a record; index 0 of a parameter without annotation alone is not found, because kernels get tuples with
       one element for each column block
+    - a constant index from 2 on of an attribute, such as `ctx.sizes[5]`, except of a shape
     - an assignment or a loop that gives more than two names to the elements of such a value
 
     Args:
@@ -123,7 +124,10 @@ def reads_of(function: ast.FunctionDef | ast.Lambda, records: set[str], makers: 
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
             owner, index = getattr(node.value, "id", None), number_of(node.slice)
             by_position = index is not None or is_cut(node.slice)
-            if by_position and (owner in read or is_made(node.value) or (owner in loose and index != 0)):
+            attribute = node.value.attr if isinstance(node.value, ast.Attribute) else "shape"
+            of_attribute = not attribute.endswith("shape") and (index or 0) >= MOST_WITHOUT_NAMES
+            of_record = owner in read or is_made(node.value) or (owner in loose and index != 0)
+            if of_attribute or (by_position and of_record):
                 found.append(ast.unparse(node))
         targets, value = [], None
         if isinstance(node, ast.Assign):
@@ -176,6 +180,7 @@ def cut_of(x) -> Cut:
         ("def f(x):\n    cut = cut_of(x)\n    return cut[1]", True),
         ("def f(x):\n    return cut_of(x)[2]", True),
         ("f = lambda cut: cut[2]", True),
+        ("def f(ctx: Context):\n    return ctx.sizes[5]", True),
         ("class A:\n    async def f(self, cut):\n        return cut[2]", True),
         ("def f(cut: Cut):\n    return cut.first, cut.end", False),
         ("def f(cut: Cut):\n    return launch(*cut)", False),
@@ -183,6 +188,8 @@ def cut_of(x) -> Cut:
         ("def f(pair):\n    first, end = pair", False),
         ("def f(blocks):\n    return blocks[0].dtype", False),
         ("def f(x: Tensor):\n    return x[2]", False),
+        ("def f(x: Tensor):\n    return x.shape[2]", False),
+        ("def f(ctx: Context):\n    return ctx.pair[1]", False),
         ("def f(names: list[str]):\n    return names[3]", False),
         ("def f(x):\n    rows, columns, depth = x.shape", False),
         ("def f(x):\n    a, b, c = x.split((1, 2, 3))", False),

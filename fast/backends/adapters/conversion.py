@@ -363,7 +363,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, 
     if sinks is None:
         return out, lse
     total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-    kept = torch.where(lse == -torch.inf, 0, torch.exp(lse - total))  # share of the keys in the sum
+    kept = torch.where(lse == -torch.inf, 0, torch.exp(lse - total))  # softmax weight of the keys
     return out * kept.T[..., None], total
 
 

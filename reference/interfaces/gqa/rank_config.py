@@ -33,7 +33,7 @@ def check_shared_sequences(config: GQAConfig, size: int) -> None:
     names = [name for name in ("alibi_slopes", "attention_chunk_size") if getattr(config, name) is not None]
     if size > 1 and names:
         raise UnsupportedConfiguration(
-            [f"config.{name}: expected None where {size} ranks share sequences, got {getattr(config, name)}"
+            [f"config.{name}: expected None if {size} ranks share sequences, got {getattr(config, name)}"
              for name in names]
         )  # fmt: skip
 

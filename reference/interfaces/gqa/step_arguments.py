@@ -149,7 +149,7 @@ def check_gqa_step(
           metadata.cache_format.name)  # fmt: skip
     check(metadata.ownership == ownership, "metadata.ownership", f"{ownership or 'None (one rank)'}",
           metadata.ownership)  # fmt: skip
-    check(ownership is None or metadata.cascade is None, "metadata.cascade", "None where ranks share sequences",
+    check(ownership is None or metadata.cascade is None, "metadata.cascade", "None if ranks share sequences",
           "a cascade")  # fmt: skip
     _check_written_keys(metadata, k, config, kv_cache)
     if has_cache(kv_cache, metadata):

@@ -210,9 +210,7 @@ def test_no_cascade_where_ranks_share_sequences():
     good, owned = STEPS["decoder"], TokenOwnership(2, 0)
     part = good["metadata"].decode
     plan = replace(good["metadata"], ownership=owned, cascade=CascadeMetadata(part, part))
-    with pytest.raises(
-        ValueError, match="^metadata.cascade: expected None where ranks share sequences, got a cascade$"
-    ):
+    with pytest.raises(ValueError, match="^metadata.cascade: expected None if ranks share sequences, got a cascade$"):
         check_gqa_step(**good | dict(metadata=plan, ownership=owned))
 
 

@@ -187,7 +187,7 @@ def test_launch_after_a_schedule(requests, heads, programs, tile, launched, monk
 
 
 @runs
-def test_folds_are_the_same_bits_however_many_at_a_time(monkeypatch):
+def test_combined_splits_are_the_same_bits_however_many_at_a_time(monkeypatch):
     """The number of splits that the combine kernel loads at a time changes no bit of a batch-invariant decode.
 
     In some rows the largest score rises, and the kernel must rescale its sums. Some rows have no keys in the first, the
@@ -265,7 +265,7 @@ def test_folded_parts(requests, heads, splits, folded, planned):
 
 @runs
 @pytest.mark.parametrize("programs, num_runs", [(1, 0), (3, 0), (0, 1), (0, 3)])
-def test_rising_folds(programs, num_runs, monkeypatch):
+def test_rising_scores_of_combined_splits(programs, num_runs, monkeypatch):
     """A batch-invariant decode is within the budget if the largest score rises from one split to the next."""
     inputs = rising_inputs(4, DTYPES[-1], WIDTH)  # with 4 heads the longest request has three splits
     monkeypatch.setattr(decode, "_num_splits", lambda *_: num_runs)

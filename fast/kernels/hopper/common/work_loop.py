@@ -1,7 +1,7 @@
 """The work loop of a consumer (the warps that multiply): it processes one work item after another.
 
 A work item is consecutive tiles (64 keys each) of one request, for one row block. The producer (the warp that loads)
-writes work items to shared memory. Three kernels with different main loops use this work loop. Each kernel passes eight
+writes work items to shared memory. Four kernels with different main loops use this work loop. Each kernel passes eight
 functions of its own to `run_work_items` (their arguments are explained below the table):
 
 | function | what it does |
