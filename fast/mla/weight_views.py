@@ -83,7 +83,10 @@ class Projections(NamedTuple):
         projection, nope = self.q_b_proj if self.q_proj is None else self.q_proj, q.shape[2] - q_pe.shape[2]
         if (
             torch.compiler.is_compiling()
-            or not is_plain_linear(projection, q.dtype)
+            or type(projection) is not nn.Linear
+            or type(projection._parameters.get("weight")) is not nn.Parameter
+            or projection._forward_hooks
+            or "forward" in projection.__dict__  # a replaced `forward`
             or _has_any_global_hook()
             or not q.is_contiguous()
             or q.storage_offset() * q.element_size() % 16
