@@ -322,10 +322,8 @@ class MLAAttention(nn.Module):
             decode(self, q_nope, q_e4m3 if in_e4m3 else q_pe, kv_cache, metadata, output, weights)
         expanded = split - in_e4m3, end - in_e4m3  # the rows of the prefills in the results of the last `write_tokens`
         if end > split:
-            # Only the expanded path needs both parts of a query in one tensor. The rotated parts replace the parts that
-            # were not rotated; joining both parts in a new tensor would read and write three times as many bytes.
-            q = rows_of(q, split, end)
-            q[..., c.qk_nope_head_dim :] = rows_of(q_pe, *expanded)
+            # only the expanded path needs both parts of a query in one tensor
+            q = weights.projections.join_queries(rows_of(q, split, end), rows_of(q_pe, *expanded))
         del q_nope, q_pe
         if metadata is None:
             touch_largest(q, kv_c_normed, w_uk, w_uv, c, *largest, self.context_parallel, weights.expand)

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from reference.interfaces import CacheFormat, MLAConfig, QuantizedWeight, is_plain_linear
 
@@ -63,6 +65,35 @@ class Projections(NamedTuple):
     q_norm_weight: Tensor | None
     kv_a_proj_with_mqa: nn.Module
     o_proj: nn.Module
+
+    def join_queries(self, q: Float[Tensor, "T N D"], q_pe: Float[Tensor, "T N R"]) -> Float[Tensor, "T N D"]:
+        """Return queries [T, N, P + R] with the rotated rope parts `q_pe` in place of the rope parts of `q`.
+
+        If only the layer can hold the output of the query projection, the rotated parts are written into `q`: joining
+        both parts in a new tensor would read and write three times as many bytes. Otherwise the result is a new tensor.
+        For example, a hook may keep the output, and a module of another class may return the same tensor again.
+
+        In both cases, the result is contiguous and its address is a multiple of 16. The ops that attend the result may
+        therefore reuse the record of a call with the other case (`fast.backends.nested_calls`).
+
+        Args:
+            q: [T, N, P + R], rows of the output of the query projection.
+            q_pe: [T, N, R], rotated rope parts.
+        """
+        projection, nope = self.q_b_proj if self.q_proj is None else self.q_proj, q.shape[2] - q_pe.shape[2]
+        if (
+            torch.compiler.is_compiling()
+            or type(projection) is not nn.Linear
+            or type(projection._parameters.get("weight")) is not nn.Parameter
+            or projection._forward_hooks
+            or "forward" in projection.__dict__  # a replaced `forward`
+            or _has_any_global_hook()
+            or not q.is_contiguous()
+            or q.storage_offset() * q.element_size() % 16
+        ):
+            return torch.cat((q[..., :nope], q_pe), dim=-1)
+        q[..., nope:] = q_pe
+        return q
 
 
 class AttentionWeights(NamedTuple):
@@ -165,8 +196,10 @@ class WeightViews:
 
 def _weight_of(module: nn.Module) -> Tensor:
     """Return the weight of a module; a parameter is found without the search of `nn.Module`."""
-    weight = module._parameters.get("weight")
-    return module.weight if weight is None else weight
+    parameters = module._parameters
+    if "weight" in parameters:  # the mapping of a `torch.jit.ScriptModule` has no `get`
+        return parameters["weight"]
+    return module.weight
 
 
 def _layout(weight: Tensor) -> tuple:
