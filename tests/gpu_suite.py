@@ -11,9 +11,10 @@ Stages:
 
 - tests: the test suite with compiled kernels. Each file runs in one process; a slow file is divided among several
   processes. The files of `ANY_DEVICE` run twice: with tensors on the CPU and with tensors on the GPU. The option
-  `--gpu-files-only` leaves out the files whose tests do the same on every machine. With `--part K/N`, only the K-th of
-  N parts runs; the results file adds up the parts of the same sources. With several GPUs, each process sees one of
-  them, in turn; tests of several GPUs run in the stage between_gpus.
+  `--gpu-files-only` leaves out the files whose tests do the same on every machine. `--files TEXT ...` leaves out all
+  files whose paths contain none of the texts; the results file names all files that were left out. With `--part K/N`,
+  only the K-th of N parts runs; the results file adds up the parts of the same sources. With several GPUs, each
+  process sees one of them, in turn; tests of several GPUs run in the stage between_gpus.
 - opcheck: `torch.library.opcheck` of every registered op on the GPU.
 - memcheck, racecheck: every registered op under the compute-sanitizer tool that has the name of the stage, with valid
   indices and with indices out of range. Without compute-sanitizer on PATH both stages are skipped.
@@ -108,6 +109,11 @@ def uses_gpu(file: Path) -> bool:
     return any(each in text for each in GPU_TEXTS)
 
 
+def is_chosen(file: Path, texts: Sequence[str]) -> bool:
+    """Return whether the path of a test file contains one of the texts of `--files`; without texts, every file does."""
+    return not texts or any(text in file.relative_to(ROOT / "tests").as_posix() for text in texts)
+
+
 def run_tests(args: argparse.Namespace) -> dict[str, Any]:
     """Run every test file in a process of its own, and divide each slow file among several processes.
 
@@ -115,14 +121,17 @@ def run_tests(args: argparse.Namespace) -> dict[str, Any]:
     compare the pages with a results file, which this run will replace.
     """
     files = [file for file in (ROOT / "tests").rglob("test_*.py") if file.parent.name not in ("site", "data")]
-    left_out_files = [file for file in files if args.gpu_files_only and not uses_gpu(file)]
+    left_out_files = [
+        file for file in files if (args.gpu_files_only and not uses_gpu(file)) or not is_chosen(file, args.files)
+    ]
     files = sorted(
         set(files) - set(left_out_files),
         key=lambda file: ("triton" not in file.name and "hopper" not in file.name, file.name),
     )
     runs = [(file, "cpu", f"{number}/{count}") for file in files if (count := SHARDS.get(file.name))
             for number in range(1, count + 1)]  # fmt: skip
-    runs += [(ROOT / "tests" / name, "cuda", "1/1") for name in ANY_DEVICE]
+    any_device = [ROOT / "tests" / name for name in ANY_DEVICE]
+    runs += [(file, "cuda", "1/1") for file in any_device if is_chosen(file, args.files)]
     runs += [(file, "cpu", "1/1") for file in files if file.name not in SHARDS]
     part, parts = args.part
     runs = runs[part - 1 :: parts]
@@ -175,7 +184,7 @@ def run_tests(args: argparse.Namespace) -> dict[str, Any]:
         print(f"  skipped {count}: {reason}")
     if left_out_files:
         counts["files_left_out"] = sorted(file.name for file in left_out_files)
-        print(f"  {len(left_out_files)} files left out, whose tests do not use a GPU")
+        print(f"  {len(left_out_files)} files left out")
     return {"ok": not failed, **counts, **({"parts": [f"{part}/{parts}"]} if parts > 1 else {})}
 
 
@@ -329,6 +338,8 @@ def make_parser() -> argparse.ArgumentParser:
                         help="run only the K-th of N parts of the stage tests (default: 1/1)")  # fmt: skip
     parser.add_argument("--gpu-files-only", action="store_true",
                         help="leave out the test files whose tests do the same without a GPU")  # fmt: skip
+    parser.add_argument("--files", nargs="+", default=(), metavar="TEXT",
+                        help="run only the test files whose paths below tests/ contain one of the texts")  # fmt: skip
     parser.add_argument("--limit", type=float, default=1800.0, metavar="S",
                         help="time limit of one command in seconds (default: %(default)s)")  # fmt: skip
     return parser

@@ -266,7 +266,9 @@ def test_suite_runs_every_file(gpu_files_only, monkeypatch):
     """
     called = []
     monkeypatch.setattr(gpu_suite, "run", lambda command, *_, **__: (called.append(command), (0, ""))[1])
-    counts = gpu_suite.run_tests(SimpleNamespace(jobs=1, limit=1.0, gpu_files_only=gpu_files_only, part=(1, 1)))
+    counts = gpu_suite.run_tests(
+        SimpleNamespace(jobs=1, limit=1.0, gpu_files_only=gpu_files_only, part=(1, 1), files=())
+    )
     found = Counter(tuple(word for word in command if ".py" in word or word.startswith(("--device", "--shard")))
                     for command in called)  # fmt: skip
     folder = Path(__file__).parents[1]
@@ -283,6 +285,18 @@ def test_suite_runs_every_file(gpu_files_only, monkeypatch):
     assert len({file.name for file in files}) == len(files), "two test files have the same name"
 
 
+def test_suite_of_chosen_files(monkeypatch):
+    """Choose files by parts of their paths -> only these files run, and the report names the others."""
+    called = []
+    monkeypatch.setattr(gpu_suite, "run", lambda command, *_, **__: (called.extend(command), (0, ""))[1])
+    given = ("kernels/cpu/", "cache/test_cache.py")
+    counts = gpu_suite.run_tests(SimpleNamespace(jobs=1, limit=1.0, gpu_files_only=False, part=(1, 1), files=given))
+    ran = {Path(word).name for word in called if word.endswith(".py")}
+    folder = Path(__file__).parents[1]
+    assert ran == {"test_cache.py", *(file.name for file in (folder / "kernels" / "cpu").glob("test_*.py"))}
+    assert called.count("--device=cuda") == 1 and "test_replays.py" in counts["files_left_out"]
+
+
 def test_gpus_in_turn(monkeypatch):
     """Run the tests on a machine that shows the GPUs 2 and 5 -> half of the processes see GPU 2, and half GPU 5."""
     seen = []
@@ -293,7 +307,7 @@ def test_gpus_in_turn(monkeypatch):
         return 5, ""
 
     monkeypatch.setattr(gpu_suite, "run", run)
-    gpu_suite.run_tests(SimpleNamespace(jobs=1, limit=1.0, gpu_files_only=False, part=(1, 1)))
+    gpu_suite.run_tests(SimpleNamespace(jobs=1, limit=1.0, gpu_files_only=False, part=(1, 1), files=()))
     assert seen[:4] == ["2", "5", "2", "5"] and abs(seen.count("2") - seen.count("5")) <= 1
 
 
@@ -301,7 +315,7 @@ def test_parts_of_the_tests(monkeypatch):
     """Run the parts of a division -> together they run every file once, and the results file adds their results."""
     called = []
     monkeypatch.setattr(gpu_suite, "run", lambda command, *_, **__: (called.append(tuple(command[:-1])), (5, ""))[1])
-    whole = SimpleNamespace(jobs=1, limit=1.0, gpu_files_only=False, part=(1, 1))
+    whole = SimpleNamespace(jobs=1, limit=1.0, gpu_files_only=False, part=(1, 1), files=())
     gpu_suite.run_tests(whole)
     wanted, stages = Counter(called), []
     called.clear()

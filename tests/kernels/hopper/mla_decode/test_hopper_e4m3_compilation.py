@@ -216,7 +216,7 @@ def test_dtype_of_partial_outputs(mode, cut, least, dtype, monkeypatch):
 def test_where_partial_outputs_are_in_bfloat16(requests, keys, heads, dtype):
     """On an H200, the decodes that were measured have the dtype that was faster."""
     sizes = decode._launch_sizes(
-        requests, heads, 512, 64, 64, requests, keys, 1, 0, False, measured_schedule_costs(heads).split_rule.numbers,
+        requests, heads, 512, 64, 64, requests, keys, 1, 0, False, measured_schedule_costs(heads).split_rule,
         132, True, "fp8_product",
     )  # fmt: skip
     assert sizes.constants.SPLIT
