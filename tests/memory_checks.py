@@ -141,7 +141,7 @@ def decodes() -> list[tuple]:
 
 
 def prefills() -> list[tuple]:
-    """Return arguments of `flash_attn_varlen` with the backend "hopper" for `PREFILLS`, with and without a mask."""
+    """Return arguments of the launcher `flash_attn_varlen` for `PREFILLS`, with and without a mask."""
     from .support.factories import offsets
 
     found = []
@@ -157,7 +157,7 @@ def prefills() -> list[tuple]:
     return found
 
 
-def grouped_query_samples() -> list[tuple[str, tuple]]:
+def grouped_query_samples(device: str) -> list[tuple[str, tuple]]:
     """Return (name of an op, arguments) of grouped-query attention, for every kernel and several launch shapes.
 
     The tensors are made on the CPU, because the sanitizer would make their many small copies slow.
@@ -185,29 +185,34 @@ def grouped_query_samples() -> list[tuple[str, tuple]]:
         ]
         packed = varlen_samples(dtype, config, dtype, ((150, 300), (0, 9), (70, 70)))
         found.append(("mla_twins::gqa_varlen_attention", packed))
-    return [(name, tuple(_on_gpu(value) for value in given)) for name, given in found]
+    return [(name, tuple(_on_device(value, device) for value in given)) for name, given in found]
 
 
-def _on_gpu(value: Any) -> Any:
-    """Return an argument of a call on the CPU for the same call on the GPU, with the backend "triton"."""
+def _on_device(value: Any, device: str) -> Any:
+    """Return an argument of a call on the CPU for the same call on another device, with the backend "triton"."""
     if isinstance(value, torch.Tensor):
-        return value.cuda()
+        return value.to(device)
     return "triton" if value == "cpu" else value
 
 
-def samples() -> list[tuple[str, tuple]]:
-    """Return (name of an op, arguments on the GPU) for all ops; on Hopper also for `decodes` and `prefills`."""
-    from .support.triton_mode import ON_HOPPER
+def samples(hopper: bool, device: str = "cuda") -> list[tuple[str, tuple]]:
+    """Return (name of an op, arguments on the device) for all ops.
+
+    Args:
+        hopper: whether to add `decodes` and `prefills`, whose backend is "hopper".
+        device: device of the tensors.
+    """
     from .twins import test_ops
 
-    with torch.device("cuda"):
+    with torch.device(device):
         found = [(name, given) for dtype in (F32, BF16)
                  for name, many in test_ops.samples(dtype).items() for given in many]  # fmt: skip
-        if ON_HOPPER:
+        if hopper:
             found += [("mla_twins::mla_decode", given) for given in decodes()]
-            found += [("mla_twins::flash_attn_varlen", given) for given in prefills()]
+            # the op also gets whether the prefill is batch-invariant
+            found += [("mla_twins::flash_attn_varlen", (*given[:-2], False, *given[-2:])) for given in prefills()]
     with torch.device("cpu"):
-        return found + grouped_query_samples()
+        return found + grouped_query_samples(device)
 
 
 def launch_samples(shard: int, shards: int) -> None:
@@ -215,12 +220,13 @@ def launch_samples(shard: int, shards: int) -> None:
     from fast.kernels.compile_log import compiling_ahead
     from fast.kernels.prescribed_splits import prescribe_partial_dtype
 
+    from .support.triton_mode import ON_HOPPER
     from .twins.test_ops import overload
 
     with compiling_ahead() as compiled:
         if shard == 1:
             launch_conversions()
-        for name, arguments in samples()[shard - 1 :: shards]:
+        for name, arguments in samples(ON_HOPPER)[shard - 1 :: shards]:
             op = overload(name)
             op(*arguments)
             if "fp8_product" in [value for value in arguments if isinstance(value, str)]:
