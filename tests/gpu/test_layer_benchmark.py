@@ -218,6 +218,7 @@ def test_section_of_the_site(monkeypatch, tmp_path):
 
     A bar of peers that lack the time of a stage is left out. Every stage has a name and a colour in both schemes.
     """
+    pytest.importorskip("mkdocs")  # the hooks of the site import it
     monkeypatch.syspath_prepend(str(ROOT / "docs" / "hooks"))
     performance = importlib.import_module("performance")
     drawn = importlib.import_module("layer_stages")  # docs/hooks/layer_stages.py

@@ -133,13 +133,30 @@ def launch(kernels, *inputs, **options) -> AttentionState:
 
 
 def differences(decode, arguments, first, times) -> int:
-    """Decode `times` times and return the number of elements whose bits differ from the bits in `first`."""
-    differ = torch.zeros((), dtype=torch.int64, device=DEVICE)
-    for _ in range(times):
-        for mine, other in zip(decode(*arguments), first, strict=True):
+    """Decode `times` times; return the number of elements whose bits differ from `first`, and describe these decodes.
+
+    The description says which calls differ, and which rows of the first such call.
+    """
+    counts = torch.zeros(times, dtype=torch.int64, device=DEVICE)
+    wrong = [each.clone() for each in first]  # results of the first call that differs
+    seen = torch.zeros((), dtype=torch.bool, device=DEVICE)
+    for number in range(times):
+        results = decode(*arguments)
+        for mine, other in zip(results, first, strict=True):
             kind = torch.int16 if mine.dtype.itemsize == 2 else torch.int32
-            differ += (mine.view(kind) != other.view(kind)).sum()
-    return int(differ)
+            counts[number] += (mine.view(kind) != other.view(kind)).sum()
+        new = (counts[number] > 0) & ~seen
+        for kept, mine in zip(wrong, results, strict=True):
+            kept.copy_(torch.where(new, mine, kept))
+        seen |= new
+    if bool(seen):
+        out, lse = (each.float() for each in wrong)
+        apart = (out - first[0].float()).abs().amax(-1)  # [T, N]; NaN if an output is NaN
+        rows = [(token, head, float(apart[token, head]), float(lse[head, token] - first[1][head, token]))
+                for token, head in ((apart != 0) | (lse != first[1]).T).nonzero().tolist()]  # fmt: skip
+        print(f"{int((counts > 0).sum())} of {times} calls differ: {counts.nonzero().flatten().tolist()[:20]}")
+        print("token, head, largest difference of the output, difference of the LSE:", rows[:40])
+    return int(counts.sum())
 
 
 def captured(kernels, *inputs, schedule=None):
