@@ -86,12 +86,13 @@ class Comparison:
             call: function that gets a package and `arguments`, and returns a tensor, an attention state or a tuple.
             arguments: arguments of the op, in the dtype of the model.
             parts: names of the elements, if `call` returns a tuple.
-            relative: additional relative error of the output of an attention state, which the budget allows.
+            relative: additional relative error of the output of an attention state, which the budget allows. The budget
+                of an attention state also allows the error that rounded scores cause (`rounding_of_scores`).
         """
         value, low = call(self.ops, *arguments), call(self.oracle, *arguments)
         gold = call(self.oracle, *(widen(argument) for argument in arguments))
         if isinstance(gold, AttentionState):
-            self.rows += compare_states(op, value, low, gold, relative)
+            self.rows += compare_states(op, value, low, gold, relative + rounding_of_scores(gold, low.lse.dtype))
         elif isinstance(gold, tuple):
             for part, *results in zip(parts, value, low, gold, strict=True):
                 self.rows.append(compare(f"{op}: {part}", *results))
@@ -103,6 +104,16 @@ class Comparison:
         value, expected = (flatten(call(module, *arguments)) for module in (self.ops, self.oracle))
         differs = Parity(op, math.inf, math.inf, 0.0, 0.0, same_infinities=False)
         self.rows.append(compare_exact(op, value, expected) if value.shape == expected.shape else differs)
+
+
+def rounding_of_scores(gold: AttentionState, dtype: torch.dtype) -> float:
+    """Return the relative error of probabilities whose scores are rounded to `dtype`.
+
+    Rounding changes a score s by up to eps * |s|, and its probability exp(s - LSE) by the same relative amount. The
+    scores that matter are close to the LSE, so the largest LSE takes the place of s.
+    """
+    finite = gold.lse[gold.lse.isfinite()]
+    return torch.finfo(dtype).eps * finite.abs().max().item() if finite.numel() else 0.0
 
 
 def widen(argument: Any) -> Any:

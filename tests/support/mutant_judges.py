@@ -226,7 +226,7 @@ TABLE = {
     "fast/mla/device_choices.py": Judge(
         (
             "backends/test_registry", "planning/test_schedule_choice", "mla/test_fp8_mode_of_plans",
-            "kernels/test_hopper_bounds",
+            "kernels/hopper/mla_decode/test_hopper_bounds",
         )
     ),
     "reference/interfaces/advance_arguments.py": ADVANCE,

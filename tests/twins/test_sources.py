@@ -84,6 +84,7 @@ COUNTS_BYTES = {
     "fast/demo/gqa/figures.py": "bytes of a cache, which the main job prints",
     "fast/demo/gqa/op_parity.py": "rows of bytes of a cache that has random contents",
     "fast/demo/gqa/serving.py": "bytes of the cache blocks that requests hold",
+    "fast/mla/weight_views.py": "alignment of queries to the words of the copy engine",
     "fast/kernels/descriptors.py": "alignment to the words of the copy engine",
     "fast/kernels/cpu/context_parallel.py": "messages between ranks",
     "fast/kernels/cpu/decode.py": "CHUNK_BYTES is a fraction of the CPU's cache",
