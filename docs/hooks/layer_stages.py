@@ -88,11 +88,11 @@ def layers_table(report: dict[str, Any]) -> str:
             else f"{dims['prompts']} prompts of {dims['new_tokens']} tokens behind {dims['context']}"
         )
         lines.append([
-            row["layer"], shape, f"{fast:.1f}", _us(stock), NONE if stock is None else f"{stock / fast:.1f}",
+            row["layer"], shape, NONE if stock is None else f"{stock / fast:.1f}", f"{fast:.1f}", _us(stock),
             NONE if peers is None else f"{peers / fast:.2f}", NONE if row["kernels"] is None else str(
                 len(row["kernels"])),
         ])  # fmt: skip
-    head = ["layer", "batch", "`fast`", "transformers", "x transformers' speed", "best kernels of others / `fast`",
+    head = ["layer", "batch", "x transformers' speed", "`fast`", "transformers", "best kernels of others / `fast`",
             "kernels"]  # fmt: skip
     count = report["layers_in_a_graph"]
     over = sorted({who for row in report["rows"] for who, found in row["parity"].items() if not found["passed"]})
