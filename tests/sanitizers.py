@@ -26,8 +26,9 @@ Three kinds of reports are not failures:
   have the same value. racecheck reports their writes to shared memory, although the order of equal writes does not
   matter. Both lines of such a report are the line that computes the output or the line that stores it (docs/log.md has
   the evidence).
-- A few reports name neither kernel nor line (fewer than 1 %). The shard with such a report runs again, at most `AGAIN`
-  times. A report without kernel and line in the last run is a failure.
+- A few reports name neither kernel nor line (fewer than 1 %). Some of them name the file in the place of the kernel.
+  The shard with such a report runs again, at most `AGAIN` times. A report without kernel and line in the last run is a
+  failure. Other reports have the file and the kernel in each other's place; they name everything, and count as usual.
 
 Limits: racecheck does not check asynchronous copies, copies by TMA (the GPU's bulk copy engine), or the reads of matrix
     products. In the form in which every thread arrives, each arrival waits for the asynchronous copies of its thread;
@@ -55,6 +56,10 @@ CONTROLS = {"every thread arrives": (), "one arrives for all": ("--one-arrives",
 AGAIN = 2  # maximum number of repeats of a shard; a shard repeats if a report names neither kernel nor line
 TROUBLE = re.compile(r"={5,}.*\b(Error|Internal|Fatal|failed)\b")  # a line that reports an error of the tool itself
 ACCESS = re.compile(r"=+ .*\b(Read|Write) access at (?P<kernel>\w+)\+0x[0-9a-f]+ in (?P<file>[\w.]+):(?P<line>\d+)")
+EXCHANGED = re.compile(  # the path of the file in the place of the kernel, and the kernel in the place of the file
+    r"=+ .*\b(Read|Write) access at /\S*?(?P<file>[\w.]+\.py)\+0x[0-9a-f]+ in (?P<kernel>\w+):(?P<line>\d+)"
+)
+NAMELESS = re.compile(r"access at\s*(/\S+\.py\+0x[0-9a-f]+\s*)?(\[|$)")  # a report without kernel and line
 
 
 class Place(NamedTuple):
@@ -221,13 +226,13 @@ def place_in(line: str) -> Place:
 
     If the report's format is unknown, the attribute `kernel` of the result is the whole line of the report.
     """
-    known = ACCESS.match(line)
+    known = ACCESS.match(line) or EXCHANGED.match(line)
     return Place(known["kernel"], known["file"], int(known["line"])) if known else Place(line.strip("= "), "", 0)
 
 
 def named(pair: tuple[Place, Place]) -> bool:
     """Return whether a report names a kernel or a line."""
-    return not all(re.search(r"access at\s*(\[|$)", place.kernel) for place in pair)
+    return not all(NAMELESS.search(place.kernel) for place in pair)
 
 
 def of_ours(found: Counter[tuple[Place, Place]]) -> Counter[tuple[Place, Place]]:

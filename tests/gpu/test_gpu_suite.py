@@ -11,6 +11,7 @@ import argparse
 import importlib
 import json
 import pkgutil
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -185,6 +186,23 @@ def test_races():
     assert sanitizers.of_ours(sanitizers.races(unread)).total() == 1
     other = reported((head, call)).replace(f"{KERNEL}+0x9a0", "_other_kernel+0x9a0")
     assert sanitizers.of_ours(sanitizers.races(other)).total() == 1
+
+
+def exchanged(output: str) -> str:
+    """Return reports of racecheck with the path of the file and the kernel in each other's place."""
+    return re.sub(rf"{KERNEL}(\+0x\w+) in ([\w.]+):", rf"/a/folder/\2\1 in {KERNEL}:", output)
+
+
+def test_races_with_names_in_each_others_place():
+    """Report races with file and kernel exchanged -> the same races. Leave out the kernel and the line -> run again."""
+    usual = reported(places(*TRITONS), ("work_items.py:9", "work_items.py:7"))
+    output = exchanged(usual)
+    assert "access at /a/folder/work_items.py+0x140 in" in output
+    assert sanitizers.races(output) == sanitizers.races(usual)
+    assert all(map(sanitizers.named, sanitizers.races(output)))
+    nameless = re.sub(rf" in {KERNEL}:\d+", "", output)
+    assert not any(map(sanitizers.named, sanitizers.races(nameless)))
+    assert sanitizers.of_ours(sanitizers.races(nameless)).total() == 2
 
 
 def test_what_racecheck_must_say():
