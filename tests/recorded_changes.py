@@ -47,4 +47,22 @@ CHANGES = (
         "7981e201",
         "a merge on a CPU computes exp and log of each row in the same way, whatever other rows there are",
     ),
+    Change(
+        r"^call mla_decode \w+ \S+ \(\d+, \d+\) \d+ scheduled \|",
+        ("cuda",),
+        "0b524c77, 9a58a800",
+        "after a decode with a schedule, the combine kernel has other tiles, and adds partial outputs in another order",
+    ),
+    Change(
+        r"^call rope_norm_and_cache torch\.float32 \|",
+        ("cuda",),
+        "a8f731e9",
+        "the fused write has one warp in place of four, so it adds the squares of a latent in another order",
+    ),
+    Change(
+        r"^fast layer \d+ heads$",
+        ("cuda",),
+        "841a7d00, 565280d8, 7981e201",
+        "prefills of these sizes run in the Hopper kernel, and a layer merges a chunk only for the requests of its run",
+    ),
 )
