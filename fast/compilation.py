@@ -126,7 +126,8 @@ def warmup(
 
     Raises:
         TypeError: the config is not an `MLAConfig`.
-        ValueError: a size or `threads` is below 1, the dtype is not supported, or the CUDA device does not exist.
+        ValueError: a size or `threads` is below 1, the dtype is not supported, the format does not support the dims of
+            the config, or the CUDA device does not exist.
         UnsupportedConfiguration: no backend that `backend` allows can serve an op.
     """
     check_dtype("dtype", dtype)
@@ -140,7 +141,7 @@ def warmup(
     check_groups(context_parallel)
     check_flag("fp8_weights", fp8_weights)
     check_flag("fp8_output", fp8_output)
-    check_mode_of_format(fp8_mode, cache_format)
+    check_mode_of_format(fp8_mode, cache_format, config)
     device = check_device("device", device)
     seen = device.type != "cuda" or (device.index or 0) < torch.cuda.device_count()
     check(seen, "device", f"one of the {torch.cuda.device_count()} CUDA devices that torch sees", device)

@@ -27,7 +27,7 @@ from fast import compilation
 from fast.backends import GQA_OPS
 from fast.kernels import cpu
 from fast.kernels.schedule_costs import measured_schedule_costs
-from reference.interfaces import COMPUTE_FORMAT, E4M3, DecodeSchedule, MLAConfig
+from reference.interfaces import CACHE_FORMATS, COMPUTE_FORMAT, E4M3, DecodeSchedule, MLAConfig
 
 from .support.backends import cpu_backend, noting_kernels, with_backends
 from .support.compiled import Recorded, compiled, without_products
@@ -437,8 +437,8 @@ def test_warmup_leaves_nothing_to_compile(dtype, batch_invariant):
 
 @gpu_only
 @pytest.mark.parametrize("batch_invariant", [False, True])
-@pytest.mark.parametrize("heads", [16, 128])
-def test_warmup_leaves_nothing_to_compile_of_published_dims(heads, batch_invariant):
+@pytest.mark.parametrize("heads, name", [(16, "compute_dtype"), (128, "compute_dtype"), (16, "fp8_e4m3")])
+def test_warmup_leaves_nothing_to_compile_of_published_dims(heads, name, batch_invariant):
     """Warm up for the dimensions of DeepSeek-V2-Lite -> later steps, eager and in CUDA graphs, compile nothing.
 
     On a Hopper GPU the kernels for Hopper serve these dimensions.
@@ -446,11 +446,11 @@ def test_warmup_leaves_nothing_to_compile_of_published_dims(heads, batch_invaria
     from fast.kernels.compile_log import compiling_ahead
 
     config = replace(MLAConfig.from_preset("deepseek-v2-lite"), num_heads=heads)
-    dtype = torch.bfloat16
-    fast.warmup(config, dtype=dtype, block_size=16, decode_threshold=2, batch_invariant=batch_invariant)
+    given = dict(dtype=torch.bfloat16, batch_invariant=batch_invariant, cache_format=CACHE_FORMATS[name])
+    fast.warmup(config, block_size=16, decode_threshold=2, **given)
     with torch.device("cuda"), compiling_ahead() as compiled:
-        serve(config, dtype, 2, batch_invariant)
-        serve_captured(config, dtype, 2, batch_invariant, longest=32768)
+        serve(config, threshold=2, **given)
+        serve_captured(config, threshold=2, longest=32768, **given)
     assert compiled == []
 
 

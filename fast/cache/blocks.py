@@ -122,8 +122,8 @@ def swap_blocks(
         backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Raises:
-        ValueError: the caches or their scales do not match. For CPU tensors also: a block is outside its cache or is
-            written twice. Nothing has been written when the error is raised.
+        ValueError: the caches or their scales do not match; a scale is not finite and positive. For CPU tensors also: a
+            block is outside its cache or is written twice. Nothing has been written when the error is raised.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     check_swap(source, target, block_mapping)

@@ -143,6 +143,7 @@ class MLAMetadataBuilder:
             - `batch_invariant` is True and the ranks merge with "ag_rs";
             - `graph_support` is ANY and `query_len_support` is UNIFORM;
             - `backend_options` has an unknown backend or option, or an invalid value;
+            - `cache_format` does not support the dims of `config`;
             - `fp8_mode` is unknown or does not suit `cache_format`.
 
         UnsupportedConfiguration: the named decode backend cannot serve the layers, `query_len_support` or
@@ -196,7 +197,7 @@ class MLAMetadataBuilder:
         self.num_programs, self.batch_invariant = num_programs, batch_invariant
         self.schedule_costs = schedule_costs
         check_dtype("dtype", dtype)
-        check_mode_of_format(fp8_mode, cache_format)
+        check_mode_of_format(fp8_mode, cache_format, config)
         self.dtype, self.cache_format, self.fp8_mode = dtype, cache_format, fp8_mode
         self.backend = bind_with_environment(backend, (*PLANNING_OPS, "mla_decode", "flash_attn_varlen"))
         check_invariant_prefills(self.backend, batch_invariant)

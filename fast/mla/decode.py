@@ -79,6 +79,7 @@ def decode_programs(
         backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Raises:
+        ValueError: the format does not support the dims of the config or the mode.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     check_int("query_len", query_len)
@@ -110,6 +111,7 @@ def schedule_costs(
         backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Raises:
+        ValueError: the format does not support the dims of the config or the mode.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     given = config, device, dtype, block_size, cache_format, fp8_mode, backend
@@ -125,7 +127,7 @@ def _function_of(op, config, device, dtype, block_size, cache_format, fp8_mode, 
     device = check_device("device", device)
     check_type("dtype", dtype, torch.dtype)
     check_int("block_size", block_size)
-    check_mode_of_format(fp8_mode, cache_format)
+    check_mode_of_format(fp8_mode, cache_format, config)
     widths = config.kv_lora_rank, config.qk_rope_head_dim
     # An automatic choice must also serve decodes of any query lengths. A named backend has its own limits, which its
     # decodes check.

@@ -141,8 +141,9 @@ class MLAAttention(nn.Module):
         fp8_weights: the absorbed weights in e4m3; None without the option `fp8_weights`.
 
     Raises:
-        ValueError: the projections do not match the config, `kv_b_proj` has a bias, `fp8_mode` or `kv_scale` does not
-            fit `cache_format`, `q_scale` does not fit `fp8_mode`, or `backend` has an unknown name or an unknown op.
+        ValueError: the projections do not match the config, `kv_b_proj` has a bias, `cache_format` does not support the
+            dims of the config, `fp8_mode` or `kv_scale` does not fit `cache_format`, `q_scale` does not fit `fp8_mode`,
+            or `backend` has an unknown name or an unknown op.
         UnsupportedConfiguration: the named backend declares no op of a layer.
     """
 
@@ -178,7 +179,7 @@ class MLAAttention(nn.Module):
             q_a_proj=q_a_proj, q_b_proj=q_b_proj,
         )  # fmt: skip
         check_int("workspace_tokens", workspace_tokens)
-        check_format(cache_format)
+        check_format(cache_format, config)
         check_context_workspace("workspace", workspace)
         check_flag("check_every_call", check_every_call)
         check_flag("fp8_weights", fp8_weights)

@@ -145,6 +145,7 @@ def build_mla_metadata(
 
             - `decode_threshold` is below 1, or above 1 with `QueryLenSupport.SINGLE_ONLY`;
             - `num_programs` is above 0 and `config` is None;
+            - `cache_format` does not support the dims of `config`;
             - the slots were made for another block size, or, for CPU tensors, a rank has more slots than new tokens;
             - the block table is narrower than the longest request;
             - `workspace_tokens` is below the smallest size of a chunk (`context_unit`);
@@ -154,11 +155,11 @@ def build_mla_metadata(
     """
     backend = bind(backend, PLANNING_OPS)
     check_dtype("dtype", dtype)
-    check_mode_of_format(fp8_mode, cache_format)
     check_threshold(decode_threshold, query_len_support)
     if num_programs is not None:
         check_int("num_programs", num_programs, 0, "an int >= 0 or None")
     check_config(config, optional=True)
+    check_mode_of_format(fp8_mode, cache_format, config)
     check(config is not None or not num_programs, "config", "an MLAConfig if num_programs is above 0", None)
     check_costs(costs)
     check_schedule_costs(schedule_costs, "schedule_costs")

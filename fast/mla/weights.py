@@ -155,7 +155,8 @@ def quantize_weight(
 ) -> QuantizedWeight:
     """Store an absorbed weight in e4m3 (8 bits), with one scale for the weight or one scale for each head.
 
-    See `reference.mla.weights.quantize_weight` for the scales, and for the errors of both kinds of scales.
+    See `reference.mla.weights.quantize_weight` for the scales, for the errors of both kinds of scales, and for weights
+    that are not finite.
 
     Args:
         weight: [N, K, M], from `absorb`.

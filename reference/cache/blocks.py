@@ -70,6 +70,7 @@ def swap_blocks(
         ValueError: in one of the following cases. If the function raises, it has written nothing.
 
             - The caches have different block sizes, entries or dtypes, or different scales.
+            - A scale is not finite and positive.
             - The caches overlap in memory, but are not the same cache.
             - A block is outside its cache, or is the target of two pairs.
             - The caches are the same cache, and a block is both a source and a target.

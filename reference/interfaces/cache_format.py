@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from .checks import FLOAT_DTYPES, check, check_flag, check_int, check_tensor, check_type
+from .config import MLAConfig
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0  # largest value of e4m3
@@ -215,17 +216,19 @@ def check_storage_dtype(argument: str, dtype: torch.dtype) -> None:
     check(dtype in allowed, argument, f"one of {', '.join(map(str, allowed))}", dtype)
 
 
-def check_format(cache_format: CacheFormat) -> None:
-    """Check that a cache format is one of `CACHE_FORMATS`, the formats that this package can read and write.
+def check_format(cache_format: CacheFormat, config: MLAConfig | None = None) -> None:
+    """Check that a cache format is one of `CACHE_FORMATS`, and that it supports the dims of a config if one is given.
 
     Raises:
         TypeError: the argument is not a `CacheFormat`.
-        ValueError: the format is not implemented.
+        ValueError: the format is not implemented, or does not support (Lkv, R) of the config.
     """
     check_type("cache_format", cache_format, CacheFormat)
     known = CACHE_FORMATS.get(cache_format.name)
     if known is not cache_format and known != cache_format:  # compare identities first, which is faster
         check(False, "cache_format", f"one of {', '.join(CACHE_FORMATS)}", cache_format.name)
+    if config is not None and cache_format.dims is not None:
+        cache_format.layout(config.kv_lora_rank, config.qk_rope_head_dim)  # raises for other dims
 
 
 def check_kv_scale(

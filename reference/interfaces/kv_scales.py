@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from .cache_format import CACHE_FORMATS, E4M3_MAX, FP8_E4M3, CacheFormat, check_format
 from .checkpoint_scheme import check_checkpoint_scheme
-from .checks import check, check_device, check_readable, check_tensor, check_type
+from .checks import check, check_device, check_readable, check_scale_values, check_tensor, check_type
 from .metadata import MLAMetadata
 from .quantization import KeepsDtypes, e4m3_scale
 from .support import constant_when_traced, is_capturing
@@ -436,15 +436,15 @@ def check_equal_scales(source: Tensor | None, target: Tensor | None, kv_cache: T
         kv_cache: one of the caches, which determines the shape; None means a latent cache.
 
     Raises:
-        ValueError: one of the scales is missing, or the scales differ.
+        ValueError: a scale is missing, or is not finite and positive; the scales differ.
     """
     if source is None and target is None:
         return
     shape = (2,) if kv_cache is not None and kv_cache.dim() == 5 else ()
-    names = ("source_scale", "target_scale")
-    for name, scale in zip(names, (source, target), strict=True):
+    for name, scale in (("source_scale", source), ("target_scale", target)):
         check(scale is not None, name, f"a float32 tensor {list(shape)}, because the other cache has a scale", None)
         check_tensor(name, scale, shape, (torch.float32,))
         check_readable(name, scale)
+        check_scale_values(name, scale.cpu())
     values = source.tolist(), target.tolist()
     check(values[0] == values[1], "target_scale", f"{values[0]}, the scale of source", values[1])

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .cache_format import E4M3, E4M3_MAX, CacheFormat, check_format
 from .checks import check, check_flag, check_tensor, check_type, wide_dtype
+from .config import MLAConfig
 from .errors import UnsupportedConfiguration
 
 CONVERTED = "converted"
@@ -198,10 +199,13 @@ def check_fp8_mode(fp8_mode: str, argument: str = "fp8_mode") -> None:
     check(fp8_mode in FP8_MODES, argument, f"one of {', '.join(FP8_MODES)}", fp8_mode)
 
 
-def check_mode_of_format(fp8_mode: str, cache_format: CacheFormat) -> None:
-    """Check that a mode is one of `FP8_MODES`, and that a cache of the format can be attended in this mode."""
+def check_mode_of_format(fp8_mode: str, cache_format: CacheFormat, config: MLAConfig | None = None) -> None:
+    """Check that a mode is one of `FP8_MODES`, and that a cache of the format can be attended in this mode.
+
+    If a config is given, also check that the format supports its dims.
+    """
     check_fp8_mode(fp8_mode)
-    check_format(cache_format)
+    check_format(cache_format, config)
     check(cache_format.scaled or fp8_mode == CONVERTED, "fp8_mode", f"{CONVERTED} for format {cache_format.name}",
           fp8_mode)  # fmt: skip
 

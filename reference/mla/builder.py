@@ -114,8 +114,8 @@ class MLAMetadataBuilder:
     Raises:
         ValueError: a number is below its smallest valid value; the number of heads is not a multiple of the number of
             tensor-parallel ranks (TP); `batch_invariant` is combined with the merge "ag_rs" of `context_parallel`;
-            `graph_support` is ANY and `query_len_support` is UNIFORM; `fp8_mode` is unknown or does not suit
-            `cache_format`.
+            `graph_support` is ANY and `query_len_support` is UNIFORM; `cache_format` does not support the dims of
+            `config`; `fp8_mode` is unknown or does not suit `cache_format`.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class MLAMetadataBuilder:
         check_costs(costs)
         check_schedule_costs(schedule_costs, "schedule_costs")
         self.cascade_costs = check_cascade_costs(cascade_costs, "cascade_costs")
-        check_mode_of_format(fp8_mode, cache_format)
+        check_mode_of_format(fp8_mode, cache_format, config)
         check_dtype("dtype", dtype)
         check_type("query_len_support", query_len_support, (QueryLenSupport, type(None)), "a QueryLenSupport or None")
         query_len_support = QueryLenSupport.VARLEN if query_len_support is None else query_len_support

@@ -158,6 +158,7 @@ class MLAAttention(nn.Module):
             - `o_proj` has a bias, and ranks share the heads;
             - `o_proj` returns its bias instead of adding it;
             - `kv_b_proj` has a bias;
+            - `cache_format` does not support the dims of `config`;
             - `fp8_mode` is unknown, or does not suit `cache_format`;
             - a scale does not suit the format or the mode.
     """
@@ -192,7 +193,7 @@ class MLAAttention(nn.Module):
             q_a_proj=q_a_proj, q_b_proj=q_b_proj,
         )  # fmt: skip
         check_int("workspace_tokens", workspace_tokens)
-        check_format(cache_format)
+        check_format(cache_format, config)
         check_flag("fp8_weights", fp8_weights)
         check_flag("expand_by_module", expand_by_module)
         check_context_workspace("workspace", workspace)

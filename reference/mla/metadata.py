@@ -141,6 +141,7 @@ def build_mla_metadata(
 
             - `decode_threshold` is below 1, or above 1 with SINGLE_ONLY;
             - `num_programs` is above 0 and `config` is None;
+            - `cache_format` does not support the dims of `config`;
             - the slots were computed for another block size, or the block table has too few columns;
             - `workspace_tokens` is below `context_unit`, the smallest chunk;
             - there are more slots than new tokens that the rank owns (checked for slots on the CPU);
@@ -157,7 +158,7 @@ def build_mla_metadata(
     check(config is not None or not num_programs, "config", "an MLAConfig if num_programs is above 0", None)
     check_costs(costs)
     check_schedule_costs(schedule_costs, "schedule_costs")
-    check_mode_of_format(fp8_mode, cache_format)
+    check_mode_of_format(fp8_mode, cache_format, config)
     check_dtype("dtype", dtype)
     check_flag("require_order", require_order)
     check_flag("batch_invariant", batch_invariant)

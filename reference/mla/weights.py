@@ -126,8 +126,12 @@ def quantize_weight(weight: Float[Tensor, "N K M"], per_head: bool = False) -> Q
     """Store an absorbed weight in e4m3 (8 bits), with one scale for the weight or one scale for each head.
 
     The largest absolute value becomes the largest e4m3 number, 448. If the largest absolute value is below 1e-10, the
-    scale maps 1e-10 to 448, so that a weight of zeros has a scale above 0. For the scale, NaN is ignored, and infinity
-    counts as the largest float32 number.
+    scale maps 1e-10 to 448, so that a weight of zeros has a scale above 0.
+
+    The function reads no value on the host, so it accepts weights that are not finite. NaN stays NaN and does not
+    change the scale. An infinite weight is stored as 448 or -448, and its scale is the largest float32 number / 448,
+    about 7.6e35. Ordinary weights with the same scale are then stored as 0. If a weight may have such numbers, check it
+    with `torch.isfinite` first.
 
     e4m3 has a relative error of at most 1/16 for quotients of at least 2^-6; smaller quotients lose digits. One scale
     for the weight therefore costs precision in heads whose weights are much smaller than the largest weight. The table

@@ -294,7 +294,7 @@ def test_copies_keep_every_byte(ops, cache_format, latent, rope):
 
 
 def test_swap_refuses_other_scales(ops, plain_errors):
-    """Swap blocks between caches of unequal scales -> an error before anything is written; without scales -> a copy."""
+    """Swap blocks between caches of unequal or invalid scales -> an error, nothing is written; no scales -> a copy."""
     source = torch.zeros(3, 4, 8).to(torch.float8_e4m3fn)
     target = torch.ones(3, 4, 8).to(torch.float8_e4m3fn)
     pairs, half = torch.tensor([[0, 1]]), torch.tensor(0.5)
@@ -303,7 +303,10 @@ def test_swap_refuses_other_scales(ops, plain_errors):
         ((half, None), "^target_scale: expected a float32 tensor .*, got None$"),
         ((None, half), "^source_scale: expected a float32 tensor .*, got None$"),
         ((half, half.double()), "^target_scale: expected dtype torch.float32, got torch.float64$"),
-    ):
+        *(((bad, bad.clone()), f"^source_scale: expected a finite number above 0, got {float(bad)}$")
+          for bad in torch.tensor([0.0, -1.0, torch.inf, torch.nan])),
+        ((half, half - half), "^target_scale: expected a finite number above 0, got 0.0$"),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             ops.swap_blocks(source, target, pairs, *scales)
     assert target.float().eq(1).all()

@@ -104,6 +104,10 @@ def test_swap_blocks_compares_both_scales(ops):
         ops.swap_blocks(source, target, pairs, scales, torch.tensor([0.5, 1.0]))
     with pytest.raises(ValueError, match=r"^source_scale: expected shape \[2\], got \[\]"):
         ops.swap_blocks(source, target, pairs, scales[0], scales[0])
+    for bad in (0.0, -1.0, torch.inf, torch.nan):  # a scale of values that is not finite and positive
+        wrong = torch.tensor([0.5, bad])
+        with pytest.raises(ValueError, match=f"^source_scale: expected a finite number above 0, got {bad}$"):
+            ops.swap_blocks(source, target, pairs, wrong, wrong.clone())
     assert_same_bits(target, before)
     ops.swap_blocks(source, target, pairs, scales, scales.clone())
     assert_same_bits(target[:, 2], source[:, 7])

@@ -356,19 +356,30 @@ def test_graphs(ops, format_config):
 
 
 def test_dims_that_the_format_does_not_support(ops):
-    """A layer with dims that fp8_ds_mla does not support raises an error that names the supported dims."""
-    layer = make_layer(ops, SMALL, make_weights(SMALL, torch.float64), torch.float64, cache_format=FP8_DS_MLA)
-    batch = make_batch((3,), (3,))
-    cache = torch.zeros(batch.num_blocks, 16, 656, dtype=torch.uint8)
-    plan = ops.build_mla_metadata(batch.common, 16, 64, cache_format=FP8_DS_MLA)
-    hidden = torch.randn(3, SMALL.hidden_size, dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"dims: expected \(Lkv, R\) = \(512, 64\) for format fp8_ds_mla"):
-        layer(hidden, batch.positions, cache, plan)
+    """A layer, builder or plan with dims that fp8_ds_mla does not support raises before any step."""
+    weights, common = make_weights(SMALL, torch.float64), make_batch((3,), (3,)).common
+    wanted = r"^dims: expected \(Lkv, R\) = \(512, 64\) for format fp8_ds_mla, got \(32, 16\)$"
+    calls = [lambda: make_layer(ops, SMALL, weights, torch.float64, cache_format=FP8_DS_MLA)]
+    for invariant in (False, True):
+        options = {"cache_format": FP8_DS_MLA, "batch_invariant": invariant}
+        calls.append(functools.partial(ops.MLAMetadataBuilder, SMALL, 16, 128, 4, **options))
+        calls.append(functools.partial(ops.build_mla_metadata, common, 16, 64, config=SMALL, **options))
+    if ops is fast:
+        options = {"device": torch.get_default_device(), "dtype": torch.float32, "block_size": 16}
+        for call in (fast.decode_programs, fast.schedule_costs, fast.warmup):
+            calls.append(functools.partial(call, SMALL, **options, cache_format=FP8_DS_MLA))
+    for call in calls:
+        with pytest.raises(ValueError, match=wanted):
+            call()
 
 
-@pytest.mark.parametrize("wrong", ["dtype", "columns", "alignment"])
+WRONG_CACHES = [(name, wrong) for name in FORMATS for wrong in ("dtype", "columns", "alignment")
+                if wrong != "alignment" or FORMATS[name][0].alignment > 1]  # fmt: skip
+
+
+@pytest.mark.parametrize("format_config, wrong", WRONG_CACHES, indirect=["format_config"])
 def test_cache_that_is_not_of_the_format(ops, format_config, wrong):
-    """A cache of another dtype, with other columns or at an unaligned address is refused."""
+    """A cache of another dtype, with other columns or at an unaligned address is refused, and nothing is written."""
     cache_format, config, _ = format_config
     layer, batch, cache = make_case(ops, format_config)
     plan = ops.build_mla_metadata(batch.common, 16, 64, cache_format=cache_format)
@@ -376,12 +387,13 @@ def test_cache_that_is_not_of_the_format(ops, format_config, wrong):
         cache = cache.view(torch.int8)
     elif wrong == "columns":
         cache = cache[..., :-1]
-    elif cache_format.alignment > 1:
-        cache = torch.zeros(cache.numel() + 1, dtype=torch.uint8)[1:].view(cache.shape)
     else:
-        return
+        cache = torch.full((cache.numel() + 1,), 0xFF, dtype=torch.uint8)[1:].view(cache.shape)
+    before = cache.view(torch.uint8).clone()
     with pytest.raises(ValueError, match="kv_cache: expected"):
         layer(torch.randn(42, config.hidden_size, dtype=torch.float64), batch.positions, cache, plan)
+    assert torch.equal(cache.view(torch.uint8), before)
+    assert layer.kv_scale is None or not layer.kv_scale.written
 
 
 def test_repeated_calls_reuse_their_checks(format_config):

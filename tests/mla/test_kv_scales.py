@@ -279,15 +279,23 @@ def test_refused_step_chooses_no_scale(ops):
 
 
 def test_warmup_sets_no_scale(monkeypatch):
-    """`warmup` runs a layer of its own: a layer of the caller gets no scale, and there is no warning."""
+    """`warmup` runs one layer, whose scale 1.0 is an argument: no step chooses a scale, and there is no warning."""
     for name, value in (("LONG_CONTEXT", 200), ("ALONE", (64,)), ("MANY_REQUESTS", 3), ("CASCADE_TOKENS", (2,)),
                         ("CASCADE_PREFIXES", (64,))):  # fmt: skip
         monkeypatch.setattr(fast.compilation, name, value)
-    case = Case(fast)
+    before_write, steps = KVScale.before_write, []
+
+    def noting(scale, has_prefill, largest):
+        steps.append((scale, scale.source))
+        return before_write(scale, has_prefill, largest)
+
+    monkeypatch.setattr(KVScale, "before_write", noting)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fast.warmup(SMALL, device="cpu", dtype=torch.float32, block_size=64, cache_format=FP8_E4M3, progress=False)
-    assert case.layer.kv_scale.source is None
+    assert len({scale for scale, _ in steps}) == 1
+    for scale, source in steps:
+        assert source is scale.source is ScaleSource.ARGUMENT and scale.value.item() == 1.0
 
 
 def test_ranks_agree(ops):

@@ -57,7 +57,7 @@ def test_quantize_weight(ops, dtype, per_head):
 
 @pytest.mark.parametrize("per_head", [False, True])
 def test_unusual_weights(ops, per_head):
-    """A weight of zeros gets a positive scale; infinity saturates; NaN stays NaN, and no other number becomes NaN."""
+    """Zeros get a positive scale; infinity becomes 448, and other weights with its scale become 0; NaN stays NaN."""
     zeros = ops.quantize_weight(torch.zeros(2, 3, 4), per_head)
     assert (zeros.scale == torch.tensor(1e-10) / 448).all() and not zeros.values.float().any()
     weight = torch.randn(2, 3, 4)
@@ -66,6 +66,9 @@ def test_unusual_weights(ops, per_head):
     assert (found.values.view(torch.uint8) == 0x7F).nonzero().tolist() == [[0, 0, 0]]
     assert found.values[0, 1, 1] == 448 and found.values[0, 2, 2] == -448
     assert found.scale.isfinite().all() and (found.scale > 0).all()
+    assert not found.values[0][weight[0].isfinite()].float().any()  # weights with the scale of an infinite weight
+    assert found.scale.flatten()[0] == torch.finfo(torch.float32).max / 448
+    assert found.values[1].float().any() == per_head
 
 
 def test_twins_quantize_alike():
