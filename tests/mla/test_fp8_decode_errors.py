@@ -73,10 +73,11 @@ def test_errors_of_modes(length):
     limits would mean that nothing was rounded.
 
     The backend "cpu" multiplies all other numbers in float32. The kernels of a GPU multiply them in float16, which
-    changes a number by at most the factor 1 +- 2^-11.
+    changes a number by at most the factor 1 +- 2^-11. Scores from products in e4m3 are less exact on Hopper, because
+    its matrix unit keeps 13 binary digits of their sums; so the limit of `fp8_query` on a GPU is MOST.
     """
     deviation, largest, device = 1.7, 2.0**-4, torch.get_default_device().type
-    exact = 1e-4 if device == "cpu" else 2.0**-11
+    exact, exact_query = (1e-4, 1e-4) if device == "cpu" else (2.0**-11, MOST)
     with torch.device("cpu"):  # the exact outputs are computed on the CPU
         rows = decode_errors(length, 2, deviation, device)
     assert {each["mode"] for each in rows} == {"converted", "fp8_query", "fp8_product"}
@@ -87,6 +88,6 @@ def test_errors_of_modes(length):
             continue
         assert largest / 10 < whole < largest * deviation, each
         if each["mode"] == "fp8_query":
-            assert rounding < exact, each
+            assert rounding < exact_query, each
         else:
             assert 1e-3 < rounding < largest, each

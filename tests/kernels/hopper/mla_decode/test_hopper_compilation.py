@@ -28,6 +28,7 @@ from reference.interfaces import COMPUTE_FORMAT, DecodeMetadata, InvariantSplitR
 
 from .... import memory_checks
 from ....support.backends import cpu_backend, hopper_on_cpu, with_backends
+from ....support.barrier_memory import used_again
 from ....support.compiled import Recorded, RecordedGluon, Source, compiled, without_products
 from ....support.decode_inputs import cut_of, schedule_of
 from ....support.factories import LOW_RANK, integers, offsets
@@ -179,6 +180,7 @@ def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
     - No main loop spills registers.
     - The assembler serialises no matrix product.
     - One thread arrives for its warp group only after a barrier of the group.
+    - No other data use the memory of an mbarrier.
     """
     if heads <= 32 and cut in ONLY_MANY:
         pytest.skip("only for more than 32 heads")
@@ -203,6 +205,7 @@ def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
     assert "serialized" not in messages
     arrivals = arrivals_for_all(kernel.asm["ptx"])
     assert arrivals and all(map(all_have_met, arrivals))
+    assert used_again(kernel.asm["ptx"]) == []
 
 
 def count_arrivals() -> None:

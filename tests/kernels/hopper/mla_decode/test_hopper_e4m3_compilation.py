@@ -31,6 +31,7 @@ from fast.kernels.combine import launch as combine_launch  # noqa: E402
 from fast.kernels.hopper.mla_decode import launch as decode  # noqa: E402
 from fast.kernels.hopper.mla_decode import select, split_cost  # noqa: E402
 
+from ....support.barrier_memory import used_again  # noqa: E402
 from ....support.compiled import compiled  # noqa: E402
 from .test_hopper_compilation import (  # noqa: E402
     CUTS,
@@ -79,6 +80,7 @@ def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
     - No main loop spills registers, except for the accesses in `MOST_LOCAL_ACCESSES`.
     - The assembler serialises no matrix product (warnings C7510 to C7514).
     - One thread arrives for its warp group only after a barrier of the group.
+    - No other data use the memory of an mbarrier.
     """
     kernel = compiled(*recorded(monkeypatch, heads, cut))
     assert kernel.metadata.shared <= H200.shared
@@ -93,6 +95,7 @@ def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
     assert "serialized" not in messages and not re.search(r"C751[0-4]", messages)
     arrivals = arrivals_for_all(kernel.asm["ptx"])
     assert arrivals and all(map(all_have_met, arrivals))
+    assert used_again(kernel.asm["ptx"]) == []
 
 
 @pytest.mark.parametrize("block_size, widths, dtype", [
@@ -131,6 +134,7 @@ def test_few_spills_with_queries_in_e4m3(mode, cut, monkeypatch, tmp_path):
     assert "serialized" not in messages and not re.search(r"C751[0-4]", messages)
     arrivals = arrivals_for_all(kernel.asm["ptx"])
     assert arrivals and all(map(all_have_met, arrivals))
+    assert used_again(kernel.asm["ptx"]) == []
 
 
 def test_partial_outputs_in_bfloat16_add_no_spills(monkeypatch, tmp_path):

@@ -259,8 +259,11 @@ def _row_blocks_16_32_kernel(
         weighted = gl.allocate_shared_memory(
             gl.float32, [SHARED_LATENTS, c.ROWS], gl.SwizzledSharedLayout(8, 32 // c.ROWS, c.ROWS // 8, [1, 0])
         )
-        stored = gl.allocate_shared_memory(gl.int64, [1], BAR)
-        mbarrier.init(stored, 1)
+        # A barrier that nothing uses must not be initialised: the compiler would use its memory again, for sums over
+        # warps (`tests/support/barrier_memory.py`).
+        if c.ROWS * c.LATENT > SHARED_VALUES:
+            stored = gl.allocate_shared_memory(gl.int64, [1], BAR)
+            mbarrier.init(stored, 1)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     items = gl.allocate_shared_memory(gl.int32, [ITEMS_HELD * ITEM_FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
