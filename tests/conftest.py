@@ -44,7 +44,7 @@ except ModuleNotFoundError:  # property tests are skipped (tests/support/propert
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 torch.set_num_threads(max(1, min(2, CORES // WORKERS)))
 # torch.empty returns NaN, or the largest integer of the dtype; so a test fails if an element of a result is not written
-torch.use_deterministic_algorithms(True, warn_only=True)
+torch.set_deterministic_debug_mode("warn")  # unlike `use_deterministic_algorithms`, it does not import the compiler
 torch.utils.deterministic.fill_uninitialized_memory = True
 
 

@@ -137,6 +137,21 @@ def test_few_spills_with_queries_in_e4m3(mode, cut, monkeypatch, tmp_path):
     assert used_again(kernel.asm["ptx"]) == []
 
 
+def test_memory_that_is_used_again():
+    """Read PTX that stores other data at a barrier -> their address; of two barriers without such data -> nothing."""
+    clean = """
+    add.s32 %r3, %r1, 1024;
+    @%p1 mbarrier.init.shared::cta.b64 [%r3], 1;
+    @%p1 mbarrier.init.shared::cta.b64 [global_smem+1032], 1;
+    mbarrier.try_wait.parity.shared.b64 complete, [%r3], %r9;
+    ld.shared.b8 %r4, [%r5+1036];
+    st.shared.b32 [%r6+1040], %r7;
+    """
+    assert used_again(clean) == []
+    assert used_again(clean + "add.s32 %r8, %r6, 1028; @%p2 st.shared.b32 [ %r8 + 0 ], %r7;") == [1028]
+    assert used_again(clean + "ld.shared.v2.b32 {%r9, %r10}, [%r6+1032];") == [1032]
+
+
 def test_partial_outputs_in_bfloat16_add_no_spills(monkeypatch, tmp_path):
     """The same check as above of a decode in `fp8_product` whose partial outputs are in bfloat16."""
     monkeypatch.setattr(decode, "LEAST_IN_BFLOAT16", 1)
