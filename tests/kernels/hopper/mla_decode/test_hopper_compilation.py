@@ -28,7 +28,7 @@ from reference.interfaces import COMPUTE_FORMAT, DecodeMetadata, InvariantSplitR
 
 from .... import memory_checks
 from ....support.backends import cpu_backend, hopper_on_cpu, with_backends
-from ....support.barrier_memory import used_again
+from ....support.barrier_memory import unused, used_again
 from ....support.compiled import Recorded, RecordedGluon, Source, compiled, without_products
 from ....support.decode_inputs import cut_of, schedule_of
 from ....support.factories import LOW_RANK, integers, offsets
@@ -180,7 +180,7 @@ def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
     - No main loop spills registers.
     - The assembler serialises no matrix product.
     - One thread arrives for its warp group only after a barrier of the group.
-    - No other data use the memory of an mbarrier.
+    - Every mbarrier is used, and no other data begin at its address.
     """
     if heads <= 32 and cut in ONLY_MANY:
         pytest.skip("only for more than 32 heads")
@@ -205,7 +205,7 @@ def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
     assert "serialized" not in messages
     arrivals = arrivals_for_all(kernel.asm["ptx"])
     assert arrivals and all(map(all_have_met, arrivals))
-    assert used_again(kernel.asm["ptx"]) == []
+    assert unused(kernel.asm["ptx"]) == used_again(kernel.asm["ptx"]) == []
 
 
 def count_arrivals() -> None:
@@ -250,13 +250,17 @@ def test_every_thread_arrives_for_racecheck(capsys, tmp_path):
     (16, (512, 64), torch.bfloat16), (32, (256, 32), torch.float16), (128, (512, 0), torch.bfloat16),
     (64, (256, 64), torch.bfloat16),
 ])  # fmt: skip
-@pytest.mark.parametrize("heads, cut", [(16, CUTS[0]), (32, CUTS[0]), (128, CUTS[0]), (128, CUTS[-1])])
+@pytest.mark.parametrize("heads, cut", [
+    (16, CUTS[0]), (32, CUTS[0]), (32, "batch-invariant"), (128, CUTS[0]), (128, CUTS[-1])
+])  # fmt: skip
 def test_every_shape_fits(heads, cut, block_size, widths, dtype, monkeypatch):
-    """For each supported block size and several entry widths, the kernel fits into the shared memory of an H200."""
-    if not DEEP and (heads, block_size) not in ((32, 16), (16, 32)):
+    """Compile kernels for several block sizes and widths -> they fit into an H200, and their barriers are used."""
+    always = ((32, CUTS[0], 16), (16, CUTS[0], 32), (32, "batch-invariant", 32))
+    if not DEEP and (heads, cut, block_size) not in always:
         pytest.skip("runs only with HYPOTHESIS_PROFILE=deep")
     kernel = compiled(*recorded(monkeypatch, heads, cut, block_size, widths, dtype))
     assert kernel.metadata.shared <= H200.shared
+    assert unused(kernel.asm["ptx"]) == used_again(kernel.asm["ptx"]) == []
 
 
 def test_choice_of_splits():

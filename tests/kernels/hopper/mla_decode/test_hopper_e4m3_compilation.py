@@ -31,7 +31,7 @@ from fast.kernels.combine import launch as combine_launch  # noqa: E402
 from fast.kernels.hopper.mla_decode import launch as decode  # noqa: E402
 from fast.kernels.hopper.mla_decode import select, split_cost  # noqa: E402
 
-from ....support.barrier_memory import used_again  # noqa: E402
+from ....support.barrier_memory import unused, used_again  # noqa: E402
 from ....support.compiled import compiled  # noqa: E402
 from .test_hopper_compilation import (  # noqa: E402
     CUTS,
@@ -80,7 +80,7 @@ def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
     - No main loop spills registers, except for the accesses in `MOST_LOCAL_ACCESSES`.
     - The assembler serialises no matrix product (warnings C7510 to C7514).
     - One thread arrives for its warp group only after a barrier of the group.
-    - No other data use the memory of an mbarrier.
+    - Every mbarrier is used, and no other data begin at its address.
     """
     kernel = compiled(*recorded(monkeypatch, heads, cut))
     assert kernel.metadata.shared <= H200.shared
@@ -95,7 +95,7 @@ def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
     assert "serialized" not in messages and not re.search(r"C751[0-4]", messages)
     arrivals = arrivals_for_all(kernel.asm["ptx"])
     assert arrivals and all(map(all_have_met, arrivals))
-    assert used_again(kernel.asm["ptx"]) == []
+    assert unused(kernel.asm["ptx"]) == used_again(kernel.asm["ptx"]) == []
 
 
 @pytest.mark.parametrize("block_size, widths, dtype", [
@@ -134,11 +134,11 @@ def test_few_spills_with_queries_in_e4m3(mode, cut, monkeypatch, tmp_path):
     assert "serialized" not in messages and not re.search(r"C751[0-4]", messages)
     arrivals = arrivals_for_all(kernel.asm["ptx"])
     assert arrivals and all(map(all_have_met, arrivals))
-    assert used_again(kernel.asm["ptx"]) == []
+    assert unused(kernel.asm["ptx"]) == used_again(kernel.asm["ptx"]) == []
 
 
-def test_memory_that_is_used_again():
-    """Read PTX that stores other data at a barrier -> their address; of two barriers without such data -> nothing."""
+def test_memory_of_barriers():
+    """Read PTX -> the barriers that nothing uses, and the addresses of barriers at which other data begin."""
     clean = """
     add.s32 %r3, %r1, 1024;
     @%p1 mbarrier.init.shared::cta.b64 [%r3], 1;
@@ -147,9 +147,13 @@ def test_memory_that_is_used_again():
     ld.shared.b8 %r4, [%r5+1036];
     st.shared.b32 [%r6+1040], %r7;
     """
-    assert used_again(clean) == []
+    assert used_again(clean) == unused(clean) == []  # the second barrier belongs to an array
+    alone = clean.replace("1032", "1048")
+    assert unused(alone) == [1048] and used_again(alone) == []
     assert used_again(clean + "add.s32 %r8, %r6, 1028; @%p2 st.shared.b32 [ %r8 + 0 ], %r7;") == [1028]
     assert used_again(clean + "ld.shared.v2.b32 {%r9, %r10}, [%r6+1032];") == [1032]
+    chain = "add.s32 %r20, %r6, 1040;\nadd.s32 %r21, %r22, %r20;\nst.shared.b32 [%r21+-8], %r7;"
+    assert used_again(clean + chain) == [1032]
 
 
 def test_partial_outputs_in_bfloat16_add_no_spills(monkeypatch, tmp_path):
