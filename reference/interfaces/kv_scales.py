@@ -440,11 +440,11 @@ def check_equal_scales(source: Tensor | None, target: Tensor | None, kv_cache: T
     """
     if source is None and target is None:
         return
-    shape = (2,) if kv_cache is not None and kv_cache.dim() == 5 else ()
+    shape, values = (2,) if kv_cache is not None and kv_cache.dim() == 5 else (), []
     for name, scale in (("source_scale", source), ("target_scale", target)):
         check(scale is not None, name, f"a float32 tensor {list(shape)}, because the other cache has a scale", None)
         check_tensor(name, scale, shape, (torch.float32,))
         check_readable(name, scale)
-        check_scale_values(name, scale.cpu())
-    values = source.tolist(), target.tolist()
+        values.append(scale.tolist())  # on a GPU, the only wait for this scale
+        check_scale_values(name, torch.tensor(values[-1], device="cpu"))
     check(values[0] == values[1], "target_scale", f"{values[0]}, the scale of source", values[1])

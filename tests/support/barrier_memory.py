@@ -7,7 +7,8 @@ first row of a request got an output with other bits, or NaN (docs/log.md).
 
 An address in PTX is a register plus a constant. The functions follow additions and copies of registers and add up the
 constants; a value that depends on the thread or on a loop counts as 0. They therefore know where an access begins in
-the memory of a kernel, but not how far it reaches. They read no copies by TMA and no operands of matrix products.
+the memory of a kernel, but not how far it reaches. They read no copies by TMA and no operands of matrix products. If
+they cannot read the address of an instruction, they raise a ValueError, so that a new form of PTX cannot hide a fault.
 """
 
 from __future__ import annotations
@@ -46,7 +47,11 @@ def unused(ptx: str) -> list[int]:
 
 
 def _addresses(ptx: str) -> tuple[set[int], set[int], set[int]]:
-    """Return the addresses of initialised barriers, of accesses to other data, and of other uses of barriers."""
+    """Return the addresses of initialised barriers, of accesses to other data, and of other uses of barriers.
+
+    Raises:
+        ValueError: an instruction has no address of a known form, or two barriers seem to have the same address.
+    """
     lines = ptx.splitlines()
     definitions: dict[str, list[tuple[str, ...]]] = {}
     for line in lines:
@@ -72,10 +77,15 @@ def _addresses(ptx: str) -> tuple[set[int], set[int], set[int]]:
         found = set()
         for line in lines:
             if re.search(pattern, line):
-                for register, offset in ADDRESS.findall(line):
+                if not (places := ADDRESS.findall(line)):
+                    raise ValueError(f"no known address: {line.strip()}")
+                for register, offset in places:
                     if register not in known:
                         known[register] = constants(register)
                     found |= {each + int(offset or 0) for each in known[register]}
         return found
 
-    return addresses(r"mbarrier\.init"), addresses(OTHER_DATA), addresses(USES)
+    barriers = addresses(r"mbarrier\.init")
+    if len(barriers) != (count := sum("mbarrier.init" in line for line in lines)):
+        raise ValueError(f"{count} barriers, but {len(barriers)} addresses")
+    return barriers, addresses(OTHER_DATA), addresses(USES)

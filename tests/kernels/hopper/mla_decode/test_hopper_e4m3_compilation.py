@@ -154,6 +154,9 @@ def test_memory_of_barriers():
     assert used_again(clean + "ld.shared.v2.b32 {%r9, %r10}, [%r6+1032];") == [1032]
     chain = "add.s32 %r20, %r6, 1040;\nadd.s32 %r21, %r22, %r20;\nst.shared.b32 [%r21+-8], %r7;"
     assert used_again(clean + chain) == [1032]
+    for unknown in ("mbarrier.init.shared::cta.b64 [%rd3], 1;", "st.shared.b32 [%rd3], %r7;"):
+        with pytest.raises(ValueError, match=r"no known address|3 barriers, but 2"):
+            unused(clean + unknown)
 
 
 def test_partial_outputs_in_bfloat16_add_no_spills(monkeypatch, tmp_path):
