@@ -87,8 +87,8 @@ def step_table(report: dict[str, Any]) -> str:
     return (
         f"{table(head, lines, 1)}\n\nTimes are medians in ms for {report['layers']} layers with a cache each; "
         f"the layers share {sets} sets of weights. *Eager, host* is the time until the host has launched the last "
-        "kernel of an eager step. *GPU busy* is measured in an eager step, from the end of the first layer to the end "
-        "of the step: the fraction of this time in which a kernel runs. *Ops, each alone* is the sum of the times of "
+        "kernel of an eager step. *GPU busy* is the fraction of an eager step in which a kernel runs, from the end of "
+        "the first layer to the end of the step. *Ops, each alone* is the sum of the times of "
         "all ops of the step, each timed alone."
         f"{HOST_PLAN_NOTE if planned else ''}"
     )

@@ -23,7 +23,9 @@ of the part runs; it is taken from a trace of the same step. Further columns of 
   checks the batch, updates the captured buffers and launches the replay; the time of a replay does not contain it. A
   graph of a batch with prompts repeats one plan and has no such time.
 - "idle": the rest of the step's wall time, in which no kernel runs because the GPU waits for the host.
-- "busy": from the end of the first layer to the end of the step, the fraction of the time in which a kernel runs.
+- "busy": from the end of the first layer to the end of the eager step, the fraction of the time in which a kernel runs.
+  The times of the kernels are taken from a CUDA graph that repeats the kernels of the eager step. A trace of the eager
+  step itself slows the host, so the GPU waits more and its clock rises: the kernels then take less time.
 - "ops": the sum of the times of all ops of the step; each op is replayed alone.
 
 On a CPU (`--device cpu`) the dimensions are small, the steps have no parts, and the times only show that the benchmark
@@ -199,6 +201,10 @@ class Step:
         """
         plan = self.builder.build(0, self.common)
         after_plan()
+        return self._run_layers(plan, after_first)
+
+    def _run_layers(self, plan: MLAMetadata, after_first: Callable[[], object]) -> Tensor:
+        """Run all layers with a plan; `after_first` is called after the first layer."""
         hidden_states = self.hidden_states
         for number in range(len(self.model.caches)):
             hidden_states = self.model.layer(number, hidden_states, self.positions, plan)
@@ -217,13 +223,21 @@ class Step:
             batch = self.hidden_states, self.positions, self.common
             graph.run(*batch)
             return CapturedStep(lambda: graph.replay(requests), lambda: graph.run(*batch))
+        return CapturedStep(self.repeated(), None)
+
+    def repeated(self, after_first: Callable[[], object] = lambda: None) -> Callable[[], object]:
+        """Return a function that repeats the kernels of an eager step from a CUDA graph; on a CPU, it runs them again.
+
+        The graph has no kernel of the planning. `after_first` is called after the first layer: its kernels are in the
+        graph too.
+        """
         plan = self.builder.build(0, self.common)
         if self.model.device == "cpu":
-            return CapturedStep(lambda: self.model(self.hidden_states, self.positions, plan), None)
+            return lambda: self._run_layers(plan, after_first)
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.graph(captured):
-            self.model(self.hidden_states, self.positions, plan)
-        return CapturedStep(captured.replay, None)
+            self._run_layers(plan, after_first)
+        return captured.replay
 
     def recorded(self):
         """Return the recorded ops of the plan, and the recorded ops of some layers."""
@@ -331,22 +345,32 @@ def parts_of(steps: Sequence[Sequence[Kernel]], wall_us: float, host_plan_us: fl
     return {HOST_PLAN: host_plan_us, "idle": idle, **parts}
 
 
-def busy_shares(steps: Sequence[Sequence[Kernel]], rest_us: float) -> dict[str, float]:
+def busy_shares(
+    repeated: Sequence[Sequence[Kernel]], eager: Sequence[Sequence[Kernel]], rest_us: float
+) -> dict[str, float]:
     """Return the time in which a kernel runs, divided by the time of the same layers; both leave out the first layer.
 
     Args:
-        steps: kernels of traced steps, each with a mark at the end of its first layer.
-        rest_us: time of the layers after the first layer, in microseconds, measured without a trace.
+        repeated: kernels of traced replays of the step (`Step.repeated`), each with a mark at the end of its first
+            layer.
+        eager: kernels of traced eager steps, with the same mark.
+        rest_us: time of the eager step after the first layer, in microseconds, measured without a trace.
 
     Returns:
-        "busy": divided by `rest_us`. "busy_traced": divided by the time that the layers take in the trace. Tracing
-        slows the host, so "busy_traced" is a lower bound.
+        "busy": time of the kernels of `repeated`, divided by `rest_us`. "busy_traced": time of the kernels of `eager`,
+        divided by the time that the layers take in this trace. Tracing slows the host, so "busy_traced" is a lower
+        bound.
     """
-    later = [cut_at_marks(step, LAYER_MARK)[-1] for step in steps]
-    times = [busy_time(kernels) for kernels in later]
-    spans = [max(kernel.end for kernel in kernels) - min(kernel.start for kernel in kernels) for kernels in later]
-    shares = [time / span for time, span in zip(times, spans, strict=True)]
+    times = [busy_time(_after_first_layer(kernels)) for kernels in repeated]
+    traced = [_after_first_layer(kernels) for kernels in eager]
+    spans = [max(kernel.end for kernel in kernels) - min(kernel.start for kernel in kernels) for kernels in traced]
+    shares = [busy_time(kernels) / span for kernels, span in zip(traced, spans, strict=True)]
     return {"busy": statistics.median(times) / rest_us, "busy_traced": statistics.median(shares)}
+
+
+def _after_first_layer(kernels: Sequence[Kernel]) -> list[Kernel]:
+    """Return the kernels of a traced step that start after the mark at the end of its first layer."""
+    return cut_at_marks(kernels, LAYER_MARK)[-1]
 
 
 def measure(name: str, step: Step, clock: Clock | None, runs: int) -> dict[str, Any]:
@@ -367,7 +391,8 @@ def measure(name: str, step: Step, clock: Clock | None, runs: int) -> dict[str, 
         marker = Marker()
         steps = traced_steps(lambda: step.eager(marker.layer), TRACED_STEPS, marker)
         eager["parts_us"] = parts_of(steps, eager["wall_us"]["median_us"], eager["host_plan_us"]["median_us"])
-        eager |= busy_shares(steps, eager["rest_us"]["median_us"])
+        repeated = traced_steps(step.repeated(marker.layer), TRACED_STEPS, marker)
+        eager |= busy_shares(repeated, steps, eager["rest_us"]["median_us"])
         plan_us = graph["host_plan_us"]["median_us"] if captured.run is not None else 0.0
         replays = traced_steps(captured.replay, TRACED_STEPS, marker)
         graph["parts_us"] = parts_of(replays, graph["wall_us"]["median_us"] + plan_us, plan_us)

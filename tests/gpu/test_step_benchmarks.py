@@ -137,17 +137,17 @@ def test_time_of_parts():
     assert kernel_times.busy_time([]) == 0
 
 
-def traced_step(shift: float) -> list[Kernel]:
+def traced_step(shift: float, attention: float = 3) -> list[Kernel]:
     """Return the kernels of a step of 3 layers, which starts at `shift` us.
 
-    Each layer has 6 us of matrix products and 3 us of attention. Between two layers no kernel runs for 1 us.
+    Each layer has 6 us of matrix products and `attention` us of attention. A layer starts 10 us after the layer before.
     """
     kernels = [Kernel("_plan_decode_kernel", shift, shift + 2)]
     for layer in range(3):
         start = shift + 2 + 10 * layer
-        kernels += [Kernel("gemm", start, start + 6), Kernel("_decode_kernel", start + 6, start + 9)]
+        kernels += [Kernel("gemm", start, start + 6), Kernel("_decode_kernel", start + 6, start + 6 + attention)]
         if layer == 0:
-            kernels.append(Kernel(f"void {LAYER_MARK}_cuda", start + 9, start + 9.5))
+            kernels.append(Kernel(f"void {LAYER_MARK}_cuda", start + 6 + attention, start + 6.5 + attention))
     return kernels
 
 
@@ -165,16 +165,16 @@ def test_parts_and_busy_shares():
 
     "host_plan" is the time of the host's planning. "idle" is the wall time without the times of the other parts.
 
-    "busy" and "busy_traced" are for the layers after the
-    first layer. In these layers, kernels run for 9 us, then no kernel runs for 1 us, then kernels run for 9 us. "busy"
-    divides these 18 us by 24 us, the time without a trace. "busy_traced" divides them by 19 us, the time in the trace.
+    "busy" and "busy_traced" are for the layers after the first layer. In the trace of the eager step, kernels of these
+    layers run for 9 us, then no kernel runs for 1 us, then kernels run for 9 us: 18 us of 19 us ("busy_traced"). In the
+    trace of the replays they run for 2 times 9.5 us. "busy" divides these 19 us by 24 us, the time without a trace.
     """
     steps = [traced_step(0), traced_step(100), traced_step(200)]
     parts = {"host_plan": 4, "idle": 7, "plan": 2, "projections": 18, "attention": 9, "movement": 0}
     assert step.parts_of(steps, 40.0, 4.0) == parts
     assert step.parts_of(steps, 20.0, 0.0)["idle"] == 0
-    shares = step.busy_shares(steps, 24.0)
-    assert shares == {"busy": pytest.approx(18 / 24), "busy_traced": pytest.approx(18 / 19)}
+    shares = step.busy_shares([traced_step(shift, 3.5) for shift in (0, 100)], steps, 24.0)
+    assert shares == {"busy": pytest.approx(19 / 24), "busy_traced": pytest.approx(18 / 19)}
 
 
 # The recorded ops.
