@@ -204,9 +204,9 @@ def _on_gpu(kernel, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_s
         if requests:
             if kernel == FLASH:
                 v = pad_columns(v, q.shape[2])  # in one launch
-            batch = [_in_requests(x, requests, max_seqlen_q) for x in (q, k, v)]
+            batch = [in_requests(x, requests, max_seqlen_q) for x in (q, k, v)]
             made = attend_equal(*batch, softmax_scale, causal, kernel)
-            _in_requests(out, requests, max_seqlen_q).copy_(made[..., : out.shape[2]])
+            in_requests(out, requests, max_seqlen_q).copy_(made[..., : out.shape[2]])
             return out
         q_offsets, k_offsets = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()  # waits for the GPU
         for number in range(len(q_offsets) - 1):
@@ -216,7 +216,7 @@ def _on_gpu(kernel, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_s
     return out
 
 
-def _in_requests(x: Tensor, requests: int, length: int) -> Tensor:
+def in_requests(x: Tensor, requests: int, length: int) -> Tensor:
     """Return the first `requests * length` tokens of [tokens, N, columns] as a view [requests, length, N, columns]."""
     token, *inner = x.stride()
     return x.as_strided((requests, length, *x.shape[1:]), (length * token, token, *inner))
@@ -237,6 +237,19 @@ def equal_requests(q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_se
     same = cu_seqlens_q.data_ptr() == cu_seqlens_k.data_ptr() and cu_seqlens_q.shape == cu_seqlens_k.shape
     equal = q.shape[0] == requests * max_seqlen_q > 0
     return requests if same and equal and cu_seqlens_q.is_contiguous() else 0
+
+
+def columns_of_values(kernel: str, keys: int, values: int) -> int:
+    """Return how many columns the values must have: the columns that they have, or more.
+
+    Args:
+        kernel: `FLASH` or `CUDNN`.
+        keys: columns of the keys.
+        values: columns of the values, at most those of the keys.
+    """
+    if kernel == FLASH:
+        return keys
+    return 128 if keys == 192 else values  # with keys of 192 columns, cuDNN takes only values of 128 columns
 
 
 def attend_request(
@@ -286,10 +299,10 @@ def attend_equal(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: 
         rows = q.flatten(0, 1)[:, None], *[x.repeat_interleave(queries, 0) for x in (k, v)]
         q, k, v = (pad(x, (0, 0, 0, 0, 0, 1)) for x in rows)
     if kernel == FLASH:
-        q, k, v = in_words(q), in_words(k), in_words(pad_columns(v, q.shape[3]))
-    else:  # with keys of 192 columns, cuDNN takes only values of 128 columns
+        q, k, v = in_words(q), in_words(k), in_words(pad_columns(v, columns_of_values(kernel, q.shape[3], columns)))
+    else:
         q, k = q.contiguous(), k.contiguous()
-        v = pad_columns(v, 128 if q.shape[3] == 192 else columns).contiguous()
+        v = pad_columns(v, columns_of_values(kernel, q.shape[3], columns)).contiguous()
     made = scaled_dot_product_attention(
         *[x.transpose(1, 2) for x in (q, k, v)], is_causal=causal or single, scale=softmax_scale
     ).transpose(1, 2)[..., :columns]
@@ -337,12 +350,13 @@ class OnTwoDevices(Backend):
         return super().supports_dtype(op, dtype) or (self.second is not None and self.second.supports_dtype(op, dtype))
 
 
-def _support(launcher: str, **declared) -> dict[str, OpSupport]:
+def _support(launcher: str, kept: str, **declared) -> dict[str, OpSupport]:
     return {
         "flash_attn_varlen": OpSupport(
-            f"{__name__}:{launcher}", same_out_dtype=True, whole_keys=True, masks=("causal",), lse=False, **declared
+            f"{__name__}:{launcher}", kept_call=f"{__name__}_calls:{kept}", same_out_dtype=True, whole_keys=True,
+            masks=("causal",), lse=False, **declared,
         )
-    }
+    }  # fmt: skip
 
 
 def _gqa_support(launcher: str, **declared) -> dict[str, OpSupport]:
@@ -368,7 +382,7 @@ TORCH_FLASH = OnTwoDevices(
     name="torch_flash",
     device_type="cpu",
     ops={
-        **_support("flash_attn_varlen", narrow_values=True),
+        **_support("flash_attn_varlen", "kept_flash", narrow_values=True),
         **_gqa_support(
             "flash_varlen_attention", dtypes=(torch.bfloat16, torch.float16, torch.float32), graph=GraphSupport.NONE
         ),
@@ -379,7 +393,11 @@ TORCH_FLASH = OnTwoDevices(
         capability=(8, 0),
         ops={
             **_support(
-                "flash_attn_varlen", narrow_values=True, head_dims={"qk_head_dim": tuple(range(8, 257, 8))}, **_ON_GPU
+                "flash_attn_varlen",
+                "kept_flash",
+                narrow_values=True,
+                head_dims={"qk_head_dim": tuple(range(8, 257, 8))},
+                **_ON_GPU,
             ),
             **_gqa_support("flash_varlen_attention", head_dims={"head_dim": tuple(range(8, 257, 8))}, **_ON_GPU),
         },
@@ -396,6 +414,7 @@ TORCH_CUDNN = Backend(
     ops={
         **_support(
             "cudnn_attn_varlen",
+            "kept_cudnn",
             head_dims={"qk_head_dim": (*range(8, 129, 8), 192), "v_head_dim": tuple(range(8, 129, 8))},
             **_ON_GPU,
         ),
