@@ -3,6 +3,7 @@
     python -m tests.benchmarks.adapter_calls
     python -m tests.benchmarks.adapter_calls --backends flash_attn_3 flashmla --json adapter-calls.json
     python -m tests.benchmarks.adapter_calls --device cpu --dtype float32
+    python -m tests.benchmarks.adapter_calls --backends flashmla --profile 12
 
 An adapter converts arguments and results, and calls the library. The benchmark records the calls of the library that
 one call of `fast` makes, and times the same calls alone ("library"). Both call the same kernel with the same arguments,
@@ -11,6 +12,9 @@ so the difference is what `fast` adds. The plan of a step is made before; the ou
 - host: wall time of one eager call while the GPU is idle, without the time of the GPU. At most TARGET_US are wanted for
   the difference.
 - replayed: time of one call from a CUDA graph; missing if a call cannot be captured.
+
+With `--profile N`, the benchmark also prints the N functions in which a call of `fast` spends most time. A profiler
+makes every function slower, so only the order of the functions is of use.
 
 Rows are a prefill of new tokens, a prefill over a chunk of context, and a decode, with DeepSeek-V3's dims. A backend
 that needs each key in one tensor gets such keys, as from a layer, which expands its keys into one tensor. The rows
@@ -21,6 +25,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import cProfile
+import pstats
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -34,7 +40,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fast
 from fast import backends
-from fast.backends.adapters import flash_attn, flashmla, torch_sdpa, torch_varlen
+from fast.backends.adapters import flash_attn, flashmla, torch_sdpa, torch_sdpa_calls, torch_varlen
 from fast.backends.adapters.conversion import whole_keys
 from fast.backends.adapters.sources import loaded
 from fast.demo.job import DTYPES
@@ -49,6 +55,7 @@ from .report import provenance
 from .timing import Call, Clock
 
 TARGET_US = 30.0
+PROFILED_CALLS = 200
 PYTORCH_KERNELS = {"torch_flash": SDPBackend.FLASH_ATTENTION, "torch_cudnn": SDPBackend.CUDNN_ATTENTION}
 HEADS = {"cuda": 16, "cpu": 2}
 TOKENS, CONTEXT, DECODES, KEYS = {"cuda": 512, "cpu": 8}, {"cuda": 2048, "cpu": 16}, 16, 4096
@@ -78,7 +85,7 @@ def entries_of(backend: str) -> list[Entry]:
 
         return [Entry(torch.nn.attention.varlen, "varlen_attn")]
     if backend in PYTORCH_KERNELS:
-        return [Entry(torch_sdpa, "scaled_dot_product_attention")]
+        return [Entry(module, "scaled_dot_product_attention") for module in (torch_sdpa, torch_sdpa_calls)]
     return []
 
 
@@ -168,8 +175,33 @@ def cases(backend: backends.Backend, dtype: torch.dtype, device: str) -> dict[st
     return found
 
 
-def measure(backend: str, make: Callable[[], Call], device: str, clock: Clock | None) -> dict[str, Any]:
+def print_profile(title: str, call: Call, device: str, functions: int) -> None:
+    """Print the functions in which `PROFILED_CALLS` calls spend most time on the host, without the functions they call.
+
+    Each call starts while the GPU is idle. The wait for the GPU is not in the profile.
+    """
+    profiler = cProfile.Profile()
+    for _ in range(PROFILED_CALLS):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        profiler.enable()
+        call()
+        profiler.disable()
+    print(title)
+    pstats.Stats(profiler, stream=sys.stdout).strip_dirs().sort_stats("tottime").print_stats(functions)
+
+
+def measure(
+    backend: str, make: Callable[[], Call], device: str, clock: Clock | None, profiled: tuple[str, int] | None = None
+) -> dict[str, Any]:
     """Return the host times of a call of `fast` and of the library in it, their difference, and the replayed times.
+
+    Args:
+        backend: name of the backend.
+        make: function that makes the call of `fast`.
+        device: "cuda" or "cpu".
+        clock: times replays; None on a CPU.
+        profiled: title and number of functions of a profile to print; None prints no profile.
 
     Raises:
         RuntimeError: the call of `fast` made no call of the library that the benchmark can record.
@@ -183,6 +215,8 @@ def measure(backend: str, make: Callable[[], Call], device: str, clock: Clock | 
         raise RuntimeError(f"{backend}: no call of its library was recorded")
     contenders = {"fast": call, "library": in_the_library(backend, calls)}
     host = {who: time_calls(each, device) for who, each in contenders.items()}
+    if profiled is not None:
+        print_profile(profiled[0], call, device, profiled[1])
     replayed = {} if clock is None else clock.replayed({who: [each] for who, each in contenders.items()})
     return {
         "host_us": {who: asdict(spread) for who, spread in host.items()},
@@ -207,7 +241,8 @@ def run_main(argv: Sequence[str], arguments: argparse.Namespace) -> int:
             absent[name] = "serves none of the rows here" if not found else "its calls of the library are not recorded"
             continue
         for row, make in found.items():
-            results.append({"backend": name, "row": row, **measure(name, make, device, clock)})
+            profiled = (f"{name}, {row}", arguments.profile) if arguments.profile else None
+            results.append({"backend": name, "row": row, **measure(name, make, device, clock, profiled)})
     table = Table(title=f"Calls through adapters, {arguments.dtype}, on {device}")
     for title in ("backend", "row", "fast, host us", "library, host us", "added us", "fast / library, replayed"):
         table.add_column(title, justify="left" if title in ("backend", "row") else "right")
@@ -241,6 +276,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--backends", nargs="+", metavar="NAME", help="backends to time (default: all with an adapter)")
     parser.add_argument("--time", type=float, default=20.0, metavar="MS",
                         help="milliseconds of replays for each call (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--profile", type=int, default=0, metavar="N",
+                        help="print the N functions with most host time of each row (default: none)")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="PATH", help="file for hardware, versions and times")
     return run(run_main, argv, parser)
 

@@ -15,9 +15,10 @@ from ..benchmarks.adapter_calls import Entry, in_the_library, measure, recorded
 
 
 def test_a_prefill_through_pytorch(tmp_path, capsys):
-    """Time PyTorch's kernel on the CPU -> both host times and their difference; other adapters are named as absent."""
+    """Time PyTorch's kernel on the CPU -> both host times, their difference, a profile; others are absent."""
     path = tmp_path / "calls.json"
-    assert adapter_calls.main(["--device", "cpu", "--dtype", "float32", "--json", str(path)]) == 0
+    options = ["--device", "cpu", "--dtype", "float32", "--profile", "3", "--json", str(path)]
+    assert adapter_calls.main(options) == 0
     report = json.loads(path.read_text())
     row, parts = report["rows"]
     assert (row["backend"], row["row"], row["calls_of_the_library"]) == ("torch_flash", "prefill", 1)
@@ -26,7 +27,8 @@ def test_a_prefill_through_pytorch(tmp_path, capsys):
     assert host["library"] > 0 and row["added_us"] == pytest.approx(host["fast"] - host["library"])
     assert row["replayed_us"] == {} and report["absent"]["flashmla"] == "serves none of the rows here"
     assert {"hardware", "versions", "date", "fast_sha256", "command", "target_us"} <= report.keys()
-    assert "torch_flash" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert printed.count("due to restriction <3>") == 2 and "torch_flash, prefill, keys in two parts\n" in printed
 
 
 def test_the_same_calls_are_made_alone():
