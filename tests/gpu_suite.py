@@ -64,10 +64,10 @@ ANY_DEVICE = (
     "identities/test_identities.py", "integrations/flash_mla/test_flash_mla.py",
     "integrations/transformers/gqa/test_gqa_generate.py", "integrations/transformers/gqa/test_gqa_models.py",
     "interfaces/test_from_lens.py", "mla/test_block_sizes.py", "mla/test_builder.py", "mla/test_cascade.py",
-    "mla/test_fp8_decode_errors.py", "mla/test_fp8_layers.py", "mla/test_weights.py", "mla/test_workspaces.py",
-    "mutations/test_mutations.py", "planning/test_advance.py", "planning/test_batch.py", "planning/test_schedule.py",
-    "planning/test_schedule_choice.py", "planning/test_visible_lens.py", "twins/test_differential.py",
-    "twins/test_ops.py",
+    "mla/test_fp8_decode_errors.py", "mla/test_fp8_layers.py", "mla/test_head_products.py", "mla/test_weights.py",
+    "mla/test_workspaces.py", "mutations/test_mutations.py", "planning/test_advance.py", "planning/test_batch.py",
+    "planning/test_schedule.py", "planning/test_schedule_choice.py", "planning/test_visible_lens.py",
+    "twins/test_differential.py", "twins/test_ops.py",
 )  # fmt: skip
 # Maps a slow test file to the number of processes that run its tests.
 SHARDS = {"test_hopper_decode.py": 16, "test_hopper_shapes.py": 8, "test_triton_scheduled_decode.py": 4,

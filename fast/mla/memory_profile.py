@@ -69,7 +69,8 @@ def touch_largest(
     """Allocate and free the buffers of a step of T tokens, so that a measurement of peak memory includes them.
 
     The function first allocates the buffers of T prefill tokens with context, and then the buffers of T decode tokens.
-    It leaves out the partial outputs of a decode, and the attention states of a cascade.
+    It leaves out the partial outputs of a decode, the attention states of a cascade, and the last block of rows of a
+    batch-invariant expansion (`bmm_into`).
 
     Args:
         q: [T, N, P + R], queries.

@@ -48,6 +48,7 @@ from ..backends import BackendChoice
 from ..backends.selection import check_same_backend
 from ..cache.latent import gather_and_maybe_dequant_cache
 from .backend_hooks import BackendHooks, hooks_of
+from .head_products import INVARIANT_ROWS
 from .state_rows import merge_run, rows_of, write_unmerged
 from .weights import expand_into
 from .whole_keys import expand_whole, takes_whole_keys
@@ -290,7 +291,7 @@ def forward_prefill(
         output_block_scale: must be None: an output with one scale for each group of elements is not supported.
         expand: function that expands latents [S, Lkv] into k_nope [S, N, P] and v [S, N, V], such as
             `expand_kv_by_module` with a given module. The function allocates the results, and only the shapes of
-            `w_uk` and `w_uv` are then used. None means `expand_kv` with `w_uk` and `w_uv`.
+            `w_uk` and `w_uv` are then used. None means `expand_kv`, which is batch-invariant if the plan is.
         out: tensor [T, N, V] that receives the output, with any strides; `out` must share no memory with the other
             tensors. Its dtype is e4m3 if `output_scale` is given, otherwise the dtype of `q`. None allocates a tensor.
         workspace: memory in which each chunk is gathered and expanded; None allocates new memory for each chunk.
@@ -364,7 +365,7 @@ def _forward_prefill(
         backends.confirm(rows, expanded)
         gather = functools.partial(gather, workspace=rows)
     whole = expand is None and takes_whole_keys(hooks.backend)
-    made = _expanded(expand, whole, kv_c_normed, k_pe, w_uk, w_uv, None)
+    made = _expanded(expand, whole, kv_c_normed, k_pe, w_uk, w_uv, None, metadata.batch_invariant)
     # a part: consecutive requests that all have context, or that all have none
     states = []  # for each part: an attention state, or only the final output
     parts = metadata.all_parts(q.shape[0])
@@ -391,7 +392,8 @@ def _forward_prefill(
     ]  # fmt: skip
     for number, chunk in enumerate(chunks):
         context = gather(kv_cache, metadata, chunk, cache_format=cache_format, out_dtype=q.dtype)
-        made = _expanded(expand, whole, context[:, :latent], context[:, latent:], w_uk, w_uv, expanded)
+        entries = context[:, :latent], context[:, latent:]
+        made = _expanded(expand, whole, *entries, w_uk, w_uv, expanded, metadata.batch_invariant)
         for index, part in enumerate(parts):
             for part_chunk, own, run in zip(part.plan.context_chunks, part.rows, runs[index], strict=True):
                 if own.chunk == number and run.first_token < run.end_token:
@@ -401,7 +403,7 @@ def _forward_prefill(
                     target = rows_of(out, part.first_token, part.end_token)
                     merge_run(states[index], chunk_state, run, target, backend, output_scale)
                     del chunk_state, keys
-        del made, context  # free the memory of this chunk before the next chunk is expanded
+        del made, entries, context  # free the memory of this chunk before the next chunk is expanded
     for index, part in enumerate(parts):
         if part.rows:
             write_unmerged(states[index], runs[index], rows_of(out, part.first_token, part.end_token), output_scale)
@@ -414,7 +416,7 @@ def _forward_prefill(
 def _attend_without_context(q, kv_c_normed, k_pe, metadata, w_uk, w_uv, softmax_scale, return_lse, expand, out, hooks):
     """Compute `_forward_prefill` for a plan without chunks and parts, and for an output in the dtype of `q`."""
     whole = expand is None and takes_whole_keys(hooks.backend)
-    keys = _expanded(expand, whole, kv_c_normed, k_pe, w_uk, w_uv, None)
+    keys = _expanded(expand, whole, kv_c_normed, k_pe, w_uk, w_uv, None, metadata.batch_invariant)
     found = _attend_new_tokens(q, *keys, metadata, softmax_scale, q.dtype, return_lse, out, hooks, out_is_checked=True)
     return AttentionState(out, found.lse) if return_lse else out
 
@@ -429,17 +431,18 @@ class _Expanded(NamedTuple):
 
 def _expanded(
     expand: Callable[[Tensor], tuple[Tensor, Tensor]] | None, whole: bool, latents: Tensor, k_pe: Tensor,
-    w_uk: Tensor, w_uv: Tensor, workspace: Tensor | None,
+    w_uk: Tensor, w_uv: Tensor, workspace: Tensor | None, batch_invariant: bool,
 ) -> _Expanded:  # fmt: skip
     """Return keys, their rope part, and values: of `expand`, or of products with the weights if `expand` is None.
 
     If `whole` is True, the keys are whole, and None stands for the rope part.
     """
+    block_rows = INVARIANT_ROWS if batch_invariant else 0
     if whole:
-        keys, v = expand_whole(latents, k_pe, w_uk, w_uv, workspace)
+        keys, v = expand_whole(latents, k_pe, w_uk, w_uv, workspace, block_rows)
         return _Expanded(keys, None, v)
     if expand is None:
-        k_nope, v = expand_into(latents, w_uk, w_uv, workspace)
+        k_nope, v = expand_into(latents, w_uk, w_uv, workspace, block_rows)
         return _Expanded(k_nope, k_pe, v)
     k_nope, v = expand(latents)
     for name, made, weight in (("k_nope", k_nope, w_uk), ("v", v, w_uv)):

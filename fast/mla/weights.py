@@ -39,6 +39,7 @@ from reference.interfaces import (
 
 from .. import backends
 from ..backends import BackendChoice
+from .head_products import bmm_into
 
 
 def dense_weight(linear: nn.Module, in_features: int, dtype: torch.dtype) -> Float[Tensor, "out Lkv"]:
@@ -405,43 +406,25 @@ def expand_into(
     w_uk: Float[Tensor, "Lkv N P"],
     w_uv: Float[Tensor, "Lkv N V"],
     workspace: Float[Tensor, " elements"] | None,
+    block_rows: int = 0,
 ) -> tuple[Float[Tensor, "S N P"], Float[Tensor, "S N V"]]:
-    """Compute `expand_kv` without the check that `workspace` overlaps no argument."""
+    """Compute `expand_kv` without the check that `workspace` overlaps no argument.
+
+    `bmm_into` explains `block_rows`.
+    """
     check_expansion_once(kv_c_normed, w_uk, w_uv, workspace)
     tokens, heads = kv_c_normed.shape[0], w_uk.shape[1]
     by_head = kv_c_normed.expand(heads, -1, -1)  # [N, S, Lkv], no copy
-    if workspace is None:
+    if workspace is None and block_rows == 0:
         k_nope, v = torch.bmm(by_head, w_uk.transpose(0, 1)), torch.bmm(by_head, w_uv.transpose(0, 1))
         return k_nope.transpose(0, 1), v.transpose(0, 1)
-    parts = split_for_keys(workspace, tokens, heads, w_uk.shape[2], w_uv.shape[2])
-    k_nope, v = (part.view(heads, tokens, weight.shape[2]) for part, weight in zip(parts, (w_uk, w_uv), strict=True))
-    for made, weight in ((k_nope, w_uk), (v, w_uv)):
-        bmm_into(by_head, weight.transpose(0, 1), made)
-    return k_nope.transpose(0, 1), v.transpose(0, 1)
-
-
-def bmm_into(a: Float[Tensor, "N T K"], b: Float[Tensor, "N K M"], out: Float[Tensor, "N T M"]) -> None:
-    """Write the batched product of `a` and `b` into `out`, which may have any strides.
-
-    `torch.compile` cannot trace `torch.bmm(out=)` into a tensor that is not contiguous, so compiled code calls a custom
-    op.
-    """
-    if torch.compiler.is_compiling():
-        torch.ops.mla_twins.bmm_out(a, b, out)
-    elif torch.is_grad_enabled():
-        with torch.no_grad():
-            torch.bmm(a, b, out=out)
+    if workspace is None:
+        k_nope, v = (kv_c_normed.new_empty(heads, tokens, weight.shape[2]) for weight in (w_uk, w_uv))
     else:
-        torch.bmm(a, b, out=out)
-
-
-@torch.library.custom_op(
-    "mla_twins::bmm_out", mutates_args=("out",), schema="(Tensor a, Tensor b, Tensor(a!) out) -> ()"
-)
-def _bmm_out(a, b, out):
-    torch.bmm(a, b, out=out)
-
-
-@_bmm_out.register_fake
-def _(a, b, out):
-    return None
+        parts = split_for_keys(workspace, tokens, heads, w_uk.shape[2], w_uv.shape[2])
+        k_nope, v = (
+            part.view(heads, tokens, weight.shape[2]) for part, weight in zip(parts, (w_uk, w_uv), strict=True)
+        )
+    for made, weight in ((k_nope, w_uk), (v, w_uv)):
+        bmm_into(by_head, weight.transpose(0, 1), made, block_rows)
+    return k_nope.transpose(0, 1), v.transpose(0, 1)

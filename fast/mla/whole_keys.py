@@ -15,7 +15,8 @@ from reference.interfaces.support import constant_when_traced
 from ..backends import BackendChoice, registered
 from ..backends.adapters.conversion import write_shared_columns
 from ..backends.selection import name_for
-from .weights import bmm_into, check_expansion_once
+from .head_products import bmm_into
+from .weights import check_expansion_once
 
 OP = "flash_attn_varlen"
 
@@ -44,6 +45,7 @@ def expand_whole(
     w_uk: Float[Tensor, "Lkv N P"],
     w_uv: Float[Tensor, "Lkv N V"],
     workspace: Float[Tensor, " elements"] | None = None,
+    block_rows: int = 0,
 ) -> tuple[Float[Tensor, "S N D"], Float[Tensor, "S N V"]]:
     """Expand latents into whole keys and values of every head; D = P + R.
 
@@ -54,6 +56,7 @@ def expand_whole(
         w_uv: [Lkv, N, V].
         workspace: contiguous vector for the results of `expand_kv`; here it receives the values alone, because whole
             keys are longer than its part for keys. None allocates a tensor for the values too.
+        block_rows: number of rows that one product multiplies (`bmm_into`); 0 means all rows.
 
     Returns:
         Keys [S, N, P + R], contiguous, and values [S, N, V], of which v[:, n] of each head n is contiguous.
@@ -62,11 +65,11 @@ def expand_whole(
     (tokens, _), (_, heads, nope), value = kv_c_normed.shape, w_uk.shape, w_uv.shape[2]
     by_head = kv_c_normed.expand(heads, -1, -1)  # [N, S, Lkv], no copy
     keys = kv_c_normed.new_empty(tokens, heads, nope + k_pe.shape[1])
-    bmm_into(by_head, w_uk.transpose(0, 1), keys[..., :nope].transpose(0, 1))
+    bmm_into(by_head, w_uk.transpose(0, 1), keys[..., :nope].transpose(0, 1), block_rows)
     write_shared_columns(keys, k_pe)
     if workspace is None:
         v = kv_c_normed.new_empty(heads, tokens, value)
     else:
         v = split_for_keys(workspace, tokens, heads, nope, value)[1].view(heads, tokens, value)
-    bmm_into(by_head, w_uv.transpose(0, 1), v)
+    bmm_into(by_head, w_uv.transpose(0, 1), v, block_rows)
     return keys, v.transpose(0, 1)

@@ -1,6 +1,7 @@
 """Tests of batch-invariant prefills: a request gets the same bits alone and with any other requests.
 
 The chunks of context are cut by a request's own length, and the attention does not divide keys by the sizes of a batch.
+Latents are expanded in blocks with equal numbers of rows (`fast.mla.head_products`).
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ def requests_of(query_lens, context_lens):
     ]
 
 
-def prefill(requests, context_lens, weights, batch_invariant):
-    """Return the attention state of each request of one `forward_prefill`."""
+def prefill(requests, context_lens, weights, batch_invariant, row_by_row=False):
+    """Return the attention state of each request of one `forward_prefill`; `row_by_row` expands single latents."""
     lens = [len(queries) for _, queries in requests]
     batch = make_batch(lens, [len(entries) for entries, _ in requests])
     entries = [own for own, _ in requests]
@@ -106,10 +107,10 @@ def prefill(requests, context_lens, weights, batch_invariant):
     assert plan.block_table.shape[0] == len(lens)
     q = torch.cat([queries for _, queries in requests])
 
-    def expand(latents):  # row by row: the rounding of a product of all rows may depend on their number
+    def expand(latents):  # so that the rounding does not depend on the number of latents
         return tuple(torch.stack([torch.einsum("l,lnc->nc", row, w) for row in latents]) for w in weights)
 
-    state = fast.forward_prefill(q, kv_c, k_pe, cache, plan, *weights, 0.01, expand=expand)
+    state = fast.forward_prefill(q, kv_c, k_pe, cache, plan, *weights, 0.01, expand=expand if row_by_row else None)
     return list(zip(state.out.split(lens), state.lse.split(lens, dim=1), strict=True))
 
 
@@ -117,7 +118,7 @@ def prefill(requests, context_lens, weights, batch_invariant):
     ([2], [30]), ([3, 2], [0, 40]), ([2, 5, 2], [0, 100, 17]), ([2] * 9, [0, 5] * 4 + [0]),
 ], ids=str)  # fmt: skip
 def test_bits_of_a_request(neighbours):
-    """A request gets the same bits alone, behind other requests, and between them, if its keys have the same bits."""
+    """A request gets the same bits alone, behind other requests, and between them."""
     torch.manual_seed(1)
     weights = torch.randn(DIRECT.kv_lora_rank, 3, 12), torch.randn(DIRECT.kv_lora_rank, 3, 10)
     own = requests_of([5, 4], [150, 0])
@@ -132,12 +133,15 @@ def test_bits_of_a_request(neighbours):
 
 
 def test_bits_without_the_flag():
-    """The control of the test above: without the flag, a request before another request changes its bits."""
+    """The control of the test above: without the flag, a request before another request changes its bits.
+
+    The keys have the same bits in both cases, so the attention makes the difference.
+    """
     torch.manual_seed(1)
     weights = torch.randn(DIRECT.kv_lora_rank, 3, 12), torch.randn(DIRECT.kv_lora_rank, 3, 10)
     own, other = requests_of([5], [150]), requests_of([2], [30])
-    (alone,) = prefill(own, [150], weights, False)
-    behind = prefill([*other, *own], [30, 150], weights, False)[-1]
+    (alone,) = prefill(own, [150], weights, False, row_by_row=True)
+    behind = prefill([*other, *own], [30, 150], weights, False, row_by_row=True)[-1]
     assert not torch.equal(behind[0], alone[0])
 
 

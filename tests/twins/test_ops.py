@@ -195,7 +195,7 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
             (*states, scale, torch.zeros(6, 3, 5).to(out_dtype), torch.zeros(3, 6, dtype=lse), backend)
             for out_dtype, scale in ((dtype, None), (torch.float32, None), (E4M3, torch.tensor(0.5)))
         ],
-        "mla_twins::bmm_out": [(rand(3, 4, 5), rand(3, 5, 2), rand(3, 4, 2))],
+        "mla_twins::bmm_out": [(rand(3, 4, 5), rand(3, 5, 2), rand(3, 4, 2), rows) for rows in (0, 3)],
         "mla_twins::multiply_heads": products,
         "mla_twins::multiply_heads_out": [
             (*given[:-1], torch.zeros(6, 3, 5).to(given[0].dtype if given[3] is None else E4M3), backend)
