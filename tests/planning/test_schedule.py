@@ -284,6 +284,9 @@ def test_measured_schedule_costs_by_heads():
     for heads, (request_cost, split_cost, cut) in wanted.items():
         per_tile = 64 if heads <= 32 else 10
         assert measured_schedule_costs(heads) == ScheduleCosts(request_cost, split_cost, cut, 4, per_tile)
+        if heads <= 16:  # over a cache in e4m3, a further split costs more, so the rule gives fewer splits
+            split_cost, cut = 6, InvariantSplitRule(8, 16, 16, 128)
+        assert measured_schedule_costs(heads, True) == ScheduleCosts(request_cost, split_cost, cut, 4, per_tile)
 
 
 @pytest.mark.parametrize("heads, each, sizes", [(16, 1, (10, 4, 4)), (17, 4, (32, 16, 16))])
@@ -315,10 +318,17 @@ def test_batch_invariant_split_rule(heads, tiles, size):
     assert invariant_split_tiles(tiles, measured_schedule_costs(heads).split_rule) == size
 
 
-@pytest.mark.parametrize("heads", [16, 17])
-def test_most_batch_invariant_splits(heads):
+@pytest.mark.parametrize("tiles, size", [(3, 8), (64, 8), (128, 8), (200, 14), (256, 16), (512, 16), (2048, 16)])
+def test_batch_invariant_split_rule_of_few_heads_in_e4m3(tiles, size):
+    assert invariant_split_tiles(tiles, measured_schedule_costs(16, True).split_rule) == size
+    larger = measured_schedule_costs(17).split_rule  # with more heads, the format does not change the rule
+    assert measured_schedule_costs(17, True).split_rule == larger
+
+
+@pytest.mark.parametrize("heads, e4m3", [(16, False), (16, True), (17, False)])
+def test_most_batch_invariant_splits(heads, e4m3):
     """`most_invariant_splits(tiles)` is the largest number of splits of any request with at most `tiles` tiles."""
-    most, split_rule = 1, measured_schedule_costs(heads).split_rule
+    most, split_rule = 1, measured_schedule_costs(heads, e4m3).split_rule
     for tiles in range(1, 4200):
         most = max(most, -(-tiles // invariant_split_tiles(tiles, split_rule)))
         assert most_invariant_splits(tiles, split_rule) == most

@@ -124,7 +124,7 @@ def best_num_programs(
     split_tiles = invariant_split_tiles(tiles, split_rule)
     splits = cdiv(tiles, split_tiles)
     loop = cost_of_loop(program_rows, e4m3)
-    split_ns = (split_tiles + measured_schedule_costs(heads).split_cost) * loop.tile_ns
+    split_ns = (split_tiles + measured_schedule_costs(heads, e4m3).split_cost) * loop.tile_ns
 
     def cost(programs: int) -> int | float:
         taken = cdiv(splits, programs)

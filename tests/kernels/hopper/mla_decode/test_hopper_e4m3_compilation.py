@@ -18,7 +18,7 @@ import fast
 from fast import compilation
 from fast.kernels.prescribed_splits import PARTIAL_DTYPES, prescribe_partial_dtype
 from fast.kernels.schedule_costs import measured_schedule_costs
-from reference.interfaces import E4M3, FP8_E4M3, FP8_MODES
+from reference.interfaces import COMPUTE_FORMAT, E4M3, FP8_E4M3, FP8_MODES, InvariantSplitRule
 
 from ....support.factories import LOW_RANK, offsets
 from ....test_compilation import serve, serve_captured
@@ -195,7 +195,7 @@ def test_row_blocks_have_64_rows_with_queries_in_e4m3(mode, monkeypatch):
     for heads, query_len, programs in ((16, 1, 132), (16, 5, 66), (64, 1, 132), (65, 1, 66), (128, 1, 66), (128, 9, 7)):
         given = (torch.device("cpu"), BF16, heads, 512, 64, 64, query_len, FP8_E4M3, mode)
         assert decode.decode_programs(*given) == programs
-        assert decode.schedule_costs(*given[:6], FP8_E4M3, mode) == measured_schedule_costs(heads)
+        assert decode.schedule_costs(*given[:6], FP8_E4M3, mode) == measured_schedule_costs(heads, True)
 
 
 @pytest.mark.parametrize("cut, launched, partial_rows, kept", [
@@ -326,7 +326,7 @@ def test_choice_of_splits():
         assert 32 <= choose(items=1, rows=program_rows, keys=8192) <= 64
         assert choose(items=128, rows=128 * program_rows, keys=4096) == 1
         assert choose(items=1, rows=program_rows, keys=128) == choose(items=1, rows=1, keys=0) == 1
-        rule = measured_schedule_costs(program_rows).split_rule
+        rule = measured_schedule_costs(program_rows, True).split_rule
         runs = partial(
             select.best_num_programs, heads=program_rows, program_rows=program_rows, processors=132, split_rule=rule,
             e4m3=True,
@@ -336,6 +336,18 @@ def test_choice_of_splits():
     few, more = (split_cost.cost_of_loop(rows, True) for rows in (16, 32))
     assert few.tile_ns < 132 * few.memory_tile_ns < more.tile_ns
     assert split_cost.cost_of_loop(16, False) == split_cost.cost_of_loop(32, False) != few
+
+
+@pytest.mark.parametrize("fp8_mode", FP8_MODES)
+def test_format_chooses_the_split_rule(fp8_mode):
+    """With 16 heads or fewer, batch-invariant decodes over `fp8_e4m3` have a split rule of their own, in every mode."""
+    for heads in (1, 16, 17, 32, 64, 128):
+        for cache_format in (COMPUTE_FORMAT, FP8_E4M3):
+            costs = decode.schedule_costs(torch.device("cpu"), BF16, heads, 512, 64, 64, cache_format, fp8_mode)
+            own = heads <= 16 and cache_format == FP8_E4M3
+            assert costs == measured_schedule_costs(heads, cache_format == FP8_E4M3)
+            assert (costs.split_rule == InvariantSplitRule(8, 16, 16, 128)) == own
+            assert (costs.split_cost == 6) == own
 
 
 @pytest.mark.parametrize("query_len", [1, 3])
