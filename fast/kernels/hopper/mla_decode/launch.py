@@ -424,5 +424,5 @@ def schedule_costs(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     fp8_mode: str = CONVERTED,
 ) -> ScheduleCosts:
-    """Return the costs from which `plan_decode` makes a schedule; only `num_heads` and `cache_format` change the costs."""
+    """Return the costs of a schedule (`plan_decode`); only `num_heads` and `cache_format` change the costs."""
     return measured_schedule_costs(num_heads, cache_format.name == FP8_E4M3.name)
