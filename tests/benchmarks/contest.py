@@ -68,6 +68,7 @@ class Case:
         absent: contenders that cannot compute this row, with the reason.
         figures: further entries of the result of the row, which `check` may fill. The entry "contender_bytes" has the
             memory traffic by contender, if it differs between contenders.
+        compare: function that runs after the checks of all contenders, and returns further comparisons by contender.
     """
 
     flops: int
@@ -76,6 +77,7 @@ class Case:
     check: Callable[[Any], list[Parity]]
     absent: dict[str, str] = field(default_factory=dict)
     figures: dict[str, Any] = field(default_factory=dict)
+    compare: Callable[[], Mapping[str, list[Parity]]] = dict
 
 
 def is_ours(who: str) -> bool:
@@ -115,6 +117,8 @@ def contest(case: Case, clock: Clock, ways: Sequence[str]) -> dict[str, Any]:
             absent[who] = one_line(error)
         except Exception as error:  # one contender failed: continue with the other contenders
             absent[who] = f"{type(error).__name__}: {one_line(error)}"
+    for who, found in case.compare().items():
+        parity[who] += found
     row: dict[str, Any] = {
         "flops": case.flops,
         "bytes": case.bytes,

@@ -7,8 +7,9 @@
 The peers are kernels of other projects: FlashMLA, FlashAttention-3 ("FA3") and vLLM's Triton kernel.
 
 Over the cache format fp8_e4m3, the peers are FlashMLA's fp8 kernel, vLLM's Triton kernel and FlashInfer's FA3 kernel.
-FlashMLA's fp8 kernel has queries and probabilities in e4m3, so its error exceeds the budget. The table marks this
-kernel with "!".
+FlashMLA's fp8 kernel has queries and probabilities in e4m3, as `fast` has in the mode fp8_product. Both get the same
+queries in e4m3, and are compared with the same exact output. The row stores the relative RMS errors of both
+("e4m3_errors"), and fails if the error of `fast` is the larger one.
 
 A decode divides the keys of a request into splits, which different programs attend. A second kernel combines the
 partial outputs of the splits. A time contains both kernels. For a request with S keys, Sq new tokens and N heads, the
@@ -23,9 +24,10 @@ The variants of `fast` differ in how they split requests:
 - "fast, by default": "fast" or "fast, planned"; `build_mla_metadata` looks at the lengths and chooses. For a stepped
   time `build_for_cudagraph_capture` makes the plan, without knowledge of the lengths.
 
-Over a cache in e4m3, two more variants decode with queries in e4m3: "fast, fp8_query" and "fast, fp8_product", and each
-of them with a schedule: "fast, fp8_query, planned" and so on. The queries are quantised before the timed calls. The
-check compares these variants with `reference` in the same mode and with the same queries.
+Over a cache in e4m3, two more variants decode with queries in e4m3: "fast, fp8_query" and "fast, fp8_product". Each of
+them also has a variant with a schedule ("fast, fp8_query, planned") and a batch-invariant variant ("fast, fp8_query,
+invariant"). The queries are quantised before the timed calls. The check compares these variants with `reference` in the
+same mode and with the same queries.
 
 A stepped time is the time of one layer in a CUDA graph that runs a step of 61 layers. The step makes a schedule once
 for all layers, but "FA3" makes its schedule in every layer.
@@ -39,7 +41,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
@@ -63,11 +65,12 @@ from reference.interfaces import (
     DecodeMetadata,
     DecodeSchedule,
     MLAConfig,
+    ScheduleCosts,
     to_e4m3,
 )
 
 from .command_line import one_line
-from .contest import OURS, Case, Contender, finite, run_benchmark
+from .contest import OURS, Case, Contender, finite, is_ours, run_benchmark
 from .layers import BLOCK_SIZE, DTYPE
 from .timing import LAYERS, Call, in_turn, input_sets
 
@@ -79,6 +82,8 @@ PLANNED = f"{OURS}, planned"
 INVARIANT = f"{OURS}, invariant"
 INVARIANT_PLANNED = f"{INVARIANT}, planned"
 BY_DEFAULT = f"{OURS}, by default"
+PRODUCT = "fp8_product"  # the fp8 mode that computes as FlashMLA's fp8 kernel does
+FLASHMLA_E4M3 = "FlashMLA fp8"
 AHEAD = "FA3, schedule ahead"
 LENS = ("equal", "mixed", "ragged")
 QUANTISED_AT_ONCE = 1 << 17  # cache entries that are quantised in one call, to limit the memory of the conversion
@@ -215,10 +220,17 @@ def make_inputs(row: Row, sets: int, device: torch.device | str, cache_format: C
 
 
 class InMode(NamedTuple):
-    """The output of a decode with queries in e4m3, and its fp8 mode."""
+    """The output of a decode with queries in e4m3.
 
+    Attributes:
+        who: name of the contender.
+        mode: fp8 mode of the decode.
+        state: the attention state, or only its `out` [B Sq, N, 512].
+    """
+
+    who: str
     mode: str
-    state: AttentionState
+    state: AttentionState | Tensor
 
 
 def queries_in_e4m3(inputs: Inputs) -> tuple[list[Tensor], Tensor]:
@@ -234,13 +246,39 @@ def spread_out(count: int, at_most: int) -> list[int]:
     return sorted({round(i * (count - 1) / max(picked - 1, 1)) for i in range(picked)})
 
 
-def check(row: Row, inputs: Inputs, value: AttentionState | Tensor | InMode) -> list[Parity]:
+def relative_rms_error(found: Tensor, exact: Tensor) -> float:
+    """Return the root mean square of `found` - `exact`, divided by the root mean square of `exact`.
+
+    The result is NaN if an element of `found` is NaN, and inf if an element is infinite.
+    """
+    exact = exact.double()
+    return float((found.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt())
+
+
+def compare_with_peer(errors: Mapping[str, float]) -> dict[str, list[Parity]]:
+    """Return for each variant of `fast` in `errors` whether its error is at most the error of FlashMLA's fp8 kernel.
+
+    Args:
+        errors: relative RMS errors by contender. The result is empty without an entry `FLASHMLA_E4M3`.
+    """
+    limit = errors.get(FLASHMLA_E4M3)
+    if limit is None:
+        return {}
+    op = f"mla_decode: relative RMS error, budget: that of {FLASHMLA_E4M3}"
+    return {who: [Parity(op, error, error, limit, limit)] for who, error in errors.items() if is_ours(who)}
+
+
+def check(
+    row: Row, inputs: Inputs, value: AttentionState | Tensor | InMode, errors: dict[str, float] | None = None
+) -> list[Parity]:
     """Check that the whole output is finite, and compare a few heads of a few requests with `reference`.
 
     Args:
         row: the shape.
         inputs: inputs of the call; the call used the first plan of `inputs.metadata`.
-        value: output of the call: an attention state, only its `out` [B Sq, N, 512], or the state of an fp8 mode.
+        value: output of the call: an attention state, only its `out` [B Sq, N, 512], or the output of an fp8 mode.
+        errors: receives the relative RMS error of an output in the mode `fp8_product`, under the contender's name. The
+            exact output has the dequantised queries and cache entries, and exact probabilities.
     """
     state = value.state if isinstance(value, InMode) else value
     out = state.out if isinstance(state, AttentionState) else state
@@ -267,9 +305,15 @@ def check(row: Row, inputs: Inputs, value: AttentionState | Tensor | InMode) -> 
         with device:
             given = queries, cache, part, *storage.values(), value.mode, q_scale
             low = rounded_decode(*given, DTYPE, device.type == "cuda", SCALE)
-        mine = AttentionState(out[tokens][:, heads].contiguous(), state.lse[heads][:, tokens].contiguous())
+        out_of_some = out[tokens][:, heads].contiguous()
+        if errors is not None and value.mode == PRODUCT:
+            errors[value.who] = relative_rms_error(out_of_some, gold.out)
+        found = [finite("mla_decode", out)]
+        if not isinstance(state, AttentionState):
+            return [*found, compare("mla_decode: out", out_of_some, low.out, gold.out)]
+        mine = AttentionState(out_of_some, state.lse[heads][:, tokens].contiguous())
         low = AttentionState(low.out, low.lse.to(mine.lse.dtype))
-        return [finite("mla_decode", out), *compare_states("mla_decode", mine, low, gold)]
+        return found + compare_states("mla_decode", mine, low, gold)
     queries = [inputs.ql_nope[tokens][:, heads], inputs.q_pe[tokens][:, heads]]
     wide = cache.double() if storage["cache_format"] == COMPUTE_FORMAT else cache  # gold reads the same stored bytes
     gold = reference.mla_decode(*(q.double() for q in queries), wide, part, SCALE, **storage)
@@ -318,13 +362,18 @@ def flashinfer_calls(row: Row, inputs: Inputs, peers: ModuleType) -> list[Call]:
 def fp8_contenders(row: Row, inputs: Inputs, peers: ModuleType) -> tuple[dict[str, Contender], dict[str, str]]:
     """Return the peers that decode over a cache in e4m3 as contenders, and the absent peers with the reasons.
 
-    A contender is an implementation that is timed. All scales are 1. FlashMLA gets the queries in e4m3.
+    A contender is an implementation that is timed. The scale of the cache is 1. FlashMLA gets the queries that `fast`
+    gets in its modes (`queries_in_e4m3`). Its kernel multiplies scores by the softmax scale and by the scale of the
+    queries. The module of peers sets the scale of the queries to 1, so the softmax scale contains it.
     """
     q = torch.cat((inputs.ql_nope, inputs.q_pe), dim=-1).view(row.B, row.Sq, row.N, WIDTH)
     there = {**peers.available(), **getattr(peers, "more_available", dict)()}
     contenders, absent = {}, {}
 
-    def add(who: str, library: str, calls: Callable[[], list[Call]], step: Callable[[], Call] | None = None) -> None:
+    def add(
+        who: str, library: str, calls: Callable[[], list[Call]], step: Callable[[], Call] | None = None,
+        mode: str | None = None,
+    ) -> None:  # fmt: skip
         if not there.get(library, False):
             absent[who] = "its library could not be loaded"
             return
@@ -333,16 +382,24 @@ def fp8_contenders(row: Row, inputs: Inputs, peers: ModuleType) -> tuple[dict[st
         except Exception as error:  # a peer that cannot plan this row is absent; the other peers are timed
             absent[who] = f"{type(error).__name__}: {one_line(error)}"
             return
-        view = lambda output: output[0].reshape(row.B * row.Sq, row.N, LATENT)  # noqa: E731
+
+        def view(output: Sequence[Tensor]) -> Tensor | InMode:
+            out = output[0].reshape(row.B * row.Sq, row.N, LATENT)
+            return out if mode is None else InMode(who, mode, out)
+
         contenders[who] = Contender(made, view, step)
 
-    def calls_of(kernel: Callable, queries: Tensor) -> list[Call]:
-        return [partial(kernel, queries, inputs.cache, m.block_table, m.seq_lens, SCALE) for m in inputs.metadata]
+    def calls_of(kernel: Callable, queries: Tensor, scale: float = SCALE) -> list[Call]:
+        return [partial(kernel, queries, inputs.cache, m.block_table, m.seq_lens, scale) for m in inputs.metadata]
+
+    parts, q_scale = queries_in_e4m3(inputs)
+    joined = torch.cat([x.view(torch.uint8) for x in parts], dim=-1).view(parts[0].dtype).view(q.shape)
+    scale_of_both = SCALE * float(q_scale)
 
     def flashmla() -> list[Call]:
-        return calls_of(peers.FlashMLADecodeFp8(), q.to(FP8_E4M3.storage_dtype))
+        return calls_of(peers.FlashMLADecodeFp8(), joined, scale_of_both)
 
-    add("FlashMLA fp8", "flashmla_fp8", flashmla, lambda: in_turn(flashmla(), LAYERS)())
+    add(FLASHMLA_E4M3, "flashmla_fp8", flashmla, lambda: in_turn(flashmla(), LAYERS)(), PRODUCT)
     add("vLLM Triton", "vllm_triton", lambda: calls_of(vllm_with_scales(peers, q.device), q))
     add("FlashInfer", "flashinfer", lambda: flashinfer_calls(row, inputs, peers))
     return contenders, absent
@@ -400,7 +457,11 @@ def batch_of(row: Row, inputs: Inputs) -> CommonAttentionMetadata:
 def mode_contenders(
     row: Row, inputs: Inputs, config: MLAConfig, backend: dict[str, str] | None
 ) -> dict[str, Contender]:
-    """Return the decodes with queries in e4m3 as contenders: both fp8 modes, without and with a schedule."""
+    """Return the decodes with queries in e4m3 as contenders.
+
+    Each of the two fp8 modes has a decode without a schedule, one with a schedule, and one that is batch-invariant and
+    has no schedule.
+    """
     queries, q_scale = queries_in_e4m3(inputs)
     device, cache_format = str(inputs.cache.device), inputs.storage["cache_format"]
 
@@ -410,14 +471,13 @@ def mode_contenders(
             **inputs.storage,
         )  # fmt: skip
 
-    def planned(mode: str) -> Contender:
-        served = dict(
+    def served(mode: str) -> dict[str, Any]:
+        return dict(
             device=device, block_size=BLOCK_SIZE, dtype=DTYPE, cache_format=cache_format, fp8_mode=mode, backend=backend
         )
-        programs, costs = (
-            fast.decode_programs(config, query_len=row.Sq, **served),
-            fast.schedule_costs(config, **served),
-        )
+
+    def planned(mode: str, costs: ScheduleCosts, who: str) -> Contender:
+        programs = fast.decode_programs(config, query_len=row.Sq, **served(mode))
         count = programs_of_one_request(programs, row.S, costs) if row.B == 1 else programs
 
         def schedule_of(metadata: DecodeMetadata) -> DecodeSchedule:
@@ -430,13 +490,16 @@ def mode_contenders(
             schedule = schedule_of(inputs.metadata[0])
             in_turn([partial(attend, m, mode, schedule) for m in inputs.metadata], LAYERS)()
 
-        return Contender([partial(scheduled, m) for m in inputs.metadata], partial(InMode, mode), whole_step)
+        return Contender([partial(scheduled, m) for m in inputs.metadata], partial(InMode, who, mode), whole_step)
 
     found = {}
     for mode in FP8_MODES[1:]:
-        calls = [partial(attend, m, mode, None) for m in inputs.metadata]
-        found[f"{OURS}, {mode}"] = Contender(calls, partial(InMode, mode))
-        found[f"{OURS}, {mode}, planned"] = planned(mode)
+        costs, who = fast.schedule_costs(config, **served(mode)), f"{OURS}, {mode}"
+        found[f"{who}, planned"] = planned(mode, costs, f"{who}, planned")
+        invariant = DecodeSchedule(batch_invariant=True, split_rule=costs.split_rule)
+        for name, schedule in ((who, None), (f"{who}, invariant", invariant)):
+            calls = [partial(attend, m, mode, schedule) for m in inputs.metadata]
+            found[name] = Contender(calls, partial(InMode, name, mode))
     return found
 
 
@@ -505,12 +568,15 @@ def make_case(
     if cache_format.scaled:
         cut_by |= mode_contenders(row, inputs, config, backend)
     others, absent = ({}, {}) if peers is None else peer_contenders(row, inputs, peers)
+    errors: dict[str, float] = {}
     return Case(
         row.flops,
         num_bytes,
         {OURS: Contender(ours), **cut_by, **others},
-        lambda value: check(row, inputs, value),
+        lambda value: check(row, inputs, value, errors),
         absent,
+        {"e4m3_errors": errors} if cache_format == FP8_E4M3 else {},
+        lambda: compare_with_peer(errors),
     )
 
 

@@ -20,7 +20,7 @@ from rich.console import Console
 
 import fast
 from fast.parity import Parity
-from reference.interfaces import FP8_DS_MLA, FP8_E4M3, FP8_MODES, AttentionState
+from reference.interfaces import FP8_DS_MLA, FP8_E4M3, AttentionState
 
 from ..benchmarks import bytes as moves
 from ..benchmarks import contest, decode, prefill, report, table_width, timing, weights
@@ -156,65 +156,6 @@ def test_check_passes(name, row):
     for who, contender in case.contenders.items():
         found = case.check(contender.view(contender.calls[0]()))
         assert found and all(parity.passed for parity in found), who
-
-
-@pytest.mark.parametrize("cache_format", [FP8_E4M3, FP8_DS_MLA], ids=lambda each: each.name)
-def test_decode_over_a_cache_format(cache_format):
-    """Decode over a cache format -> every contender is within its budget, and an output times 1.1 is not."""
-    row = decode.Row(2, 70, 2, 5)
-    case = decode.make_case(row, None, "cpu", device="cpu", cache_format=cache_format)
-    assert case.bytes == row.bytes_over(cache_format)
-    in_modes = [f"{contest.OURS}, {mode}{planned}" for mode in FP8_MODES[1:] for planned in ("", ", planned")]
-    assert set(in_modes) < set(case.contenders)
-    for who, contender in case.contenders.items():
-        state = contender.view(contender.calls[0]())
-        found = case.check(state)
-        assert found and all(parity.passed for parity in found), who
-        mode, plain = state if isinstance(state, decode.InMode) else (None, state)
-        assert (mode is not None) == (who in in_modes)
-        wrong = AttentionState(plain.out * 1.1, plain.lse)
-        wrong = wrong if mode is None else decode.InMode(mode, wrong)
-        assert not all(parity.passed for parity in case.check(wrong))
-
-
-def test_peers_over_a_cache_format():
-    """Make the contenders over fp8_e4m3 -> peers get e4m3 caches, and a peer that cannot plan is absent with a reason.
-
-    No peer has a dense decode over fp8_ds_mla.
-    """
-    seen = []
-
-    class Planned:
-        def __call__(self, q, cache, block_table, seq_lens, scale):
-            seen.append((q.dtype, cache.dtype, list(cache.shape[1:])))
-            return (torch.zeros(2, 1, 3, 512),)
-
-    def cannot_plan(*arguments, **options):
-        raise RuntimeError("no kernel\nfor this row")
-
-    here = SimpleNamespace(
-        available=lambda: {"vllm_triton": False}, more_available=lambda: {"flashmla_fp8": True, "flashinfer": True},
-        FlashMLADecodeFp8=Planned, flashinfer_mla=cannot_plan,
-    )  # fmt: skip
-    row = decode.Row(2, 70, 1, 3)
-    inputs = decode.make_inputs(row, 2, "cpu", FP8_E4M3)
-    contenders, absent = decode.peer_contenders(row, inputs, here)
-    assert list(contenders) == ["FlashMLA fp8"]
-    assert contenders["FlashMLA fp8"].view(contenders["FlashMLA fp8"].calls[1]()).shape == (2, 3, 512)
-    assert seen == [(torch.float8_e4m3fn, torch.float8_e4m3fn, [64, 576])]
-    assert absent == {
-        "vLLM Triton": "its library could not be loaded", "FlashInfer": "RuntimeError: no kernel for this row",
-    }  # fmt: skip
-
-    def plan(metadata, heads, page, scale, **options):
-        _, pages, blocks, _ = metadata
-        assert (heads, page, options["causal"]) == (3, 64, False) and pages.tolist() == [0, 2, 4] and len(blocks) == 4
-        return lambda q_nope, q_pe, latent, rope: (torch.zeros(2, 3, latent.shape[2] + rope.shape[2] - 64), None)
-
-    here.flashinfer_mla = plan
-    contender = decode.peer_contenders(row, inputs, here)[0]["FlashInfer"]
-    assert contender.view(contender.calls[0]()).shape == (2, 3, 512)
-    assert decode.peer_contenders(row, decode.make_inputs(row, 1, "cpu", FP8_DS_MLA), here)[0] == {}
 
 
 @pytest.mark.parametrize("op", ["merge", "merge_bfloat16"])
