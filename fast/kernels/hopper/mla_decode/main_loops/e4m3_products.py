@@ -52,6 +52,9 @@ from .e4m3_tiles import meet
 from .tile_scores import ROWS, masked
 
 CHUNK = gl.constexpr(64)  # words of a key that are multiplied at a time: 128 columns
+# Replaces a factor of the scores that underflows to 0: masked scores are -inf, and -inf * 0 would be NaN. The factor is
+# the product of the softmax scale and of the scales of the queries and of the cache.
+LEAST_FACTOR = gl.constexpr(1e-37)
 
 
 class Shared(NamedTuple):
@@ -162,6 +165,7 @@ def _score_tile(tile, begin, end, number, largest, totals, visibility, ctx, c):
     mbarrier.wait(bars.full.index(stage), (number // STAGES) & 1)
     scores = _scores(stage, shared, zero, c)
     factor = shared.q_scales.index(c.CONSUMER + zero).load(ROW) * ctx.sizes.scale_log2
+    factor = gl.where(factor == 0, LEAST_FACTOR, factor)  # NaN stays NaN
     if tile >= visibility.first_masked:
         scores = masked(scores, tile, end, visibility, SCORES, c.BLOCK_SIZE)
         if (tile + 1) * TILE > visibility.length:
