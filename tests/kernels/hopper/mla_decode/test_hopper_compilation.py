@@ -16,7 +16,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -32,6 +31,7 @@ from ....support.barrier_memory import unused, used_again
 from ....support.compiled import Recorded, RecordedGluon, Source, compiled, without_products
 from ....support.decode_inputs import cut_of, schedule_of
 from ....support.factories import LOW_RANK, integers, offsets
+from ....support.machine_code import arrivals_for_all, check_assembly, product_loops, run
 from ....test_compilation import LAUNCHERS, serve, serve_captured
 
 triton = pytest.importorskip("triton")
@@ -52,7 +52,6 @@ from fast.kernels.hopper.varlen import combine as varlen_combine  # noqa: E402
 from fast.kernels.hopper.varlen import kernel as varlen_kernels  # noqa: E402
 from fast.kernels.hopper.varlen import launch as varlen  # noqa: E402
 
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 BF16 = torch.bfloat16
 DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 H200 = DeviceFacts(132, (9, 0), 232448)
@@ -122,56 +121,6 @@ def watched(monkeypatch) -> list[tuple]:
     return launches
 
 
-def run(tool, *arguments) -> str:
-    done = subprocess.run([TOOLS / tool, *arguments], capture_output=True, text=True, check=True, timeout=300)
-    return done.stdout + done.stderr
-
-
-def product_loops(disassembly: str, product: str = "GMMA") -> list[list[str]]:
-    """Return the instructions of each innermost loop that contains a product, such as HGMMA or QGMMA (e4m3)."""
-    instructions, labels = [], {}
-    for line in disassembly.splitlines():
-        if found := re.match(r"\s*(\.L\w+):", line):
-            labels[found.group(1)] = len(instructions)
-        elif found := re.search(r"/\*[0-9a-f]+\*/\s+(.*?);", line):
-            instructions.append(found.group(1))
-    loops = []
-    for end, text in enumerate(instructions):
-        found = re.search(r"\bBRA\b.*`\((\.L\w+)\)", text)
-        if text.startswith("BRA `"):  # an unconditional jump back belongs to a wait on a barrier, not to a loop
-            continue
-        if found and labels.get(found.group(1), end + 1) <= end:
-            loops.append((labels[found.group(1)], end))
-    multiply = [(a, b) for a, b in set(loops) if any(re.search(product, text) for text in instructions[a : b + 1])]
-    innermost = [(a, b) for a, b in multiply
-                 if not any(a <= c and d <= b and (c, d) != (a, b) for c, d in multiply)]  # fmt: skip
-    return [instructions[a : b + 1] for a, b in sorted(innermost)]
-
-
-def arrivals_for_all(ptx: str) -> list[list[str]]:
-    """Return the instructions before each arrival that one thread makes at an mbarrier for its whole warp group.
-
-    Each list has the instructions since the previous arrival of this kind.
-    """
-    groups: list[list[str]] = [[]]
-    for line in map(str.strip, ptx.splitlines()):
-        if re.match(r"@%p\d+ mbarrier\.arrive\.shared", line):
-            groups.append([])
-        elif line and not re.match(r"\.(loc|file)|//|\$L__tmp", line):
-            groups[-1].append(line)
-    return groups[:-1]
-
-
-def all_have_met(before: list[str]) -> bool:
-    """Return whether a barrier of the warp group follows the last memory access or fence in these instructions."""
-    for line in reversed(before):
-        if re.match(r"bar\.(sync|warp\.sync)\b", line):
-            return True
-        if re.search(r"^\$L|\bbra\b|\b(ld|st)\.(shared|global)|ldmatrix|stmatrix|wgmma|cp\.async|fence\.proxy", line):
-            return False
-    return False
-
-
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("heads", [16, 32, 128])
 def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
@@ -186,8 +135,7 @@ def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
         pytest.skip("only for more than 32 heads")
     kernel = compiled(*recorded(monkeypatch, heads, cut))
     assert kernel.metadata.shared <= H200.shared
-    (tmp_path / "kernel.cubin").write_bytes(kernel.asm["cubin"])
-    (tmp_path / "kernel.ptx").write_text(kernel.asm["ptx"])
+    check_assembly(kernel, tmp_path)
     disassembly = run("nvdisasm", "-c", tmp_path / "kernel.cubin")
     loops = product_loops(disassembly)
     assert loops
@@ -201,11 +149,6 @@ def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
         assert not [text for text in loop if re.search(r"\b(LDL|STL)\b", text)]
     writes = heads == 128 and cut not in ("split", *ONLY_MANY)
     assert ("UTMASTG" in disassembly) == writes, "TMA stores of outputs"
-    messages = run("ptxas", "-v", "-arch=sm_90a", "-o", tmp_path / "again.cubin", tmp_path / "kernel.ptx")
-    assert "serialized" not in messages
-    arrivals = arrivals_for_all(kernel.asm["ptx"])
-    assert arrivals and all(map(all_have_met, arrivals))
-    assert unused(kernel.asm["ptx"]) == used_again(kernel.asm["ptx"]) == []
 
 
 def count_arrivals() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from dataclasses import replace
 from functools import partial
 
@@ -33,17 +32,14 @@ from fast.kernels.hopper.mla_decode import select, split_cost  # noqa: E402
 
 from ....support.barrier_memory import unused, used_again  # noqa: E402
 from ....support.compiled import compiled  # noqa: E402
+from ....support.machine_code import check_machine_code  # noqa: E402
 from .test_hopper_compilation import (  # noqa: E402
     CUTS,
     DEEP,
     H200,
     ONLY_MANY,
-    all_have_met,
-    arrivals_for_all,
-    product_loops,
     record,
     record_all,
-    run,
     watched,
 )
 from .test_hopper_compilation import recorded as recorded_over_any_format  # noqa: E402
@@ -72,69 +68,60 @@ def recorded_in_mode(monkeypatch, mode, heads, cut, *given, out_dtype=BF16, **op
         return recorded(patch, heads, cut, *given, dtype=E4M3, out_dtype=out_dtype, **options)
 
 
+def check_converted(kernel, folder, heads, cut):
+    """Check the machine code of `row_blocks_16_32_e4m3`; `check_machine_code` has the list."""
+    check_machine_code(kernel, folder, H200.shared, {"GMMA": MOST_LOCAL_ACCESSES.get((min(heads, 32), cut), 0)})
+
+
+def check_in_mode(kernel, folder, mode, cut):
+    """Check the machine code of `row_blocks_64_e4m3`; `check_machine_code` has the list.
+
+    The two patterns find the innermost loops with products, and the innermost loops with the exponentials of the
+    softmax.
+    """
+    most = (MOST_IN_TILES_INVARIANT if cut in INVARIANT else MOST_IN_TILES)[mode]
+    check_machine_code(kernel, folder, H200.shared, dict(zip(("GMMA", r"MUFU\.EX2"), most, strict=True)))
+
+
 @pytest.mark.parametrize("cut", [cut for cut in CUTS if cut not in ONLY_MANY])
 @pytest.mark.parametrize("heads", [16, 32, 128])
 def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
-    """Compile a kernel and check its main loops and its arrivals at mbarriers.
+    """Compile a kernel -> no main loop spills registers, except for the accesses in `MOST_LOCAL_ACCESSES`.
 
-    - No main loop spills registers, except for the accesses in `MOST_LOCAL_ACCESSES`.
-    - The assembler serialises no matrix product (warnings C7510 to C7514).
-    - One thread arrives for its warp group only after a barrier of the group.
-    - Every mbarrier is used, and no other data begin at its address.
+    The assembler serialises no matrix product, and the arrivals at mbarriers are right.
     """
-    kernel = compiled(*recorded(monkeypatch, heads, cut))
-    assert kernel.metadata.shared <= H200.shared
-    (tmp_path / "kernel.cubin").write_bytes(kernel.asm["cubin"])
-    (tmp_path / "kernel.ptx").write_text(kernel.asm["ptx"])
-    loops = product_loops(run("nvdisasm", "-c", tmp_path / "kernel.cubin"))
-    assert len(loops) == 2  # one main loop for each consumer
-    allowed = MOST_LOCAL_ACCESSES.get((min(heads, 32), cut), 0)
-    for loop in loops:
-        assert len([text for text in loop if re.search(r"\b(LDL|STL)\b", text)]) <= allowed
-    messages = run("ptxas", "-v", "-arch=sm_90a", "-o", tmp_path / "again.cubin", tmp_path / "kernel.ptx")
-    assert "serialized" not in messages and not re.search(r"C751[0-4]", messages)
-    arrivals = arrivals_for_all(kernel.asm["ptx"])
-    assert arrivals and all(map(all_have_met, arrivals))
-    assert unused(kernel.asm["ptx"]) == used_again(kernel.asm["ptx"]) == []
+    check_converted(compiled(*recorded(monkeypatch, heads, cut)), tmp_path, heads, cut)
 
 
-@pytest.mark.parametrize("block_size, widths, dtype", [
-    (16, (512, 64), BF16), (32, (256, 32), FP16), (128, (512, 0), BF16), (64, (256, 64), BF16), (64, (512, 32), FP16),
-    (16, (256, 0), BF16),
+@pytest.mark.parametrize("block_size, widths, dtype, out_dtype", [
+    (16, (512, 64), BF16, None), (32, (256, 32), FP16, None), (128, (512, 0), BF16, torch.float32),
+    (64, (256, 64), BF16, None), (64, (512, 32), FP16, torch.float32), (16, (256, 0), BF16, None),
+    (64, (512, 64), FP16, None), (64, (512, 64), BF16, torch.float32),
 ])  # fmt: skip
-@pytest.mark.parametrize("heads, cut", [(16, "whole"), (32, "whole"), (32, "batch-invariant, planned")])
-def test_every_shape_fits(heads, cut, block_size, widths, dtype, monkeypatch):
-    """For each supported block size and entry width, the kernel fits into the shared memory of an H200."""
-    if not DEEP and (heads, cut, block_size) not in ((32, "batch-invariant, planned", 16), (16, "whole", 32)):
+@pytest.mark.parametrize("heads, cut", [
+    (16, "whole"), (16, "split"), (16, "batch-invariant"), (32, "whole"), (32, "scheduled"),
+    (32, "batch-invariant, planned"),
+])  # fmt: skip
+def test_every_shape_spills_nothing(heads, cut, block_size, widths, dtype, out_dtype, monkeypatch, tmp_path):
+    """Compile the kernel for each block size, entry width, dtype of the queries and dtype of the output.
+
+    The checks are those of `test_nothing_spills_where_it_multiplies`.
+    """
+    always = (32, "batch-invariant, planned", 16, 512), (16, "whole", 32, 256), (16, "batch-invariant", 128, 512)
+    if not DEEP and (heads, cut, block_size, widths[0]) not in always:
         pytest.skip("runs only with HYPOTHESIS_PROFILE=deep")
-    kernel = compiled(*recorded(monkeypatch, heads, cut, block_size, widths, dtype))
-    assert kernel.metadata.shared <= H200.shared
+    kernel = compiled(*recorded(monkeypatch, heads, cut, block_size, widths, dtype, out_dtype=out_dtype))
+    check_converted(kernel, tmp_path, heads, cut)
 
 
 @pytest.mark.parametrize("cut", [cut for cut in CUTS if cut not in ONLY_MANY])
 @pytest.mark.parametrize("mode", MODES)
 def test_few_spills_with_queries_in_e4m3(mode, cut, monkeypatch, tmp_path):
-    """Compile `row_blocks_64_e4m3` and check its loops, its products and its arrivals, as above.
+    """Compile `row_blocks_64_e4m3` -> registers are spilled at most as often as `MOST_IN_TILES` says.
 
-    Registers are spilled at most as often as `MOST_IN_TILES` says.
+    The assembler serialises no matrix product, and the arrivals at mbarriers are right.
     """
-    kernel = compiled(*recorded_in_mode(monkeypatch, mode, 128, cut))
-    assert kernel.metadata.shared <= H200.shared
-    (tmp_path / "kernel.cubin").write_bytes(kernel.asm["cubin"])
-    (tmp_path / "kernel.ptx").write_text(kernel.asm["ptx"])
-    disassembly = run("nvdisasm", "-c", tmp_path / "kernel.cubin")
-    most = (MOST_IN_TILES_INVARIANT if cut in INVARIANT else MOST_IN_TILES)[mode]
-    # the innermost loops with products, and the innermost loops with the exponentials of the softmax
-    for text, allowed in zip(("GMMA", r"MUFU\.EX2"), most, strict=True):
-        loops = [loop for loop in product_loops(disassembly, text) if any("GMMA" in each for each in loop)]
-        assert len(loops) == 2  # one loop for each consumer
-        for loop in loops:
-            assert len([each for each in loop if re.search(r"\b(LDL|STL)\b", each)]) <= allowed
-    messages = run("ptxas", "-v", "-arch=sm_90a", "-o", tmp_path / "again.cubin", tmp_path / "kernel.ptx")
-    assert "serialized" not in messages and not re.search(r"C751[0-4]", messages)
-    arrivals = arrivals_for_all(kernel.asm["ptx"])
-    assert arrivals and all(map(all_have_met, arrivals))
-    assert unused(kernel.asm["ptx"]) == used_again(kernel.asm["ptx"]) == []
+    check_in_mode(compiled(*recorded_in_mode(monkeypatch, mode, 128, cut)), tmp_path, mode, cut)
 
 
 def test_memory_of_barriers():
@@ -169,14 +156,20 @@ def test_partial_outputs_in_bfloat16_add_no_spills(monkeypatch, tmp_path):
 @pytest.mark.parametrize("heads, cut, block_size, widths, out_dtype", [
     (3, "whole", 16, (256, 32), FP16), (40, "split", 32, (256, 0), torch.float32),
     (128, "scheduled", 128, (512, 0), BF16), (64, "batch-invariant, planned", 64, (512, 32), torch.float32),
-    (64, "batch-invariant", 16, (256, 64), BF16),
+    (64, "batch-invariant", 16, (256, 64), BF16), (128, "whole", 64, (512, 64), FP16),
+    (128, "split", 64, (512, 64), torch.float32), (128, "batch-invariant", 128, (512, 64), torch.float32),
 ])  # fmt: skip
-def test_every_shape_fits_with_queries_in_e4m3(heads, cut, block_size, widths, out_dtype, mode, monkeypatch):
-    """For each supported block size and entry width, `row_blocks_64_e4m3` fits into the shared memory of an H200."""
+def test_every_shape_spills_little_with_queries_in_e4m3(
+    heads, cut, block_size, widths, out_dtype, mode, monkeypatch, tmp_path
+):
+    """Compile `row_blocks_64_e4m3` for each block size, entry width and dtype of the output.
+
+    The checks are those of `test_few_spills_with_queries_in_e4m3`.
+    """
     if not DEEP and heads not in (3, 40):
         pytest.skip("runs only with HYPOTHESIS_PROFILE=deep")
     kernel = compiled(*recorded_in_mode(monkeypatch, mode, heads, cut, block_size, widths, out_dtype=out_dtype))
-    assert kernel.metadata.shared <= H200.shared
+    check_in_mode(kernel, tmp_path, mode, cut)
 
 
 @pytest.mark.parametrize("mode", MODES)
