@@ -1,16 +1,33 @@
-"""Decode with e4m3 queries (8 bits) in PyTorch, with every rounding of the Triton kernels, to compute error budgets."""
+"""Decode with e4m3 queries (8 bits) in PyTorch, with every rounding of the Triton kernels, to compute error budgets.
+
+`StoredDecode` has the inputs of a decode over `fp8_e4m3` in any fp8 mode, so that one test can serve all modes.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 import reference
 from fast.parity import compare_states
-from reference.interfaces import AttentionState, CacheFormat, to_e4m3
+from reference.interfaces import (
+    CONVERTED,
+    E4M3_MAX,
+    FP8_E4M3,
+    AttentionState,
+    CacheFormat,
+    DecodeMetadata,
+    DecodeSchedule,
+    to_e4m3,
+)
 
-from .decode_inputs import SCALE
+from . import decode_inputs
+from .decode_inputs import SCALE, make_stored_inputs
 from .factories import integers
+from .triton_mode import DEVICE
 
 TILE = 32  # keys in a tile of the kernels; the products (probability x scale) of a tile are divided by one power of two
 PRODUCT_COLUMNS = 32  # terms that a Tensor Core adds in one step
@@ -116,3 +133,76 @@ def products(q: Tensor, k: Tensor, in_e4m3: bool, columns: int = BLOCK_COLUMNS) 
             sums = cut * step
         total += sums
     return total
+
+
+@dataclass(frozen=True)
+class StoredDecode:
+    """Inputs of a decode over a cache in the format `fp8_e4m3`, on the CPU.
+
+    Attributes:
+        queries: absorbed queries [T, N, Lkv] and rope parts [T, N, R], in e4m3 in another mode than `converted`.
+        cache: paged cache.
+        plan: plan of the decode.
+        kv_scale: scale of the cache.
+        mode: fp8 mode.
+        q_scale: scales of the queries, [N]; None for `converted`.
+    """
+
+    queries: tuple[Tensor, Tensor]
+    cache: Tensor
+    plan: DecodeMetadata
+    kv_scale: Tensor
+    mode: str
+    q_scale: Tensor | None
+
+    @classmethod
+    def of(
+        cls, mode: str, ql: Tensor, q_pe: Tensor, cache: Tensor, plan: DecodeMetadata, kv_scale: Tensor
+    ) -> StoredDecode:
+        """Return the inputs in a mode; in another mode than `converted`, the largest query of a head becomes 448."""
+        if mode == CONVERTED:
+            return cls((ql, q_pe), cache, plan, kv_scale, mode, None)
+        largest = [x.float().abs().amax((0, 2)) for x in (ql, q_pe) if x.numel()]
+        q_scale = torch.stack(largest).amax(0) / E4M3_MAX
+        return cls(tuple(quantised(ql, q_pe, q_scale)), cache, plan, kv_scale, mode, q_scale)
+
+    @classmethod
+    def make(cls, mode: str, *lens_and_more) -> StoredDecode:
+        """Return inputs of `make_stored_inputs`, which has the arguments behind `mode`."""
+        inputs, kv_scale = make_stored_inputs(FP8_E4M3, *lens_and_more)
+        return cls.of(mode, *inputs, kv_scale)
+
+    @property
+    def negated(self) -> tuple[Tensor, Tensor]:
+        """The queries with the other sign, which changes no other bit."""
+        return tuple((-x.float()).to(x.dtype) for x in self.queries)
+
+    def launch(
+        self,
+        kernels: ModuleType,
+        schedule: DecodeSchedule | None = None,
+        scale: float = SCALE,
+        out_dtype: torch.dtype | None = None,
+    ) -> AttentionState:
+        """Launch the decode of a backend on DEVICE and return the attention state on the CPU.
+
+        By default, the output has the dtype of the queries, or float32 if the queries are in e4m3.
+        """
+        converted = self.mode == CONVERTED
+        out_dtype = out_dtype or (self.queries[0].dtype if converted else torch.float32)
+        given = decode_inputs.arguments(
+            *self.queries, self.cache, self.plan, scale, schedule, out_dtype, FP8_E4M3, self.kv_scale
+        )
+        options = {} if converted else {"fp8_mode": self.mode, "q_scale": self.q_scale.to(DEVICE)}
+        return AttentionState(*(x.cpu() for x in kernels.mla_decode(*given, **options)))
+
+    def verdict(self, state: AttentionState) -> None:
+        """Assert that a state is within the budget of the mode, for the softmax scale `SCALE`."""
+        if self.mode == CONVERTED:
+            decode_inputs.verdict(state, *self.queries, self.cache, self.plan, FP8_E4M3, self.kv_scale)
+            return
+        stored = self.cache, self.plan
+        modes = FP8_E4M3, self.kv_scale, self.mode, self.q_scale
+        low = rounded_decode(self.queries, *stored, *modes, state.out.dtype, DEVICE.type == "cuda")
+        names = ("cache_format", "kv_scale", "fp8_mode", "q_scale")
+        check(state, low, self.queries, *stored, **dict(zip(names, modes, strict=True)))

@@ -6,6 +6,10 @@ is NaN in e4m3. `verdict` asserts that a result is within the budget, the larges
 
 A row is one (query token, head) pair. A row block is the 16 or 32 rows that a program processes together. A split is
 consecutive tiles (64 keys each) of a request.
+
+Some tests also decode in the modes `fp8_query` and `fp8_product`, whose row blocks have 64 rows. These tests take their
+inputs from `StoredDecode`, and only a few numbers of heads in these modes, because the budget is computed slowly.
+`test_hopper_e4m3_modes` has the other tests of these modes.
 """
 
 from __future__ import annotations
@@ -20,7 +24,16 @@ import fast
 import reference
 from fast import backends
 from fast.kernels.schedule_costs import measured_schedule_costs
-from reference.interfaces import FP8_DS_MLA, FP8_E4M3, AttentionState, InvariantSplitRule, MLAConfig, ScheduleCosts
+from reference.interfaces import (
+    CONVERTED,
+    FP8_DS_MLA,
+    FP8_E4M3,
+    FP8_MODES,
+    AttentionState,
+    InvariantSplitRule,
+    MLAConfig,
+    ScheduleCosts,
+)
 
 from ....support import decode_inputs
 from ....support.decode_inputs import (
@@ -35,6 +48,7 @@ from ....support.decode_inputs import (
     schedule_of,
 )
 from ....support.factories import GARBAGE, assert_same_bits, integers
+from ....support.fp8_modes import StoredDecode
 from ....support.triton_mode import DEVICE, ON_HOPPER
 
 if not ON_HOPPER:
@@ -49,6 +63,11 @@ BF16, FP16 = DTYPES
 HEADS = [3, 16, 32, 64, 128]
 WIDTHS = [(latent, rope) for latent in (512, 256) for rope in (64, 32, 0)]
 make_inputs = partial(make_stored_inputs, FP8_E4M3)
+
+
+def heads_and_modes(converted, in_e4m3=(5, 100)):
+    """Return pairs (heads, fp8 mode): all of `converted` in the mode `converted`, `in_e4m3` in the other modes."""
+    return [(n, mode) for mode in FP8_MODES for n in (converted if mode == CONVERTED else in_e4m3)]
 
 
 def launch(inputs, kv_scale, **options) -> AttentionState:
@@ -71,17 +90,27 @@ def test_lengths(lens, heads, dtype):
     check_parity(*lens, heads, dtype)
 
 
-@pytest.mark.parametrize("heads", [1, 2, 7, 8, 17, 33, 40, 96, 127, 192])
-def test_heads(heads):
-    """A decode is within the budget for any number of heads; a row block has 16 or 32 rows of one or several tokens."""
-    check_parity([1, 2, 0, 5], [66, 333, 5, 129], heads, BF16)
+@pytest.mark.parametrize("heads, mode", heads_and_modes([1, 2, 7, 8, 17, 33, 40, 96, 127, 192], (1, 2, 127)))
+def test_heads(heads, mode):
+    """A decode is within the budget for any number of heads; a row block may have rows of several tokens."""
+    case = StoredDecode.make(mode, [1, 2, 0, 5], [66, 333, 5, 129], heads, BF16)
+    case.verdict(case.launch(decode))
 
 
-@pytest.mark.parametrize("query_len", range(1, 6))
+@pytest.mark.parametrize("query_len, mode", heads_and_modes(range(1, 6), (4,)))
 @pytest.mark.parametrize("heads", [4, 16, 64])
-def test_several_queries(heads, query_len):
+def test_several_queries(heads, query_len, mode):
     """In a request with several query tokens, each token sees only keys up to its own position (pitfall 12)."""
-    check_parity([query_len] * 3, [65, 330, query_len], heads, BF16)
+    case = StoredDecode.make(mode, [query_len] * 3, [65, 330, query_len], heads, BF16)
+    case.verdict(case.launch(decode))
+
+
+@pytest.mark.parametrize("mode", FP8_MODES)
+def test_many_keys(mode):
+    """A decode of one request with 131072 keys is within the budget, also if it is batch-invariant."""
+    case = StoredDecode.make(mode, [1], [131072], 4, BF16)
+    for schedule in (None, schedule_of(None, 4, 0, True)):
+        case.verdict(case.launch(decode, schedule))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -127,13 +156,13 @@ def test_short_before_long(heads, batch_invariant):
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
-@pytest.mark.parametrize("heads", [4, 32, 128])
-def test_fewer_programs_than_requests(heads, batch_invariant, monkeypatch):
+@pytest.mark.parametrize("heads, mode", heads_and_modes([4, 32, 128], (4, 128)))
+def test_fewer_programs_than_requests(heads, mode, batch_invariant, monkeypatch):
     """A decode without a schedule is within the budget if each program processes several requests."""
     facts = decode.device_facts(DEVICE)
     monkeypatch.setattr(decode, "device_facts", lambda _: facts._replace(processors=3))
-    stored = make_inputs([1, 2, 0, 1, 3, 1, 2], [130, 70, 20, 0, 700, 64, 300], heads, BF16)
-    verdict(launch(*stored, schedule=schedule_of(None, heads, 0, batch_invariant)), *stored)
+    case = StoredDecode.make(mode, [1, 2, 0, 1, 3, 1, 2], [130, 70, 20, 0, 700, 64, 300], heads, BF16)
+    case.verdict(case.launch(decode, schedule_of(None, heads, 0, batch_invariant)))
 
 
 @pytest.mark.parametrize("torn", [False, True])
@@ -182,8 +211,8 @@ def test_any_invariant_cut(heads, cut):
 
 
 @pytest.mark.parametrize("form", ["whole", "split", "scheduled", "batch-invariant"])
-@pytest.mark.parametrize("heads", [3, 16, 32, 64])
-def test_rising_scores(heads, form, monkeypatch):
+@pytest.mark.parametrize("heads, mode", heads_and_modes([3, 16, 32, 64], (3, 64)))
+def test_rising_scores(heads, mode, form, monkeypatch):
     """A decode is within the budget if the largest score of some rows rises from one tile to the next.
 
     Each consumer attends every second tile, so both must rescale their sums, and the merge must weight them.
@@ -191,37 +220,54 @@ def test_rising_scores(heads, form, monkeypatch):
     ql, q_pe, cache, plan = rising_inputs(heads, BF16)
     kv_scale, entries = torch.tensor(2.0), cache.flatten(0, 1)
     codes = reference.quantize_entries(entries[:, :512], entries[:, 512:], FP8_E4M3, kv_scale).view(cache.shape)
-    inputs = (ql, q_pe, codes, plan)
+    case = StoredDecode.of(mode, ql, q_pe, codes, plan, kv_scale)
     monkeypatch.setattr(select, "best_num_splits", lambda *_: 3 if form == "split" else 1)
     monkeypatch.setattr(select, "best_num_programs", lambda *_: 1)
-    verdict(launch(inputs, kv_scale, schedule=schedule_for(form, plan, heads)), inputs, kv_scale)
+    case.verdict(case.launch(decode, schedule_for(form, plan, heads)))
 
 
-@pytest.mark.parametrize("heads", [5, 32, 100])
-def test_mask_is_data(heads):
+@pytest.mark.parametrize("heads, mode", heads_and_modes([5, 32, 100]))
+def test_mask_is_data(heads, mode):
     """A decode is within the budget for any `visible_lens`: a token may even see fewer keys than an earlier token."""
-    (ql, q_pe, cache, plan), kv_scale = make_inputs([4, 2, 3], [250, 170, 40], heads, BF16)
-    inputs = (ql, q_pe, cache, replace(plan, visible_lens=integers(250, 0, 64, 1, 0, 0, 39, 40, 3)))
-    verdict(launch(inputs, kv_scale), inputs, kv_scale)
+    case = StoredDecode.make(mode, [4, 2, 3], [250, 170, 40], heads, BF16)
+    case = replace(case, plan=replace(case.plan, visible_lens=integers(250, 0, 64, 1, 0, 0, 39, 40, 3)))
+    case.verdict(case.launch(decode))
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.13, 1.0])
-@pytest.mark.parametrize("heads", [5, 64])
-def test_any_scale(heads, scale):
+@pytest.mark.parametrize("heads, mode", heads_and_modes([5, 64], (5, 64)))
+def test_any_scale(heads, mode, scale):
     """A decode works with any softmax scale, also 0 or negative; rows without keys have output 0 and LSE -inf.
 
     If the queries and the scale both change their signs, the bits of the result stay the same.
     """
-    (ql, q_pe, cache, plan), kv_scale = make_inputs([1, 2, 1], [250, 170, 0], heads, BF16)
-    plan = replace(plan, visible_lens=integers(250, 0, 170, 0))
-    state = launch((ql, q_pe, cache, plan), kv_scale, scale=scale)
-    turned = launch((-ql, -q_pe, cache, plan), kv_scale, scale=-scale)
+    case = StoredDecode.make(mode, [1, 2, 1], [250, 170, 0], heads, BF16)
+    case = replace(case, plan=replace(case.plan, visible_lens=integers(250, 0, 170, 0)))
+    state = case.launch(decode, scale=scale)
+    turned = replace(case, queries=case.negated).launch(decode, scale=-scale)
     assert_same_bits(state.out, turned.out)
     assert_same_bits(state.lse, turned.lse)
     assert state.out[[1, 3]].eq(0).all() and state.lse[:, [1, 3]].eq(-torch.inf).all()
     assert state.out.isfinite().all() and state.lse[:, [0, 2]].isfinite().all()
     if scale == 0:
         assert torch.allclose(state.lse[:, 0], torch.tensor(250.0).log().expand(heads), atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", FP8_MODES)
+def test_scales_whose_product_underflows(mode):
+    """With a softmax scale of 0 and very small scales of the cache and of the queries, all keys have equal weights.
+
+    The product of the three scales is 0 in float32. A row without keys still has output 0 and LSE -inf, because a
+    masked score is not multiplied by 0.
+    """
+    case = StoredDecode.make(mode, [1, 2], [250, 70], 20, BF16)
+    small = torch.tensor(1e-12)
+    case = replace(case, kv_scale=small, q_scale=None if mode == CONVERTED else torch.full((20,), 1e-12))
+    case = replace(case, plan=replace(case.plan, visible_lens=integers(250, 0, 70)))
+    state = case.launch(decode, scale=0.0)
+    for token, keys in ((0, 250.0), (2, 70.0)):
+        assert torch.allclose(state.lse[:, token], torch.tensor(keys).log().expand(20), atol=1e-5)
+    assert state.out.isfinite().all() and state.out[1].eq(0).all() and state.lse[:, 1].eq(-torch.inf).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -317,17 +363,18 @@ def test_strides(heads):
         assert_same_bits(state.lse, dense.lse)
 
 
-@pytest.mark.parametrize("heads", [16, 64])
-def test_offsets_beyond_32_bit(heads):
+@pytest.mark.parametrize("heads, mode", heads_and_modes([16, 64], (64,)))
+def test_offsets_beyond_32_bit(heads, mode):
     """A decode is within the budget if its blocks lie behind byte 2^32 of the cache (pitfall 8)."""
-    (ql, q_pe, cache, plan), kv_scale = make_inputs([1, 1], [130, 67], heads, BF16)
+    case = StoredDecode.make(mode, [1, 1], [130, 67], heads, BF16)
+    cache, plan = case.cache, case.plan
     away = 2**32 // cache[0].numel() + 5
     if torch.cuda.mem_get_info()[0] < 2 * (away + 100) * cache[0].numel():
         pytest.skip("too little memory")
     large = torch.empty(away + cache.shape[0], *cache.shape[1:], dtype=torch.uint8, device=DEVICE)
     large[away:] = cache.view(torch.uint8).to(DEVICE)
     moved = replace(plan, block_table=plan.block_table.clamp(max=2**30) + away)
-    verdict(launch((ql, q_pe, large.view(cache.dtype), moved), kv_scale), (ql, q_pe, cache, plan), kv_scale)
+    case.verdict(replace(case, cache=large.view(cache.dtype), plan=moved).launch(decode))
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])

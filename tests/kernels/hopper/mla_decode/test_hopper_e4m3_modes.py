@@ -3,7 +3,8 @@
 Gluon has no interpreter, so these tests need a Hopper GPU. The errors are measured against the reference in float64,
 which reads the same stored numbers. The budget follows from `rounded_decode`, which rounds where the kernel rounds.
 `rounded_decode` is slow, so most requests are short. All bytes of a cache that belong to no token are 0xFF, which is
-NaN in e4m3. `test_hopper_e4m3_decode` has the tests of the mode `converted`, and explains rows, splits and budgets.
+NaN in e4m3. `test_hopper_e4m3_decode` has the tests of the mode `converted`, and some tests of all modes; it explains
+rows, splits and budgets.
 """
 
 from __future__ import annotations
