@@ -252,7 +252,7 @@ def prepare(
     try:
         job_type.check_format(cache_format, config)
     except ValueError as error:
-        raise ValueError(f"--cache-format: {error}") from None
+        raise ValueError(f"--cache-format: {str(error).removeprefix('cache_format: ')}") from None
     device, dtype = choose_device(args, config, packages, cache_format)
     tokenizer = read(lambda: AutoTokenizer.from_pretrained(source, local_files_only=local))
     model = load_model(source, local, dtype).to(device).eval()

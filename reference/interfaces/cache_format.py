@@ -112,7 +112,7 @@ class CacheFormat:
         check_int("qk_rope_head_dim", qk_rope_head_dim, 0)
         dims = (kv_lora_rank, qk_rope_head_dim)
         if self.dims is not None and self.dims != dims:
-            check(False, "dims", f"(Lkv, R) = {self.dims} for format {self.name}", dims)
+            check(False, "cache_format", f"(Lkv, R) = {self.dims} for format {self.name}", dims)
         if self.storage_dtype is None:
             return EntryLayout(kv_lora_rank, kv_lora_rank, kv_lora_rank + qk_rope_head_dim)
         size = self.storage_dtype.itemsize

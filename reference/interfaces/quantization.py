@@ -167,6 +167,8 @@ def check_scale(argument: str, scale: Tensor, num_heads: int | None, device: tor
     """
     check_type(argument, scale, Tensor, "a tensor")
     per_head = num_heads is not None and scale.dim() == 1
+    if num_heads is not None and scale.layout == torch.strided and not scale.is_nested and scale.dim() > 1:
+        check(False, argument, f"shape [] or [{num_heads}]", list(scale.shape))
     check_tensor(argument, scale, (num_heads,) if per_head else (), (torch.float32,), device)
 
 

@@ -193,5 +193,5 @@ def test_bytes_of_an_entry():
     assert one_byte.entry_bytes(512, 0, torch.float32) == 512
     with pytest.raises(ValueError, match="^dtype: expected one of torch.float32, torch.float64, got torch.bfloat16$"):
         STORED.entry_bytes(512, 64, torch.bfloat16)
-    with pytest.raises(ValueError, match="^dims: expected "):
+    with pytest.raises(ValueError, match="^cache_format: expected "):
         PACKED.entry_bytes(512, 64, torch.float32)

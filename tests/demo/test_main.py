@@ -427,7 +427,7 @@ BAD = [
     (["--device", "cpu", "--backend", "hopper"], "hopper: serves device cuda, got cpu"),
     (
         ["--cache-format", "fp8_ds_mla"],
-        "--cache-format: dims: expected (Lkv, R) = (512, 64) for format fp8_ds_mla, got",
+        "--cache-format: expected (Lkv, R) = (512, 64) for format fp8_ds_mla, got",
     ),
     (["--fp8-mode", "fp8_query"], "--fp8-mode: expected converted for format compute_dtype, got fp8_query"),
     (["--block-size", "0"], "--block-size: expected at least 1 and less than 2^31, got 0"),

@@ -358,7 +358,7 @@ def test_graphs(ops, format_config):
 def test_dims_that_the_format_does_not_support(ops):
     """A layer, builder or plan with dims that fp8_ds_mla does not support raises before any step."""
     weights, common = make_weights(SMALL, torch.float64), make_batch((3,), (3,)).common
-    wanted = r"^dims: expected \(Lkv, R\) = \(512, 64\) for format fp8_ds_mla, got \(32, 16\)$"
+    wanted = r"^cache_format: expected \(Lkv, R\) = \(512, 64\) for format fp8_ds_mla, got \(32, 16\)$"
     calls = [lambda: make_layer(ops, SMALL, weights, torch.float64, cache_format=FP8_DS_MLA)]
     for invariant in (False, True):
         options = {"cache_format": FP8_DS_MLA, "batch_invariant": invariant}

@@ -183,6 +183,7 @@ def test_refusals(ops, case, plain_errors):
     refused("q_scale: expected None for fp8_mode converted, got a scale", plain, fp8_mode="converted")
     refused("q_scale: expected a tensor, got NoneType", kind=TypeError, q_scale=None)
     refused(r"q_scale: expected shape \[3\], got \[2\]", q_scale=torch.ones(2))
+    refused(r"q_scale: expected shape \[\] or \[3\], got \[1, 3\]", q_scale=torch.ones(1, 3))
     refused("q_scale: expected device cpu, got meta", q_scale=torch.ones((), device="meta"))
     for value in (0.0, -1.0, NAN, INF):
         refused(f"q_scale: expected a finite number above 0, got {value}", q_scale=torch.tensor(value))

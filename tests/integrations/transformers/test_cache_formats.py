@@ -271,7 +271,7 @@ REFUSED = {
     "no format": (lambda folder: dict(cache_format=8), "^cache_format: expected a CacheFormat or the name of a format"),
     "dims": (
         lambda folder: dict(cache_format="fp8_ds_mla"),
-        r"^dims: expected \(Lkv, R\) = \(512, 64\) for format fp8_ds_mla, got \(32, 8\)$",
+        r"^cache_format: expected \(Lkv, R\) = \(512, 64\) for format fp8_ds_mla, got \(32, 8\)$",
     ),
     "file of another format": (
         lambda folder: dict(FP8, kv_scales=calibration_file(folder, cache_format="fp8_ds_mla")),
