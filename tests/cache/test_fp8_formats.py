@@ -394,7 +394,7 @@ BAD_CACHES = {
     "a scale without use": (FP8_DS_MLA, {"kv_scale": torch.ones(())}, "kv_scale: expected None for format fp8_ds_mla"),
     "dims": (
         FP8_DS_MLA, {"kv_c_normed": torch.randn(3, 256)},
-        r"dims: expected \(Lkv, R\) = \(512, 64\) for format fp8_ds_mla, got \(256, 64\)",
+        r"cache_format: expected \(Lkv, R\) = \(512, 64\) for format fp8_ds_mla, got \(256, 64\)",
     ),
     "dtype": (
         FP8_E4M3, {"kv_cache": torch.zeros(2, 4, 32)},

@@ -243,7 +243,7 @@ def test_bytes_of_a_gathered_chunk(ops):
     assert ops.dcp_gather_bytes(96, 512, 64, 1) == 0
     for arguments, message in (
         ((-1, 512, 64, 2), "padded_tokens: expected"), ((4, 0, 64, 2), "kv_lora_rank: expected"),
-        ((4, 512, 64, 0), "context_parallel_size: expected"), ((4, 256, 64, 2, FP8_DS_MLA), "dims: expected"),
+        ((4, 512, 64, 0), "context_parallel_size: expected"), ((4, 256, 64, 2, FP8_DS_MLA), "cache_format: expected"),
         ((4, 512, 64, 2, FP8_E4M3, torch.int8), "dtype: expected"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
@@ -482,7 +482,7 @@ def test_explain_names_the_format():
         lines = fast.backends.explain(config, device="cpu", dtype=torch.float32, cache_format=cache_format)
         assert all(": cpu" in line for line in lines.splitlines()), lines
         assert "quantize_entries: cpu" in lines and "reorg_kvcache: cpu" in lines
-    with pytest.raises(ValueError, match="dims: expected"):
+    with pytest.raises(ValueError, match="cache_format: expected"):
         fast.backends.explain(DIRECT, device="cpu", dtype=torch.float32, cache_format=FP8_DS_MLA)
 
 
