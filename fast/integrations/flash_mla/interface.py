@@ -14,12 +14,14 @@ import fast
 from fast.backends import BackendChoice
 from fast.mla.device_choices import DecodeLayer
 from reference.interfaces import (
+    CAUSAL,
     COMPUTE_FORMAT,
     CONVERTED,
     E4M3,
     FLOAT_DTYPES,
     FP8_DS_MLA,
     FP8_E4M3,
+    VISIBLE_LENS,
     CacheFormat,
     DecodeMetadata,
     DecodeSchedule,
@@ -27,6 +29,7 @@ from reference.interfaces import (
     MLAConfig,
     UnsupportedConfiguration,
     check,
+    check_blocks,
     check_flag,
     check_int,
     check_number,
@@ -57,8 +60,8 @@ class _Plan(NamedTuple):
     """The plan of a decode, and what it was made for.
 
     Attributes:
-        seq_lens: the lengths. The plan keeps the tensor, so that no other tensor can get its address.
-        changes: how often `seq_lens` had been changed in place; None for an inference tensor.
+        seq_lens: the lengths. The plan keeps their memory, so that no other tensor can get its address.
+        identity: place and state of the lengths in memory (`_identity_of`).
         graph: kind of the CUDA graph that captured the computation of the plan.
         query_start_loc: [B + 1], first query token of each request.
         visible_lens: [T], number of keys that each query token attends.
@@ -67,7 +70,7 @@ class _Plan(NamedTuple):
     """
 
     seq_lens: Tensor
-    changes: int | None
+    identity: tuple
     graph: GraphSupport
     query_start_loc: Tensor
     visible_lens: Tensor
@@ -76,8 +79,7 @@ class _Plan(NamedTuple):
 
     def serves(self, seq_lens: Tensor, graph: GraphSupport) -> bool:
         """Return whether the plan was made for these lengths and for this kind of graph; do not read the lengths."""
-        same = seq_lens.data_ptr() == self.seq_lens.data_ptr() and _changes_of(seq_lens) == self.changes
-        return same and graph is self.graph
+        return _identity_of(seq_lens) == self.identity and graph is self.graph
 
 
 @dataclass
@@ -213,6 +215,7 @@ def flash_mla_with_kvcache(
     check_flag("is_fp8_kvcache", is_fp8_kvcache)
     check_tensor("q", q, ("B", "Sq", "N", "D"), (*FLOAT_DTYPES, E4M3))
     batch_size, query_len, num_heads, width = q.shape
+    check(0 not in q.shape[1:], "q", "at least one query token, head and column", f"shape {list(q.shape)}")
     check_int("head_dim_v", head_dim_v)
     check(head_dim_v <= width, "head_dim_v", f"at most the width {width} of q", head_dim_v)
     check_tensor("block_table", block_table, (batch_size, "W"), (torch.int32,), q.device)
@@ -224,6 +227,8 @@ def flash_mla_with_kvcache(
     if k_cache.dim() == 4 and k_cache.shape[2] != 1:
         raise UnsupportedConfiguration([f"k_cache: only 1 key head is supported, got {k_cache.shape[2]}"])
     storage = _check_cache(k_cache, q, head_dim_v, is_fp8_kvcache)
+    if q.is_cpu and not torch.compiler.is_compiling():
+        _check_values(cache_seqlens, block_table, k_cache)
 
     meta, bound, graph = tile_scheduler_metadata, fast.backends.bind(backend), _graph_of(q)
     call = _Call(
@@ -240,6 +245,7 @@ def flash_mla_with_kvcache(
     decode = DecodeMetadata(
         block_table, cache_seqlens, plan.query_start_loc, query_len, plan.visible_lens,
         max_seq_len=block_table.shape[1] * call.block_size, block_size=call.block_size, graph=graph,
+        mask=CAUSAL if causal or query_len == 1 else VISIBLE_LENS,
     )  # fmt: skip
     rows = q.reshape(batch_size * query_len, num_heads, width)
     state = fast.mla_decode(
@@ -284,6 +290,16 @@ def _check_cache(k_cache: Tensor, q: Tensor, head_dim_v: int, is_fp8_kvcache: bo
     return _Storage(k_cache.squeeze(2).view(cache_format.dtype_for(out_dtype)), cache_format, fp8_mode, out_dtype)
 
 
+def _check_values(cache_seqlens: Tensor, block_table: Tensor, k_cache: Tensor) -> None:
+    """Check the values of lengths and block table on a CPU; `fast.mla_decode` would name its own arguments."""
+    (num_blocks, block_size), columns, lengths = k_cache.shape[:2], block_table.shape[1], cache_seqlens.tolist()
+    for request, length in enumerate(lengths):
+        check(0 <= length <= columns * block_size, "cache_seqlens",
+              f"lengths from 0 to {columns * block_size}, for {columns} blocks of {block_size} tokens",
+              f"{length} at request {request}")  # fmt: skip
+    check_blocks(block_table, lengths, block_size, num_blocks)
+
+
 def _scale(argument: str, scale: Tensor | None, one: Tensor, used: bool, owner: str) -> Tensor | None:
     """Return a scale as a tensor [], or None if `owner` has no such scale; a scale that is not given is 1.
 
@@ -312,13 +328,15 @@ def _refuse(**arguments: object) -> None:
         raise UnsupportedConfiguration([f"{name}: is not supported; pass None" for name in given])
 
 
-def _changes_of(x: Tensor) -> int | None:
-    """Return how often a tensor was changed in place; None for an inference tensor, which has no such count.
+def _identity_of(x: Tensor) -> tuple:
+    """Return where the elements of a tensor are, and how often the tensor was changed in place.
 
-    PyTorch does not count the changes by a replayed CUDA graph. For these and for inference tensors, the caller needs a
-    new schedule object, as in FlashMLA.
+    Tensors with equal results have the same elements, with two exceptions: PyTorch does not count the changes by a
+    replayed CUDA graph, and an inference tensor has no count. There the caller needs a new schedule object, as in
+    FlashMLA.
     """
-    return None if x.is_inference() else x._version
+    changes = None if x.is_inference() else x._version
+    return x.device, x.data_ptr(), x.storage_offset(), x.shape, x.stride(), changes
 
 
 def _graph_of(q: Tensor) -> GraphSupport:
@@ -347,4 +365,5 @@ def _make_plan(seq_lens: Tensor, graph: GraphSupport, call: _Call, storage: _Sto
         schedule = fast.plan_decode(seq_lens, programs, costs, graph=graph, backend=bound)
     one = torch.ones((), dtype=torch.float32, device=device)
     visible = visible.reshape(-1).contiguous()
-    return _Plan(seq_lens, _changes_of(seq_lens), graph, starts, visible, schedule, one)
+    kept = seq_lens.detach()  # stays the same if the caller gives the tensor object other memory
+    return _Plan(kept, _identity_of(seq_lens), graph, starts, visible, schedule, one)

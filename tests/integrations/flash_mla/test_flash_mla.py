@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 import fast
+from fast.backends import Backend
 from fast.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata, interface
 from reference.interfaces import (
     E4M3,
@@ -25,6 +27,7 @@ from reference.interfaces import (
     to_e4m3,
 )
 
+from ...support.backends import registered
 from ...support.factories import GARBAGE, assert_same_bits
 
 V, D, BLOCK = 512, 576, 64
@@ -202,10 +205,50 @@ def test_schedule_of_other_lengths():
     assert meta._plan is plan
     lengths -= 7
     found = flash_mla_with_kvcache(*calls, causal=True)
-    assert meta._plan is not plan and meta._plan.seq_lens is lengths  # no other tensor can get this address
+    assert meta._plan is not plan
+    assert meta._plan.seq_lens.data_ptr() == lengths.data_ptr()  # no other tensor can get this address
     wanted = flash_mla_with_kvcache(*calls[:-1], get_mla_metadata()[0], causal=True)
     for one, other in zip(found, wanted, strict=True):
         assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize("change", ["strides", "memory of the tensor object"])
+def test_schedule_of_other_lengths_at_one_address(change):
+    """Pass other lengths with the same first element, or in the same tensor object -> a new plan, the right bits."""
+    q, cache, table, _ = make_case([200, 200], 2)
+    lengths, meta = torch.tensor([70, 70, 200, 5], dtype=torch.int32), get_mla_metadata()[0]
+    first = lengths[:2]
+    flash_mla_with_kvcache(q, cache, table, first, V, meta, causal=True)
+    plan = meta._plan
+    flash_mla_with_kvcache(q, cache, table, lengths[:2], V, meta, causal=True)
+    assert meta._plan is plan  # another tensor object with the same elements
+    if change == "strides":
+        other = lengths[::2]
+        assert other.data_ptr() == first.data_ptr() and other._version == first._version
+    else:
+        first.data, other = torch.tensor([70, 200], dtype=torch.int32), first
+    found = flash_mla_with_kvcache(q, cache, table, other, V, meta, causal=True)
+    wanted = flash_mla_with_kvcache(q, cache, table, other, V, get_mla_metadata()[0], causal=True)
+    assert meta._plan is not plan
+    for one, another in zip(found, wanted, strict=True):
+        assert_same_bits(one, another)
+
+
+def test_backend_with_a_causal_mask_alone():
+    """A backend that applies only the causal mask serves causal calls and one query token, and no other call."""
+    decode = replace(next(each for each in fast.backends.registered() if each.name == "cpu").ops["mla_decode"],
+                     masks=("causal",))  # fmt: skip
+    with registered(Backend("library", -100, "cpu", {"mla_decode": decode})):
+        for query_len, causal in ((1, False), (1, True), (3, True)):
+            given = (*make_case([100, 2, 37], query_len), V)
+            found, wanted = (
+                flash_mla_with_kvcache(*given, get_mla_metadata()[0], causal=causal, backend=backend)
+                for backend in ("library", "cpu")
+            )
+            for one, other in zip(found, wanted, strict=True):
+                assert_same_bits(one, other)
+        with pytest.raises(UnsupportedConfiguration, match="library: applies the masks causal, got visible_lens"):
+            flash_mla_with_kvcache(*given, get_mla_metadata()[0], backend="library")
 
 
 def test_calls_inside_and_outside_a_graph(monkeypatch):
@@ -288,6 +331,12 @@ def test_refusals(plain_errors):
     if cache.device.type == "cpu":  # on a GPU, the value would have to be waited for
         refused("^descale_k: expected a finite number above 0, got 0.0$", is_fp8_kvcache=True, k_cache=cache.to(E4M3),
                 descale_k=torch.zeros(1))  # fmt: skip
+        wanted = "cache_seqlens: expected lengths from 0 to 128, for 2 blocks of 64 tokens"
+        refused(f"^{wanted}, got 129 at request 0$", cache_seqlens=lengths + 29)
+        refused(f"^{wanted}, got -1 at request 1$", cache_seqlens=lengths - 41)
+        refused(r"^block_table: expected blocks in \[0, 4\) at request 0, got", block_table=table + 4)
+    for part in (q[:, :0], q[:, :, :0]):
+        refused("^q: expected at least one query token, head and column, got shape", q=part)
     refused("^softmax_scale: expected", softmax_scale=math.nan)
     assert meta._plan is None  # no refused call changed the object
     flash_mla_with_kvcache(**good)
