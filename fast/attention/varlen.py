@@ -29,6 +29,7 @@ from .. import backends
 from ..backends import BackendChoice
 from ..backends.adapters.conversion import Widened, whole_keys
 from ..backends.kept_calls import KeptCall, kept_function
+from ..backends.positive_scales import serves_scale, with_positive_scale
 
 
 def flash_attn_varlen(
@@ -251,6 +252,7 @@ def _launch_attention(
     if k_pe is not None and support.whole_keys:
         k, k_pe = whole_keys(k, k_pe), None
     asked = {"batch_invariant": True} if batch_invariant and support.invariant_on_request else {}
+    softmax_scale, (q,) = with_positive_scale(backend, softmax_scale, q)
     state = backends.kernel(backend, "flash_attn_varlen")(
         q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype,
         *(() if out is None else (out, lse)), **asked,
@@ -304,7 +306,7 @@ def _kept(
 ):  # fmt: skip
     """Return a function that joins the keys if the backend needs whole keys, calls it, and checks what it returns."""
     support, widened, columns = backends.support_of(backend, "flash_attn_varlen"), None, 0
-    if batch_invariant and support.invariant_on_request:
+    if (batch_invariant and support.invariant_on_request) or not serves_scale(backend, softmax_scale):
         return None
     splits_keys = k_pe is not None and not support.whole_keys
     if k_pe is not None and support.whole_keys and k_pe.shape[1]:

@@ -49,6 +49,7 @@ from reference.interfaces import (
 from .. import backends
 from ..backends import BackendChoice
 from ..backends.kept_calls import kept_function
+from ..backends.positive_scales import serves_scale, with_positive_scale
 from ..backends.selection import check_same_backend, name_for
 
 
@@ -263,6 +264,7 @@ def _launch_decode(
         check_scale_values("kv_scale", kv_scale)
         check_scale_values("q_scale", q_scale)
     options = _options_of_launcher(backend, ownership)(fp8_mode, q_scale, prepared, total_seq_lens)
+    softmax_scale, (ql_nope, q_pe) = with_positive_scale(backend, softmax_scale, ql_nope, q_pe)
     state = backends.kernel(backend, "mla_decode")(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
         softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, invariant_split_rule(*split_rule),
@@ -311,6 +313,8 @@ def _kept_decode(
 ):  # fmt: skip
     """Return a function for later calls of `_launch_decode` with the same signature; None if there is none."""
     if ql_nope.device.type == "cpu":  # the values of the plan are checked in each call
+        return None
+    if not serves_scale(backend, scale):
         return None
     rest = longest_q, longest_k, scale, out_dtype
     constants = batch_invariant, invariant_split_rule(*split_rule), format_named(cache_format)

@@ -45,6 +45,7 @@ from reference.interfaces import (
 from .. import backends
 from ..attention.varlen import AttentionInputs, attend_again
 from ..backends import BackendChoice
+from ..backends.positive_scales import with_positive_scale
 from ..backends.selection import check_same_backend
 from ..cache.latent import gather_and_maybe_dequant_cache
 from .backend_hooks import BackendHooks, hooks_of
@@ -129,8 +130,10 @@ def _attend_new_tokens(q, k, k_pe, v, metadata, softmax_scale, dtype, return_lse
     arguments = inputs, metadata, softmax_scale, dtype, return_lse, out, out_is_checked
     if not hooks.runs_attention:  # `attend` checks what the backend returns
         return hooks.run_prefill_new_tokens(*arguments)
+    softmax_scale, (q,) = with_positive_scale(hooks.backend, softmax_scale, q)
+    given = inputs._replace(q=q), metadata, softmax_scale, *arguments[3:]
     with backends.CallsOfOthers():
-        result = hooks.run_prefill_new_tokens(*arguments)
+        result = hooks.run_prefill_new_tokens(*given)
     return _checked(hooks, "run_prefill_new_tokens", result, inputs, dtype, return_lse, out)
 
 
@@ -185,8 +188,9 @@ def _attend_context(q, k, k_pe, v, metadata, chunk, softmax_scale, hooks):
     inputs = AttentionInputs(q, k, k_pe, v, offsets, chunk.run_cu_seq_lens)
     if not hooks.runs_attention:
         return hooks.run_prefill_context_chunk(inputs, metadata, chunk, softmax_scale)
+    softmax_scale, (q,) = with_positive_scale(hooks.backend, softmax_scale, q)
     with backends.CallsOfOthers():
-        result = hooks.run_prefill_context_chunk(inputs, metadata, chunk, softmax_scale)
+        result = hooks.run_prefill_context_chunk(inputs._replace(q=q), metadata, chunk, softmax_scale)
     return _checked(hooks, "run_prefill_context_chunk", result, inputs, wide_dtype(q.dtype), True, None)
 
 

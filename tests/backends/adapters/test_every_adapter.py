@@ -154,6 +154,18 @@ def test_within_the_budget(adapter, dtype, needs_lse, lengths, dims, causal):
         check_state(call, *attend(call, adapter, needs_lse, out_dtype), out_dtype)
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.7])
+@pytest.mark.parametrize("lengths", ["new tokens", "longer keys"])
+def test_scales_that_are_not_positive(adapter, dtype, needs_lse, lengths, scale):
+    """Attend with a scale of 0 or below -> within the budget; a NaN in a query stays in the rows of its token."""
+    call = served(adapter, make_call(*LENGTHS[lengths], DIMS["192/128"], dtype, True), dtype, needs_lse)
+    call = call._replace(softmax_scale=scale)
+    check_state(call, *attend(call, adapter, needs_lse, dtype), dtype)
+    call.q[5, :, 3] = torch.nan
+    rows = attend(call, adapter, needs_lse, dtype)[0].isnan()
+    assert rows[5].all() and not rows[:5].any() and not rows[6:].any()
+
+
 @pytest.mark.parametrize("heads", [1, 16, 128])
 def test_numbers_of_heads(adapter, dtype, needs_lse, heads):
     call = make_call([2, 5], [9, 5], (128, 64, 128, heads), dtype, True)
@@ -399,13 +411,13 @@ def decode(adapter, given, plan, device, scale=SCALE, **options):
     return AttentionState(*on("cpu", state.out, state.lse))
 
 
-def decode_case(backend, step, dtype, cache_format, fp8_mode, heads):
+def decode_case(backend, step, dtype, cache_format, fp8_mode, heads, scale=SCALE):
     """Return (queries and cache, plan, options, low, gold) of a decode; the tensors are on the CPU."""
     lens, block_size = STEPS[step], block_size_of(backend)
     if fp8_mode == CONVERTED and cache_format is COMPUTE_FORMAT:
         *given, plan = make_inputs(*lens, heads, dtype, block_size=block_size)
-        low = reference.mla_decode(*given, plan, SCALE)
-        gold = reference.mla_decode(*[x.double() for x in given], plan, SCALE)
+        low = reference.mla_decode(*given, plan, scale)
+        gold = reference.mla_decode(*[x.double() for x in given], plan, scale)
         return given, plan, {}, low, gold
     (*queries, cache, plan), kv_scale = make_stored_inputs(
         cache_format, *lens, heads, torch.float32 if fp8_mode != CONVERTED else dtype, block_size=block_size
@@ -442,6 +454,16 @@ def test_decode_within_the_budget(adapter, step, dtype, cache_format, fp8_mode, 
             low = AttentionState(low.out.float(), low.lse)
             for parity in compare_states(DECODE, decode(adapter, given, plan, device, **wide), low, gold):
                 assert parity.passed, parity
+
+
+@pytest.mark.parametrize("scale", [0.0, -SCALE])
+def test_decode_scales_that_are_not_positive(adapter, scale):
+    backend, device = backend_named(adapter), torch.empty(0).device
+    with torch.device("cpu"):
+        case = "one token", backend.ops[DECODE].dtypes[0], COMPUTE_FORMAT, CONVERTED, 16, scale
+        given, plan, _, low, gold = decode_case(backend, *case)
+        for parity in compare_states(DECODE, decode(adapter, given, plan, device, scale), low, gold):
+            assert parity.passed, parity
 
 
 def test_decode_nan_stays_in_its_request(adapter):
