@@ -52,6 +52,19 @@ def test_every_measured_row_gets_its_fastest_backend(hopper):
     assert winners == set(NAMES)  # the winner depends on the shape
 
 
+def test_the_project_s_own_kernel_is_among_the_measured_backends(hopper):
+    """With `hopper`, as on an H200 with all libraries -> `hopper` serves all shapes but the two longest prompts."""
+    names, chosen = ("flash_attn_3", "flashinfer", "hopper", "triton"), {}
+    for row in hopper.rows:
+        asked = KernelRequest(OP, torch.device("cuda", 0), torch.bfloat16, mask="causal" if row.causal else None,
+                              sizes=row.sizes)  # fmt: skip
+        chosen[row.shape] = fastest(names, [asked])
+        assert chosen[row.shape] == min(names, key=row.times_us.get)
+    longest = {"1 x 16384 new tokens, 128 heads", "1 x 32768 new tokens, 16 heads"}
+    assert {shape for shape, name in chosen.items() if name == "flash_attn_3"} == longest
+    assert {name for shape, name in chosen.items() if shape not in longest} == {"hopper"}
+
+
 def test_several_calls_of_a_step(hopper):
     """A step with a long prompt and a chunk for few queries -> the backend with the smallest sum of times."""
     prompt, chunk = request((1, 128, 16384, 16384)), request((16, 128, 64, 2048), causal=False)

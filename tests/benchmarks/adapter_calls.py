@@ -41,7 +41,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fast
 from fast import backends
 from fast.backends.adapters import flash_attn, flashmla, torch_sdpa, torch_sdpa_calls, torch_varlen
-from fast.backends.adapters.conversion import whole_keys
 from fast.backends.adapters.sources import loaded
 from fast.demo.job import DTYPES
 from reference.interfaces import MLAConfig
@@ -129,8 +128,8 @@ def prefill_call(backend: str, context: int, dtype: torch.dtype, device: str, wh
     inputs = prefills.make_inputs(row, dtype, device)
     plan, scale = prefills.plan_of(row, inputs, dtype, backend), inputs.config.softmax_scale
     q, k, k_pe, v = inputs[:4]
-    if whole:  # keys without a rope part
-        k, k_pe = whole_keys(k, k_pe), k_pe[:, :0]
+    if whole:
+        k, k_pe = prefills.keys_for(backend, inputs)
     if context:
         call = partial(fast.run_prefill_context_chunk, q, k, k_pe, v, plan, plan.context_chunks[0], scale)
         prefills.check(backend, row, inputs, call().out)

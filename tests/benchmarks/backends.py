@@ -7,6 +7,8 @@
 A row is B,T,N or B,T,N,C: B requests with T new tokens and C tokens of context each, and N heads with DeepSeek-V3's
 dims. Without context, the new tokens attend each other with a causal mask, and no LSE is computed. With context, they
 attend the context in one chunk, with the LSE. Each backend plans a step as in a builder, and the plan is not timed.
+Each backend gets its keys as from a layer: a backend that needs each key in one tensor gets such keys, so no call joins
+the two parts of the keys.
 
 `--grid` times the shapes whose times ship with `fast`. `--asset` also writes the file from which `fast` chooses
 backends on this GPU (`fast.backends.measured`).
@@ -30,6 +32,7 @@ from torch import Tensor
 import fast
 import reference
 from fast import backends
+from fast.backends.adapters.conversion import whole_keys
 from fast.backends.measured import TABLES
 from fast.demo.job import DTYPES
 from fast.parity import compare
@@ -142,6 +145,14 @@ def plan_of(row: Row, inputs: Inputs, dtype: torch.dtype, name: str | None) -> P
     return plan
 
 
+def keys_for(name: str, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Return the keys that a layer passes to a backend: parts without rope and rope parts, or whole keys and [S, 0]."""
+    k, k_pe = inputs.k_nope, inputs.k_pe
+    if backends.support_of(name, "flash_attn_varlen").whole_keys:
+        return whole_keys(k, k_pe), k_pe[:, :0]
+    return k, k_pe
+
+
 def check(name: str, row: Row, inputs: Inputs, out: Tensor) -> float:
     """Return error / budget of the checked rows of an output.
 
@@ -175,12 +186,13 @@ def measure(row: Row, dtype: torch.dtype, device: str, rounds: int, left_out: Se
 
     def call(name: str) -> Callable[[], Tensor]:
         plan = plan_of(row, inputs, dtype, name)
+        tensors = inputs.q, *keys_for(name, inputs), inputs.v
 
         def attend() -> Tensor:
             if row.C:
-                out = fast.run_prefill_context_chunk(*inputs[:4], plan, plan.context_chunks[0], scale).out
+                out = fast.run_prefill_context_chunk(*tensors, plan, plan.context_chunks[0], scale).out
             else:
-                out = fast.run_prefill_new_tokens(*inputs[:4], plan, scale, False)
+                out = fast.run_prefill_new_tokens(*tensors, plan, scale, False)
             if device == "cuda":
                 torch.cuda.synchronize()
             return out

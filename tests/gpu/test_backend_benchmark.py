@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 
 import pytest
 import torch
 
 import fast
 from fast.backends import AttentionSizes, Backend, OpSupport, measured
+from fast.backends.adapters import conversion
 from fast.backends.measured import MeasuredRow, MeasuredTable
 from fast.backends.own import CPU
 
@@ -52,6 +54,30 @@ def test_the_default_is_the_choice_of_a_builder(row, fast_one, monkeypatch):
         inputs = backends.make_inputs(row, torch.float32, "cpu")
         assert backends.candidates(row, torch.float32, "cpu")[0] == fast_one
         assert backends.plan_of(row, inputs, torch.float32, None).backend == fast_one
+
+
+@pytest.mark.parametrize("row", [backends.Row(2, 5, 2), backends.Row(2, 6, 2, 70)])
+def test_keys_as_from_a_layer(row, monkeypatch):
+    """Time a backend that needs whole keys -> it gets whole keys, and no timed call joins the two parts of the keys."""
+    joined = []
+
+    def join(k, k_pe):
+        joined.append(k_pe.shape[1])
+        return conversion.whole_keys(k, k_pe)
+
+    monkeypatch.setattr(sys.modules["fast.attention.varlen"], "whole_keys", join)
+    whole = Backend("whole", -5, "cpu", {"flash_attn_varlen": OpSupport(whole_keys_launcher, whole_keys=True)})
+    with registered(whole):
+        found = backends.measure(row, torch.float32, "cpu", 2)
+        assert found["backends"]["whole"]["error_of_budget"] <= 1 and set(joined) == {0}
+        inputs = backends.make_inputs(row, torch.float32, "cpu")
+        assert backends.keys_for("cpu", inputs) == (inputs.k_nope, inputs.k_pe)
+
+
+def whole_keys_launcher(q, k, k_pe, v, *rest):
+    """Attend whole keys with the kernel of "cpu", which takes them without a rope part."""
+    assert k_pe is None and k.shape[2] == q.shape[2]
+    return fast.backends.kernel("cpu", "flash_attn_varlen")(q, k, None, v, *rest)
 
 
 def test_a_wrong_backend_is_not_timed():
