@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -47,8 +48,9 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m fast backends",
         description="Print which backends can serve the ops of a model on this machine, why others cannot, and which "
         "backend is chosen for each op. The command launches no kernel.",
-        epilog="Exit status: 0, or 2 for bad input. The environment variables MLA_PREFILL_BACKEND, "
-        "MLA_DECODE_BACKEND, GQA_PREFILL_BACKEND and GQA_DECODE_BACKEND are read as by a layer of the family.",
+        epilog="Exit status: 0, 2 for bad input, or 1 if the reader of the output ends early. The environment "
+        "variables MLA_PREFILL_BACKEND, MLA_DECODE_BACKEND, GQA_PREFILL_BACKEND and GQA_DECODE_BACKEND are read as "
+        "by a layer of the family.",
     )
     parser.add_argument(
         "--family",
@@ -99,11 +101,22 @@ def main(argv: Sequence[str]) -> int:
     except (ValueError, UnsupportedConfiguration) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
-    if args.json:
-        print(json.dumps(found, indent=1))
-    else:
-        show(found)
+    try:
+        if args.json:
+            print(json.dumps(found, indent=1))
+        else:
+            show(found)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has enough
+        _discard_output()
+        return 1
     return 0
+
+
+def _discard_output() -> None:
+    """Send further output to the null device: the interpreter writes buffered output once more when it exits."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def examine(args: argparse.Namespace) -> dict[str, Any]:
@@ -117,8 +130,9 @@ def examine(args: argparse.Namespace) -> dict[str, Any]:
 
         - `family`, `preset`, `device`, `dtype`, `cache_format` and `block_size`;
         - `environment`: a mapping from op to the variable that binds the op;
-        - `backends`: a list with name, library, what is missing on the machine, and for each op of the backend the
-            reasons against it;
+        - `backends`: a list with name, library, what is missing on the machine, for each op of the backend the
+            reasons against it, and which ops serve only calls that name the backend: all (`only_named`), or those in
+            `ops_only_named`;
         - `chosen`: a mapping from op to the name of a backend, or None;
         - `chosen_by`: a mapping from op to how the backend was chosen, as in `explain`: `how` and `in_words`; `gpu`, on
             which the times were measured, or None; and `shapes`, a mapping from each other backend that measured times
@@ -166,6 +180,7 @@ def examine(args: argparse.Namespace) -> dict[str, Any]:
             "library": candidate.library,
             "missing": list(candidate.missing()),
             "only_named": candidate.only_named,
+            "ops_only_named": [label for label in ops if candidate.is_only_named(requests[label].op)],
             "ops": {op: [why.removeprefix(f"{candidate.name}: ") for why in reasons] for op, reasons in ops.items()},
         })  # fmt: skip
     return {
@@ -176,6 +191,18 @@ def examine(args: argparse.Namespace) -> dict[str, Any]:
         "chosen_by": {label: {"how": choice.how, "gpu": choice.gpu, "shapes": dict(choice.shapes),
                               "in_words": choice.in_words} for label, choice in choices.items()},
     }  # fmt: skip
+
+
+def _counted(row: dict[str, Any]) -> str:
+    """Return how many ops of a row of `examine` the backend can serve; an op with two entries counts once."""
+    every, serves, named = (
+        {"flash_attn_varlen" if op == NO_CONTEXT else op for op in ops}
+        for ops in (row["ops"], [op for op, reasons in row["ops"].items() if not reasons], row["ops_only_named"])
+    )
+    counted = f"{len(serves)} of {len(every)} ops"
+    if serves and serves <= named:
+        return f"{counted}, if named"
+    return f"{counted}, {len(serves & named)} of them if named" if serves & named else counted
 
 
 def config_of(family: str, preset: str, block_size: int, cache_format: CacheFormat) -> MLAConfig | GQAConfig:
@@ -207,10 +234,8 @@ def show(found: dict[str, Any]) -> None:
     for column in ("name", "kernels of", "can serve", "reasons against the others"):
         table.add_column(column)
     for row in (row for row in found["backends"] if row["ops"]):
-        serves = [op for op, reasons in row["ops"].items() if not reasons]
-        reasons = row["missing"] or list(dict.fromkeys(why for each in row["ops"].values() for why in each))
-        counted = f"{len(serves)} of {len(row['ops'])} ops" + (", if named" if row["only_named"] and serves else "")
-        table.add_row(row["name"], row["library"] or "mla-twins", counted, "; ".join(reasons))
+        reasons = dict.fromkeys([*row["missing"], *(why for each in row["ops"].values() for why in each)])
+        table.add_row(row["name"], row["library"] or "mla-twins", _counted(row), "; ".join(reasons))
     console.print(table)
     if others := [row["name"] for row in found["backends"] if not row["ops"]]:
         console.print(f"backends without an op of the family {found['family']}: {', '.join(others)}", markup=False)

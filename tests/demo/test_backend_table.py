@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ import torch
 from fast import backends
 from fast.__main__ import main
 from fast.backends import Backend, OpSupport
+from fast.backends.own import CPU
 from fast.demo.backend_table import FAMILY_PRESETS, GQA_PRESETS
 
 from ..support.backends import registered
@@ -115,6 +119,38 @@ def test_missing_artifacts(capsys):
         status, out, _ = run(capsys, "--device", "cpu", "--json")
     row = next(row for row in json.loads(out)["backends"] if row["name"] == "lacking")
     assert status == 0 and row["missing"] == ["needs the file kernels.so"] and asked == [1]
+
+
+def test_counts_and_reasons(capsys, monkeypatch):
+    """Print backends with two entries for one op -> the op counts once; reasons stand beside what is missing."""
+    monkeypatch.setenv("COLUMNS", "400")
+    decode = replace(CPU.ops["mla_decode"], only_named=True)
+    prefill = OpSupport(print, dtypes=(torch.bfloat16,), lse=False)
+    lacking = Backend(
+        "lacking", 5, "cpu", {"flash_attn_varlen": prefill}, library="Lib", missing_artifacts=lambda: ["z"]
+    )
+    mixed = Backend("mixed", -5, "cpu", {"flash_attn_varlen": CPU.ops["flash_attn_varlen"], "mla_decode": decode})
+    hidden = Backend("hidden", -5, "cpu", {"mla_decode": decode})
+    with registered(lacking), registered(mixed), registered(hidden):
+        assert run(capsys, "--device", "cpu", "--json")[1].count('"ops_only_named"') == len(backends.registered())
+        out = run(capsys, "--device", "cpu")[1]
+    text = [" ".join(line.replace("│", " ").split()) for line in out.splitlines()]
+    ops = len(CPU.ops.keys() - set(backends.GQA_OPS))
+    assert f"cpu mla-twins {ops} of {ops} ops" in text
+    assert "torch_flash PyTorch 1 of 1 ops, if named returns no LSE" in text
+    reasons = "serves torch.bfloat16, got torch.float32; returns no LSE; writes torch.bfloat16, got torch.float32"
+    assert f"lacking Lib 0 of 1 ops z; {reasons}" in text
+    assert "mixed mla-twins 2 of 2 ops, 1 of them if named" in text
+    assert "hidden mla-twins 1 of 1 ops, if named" in text
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)], ids=["tables", "JSON"])
+def test_a_reader_that_ends_early(options):
+    """Close the pipe before the command writes -> status 1, and no traceback."""
+    command = [sys.executable, "-m", "fast", "backends", "--device", "cpu", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert (process.wait(120), process.stderr.read()) == (1, "")
 
 
 @pytest.mark.parametrize(
