@@ -185,12 +185,15 @@ def _prefill(version: int, dtypes: tuple[torch.dtype, ...], **declared) -> dict[
 
 
 def decode_ops(launcher: str | Callable, **declared) -> dict[str, OpSupport]:
-    """Declare the three ops of a decode whose schedule the library makes; `declared` describes `mla_decode`."""
-    shared = {"priority": -100, "dtypes": declared["dtypes"], "cache_formats": declared["cache_formats"],
+    """Declare the three ops of a decode whose schedule the library makes; `declared` describes `mla_decode`.
+
+    The ops serve only calls that name their backend.
+    """
+    shared = {"only_named": True, "dtypes": declared["dtypes"], "cache_formats": declared["cache_formats"],
               "fp8_modes": declared["fp8_modes"], "head_dims": declared["head_dims"],
               "block_sizes": declared["block_sizes"], "format_modes": declared.get("format_modes", {})}  # fmt: skip
     return {
-        "mla_decode": OpSupport(launcher, priority=-100, **{"masks": (CAUSAL,), **declared}),
+        "mla_decode": OpSupport(launcher, only_named=True, **{"masks": (CAUSAL,), **declared}),
         "decode_programs": OpSupport(f"{__name__}:decode_programs", **shared),
         "schedule_costs": OpSupport(f"{__name__}:schedule_costs", **shared),
     }

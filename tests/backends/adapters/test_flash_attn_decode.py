@@ -370,7 +370,8 @@ def test_refusals(change, reason):
     )  # fmt: skip
     request = backends.KernelRequest("mla_decode", torch.device("cpu"), **(options | change))
     assert FLASH_ATTN_3.ops["mla_decode"].reasons(request) == ([] if reason is None else [reason])
-    assert FLASH_ATTN_3.priority_of("mla_decode", "9.x") == -100
+    assert all(FLASH_ATTN_3.is_only_named(op) for op in backends.DECODES)
+    assert not FLASH_ATTN_3.is_only_named("flash_attn_varlen")
 
 
 @pytest.mark.skipif(

@@ -11,7 +11,10 @@ import torch
 import fast
 import reference
 from fast import backends
+from fast.backends import Backend
 from fast.backends.adapters import flashmla, sources
+from fast.backends.adapters.flash_attn import FLASH_ATTN_3
+from fast.backends.adapters.flashinfer_mla import FLASHINFER_MLA
 from fast.backends.adapters.flashmla import FLASHMLA
 from fast.parity import compare_states
 from reference.interfaces import (
@@ -28,6 +31,7 @@ from reference.interfaces import (
     to_e4m3,
 )
 
+from ...support.backends import with_backends
 from ...support.decode_inputs import SCALE, arguments, make_inputs, make_stored_inputs, on_device, verdict
 from ...support.fp8_modes import products
 from ...support.libraries import (
@@ -367,11 +371,26 @@ def test_refused_by_name():
         fast.mla_decode(*queries, cache, plan, SCALE, cache_format=FP8_E4M3, kv_scale=kv_scale, backend="flashmla")
 
 
-def test_never_chosen_before_own_kernels():
-    """Compare the priorities for a decode -> FlashMLA comes after the own kernels, and needs no schedule of our own."""
-    own = [each for each in backends.registered() if each.name in backends.OWN_BACKENDS]
+@pytest.mark.parametrize("adapter", [FLASHMLA, FLASH_ATTN_3, FLASHINFER_MLA], ids=lambda each: each.name)
+def test_never_chosen_without_its_name(adapter, monkeypatch):
+    """Ask for a decode that no other backend can serve -> the adapter with its name, and an error without a name."""
+    if "mla_decode" not in adapter.ops:
+        pytest.skip("fa3-fwd alone has no decode")
+    present = replace(adapter, missing_package=None, missing_artifacts=None)
+    with_backends(monkeypatch, present)
+    monkeypatch.setattr(type(present), "validate_configuration", Backend.validate_configuration)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     for op in backends.DECODES:
-        assert all(FLASHMLA.priority_of(op, "9.x") < each.priority_of(op, "9.x") for each in own)
+        request = backends.decode_request(
+            torch.device("cuda"), torch.bfloat16, 512, 64, 64, QueryLenSupport.SINGLE_ONLY, op=op, mask="causal"
+        )
+        assert backends.select(request, adapter.name) is present
+        with pytest.raises(UnsupportedConfiguration):
+            backends.select(request)
+
+
+def test_declaration():
+    """FlashMLA needs no schedule of this package, and runs on CC 9.x alone."""
     shape = torch.device("cpu"), torch.bfloat16, 16, 512, 64, 64
     assert backends.imported(FLASHMLA.ops["decode_programs"].launcher)(*shape, 1, COMPUTE_FORMAT) == 0
     assert backends.imported(FLASHMLA.ops["schedule_costs"].launcher)(*shape, COMPUTE_FORMAT) == NEUTRAL_COSTS
