@@ -26,6 +26,7 @@ from reference.interfaces import (
 from reference.interfaces.gqa import GQAConfig, check_key_value_block_size, check_key_value_format
 
 from . import measured
+from .devices import check_present_device
 from .environment import bind_with_environment
 from .fp8_mode_times import cost_of_conversion
 from .gqa_requests import gqa_layer_requests
@@ -245,11 +246,12 @@ def explain(
 
     Raises:
         ValueError: `backend` or a variable of the environment has an unknown name, or `backend` has an unknown op; the
-            layer cannot have this block size, cache format or fp8 mode.
+            layer cannot have this block size, cache format or fp8 mode; torch does not see the device.
         UnsupportedConfiguration: a layer of grouped-query attention cannot have this cache format.
     """
     check_type("config", config, (MLAConfig, GQAConfig))
     device = check_device("device", device)
+    check_present_device("device", device)
     check_type("dtype", dtype, torch.dtype)
     check_int("block_size", block_size)
     check_mode_of_format(fp8_mode, cache_format)

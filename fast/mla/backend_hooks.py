@@ -33,6 +33,7 @@ from reference.interfaces import (
     MLAConfig,
     MLAMetadata,
     PrefillMetadata,
+    UnsupportedConfiguration,
     check,
     check_type,
     wide_dtype,
@@ -177,6 +178,8 @@ class BuilderStates:
         self, cache_format: CacheFormat, layer_names: tuple[str, ...], options: Mapping[str, Mapping[str, Any]] | None
     ):
         check_type("layer_names", layer_names, tuple, "a tuple of names")
+        for number, each in enumerate(layer_names):
+            check_type(f"layer_names[{number}]", each, str)
         check_type("backend_options", options, (Mapping, type(None)), "a mapping from backend to its options, or None")
         self._cache_format, self._layer_names = cache_format, layer_names
         self._options: dict[str, dict[str, Any]] = {}
@@ -210,9 +213,19 @@ class BuilderStates:
 
 @constant_when_traced
 def declared_hooks(name: str) -> type | None:
-    """Return the class of the hooks that a registered backend declares; None if it declares no hooks."""
+    """Return the class of the hooks that a registered backend declares; None if it declares no hooks.
+
+    Raises:
+        UnsupportedConfiguration: the hooks cannot be imported from their path.
+    """
     given = named(name, "metadata.prefill.backend").hooks
-    return backends.imported(given) if isinstance(given, str) else given
+    if not isinstance(given, str):
+        return given
+    try:
+        return backends.imported(given)
+    except Exception as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UnsupportedConfiguration([f"{name}: cannot import its hooks {given}: {why}"]) from error
 
 
 @functools.cache  # `torch.compile` traces this function without its cache

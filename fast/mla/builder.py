@@ -44,6 +44,7 @@ from reference.interfaces import (
     check_common_prefix,
     check_config,
     check_costs,
+    check_device,
     check_dtype,
     check_flag,
     check_int,
@@ -181,6 +182,7 @@ class MLAMetadataBuilder:
         check_costs(costs)
         check_schedule_costs(schedule_costs, "schedule_costs")
         check_cascade_costs(cascade_costs, "cascade_costs")
+        device = None if device is None else check_device("device", device)
         self.cascade_costs = cascade_costs_of(device) if cascade_costs is None else cascade_costs
         self.ownership = None if context_parallel is None else context_parallel.ownership
         owned = ONE_RANK if self.ownership is None else self.ownership

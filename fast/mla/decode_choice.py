@@ -30,6 +30,7 @@ from reference.interfaces import (
 
 from .. import backends
 from ..backends import BackendChoice, KernelRequest
+from ..backends.devices import check_present_device
 from ..backends.own import OWN_BACKENDS
 from ..backends.selection import check_same_backend, name_for, named
 from .device_choices import DecodeLayer
@@ -100,6 +101,8 @@ def decode_limits(
         absorbed_decode_mask(longest, ownership), batch_invariant,
     )  # fmt: skip
     if layer.device.index is not None or layer.device.type == "cpu":
+        if layer.device.type == chosen.device_type:
+            check_present_device("device", layer.device)
         reasons = chosen.validate_configuration(request)
     else:  # only the type of the device is known
         reasons = [f"{name}: {reason}" for reason in support.reasons(request)]

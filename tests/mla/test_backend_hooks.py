@@ -220,6 +220,30 @@ def test_lost_plans(hooks, error, message, plain_errors):
             builder.build(0, make_batch([4], [4]).common)
 
 
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("nosuch.module:Hooks", "ModuleNotFoundError: No module named 'nosuch'"),
+        (f"{__name__}:Nosuch", f"AttributeError: module '{__name__}' has no attribute 'Nosuch'"),
+    ],
+)
+def test_hooks_that_cannot_be_imported(path, why):
+    with registered(replace(hooked(), hooks=path)):
+        builder, _ = make({OP: "hooked"})
+        with pytest.raises(UnsupportedConfiguration) as error:
+            builder.build(0, make_batch([4], [4]).common)
+        assert list(error.value.reasons) == [f"hooked: cannot import its hooks {path}: {why}"]
+
+
+def test_names_of_layers(plain_errors):
+    for names, message in (
+        (["a"], "^layer_names: expected a tuple of names, got list$"),
+        (("a", 2), r"^layer_names\[1\]: expected a?n? ?str, got int$"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            make(layer_names=names)
+
+
 def test_wrong_states_of_hooks(plain_errors):
     """Return a wrong dtype in a later step, or ignore `out` -> an error that names the backend and the method."""
     WrongState.calls = 0

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import fast
-from fast.backends import AttentionSizes, Backend, measured
+from fast import backends
+from fast.backends import AttentionSizes, Backend, OpSupport, measured
 from fast.backends.measured import MeasuredRow, MeasuredTable
 from fast.backends.own import CPU, DECODES
 from fast.mla.backend_hooks import BackendHooks
@@ -124,6 +125,28 @@ def test_promises_beyond_the_backend(changes, options, reason, by_mapping):
         backend = {"mla_decode": NAME} if by_mapping else NAME
         with pytest.raises(UnsupportedConfiguration, match=f"{NAME}: {reason}"):
             make_builder(**options, backend=backend)
+
+
+def test_devices_that_do_not_exist(monkeypatch, plain_errors):
+    """Name a device that torch does not know or does not see -> an error of one line that names the argument."""
+    for device, error in (("gpu", ValueError), ("cuda:x", ValueError), (3, TypeError)):
+        with pytest.raises(error, match="^device: expected a torch.device or its name, got [^\n]*$"):
+            fast.MLAMetadataBuilder(DIRECT, 16, 128, 8, device=device)
+
+    def absent(device):
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", absent)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    wanted = "^device: expected another device, or one of the 1 CUDA devices that torch sees, got cuda:9$"
+    library = Backend("elsewhere", -100, "cuda", {"mla_decode": OpSupport(print)}, library="L", capability=(9, 0))
+    with registered(library), pytest.raises(ValueError, match=wanted):
+        fast.MLAMetadataBuilder(
+            DIRECT, 16, 128, 8, device="cuda:9", dtype=torch.float32, backend={"mla_decode": "elsewhere"}
+        )
+    for config in (DIRECT, fast.GQAConfig(4, 2, 32)):
+        with pytest.raises(ValueError, match=wanted):
+            backends.explain(config, device="cuda:9", dtype=torch.float32)
 
 
 def test_mask_under_context_parallelism():
