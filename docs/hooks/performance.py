@@ -20,6 +20,7 @@ from typing import Any
 from cascades import cascade_table
 from changed_results import changes_table
 from charts import Chart, Line, Mark
+from contenders import OURS, decode_summary, is_ours
 from fp8_errors import modes_table, weights_table
 from fp8_loss import bits_table, random_table, scores_table
 from layer_stages import layer_bars, layers_table, stages_table
@@ -34,7 +35,6 @@ from ranks import ranks_table
 from steps import NOT_MEASURED, host_table, not_measured, step_bars, step_table, warmup_table
 from weights import expansions_table, products_table, scales_table
 
-OURS = "fast"
 OURS_BEST = "fast, the fastest variant for each shape"
 NONE = "-"  # cell of a time or ratio that was not measured
 REQUEST = re.compile(r"^<!-- results: (?P<name>\w+) ?(?P<words>[^\n]*?) -->$", re.MULTILINE)
@@ -44,11 +44,6 @@ VERSIONS = {"python": "Python", "triton": "Triton", "cuda": "CUDA"}  # spelling 
 def code(text: str) -> str:
     """Return the name of a contender, formatted as code if the contender is `fast` or one of its variants."""
     return f"`{text}`" if is_ours(text) else text
-
-
-def is_ours(who: str) -> bool:
-    """Return True for `fast` and its variants, such as "fast, planned"."""
-    return who == OURS or who.startswith(OURS + ", ")
 
 
 def style_of(who: str) -> str:
@@ -246,6 +241,10 @@ class Results:
             "The table gives every time."
         )
         return Chart(description, "FLOPs per byte", "TFLOPS", lines, marks, names, links).html()
+
+    def decode_summary(self, name: str) -> str:
+        """Return sentences about all shapes of a decode: speed relative to the fastest peer, and shapes behind it."""
+        return decode_summary(self._load(name))
 
     def steps(self, name: str) -> str:
         """Return the facts, bar chart, table and command of a results file of tests.benchmarks.step (whole steps)."""

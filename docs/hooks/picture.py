@@ -15,6 +15,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from contenders import OURS, PEERS, decode_times
 from figures import themed
 from matplotlib.axes import Axes
 
@@ -26,7 +27,7 @@ DRAWINGS = {  # file: width and height in inches
     DOCS / "assets" / "gain-narrow.svg": (4.4, 4.6),
 }
 SOURCE = DOCS / "results" / "h200-decode.json"
-NAMES = {"FA3": "FlashAttention-3"}
+SHOWN = ("FlashMLA", "FA3")  # peers of the chart
 SHAPES = {  # label: (requests, keys of the longest request, new tokens of each request, heads, distribution of lengths)
     "128 x 4096, 128 heads": (128, 4096, 1, 128, "equal"),
     "128 x 4096, 16 heads": (128, 4096, 1, 16, "equal"),
@@ -46,15 +47,13 @@ def results_digest() -> str:
 def times_of(report: dict) -> dict[str, dict[str, float]]:
     """Return for each shape the ratios (time of an implementation) / (time of `fast`).
 
-    Times are medians of decodes that a CUDA graph replays. The time of `fast` is the shorter of two times: with a
-    schedule ("fast, planned") and without a schedule.
+    Times are medians of decodes that a CUDA graph replays. `decode_times` chooses the faster way of an implementation.
     """
     found = {}
     for label, dims in SHAPES.items():
         (row,) = (row for row in report["rows"] if tuple(row["dims"].values()) == dims)
-        times = {who: time["median_us"] for who, time in row["times"]["replayed"].items()}
-        ours = min(times["fast"], times["fast, planned"])
-        found[label] = {"fast": 1.0, **{who: times[who] / ours for who in ("FlashMLA", "FA3")}}
+        times = decode_times(row["times"]["replayed"])
+        found[label] = {who: times[who] / times[OURS] for who in (OURS, *SHOWN)}
     return found
 
 
@@ -64,7 +63,7 @@ def draw_decode(axes: Axes, report: dict) -> None:
     for place, times in enumerate(rows.values()):
         for order, (who, time) in enumerate(times.items()):
             y = place + 0.26 * (order - 1)
-            axes.barh(y, time, 0.24, color=COLOURS[who], label=NAMES.get(who, who) if place == 0 else None)
+            axes.barh(y, time, 0.24, color=COLOURS[who], label=PEERS.get(who, who) if place == 0 else None)
             if who != "fast":
                 axes.text(time + 0.02, y, f"{time:.2f}", va="center", fontsize=7.5)
     axes.set_yticks(range(len(rows)), rows)

@@ -56,6 +56,34 @@ def test_ratio_of_the_fastest_merge(performance):
         assert f"| {times['one GPU'] / times[fastest]:.2f} ({fastest}) | {times['one GPU']:.1f} |" in line
 
 
+def test_summary_of_decodes(performance, tmp_path):
+    """Summarise two shapes -> the means over the fastest peer of each shape; the shape behind a peer is named.
+
+    Of several ways to time a peer, the fastest counts. A failed row does not count.
+    """
+
+    def row(dims: tuple, passed: bool = True, **times: dict[str, float]) -> dict:
+        medians = {way: {who: {"median_us": us} for who, us in found.items()} for way, found in times.items()}
+        return {"dims": dict(zip(("B", "S", "Sq", "N", "lens"), dims, strict=True)), "passed": passed, "times": medians}
+
+    ours = {"fast": 50.0, "fast, planned": 40.0, "fast, by default": 30.0}
+    one = ours | {"FlashMLA": 90.0, "FA3": 80.0, "FA3, schedule ahead": 60.0}
+    two = ours | {"FlashMLA": 44.0, "FlashInfer": 48.0}
+    mixed = (2, 32, 2, 16, "mixed")
+    rows = [row((1, 8, 1, 128, "equal"), replayed=one, flushed=one | {"FA3, schedule ahead": 38.0}),
+            row(mixed, replayed=two, flushed=two), row(mixed, False, replayed=ours, flushed=ours)]  # fmt: skip
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "decode.json").write_text(json.dumps({"rows": rows}))
+    text = performance.filled("<!-- results: decode_summary decode.json -->", tmp_path)
+    assert "Over 2 shapes" in text and "is 1.28 x (replayed) and 1.02 x (flushed)" in text
+    assert "The peers are FlashMLA, FlashAttention-3 and FlashInfer." in text
+    assert text.endswith("in 1 of 4 comparisons (1 request of 8 tokens, 128 heads, flushed: 0.95 x FlashAttention-3's "
+                         "speed).")  # fmt: skip
+    import contenders
+
+    assert contenders.in_words(rows[1]["dims"]) == "2 requests of 2 to 32 tokens, each with 2 new tokens, 16 heads"
+
+
 def test_cascades(performance):
     """Draw three points of a grid -> a line for each prefix, and the number of choices that lose more than 10 %."""
     given = (64, 5.0, "whole", 0.0), (64, 8.0, "cascade", 0.25), (256, 30.0, "cascade", 0.0)
