@@ -4,7 +4,8 @@
     python -m tests.benchmarks.decode --peers .peers --rows 128,4096,1,128,equal 128,4096,1,16,mixed --json decode.json
     python -m tests.benchmarks.decode --peers .peers --cache-format fp8_e4m3
 
-The peers are kernels of other projects: FlashMLA, FlashAttention-3 ("FA3") and vLLM's Triton kernel.
+The peers are kernels of other projects: FlashMLA, FlashAttention-3 ("FA3"), FlashInfer's FA3 kernel for MLA
+("FlashInfer") and vLLM's Triton kernel. FlashInfer returns no LSE, so only its outputs are compared.
 
 Over the cache format fp8_e4m3, the peers are FlashMLA's fp8 kernel, vLLM's Triton kernel and FlashInfer's FA3 kernel.
 FlashMLA's fp8 kernel has queries and probabilities in e4m3, as `fast` has in the mode fp8_product. Both get the same
@@ -85,6 +86,7 @@ BY_DEFAULT = f"{OURS}, by default"
 PRODUCT = "fp8_product"  # the fp8 mode that computes as FlashMLA's fp8 kernel does
 FLASHMLA_E4M3 = "FlashMLA fp8"
 AHEAD = "FA3, schedule ahead"
+FLASHINFER = "FlashInfer"
 LENS = ("equal", "mixed", "ragged")
 QUANTISED_AT_ONCE = 1 << 17  # cache entries that are quantised in one call, to limit the memory of the conversion
 
@@ -163,6 +165,7 @@ ROWS = tuple(
         (1, 8192, 1, 16), (16, 4096, 1, 16), (128, 4096, 1, 16), (128, 16384, 1, 16), (1, 131072, 1, 16),
         (128, 4096, 2, 16), (96, 32768, 1, 128, "ragged"), (96, 32768, 1, 16, "ragged"),
         (128, 16384, 1, 128, "mixed"), (128, 16384, 1, 16, "mixed"), (16, 65536, 1, 128, "mixed"),
+        (64, 4096, 1, 128),
     )
 )  # fmt: skip
 
@@ -344,7 +347,10 @@ def vllm_with_scales(peers: ModuleType, device: torch.device) -> Callable:
 
 
 def flashinfer_calls(row: Row, inputs: Inputs, peers: ModuleType) -> list[Call]:
-    """Return calls of FlashInfer's MLA decode over fp8_e4m3, one for each block table; each call is already planned."""
+    """Return calls of FlashInfer's MLA decode, one for each block table; each call is already planned.
+
+    The kernel gets the dtype of the cache: bfloat16 or e4m3. Its output has no LSE.
+    """
     space, calls = torch.empty(128 << 20, dtype=torch.uint8, device=inputs.cache.device), []
     pages, index = [-(-length // BLOCK_SIZE) for length in row.seq_lens], dict(dtype=torch.int32)
     starts = torch.tensor([0, *pages], **index).cumsum(0, dtype=torch.int32).to(inputs.cache.device)
@@ -352,7 +358,7 @@ def flashinfer_calls(row: Row, inputs: Inputs, peers: ModuleType) -> list[Call]:
         blocks = torch.cat([table[:count] for table, count in zip(metadata.block_table, pages, strict=True)])
         plan = (metadata.query_start_loc, starts, blocks, metadata.seq_lens)
         kernel = peers.flashinfer_mla(
-            plan, row.N, BLOCK_SIZE, SCALE, kv_dtype=FP8_E4M3.storage_dtype, causal=row.Sq > 1, space=space
+            plan, row.N, BLOCK_SIZE, SCALE, kv_dtype=inputs.cache.dtype, causal=row.Sq > 1, space=space
         )
         latent, rope = inputs.cache[..., :LATENT], inputs.cache[..., LATENT:]
         calls.append(partial(kernel, inputs.ql_nope, inputs.q_pe, latent, rope))
@@ -406,7 +412,7 @@ def fp8_contenders(row: Row, inputs: Inputs, peers: ModuleType) -> tuple[dict[st
 
 
 def peer_contenders(row: Row, inputs: Inputs, peers: ModuleType) -> tuple[dict[str, Contender], dict[str, str]]:
-    """Return FlashMLA, FlashAttention-3 and vLLM's Triton kernel as contenders, and the absent peers with the reasons.
+    """Return FlashMLA, FlashAttention-3, FlashInfer and vLLM's Triton kernel as contenders, and the reasons of absence.
 
     FlashMLA and "FA3, schedule ahead" keep their schedule over several calls. For a stepped time they make a new
     schedule in each step. Over a cache in e4m3 the contenders are those of `fp8_contenders`; no peer has a dense decode
@@ -417,7 +423,7 @@ def peer_contenders(row: Row, inputs: Inputs, peers: ModuleType) -> tuple[dict[s
     if inputs.storage["cache_format"] != COMPUTE_FORMAT:
         return {}, {"peers": "no peer has a dense decode over this cache format"}
     q = torch.cat((inputs.ql_nope, inputs.q_pe), dim=-1).view(row.B, row.Sq, row.N, WIDTH)
-    there = peers.available()
+    there = {**peers.available(), **getattr(peers, "more_available", dict)()}
     vllm_triton = vllm_with_scales(peers, q.device) if there["vllm_triton"] else None
     kernels = {  # peer: library, and a function that returns a kernel whose schedule is not made yet
         "FlashMLA": ("flashmla", peers.FlashMLADecode),
@@ -442,7 +448,14 @@ def peer_contenders(row: Row, inputs: Inputs, peers: ModuleType) -> tuple[dict[s
             contenders[who] = Contender(
                 calls_of(make()), lambda output: output[0].reshape(row.B * row.Sq, row.N, LATENT), step_of(make)
             )
-    return contenders, absent
+    if not there.get("flashinfer", False):
+        return contenders, {**absent, FLASHINFER: "its library could not be loaded"}
+    try:
+        calls = flashinfer_calls(row, inputs, peers)
+    except Exception as error:  # FlashInfer cannot plan this row; the other peers are timed
+        return contenders, {**absent, FLASHINFER: f"{type(error).__name__}: {one_line(error)}"}
+    planned = Contender(calls, lambda output: output[0].reshape(row.B * row.Sq, row.N, LATENT))
+    return {**contenders, FLASHINFER: planned}, absent
 
 
 def batch_of(row: Row, inputs: Inputs) -> CommonAttentionMetadata:
