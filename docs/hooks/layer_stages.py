@@ -52,6 +52,16 @@ def layer_bars(report: dict[str, Any]) -> str:
     return "\n\n".join(charts)
 
 
+def absences(report: dict[str, Any]) -> str:
+    """Return a list of the implementations that were not timed in some rows, with the reasons; "" if there are none."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in report["rows"]:
+        for who, why in {**row["absent"], **row["not_captured"]}.items():
+            found.setdefault((who, why), []).append(f"{row['layer']}, {row['batch']}")
+    items = [f"- {who}: {why} ({'; '.join(rows)})" for (who, why), rows in sorted(found.items())]
+    return "\n".join(["\n\nThese implementations were not timed:\n", *items]) if items else ""
+
+
 def stages_table(report: dict[str, Any]) -> str:
     """Return the table of the stages: times of `fast`, of the best kernels of others, and the floor."""
     lines = []
@@ -67,11 +77,11 @@ def stages_table(report: dict[str, Any]) -> str:
         lines.append(["", "", "**all stages**", *(_us(_sum(row, who)) for who in WHO), share])
     head = ["layer", "batch", "stage", "`fast`", "best kernels of others", "floor", "floor / `fast`"]
     peers = sorted({row["attention_peer"] for row in report["rows"] if row["attention_peer"]})
-    attention = f" The best attention of others is that of {', '.join(peers)}." if peers else ""
+    attention = f" The best attention of others is that of {'; '.join(peers)}." if peers else ""
     return (
         f"{table(head, lines, 3)}\n\nTimes are medians in us; every op is replayed alone. *Floor* is the time that the "
         "least bytes or the FLOPs of a stage need at the measured rates of the GPU, whichever is longer."
-        f"{attention}"
+        f"{attention}{absences(report)}"
     )
 
 

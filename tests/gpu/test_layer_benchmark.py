@@ -243,6 +243,16 @@ def test_section_of_the_site(monkeypatch, tmp_path):
     assert "| deepseek-v3 | 2 prompts of 1024 tokens behind 8192 | 10.0 | 41.0 | 410.0 | - | 9 |" in page
     assert "The error of transformers exceeds the budget" in page and "that of FlashMLA" in page
     assert "| **all stages** | 40.0 | 48.0 | 32.0 | 80% |" in page
+    assert "not timed" not in page
+    report["rows"][0]["absent"] = second["absent"] = {"FA4": "its library could not be loaded"}
+    second["not_captured"] = {"FlashInfer": "RuntimeError: Cannot find include path."}
+    (docs / "results" / "h200-layer.json").write_text(json.dumps(report))
+    page = performance.filled(marker, docs)
+    named = "deepseek-v3, decode; deepseek-v3, chunked prefill"
+    assert (
+        f"were not timed:\n\n- FA4: its library could not be loaded ({named})\n- FlashInfer: RuntimeError: Cannot"
+        in page
+    )
 
 
 @on_gpu
