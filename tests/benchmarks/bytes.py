@@ -29,6 +29,9 @@ direction. The ceiling of the table, the copy within the memory of the GPU, does
 
 - swap_out, swap_in: the blocks are in random order, and their numbers are on the GPU.
 - swap_out_run, swap_in_run: the blocks follow each other, and their numbers are on the host.
+
+The run compares its flushed times with the targets (LEAST_OF_COPY), and prints a verdict on each target: "met" or
+"missed". The results file has the verdicts too.
 """
 
 from __future__ import annotations
@@ -58,6 +61,7 @@ from reference.interfaces import (
 )
 
 from .contest import OURS, Case, Contender, finite, run_benchmark
+from .targets import judged, median
 from .timing import input_sets
 
 LATENT, ROPE = 512, 64
@@ -72,6 +76,10 @@ ROPE_CONFIG = RopeConfig(theta=10000.0)
 KV_SCALE = 0.02  # scale of caches with one scale; largest stored number: 448 * 0.02 = 9
 RANKS = 4
 REORG_INTERLEAVE = {"reorg": 1, "reorg_64": 64}
+COPY = "plain copy"
+# target: least fraction of the copy's speed, flushed; a name stands for the operations that begin with it
+LEAST_OF_COPY = {"fused_write": 0.85, "gather": 0.88, "merge": 0.90, "copy_blocks": 0.85, "swap": 0.85, "reorg": 0.85}
+TARGET_TOKENS = 65536  # the targets hold for this number of tokens
 
 
 @dataclass(frozen=True)
@@ -400,14 +408,26 @@ def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: s
     def check_either(output) -> list[Parity]:
         return [compare_exact("copy", output, source.to(output.device))] if output is target else check(output)
 
-    return Case(0, row.bytes, {OURS: Contender(calls), "plain copy": Contender(copies)}, check_either)
+    return Case(0, row.bytes, {OURS: Contender(calls), COPY: Contender(copies)}, check_either)
+
+
+def verdicts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the verdict on LEAST_OF_COPY of each operation: time of the copy / time of `fast`, flushed."""
+    found = []
+    for row in rows:
+        op = row["dims"]["op"]
+        least = next((bound for name, bound in LEAST_OF_COPY.items() if op.startswith(name)), None)
+        ours, copy = (median(row, "flushed", [who]) for who in (OURS, COPY))
+        if row["dims"]["tokens"] == TARGET_TOKENS and None not in (least, ours, copy):
+            found.append(judged(f"{op}: fraction of the copy's speed, flushed", copy / ours, least=least, op=op))
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Check and time the rows, and return the exit status."""
     return run_benchmark(
         "bytes", __doc__.splitlines()[0], ROWS, make_case, argv, ways=("flushed", "replayed"), bandwidth="copy_gb_s",
-        epilog="A row has an operation and a number of tokens.",
+        epilog="A row has an operation and a number of tokens.", verdicts=verdicts,
     )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from reference.interfaces import CACHE_FORMATS, COMPUTE_FORMAT
 
 from .command_line import CannotRun, check_device, check_peers, one_line, run, wide_console, write_report
 from .report import provenance
+from .targets import Verdicts
 from .timing import LAYERS, Call, Ceilings, Clock, Spread, in_turn, measure_ceilings
 
 OURS = "fast"
@@ -255,6 +256,7 @@ def run_benchmark(
     epilog: str = "",
     cache_formats: bool = False,
     more: Callable[[], Mapping[str, Any]] = dict,
+    verdicts: Verdicts = lambda rows: [],
 ) -> int:
     """Run one benchmark from its options to its exit status.
 
@@ -270,11 +272,13 @@ def run_benchmark(
         epilog: sentence before the exit status at the end of the help.
         cache_formats: whether the benchmark has the option `--cache-format`.
         more: function that returns further entries of the results file; it runs after the rows.
+        verdicts: function that compares the rows with the targets (`targets`). It is not called for a cache format
+            other than the compute dtype, whose rows have no targets.
 
     Returns:
         The exit status: 0 on success, 1 if `fast` failed for a row (`failures`), 2 if the benchmark cannot run here.
     """
-    run_main = partial(_run, name, description, all_rows, make_case, bandwidth, more)
+    run_main = partial(_run, name, description, all_rows, make_case, bandwidth, more, verdicts)
     parser = make_parser(name, description, all_rows, ways, epilog)
     if cache_formats:
         parser.add_argument("--cache-format", choices=tuple(CACHE_FORMATS), default=COMPUTE_FORMAT.name,
@@ -332,7 +336,7 @@ def parse_rows(all_rows: Sequence[Any], texts: Sequence[str] | None) -> list[Any
     return found
 
 
-def _run(name, description, all_rows, make_case, bandwidth, more, argv, arguments) -> int:
+def _run(name, description, all_rows, make_case, bandwidth, more, verdicts, argv, arguments) -> int:
     rows, ways = parse_rows(all_rows, arguments.rows), tuple(arguments.ways)
     check_peers(arguments.peers)
     check_device("cuda")
@@ -360,7 +364,9 @@ def _run(name, description, all_rows, make_case, bandwidth, more, argv, argument
         console.print(f"{who}: not captured: {reason}", markup=False, soft_wrap=True)
     for who, reason in sorted({pair for result in results for pair in result["absent"].items() if pair[0] != OURS}):
         console.print(f"{who}: not timed in some rows: {reason}", markup=False, soft_wrap=True)
-    found = more()
+    found, targets = more(), [] if options else verdicts(results)
+    for verdict in targets:
+        console.print(verdict["text"], markup=False, soft_wrap=True)
     failed = failures(results)
     for line in failed:
         console.print(f"FAILED {line}", markup=False, soft_wrap=True)
@@ -368,7 +374,8 @@ def _run(name, description, all_rows, make_case, bandwidth, more, argv, argument
         head = provenance(name, argv, device="cuda")
         if options:
             head["cache_format"] = arguments.cache_format
-        report = {**head, "ceilings": ceilings.as_json(), "bandwidth": bandwidth, "rows": results, **found}
+        report = {**head, "ceilings": ceilings.as_json(), "bandwidth": bandwidth, "targets": targets, "rows": results}
+        report |= found
         write_report(arguments.json, report, console)
     return 1 if failed else 0
 

@@ -36,6 +36,9 @@ for all layers, but "FA3" makes its schedule in every layer.
 In a flushed or replayed time, a call of a planned variant of `fast` makes its schedule, and "FA3" too makes its
 schedule in every call. FlashMLA and "FA3, schedule ahead" keep a schedule that was made before. FlashInfer's plan is
 outside every time, also outside a stepped time, because the plan waits for the GPU.
+
+The run compares its times over a cache in bfloat16 with the targets for an H200 (TARGET_ROWS), and prints a verdict on
+each target: "met" or "missed". The results file has the verdicts too.
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import geometric_mean
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -73,6 +77,7 @@ from reference.interfaces import (
 from .command_line import one_line
 from .contest import OURS, Case, Contender, finite, is_ours, run_benchmark
 from .layers import BLOCK_SIZE, DTYPE
+from .targets import judged, named, peer_ratio, peers_of
 from .timing import LAYERS, Call, in_turn, input_sets
 
 LATENT, ROPE = 512, 64
@@ -168,6 +173,13 @@ ROWS = tuple(
         (64, 4096, 1, 128),
     )
 )  # fmt: skip
+# The targets hold for these rows. "fast" and "fast, planned" count as one decode, and the faster of them is compared.
+TARGET_ROWS = tuple(row for row in ROWS if row not in (
+    Row(128, 4096, 1, 32), Row(64, 16384, 1, 64), Row(64, 4096, 1, 128), Row(128, 16384, 1, 128, "mixed"),
+    Row(128, 16384, 1, 16, "mixed"),
+))  # fmt: skip
+LEAST_AGAINST_PEERS = 1.0  # target: least value of (time of the fastest peer) / (time of `fast`) in a row
+LEAST_MEAN = {"flushed": 1.12, "replayed": 1.18}  # target: least geometric mean of these ratios, by way of timing
 
 
 @dataclass(frozen=True)
@@ -593,13 +605,34 @@ def make_case(
     )
 
 
+def verdicts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the verdict on LEAST_AGAINST_PEERS of each target row, and on LEAST_MEAN if all target rows were timed."""
+    found = []
+    for way, mean in LEAST_MEAN.items():
+        ratios, peers = [], set()
+        for row in (row for row in rows if Row(**row["dims"]) in TARGET_ROWS):
+            best = peer_ratio(row, way, [OURS, PLANNED])
+            if best is not None:
+                what = f"{named(row)}: {best[0]}'s time / time of fast, {way}"
+                found.append(judged(what, best[1], least=LEAST_AGAINST_PEERS, dims=row["dims"], way=way))
+                ratios.append(best[1])
+                peers |= peers_of(row, way).keys()
+        if len(ratios) == len(TARGET_ROWS):
+            names = sorted(peers)
+            what = (
+                f"geometric mean of {len(ratios)} rows, {way}: time of the fastest of {'; '.join(names)} / time of fast"
+            )
+            found.append(judged(what, geometric_mean(ratios), least=mean, way=way, peers=names))
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Check and time the rows, and return the exit status."""
     return run_benchmark(
         "decode", __doc__.splitlines()[0], ROWS, make_case, argv,
         ways=("flushed", "replayed", "stepped"), bandwidth="read_gb_s",
         epilog="A row has B requests with Sq new tokens each, S keys in the longest request, and N heads.",
-        cache_formats=True,
+        cache_formats=True, verdicts=verdicts,
     )  # fmt: skip
 
 

@@ -20,6 +20,9 @@ There are three ways of timing. A rested call starts after the GPU was idle for 
 without a rest, so that the GPU reaches its power limit. Replayed calls run from a CUDA graph. For a request with Sq
 query tokens, Skv keys and N heads, the FLOPs are 2 N Sq Skv (192 + 128), minus the FLOPs of the (query, key) pairs that
 a causal mask removes.
+
+The run compares its times with the targets for an H200 (LEAST_AGAINST_PEERS, LEAST_PORTABLE), and prints a verdict on
+each target: "met" or "missed". The results file has the verdicts too.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +50,7 @@ from reference.interfaces import AttentionState, QueryLenSupport
 from .command_line import one_line
 from .contest import OURS, Case, Contender, finite, run_benchmark
 from .decode import spread_out
+from .targets import judged, median, named, peer_ratio
 
 NOPE, ROPE, VALUE = 128, 64, 128
 WIDTH = NOPE + ROPE
@@ -54,6 +59,7 @@ DTYPE = torch.bfloat16
 CHECKED_HEADS, CHECKED_ROWS = 3, 128
 PORTABLE = f"{OURS}, portable Triton"
 JOINED = "FA3, with the join"
+JOINS = (JOINED,)  # peers whose calls join both parts of the keys
 LENS = ("equal", "ragged")
 
 
@@ -134,6 +140,11 @@ ROWS = (
     Row(32, 4096, 4096, 128, "causal", "ragged"),
     Row(1, 512, 65536, 16, "full"),
 )
+WAYS = ("flushed", "replayed")  # ways of timing that have targets
+LEAST_AGAINST_PEERS = {  # target: least value of (time of the fastest peer) / (time of `fast`)
+    ROWS[1]: 0.95, ROWS[3]: 0.98, ROWS[2]: 0.95, ROWS[5]: 0.95, ROWS[6]: 1.05, ROWS[7]: 1.05,
+}  # fmt: skip
+LEAST_PORTABLE = 0.65  # target: least value of (time of FA3) / (time of portable Triton)
 
 
 @dataclass(frozen=True)
@@ -333,11 +344,32 @@ def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: s
     )
 
 
+def verdicts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the verdicts on LEAST_AGAINST_PEERS and LEAST_PORTABLE of each row, flushed and replayed.
+
+    A peer whose call joins the keys does not count.
+    """
+    found = []
+    for row in rows:
+        floor = LEAST_AGAINST_PEERS.get(Row(**row["dims"]))
+        for way in WAYS:
+            about = {"dims": row["dims"], "way": way}
+            best = peer_ratio(row, way, [OURS], JOINS)
+            if floor is not None and best is not None:
+                what = f"{named(row)}: {best[0]}'s time / time of fast, {way}"
+                found.append(judged(what, best[1], least=floor, **about))
+            fa3, portable = (median(row, way, [who]) for who in ("FA3", PORTABLE))
+            if None not in (fa3, portable):
+                what = f"{named(row)}: FA3's time / time of portable Triton, {way}"
+                found.append(judged(what, fa3 / portable, least=LEAST_PORTABLE, **about))
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Check and time the rows, and return the exit status."""
     return run_benchmark(
         "prefill", __doc__.splitlines()[0], ROWS, make_case, argv, ways=("rested", "flushed", "replayed"),
-        bandwidth="read_gb_s",
+        bandwidth="read_gb_s", verdicts=verdicts,
         epilog="A row has B requests of up to Sq queries and Skv keys, N heads, a mask (causal or full), and lengths "
         "(equal or ragged).",
     )  # fmt: skip

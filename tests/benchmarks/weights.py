@@ -33,6 +33,9 @@ which uses the numbers that the contender multiplies.
 The field "scales" of the results file has the errors of the absorbed weights themselves, with one scale for the weight
 and with one scale for each head. These weights are random normal weights, and the weights of the checkpoint that ships
 with `fast`.
+
+The run compares the times of absorbed products with the target MOST_OVER_BMM, and prints a verdict on each row: "met"
+or "missed". The results file has the verdicts too.
 """
 
 from __future__ import annotations
@@ -54,6 +57,7 @@ from fast.parity import Parity, compare
 from reference.interfaces import E4M3, E4M3_MAX, LEAST_WEIGHT, MLAConfig, QuantizedWeight
 
 from .contest import OURS, Case, Contender, run_benchmark
+from .targets import judged, median
 from .timing import Call, input_sets
 
 LATENT, NOPE, VALUE = 512, 128, 128
@@ -64,6 +68,9 @@ BMM = "torch.bmm"
 OPS = ("query_to_latent", "latent_to_value", EXPANSION)
 PER_HEAD, ONE_SCALE = f"{OURS}, e4m3", f"{OURS}, e4m3, one scale"
 WEIGHT_ONLY, ROUNDING = f"{OURS}, weight-only module", f"{OURS}, e4m3 module"
+# target: the time of `fast` is at most MOST_OVER_BMM x the time of `torch.bmm`, for at most TARGET_TOKENS tokens
+MOST_OVER_BMM, TARGET_TOKENS = 1.05, 256
+WAYS = ("flushed", "replayed")
 CHECKPOINT = Path(fast.__file__).parent / "assets" / "tiny-mla"
 
 
@@ -338,11 +345,25 @@ def scale_errors() -> dict[str, list[dict[str, Any]]]:
     return {"scales": rows}
 
 
+def verdicts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the verdict on MOST_OVER_BMM of each absorbed product, flushed and replayed."""
+    found = []
+    for row in rows:
+        op, tokens, heads = row["dims"].values()
+        for way in WAYS:
+            ours, bmm = (median(row, way, [who]) for who in (OURS, BMM))
+            if tokens <= TARGET_TOKENS and None not in (ours, bmm):
+                what = f"{op}, T {tokens}, N {heads}: time of fast / time of {BMM}, {way}"
+                found.append(judged(what, ours / bmm, most=MOST_OVER_BMM, dims=row["dims"], way=way))
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Check and time the rows, and return the exit status."""
     return run_benchmark(
-        "weights", __doc__.splitlines()[0], ROWS, make_case, argv, ways=("flushed", "replayed"),
+        "weights", __doc__.splitlines()[0], ROWS, make_case, argv, ways=WAYS,
         bandwidth="read_gb_s", epilog="A row has an op, T tokens and N heads.", more=scale_errors,
+        verdicts=verdicts,
     )  # fmt: skip
 
 

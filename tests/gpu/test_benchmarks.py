@@ -414,7 +414,7 @@ def test_whole_program(name, monkeypatch, tmp_path, capsys):
     assert said.err == "" and "ceilings in this run: copy 4000 GB/s" in said.out
     figures = json.loads(path.read_text())
     more = {"weights": {"scales"}}.get(name, set())
-    assert set(figures) == {"command", "ceilings", "bandwidth", "rows"} | more
+    assert set(figures) == {"command", "ceilings", "bandwidth", "targets", "rows"} | more
     assert figures["ceilings"]["matmul_size"] == timing.MATMUL_SIZE
     (found,) = figures["rows"]
     further = {"weights": {"contender_bytes", "held_bytes", "errors"}, "prefill": {"backend"}}.get(name, set())
