@@ -92,10 +92,11 @@ def layers_table(report: dict[str, Any]) -> str:
         whole = {who: spread["median_us"] for who, spread in row["whole_us"].items()}
         fast, stock, peers = whole["fast"], whole.get("transformers"), _sum(row, "peers")
         dims = row["dims"]
+        prompts = f"{dims['prompts']} prompt{'s' * (dims['prompts'] > 1)}"
         shape = (
             f"{dims['decodes']} decodes over {dims['keys']} tokens"
             if dims["decodes"]
-            else f"{dims['prompts']} prompts of {dims['new_tokens']} tokens behind {dims['context']}"
+            else f"{prompts} of {dims['new_tokens']} tokens behind {dims['context']}"
         )
         lines.append([
             row["layer"], shape, NONE if stock is None else f"{stock / fast:.1f}", f"{fast:.1f}", _us(stock),
@@ -107,6 +108,10 @@ def layers_table(report: dict[str, Any]) -> str:
     count = report["layers_in_a_graph"]
     over = sorted({who for row in report["rows"] for who, found in row["parity"].items() if not found["passed"]})
     said = f" The error of {' and '.join(over)} exceeds the budget." if over else ""
+    shares = [f"{row['product_share']:.0%} ({row['layer']}, {row['batch']})" for row in report["rows"]
+              if row.get("product_share") is not None]  # fmt: skip
+    if shares:  # older results files have no shares
+        said += f" Share of attention and the expansion product in the time of `forward_prefill`: {', '.join(shares)}."
     return (
         f"{table(head, lines, 2)}\n\nTimes are medians in us for one layer, in a CUDA graph; the graph of `fast` has "
         f"{count} layers with weights and a cache each. *Kernels* counts the kernels between the last projection and "

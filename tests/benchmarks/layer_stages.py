@@ -8,9 +8,13 @@ weights on the same GPU, each in a CUDA graph. The graph of `fast` contains LAYE
 weights and cache, so that the L2 cache does not hold the weights of the next layer. Its time is divided by the number
 of layers. The plan is made before the graph. transformers runs with `sdpa` attention, and its cache is filled before.
 
-Before the timing, the outputs of the first request are compared with the output of transformers in float64. The budget
-is computed from the error of `reference` in the dtype of the layer. A row of `fast` that exceeds its budget is an
-error.
+The long prefill has so many keys that nearly all of its time is attention and expansion. Its target is LEAST_PRODUCTS:
+the least share of attention and of the expansion product, without the gather, in the times of the ops of
+`forward_prefill`. The run prints this share and a verdict. transformers is not timed there.
+
+Before the timing, the outputs of the first request are compared with the output of transformers in float64. Of the long
+prefill, only the first outputs are compared. The budget is computed from the error of `reference` in the dtype of the
+layer. A row of `fast` that exceeds its budget is an error.
 
 Each stage of a layer has three times:
 
@@ -47,90 +51,38 @@ from reference.interfaces import MLAConfig, MLAMetadata, QueryLenSupport
 from . import decode, prefill
 from .command_line import CannotRun, one_line
 from .kernel_times import Kernel, Marker, traced_steps
+from .layer_work import MOVING, floor_us, work_of
 from .layers import BLOCK_SIZE, Batch, dtype_for, make_batch, num_blocks, positions_of
 from .recorded_ops import RecordedOp, record, time_ops
+from .targets import judged
 from .timing import Call, Ceilings, Clock, wall_times
 
 STAGES = (
     "projections", "write", "query_to_latent", "expansion", "attention", "latent_to_value", "merge", "output",
 )  # fmt: skip
-MOVING = ("write", "merge")  # stages that only move bytes
 MOST_KERNELS = 6  # target: most kernels between the projections of a decode
+LONG = "long prefill"  # batch in which nearly all work is attention and expansion
+LEAST_PRODUCTS = 0.9  # target: least share of attention and the expansion product in `forward_prefill` of LONG
+PRODUCTS = ("::mm", "::bmm", "::addmm", "::matmul")  # how the names of matrix products end
+# If the new tokens of a request times its keys are at most MOST_CHECKED_PAIRS, all its outputs are compared. Otherwise
+# its first CHECKED_TOKENS outputs are compared, because attention in float64 stores every pair, and transformers is not
+# timed.
+MOST_CHECKED_PAIRS, CHECKED_TOKENS = 10_000_000, 64
 LAYERS_IN_A_GRAPH = 8
 RECORDED = {True: 8, False: 3}  # number of layers whose ops are recorded; True: the batch consists of decodes
 TRACES = 3
 MODELS = {"deepseek-v3": 3, "deepseek-v2-lite": 2}  # preset: generation of the classes of transformers
 BATCHES = {
-    "cuda": {"decode": Batch(64, 4096, 0, 0), "chunked prefill": Batch(0, 0, 2, 1024, 8192)},
-    "cpu": {"decode": Batch(2, 20, 0, 0), "chunked prefill": Batch(0, 0, 2, 9, 70)},
-}
+    "cuda": {
+        "decode": Batch(64, 4096, 0, 0), "chunked prefill": Batch(0, 0, 2, 1024, 8192),
+        LONG: Batch(0, 0, 1, 8192, 65536),
+    },
+    "cpu": {"decode": Batch(2, 20, 0, 0), "chunked prefill": Batch(0, 0, 2, 9, 70), LONG: Batch(0, 0, 1, 17, 150)},
+}  # fmt: skip
 TINY = {"hidden_size": 48, "num_heads": 2, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
         "v_head_dim": 16}  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 4096}
 MSCALE = {3: 1.0, 2: 0.707}  # `mscale` of the two models, by generation
-
-
-class Work(NamedTuple):
-    """Least work of a stage: floating-point operations and bytes."""
-
-    flops: int
-    bytes: int
-
-
-def work_of(config: MLAConfig, batch: Batch, itemsize: int = 2) -> dict[str, Work]:
-    """Return the least work of each stage of a layer: each input and weight is read once, each output written once.
-
-    The merge of a prefill reads two attention states and writes one, all in the dtype of the layer.
-
-    Args:
-        config: dims of the layer.
-        batch: decodes only, or prompts only.
-        itemsize: bytes of a number.
-    """
-    c, tokens = config, sum(batch.query_lens)
-    latent, rope, nope, value, heads = c.kv_lora_rank, c.qk_rope_head_dim, c.qk_nope_head_dim, c.v_head_dim, c.num_heads
-    entry, queries = latent + rope, heads * (nope + rope)
-    to_queries = c.hidden_size * queries
-    if c.q_lora_rank is not None:
-        to_queries = c.q_lora_rank * (c.hidden_size + queries)
-    down = to_queries + c.hidden_size * entry
-    absorbed, out = heads * nope * latent, heads * value * c.hidden_size
-
-    def of(flops: int, numbers: int) -> Work:
-        return Work(flops, itemsize * numbers)
-
-    found = {
-        "projections": of(2 * tokens * down, down + tokens * (c.hidden_size + queries + entry)),
-        "write": of(0, tokens * (2 * heads * rope + 2 * entry)),
-        "output": of(2 * tokens * out, out + tokens * (heads * value + c.hidden_size)),
-    }
-    if batch.prompts == 0:
-        keys = sum(batch.seq_lens)
-        return found | {
-            "query_to_latent": of(2 * tokens * absorbed, absorbed + tokens * heads * (nope + latent)),
-            "attention": of(2 * heads * keys * (entry + latent), keys * entry + tokens * heads * (entry + latent)),
-            "latent_to_value": of(
-                2 * tokens * heads * latent * value, heads * latent * value + tokens * heads * (latent + value)
-            ),
-        }
-    cached, per_key = batch.prompts * batch.context, heads * (nope + value)
-    pairs = batch.prompts * (batch.new_tokens * batch.context + batch.new_tokens**2 // 2)
-    keys = cached + tokens
-    found |= {
-        "expansion": of(2 * keys * latent * per_key, latent * per_key + cached * entry + tokens * latent
-                        + keys * per_key),
-        "attention": of(2 * heads * pairs * (nope + rope + value),
-                        tokens * (queries + heads * value) + keys * (per_key + rope)),
-    }  # fmt: skip
-    if cached:
-        found["merge"] = of(0, 3 * tokens * heads * value)
-    return found
-
-
-def floor_us(stage: str, work: Work, ceilings: Ceilings) -> float:
-    """Return the floor of a stage in microseconds."""
-    bandwidth = ceilings.copy_gb_s if stage in MOVING else ceilings.read_gb_s
-    return max(work.flops / ceilings.matmul_tflops / 1e6, work.bytes / bandwidth / 1e3)
 
 
 def stages_of(names: Sequence[str]) -> list[str]:
@@ -161,6 +113,31 @@ def stages_of(names: Sequence[str]) -> list[str]:
     return [*found, "output"]
 
 
+def product_share(ops: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the share of attention and the expansion product in the time of `forward_prefill`; None in a decode.
+
+    The ops of `forward_prefill` lie between the fused write, with the copy of the rotated parts, and the output
+    projection. The other ops of `forward_prefill` are gathers, merges and copies.
+
+    Args:
+        ops: ops of a layer in the order of their calls, with the names `op` and the times `median_us`.
+    """
+    names = [op["op"] for op in ops]
+    first = names.index(next(name for name in names if "rope_norm_and_cache" in name)) + 1
+    first += names[first] == "aten::copy_"
+    inner = ops[first:-1]
+    if not any("varlen" in op["op"] for op in inner):
+        return None
+    wanted = (op["median_us"] for op in inner if "varlen" in op["op"] or op["op"].endswith(PRODUCTS))
+    return sum(wanted) / sum(op["median_us"] for op in inner)
+
+
+def checked_tokens(batch: Batch) -> int:
+    """Return the number of new tokens of the first request whose outputs are compared with transformers in float64."""
+    queries = batch.query_lens[0]
+    return queries if queries * batch.seq_lens[0] <= MOST_CHECKED_PAIRS else min(queries, CHECKED_TOKENS)
+
+
 def kernels_between(ops: Sequence[RecordedOp], marker: Marker) -> list[str]:
     """Return the names of the kernels that the ops between the projections and the output launch on a GPU."""
     stages = stages_of([op.name for op in ops])
@@ -187,9 +164,9 @@ class Rows(NamedTuple):
     positions: Tensor
     entries: Tensor
 
-    def first(self) -> Rows:
-        """Return the first request."""
-        return Rows(*(tensor[:1] for tensor in self))
+    def first(self, tokens: int) -> Rows:
+        """Return the first new tokens of the first request."""
+        return Rows(self.hidden_states[:1, :tokens], self.positions[:1, :tokens], self.entries[:1])
 
 
 class Stock:
@@ -324,8 +301,9 @@ class Layers:
                     entries.clone())  # fmt: skip
 
     def reference_output(self) -> Tensor:
-        """Return the output of `reference` in the dtype of the layer for the first request, [q, H]."""
-        queries, keys = self.batch.query_lens[0], self.batch.seq_lens[0]
+        """Return the output of `reference` in the dtype of the layer for the first `checked_tokens`, [q, H]."""
+        queries = checked_tokens(self.batch)
+        keys = self.batch.seq_lens[0] - self.batch.query_lens[0] + queries
         device, count = self.hidden_states.device, num_blocks([keys])
         common = make_batch([queries], [keys], device.type)
         cache = torch.empty_like(self.caches[0][:count])
@@ -339,8 +317,8 @@ class Layers:
 
 
 def gold_output(layers: Layers) -> Tensor:
-    """Return the output of transformers in float64 for the first request, [q, H]."""
-    model, rows = layers.model, layers.rows().first()
+    """Return the output of transformers in float64 for the first `checked_tokens` of the first request, [q, H]."""
+    model, rows = layers.model, layers.rows().first(checked_tokens(layers.batch))
     small = copy.copy(model)
     small._modules = {**model._modules, "layers": nn.ModuleList([copy.deepcopy(model.layers[0]).double()])}
     small.rotary_emb = copy.deepcopy(model.rotary_emb)
@@ -348,14 +326,23 @@ def gold_output(layers: Layers) -> Tensor:
     return Stock(small, wide)()[0]
 
 
-def check_outputs(name: str, layers: Layers, stock: Stock) -> dict[str, Parity]:
-    """Compare the outputs of `fast` and of transformers for the first request with float64.
+def check_outputs(name: str, layers: Layers, stock: Stock | None) -> dict[str, Parity]:
+    """Compare the outputs of `fast` and of transformers for the first `checked_tokens` with float64.
+
+    Later tokens change no output of earlier tokens, so the other tokens of the request are left out of the comparison.
+
+    Args:
+        name: name of the row.
+        layers: the layers and the batch.
+        stock: attention of transformers; None leaves it out.
 
     Raises:
-        RuntimeError: the error of `fast` exceeds its budget.
+        RuntimeError: the error of `fast` exceeds its budget, or an element of its output is not finite.
     """
-    queries = layers.batch.query_lens[0]
-    outputs = {"fast": layers.run(0)[:queries], "transformers": stock()[0]}
+    queries, whole = checked_tokens(layers.batch), layers.run(0)
+    if not bool(whole.isfinite().all()):
+        raise RuntimeError(f"{name}: fast: an element of the output is not finite, so nothing was timed")
+    outputs = {"fast": whole[:queries]} | ({} if stock is None else {"transformers": stock()[0, :queries]})
     gold, low = gold_output(layers), layers.reference_output()
     found = {who: compare(who, output, low, gold) for who, output in outputs.items()}
     if not found["fast"].passed:
@@ -448,13 +435,15 @@ def measure(name: str, layers: Layers, clock: Clock | None, ceilings: Ceilings |
         ceilings: measured rates of the GPU.
         peers: module of the folder of peers.
     """
-    stock, decodes = Stock(layers.model, layers.rows()), layers.batch.prompts == 0
+    decodes, part = layers.batch.prompts == 0, checked_tokens(layers.batch) < layers.batch.query_lens[0]
+    stock = None if part else Stock(layers.model, layers.rows())
+    bodies = {"fast": layers.run_all} | ({} if stock is None else {"transformers": stock})
     parity = check_outputs(name, layers, stock)
     if clock is None:
-        whole = {"fast": wall_times(lambda: layers.run(0), 2), "transformers": wall_times(stock, 2)}
+        whole = {who: wall_times(body, 2) for who, body in (bodies | {"fast": lambda: layers.run(0)}).items()}
     else:
         counts = {"fast": len(layers.layers), "transformers": 1}
-        whole = clock.captured({"fast": layers.run_all, "transformers": stock}, counts)
+        whole = clock.captured(bodies, counts)
         if "fast" not in whole:
             raise CannotRun(f"the layer could not be captured: {clock.not_captured['fast']}")
     device = layers.hidden_states.device.type
@@ -488,10 +477,12 @@ def measure(name: str, layers: Layers, clock: Clock | None, ceilings: Ceilings |
                 times["peers_us"] = times["floor_us"]
             times["share_of_floor"] = times["floor_us"] / times["fast_us"]
         found[stage] = {**times, **work[stage]._asdict()}
+    left_out = {"transformers": "its attention stores every pair of a query and a key"} if part else {}
     return {
         "dims": asdict(layers.batch), "heads": layers.config.num_heads,
         "whole_us": {who: asdict(spread) for who, spread in whole.items()},
-        "stages": found, "ops": ops, "attention_peer": best.who, "absent": best.absent, "kernels": kernels,
+        "stages": found, "ops": ops, "attention_peer": best.who, "absent": best.absent | left_out,
+        "product_share": product_share(ops), "kernels": kernels,
         "parity": {who: {**asdict(each), "passed": each.passed} for who, each in parity.items()},
         "not_captured": dict(clock.not_captured) if clock is not None else {},
     }  # fmt: skip
@@ -526,7 +517,7 @@ def draw(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def verdicts(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the verdict on MOST_KERNELS of each decode whose kernels were counted; "text" has it in words."""
+    """Return the verdicts on MOST_KERNELS and LEAST_PRODUCTS of a run on a GPU; "text" has a verdict in words."""
     found = []
     for row in rows:
         if row["kernels"] is not None and row["batch"] == "decode":
@@ -534,6 +525,9 @@ def verdicts(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             text = f"{row['layer']}, decode: {count} kernels between the projections, at most {MOST_KERNELS}: "
             found.append({"layer": row["layer"], "kernels": count, "at_most": MOST_KERNELS, "met": met,
                           "text": text + ("met" if met else "missed")})  # fmt: skip
+        if row["kernels"] is not None and row["batch"] == LONG:
+            what = f"{row['layer']}, {LONG}, N {row['heads']}: share of attention and the expansion product"
+            found.append(judged(what, row["product_share"], least=LEAST_PRODUCTS, layer=row["layer"]))
     return found
 
 

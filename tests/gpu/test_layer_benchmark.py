@@ -19,7 +19,7 @@ pytest.importorskip("transformers", reason="the benchmark compares with transfor
 
 from reference.interfaces import MLAConfig
 
-from ..benchmarks import layer_stages, step
+from ..benchmarks import layer_stages, layer_work, step
 from ..benchmarks.contest import Contender
 from ..benchmarks.kernel_times import Marker
 from ..benchmarks.layers import Batch
@@ -34,7 +34,7 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_work_of_a_decode():
     """Count the work of a decode of 64 requests over 4096 tokens in DeepSeek-V3 -> the numbers computed by hand."""
     config, batch = MLAConfig.from_preset("deepseek-v3"), Batch(64, 4096, 0, 0)
-    work = layer_stages.work_of(config, batch)
+    work = layer_work.work_of(config, batch)
     assert list(work) == ["projections", "write", "output", "query_to_latent", "attention", "latent_to_value"]
     weights = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576
     assert work["projections"] == (2 * 64 * weights, 2 * (weights + 64 * (7168 + 128 * 192 + 576)))
@@ -42,28 +42,28 @@ def test_work_of_a_decode():
     assert work["query_to_latent"].flops == work["latent_to_value"].flops == 2 * 64 * 128 * 128 * 512
     assert work["output"] == (2 * 64 * 128 * 128 * 7168, 2 * (128 * 128 * 7168 + 64 * (128 * 128 + 7168)))
     assert work["write"] == (0, 2 * 64 * (2 * 128 * 64 + 2 * 576))
-    plain = layer_stages.work_of(MLAConfig.from_preset("deepseek-v2-lite"), batch)
+    plain = layer_work.work_of(MLAConfig.from_preset("deepseek-v2-lite"), batch)
     assert plain["projections"].flops == 2 * 64 * 2048 * (16 * 192 + 576)
 
 
 def test_work_of_a_prefill():
     """Count the work of 2 prompts of 1024 tokens behind 8192 -> the numbers computed by hand; no context, no merge."""
     config = MLAConfig.from_preset("deepseek-v3")
-    work = layer_stages.work_of(config, Batch(0, 0, 2, 1024, 8192))
+    work = layer_work.work_of(config, Batch(0, 0, 2, 1024, 8192))
     assert set(work) == {"projections", "write", "expansion", "attention", "merge", "output"}
     keys, pairs = 2 * 9216, 2 * (1024 * 8192 + 512 * 1024)
     assert work["expansion"].flops == 2 * keys * 512 * 128 * 256
     assert work["attention"].flops == 2 * 128 * pairs * 320
     assert work["merge"] == (0, 2 * 3 * 2048 * 128 * 128)
-    assert "merge" not in layer_stages.work_of(config, Batch(0, 0, 2, 1024))
+    assert "merge" not in layer_work.work_of(config, Batch(0, 0, 2, 1024))
 
 
 def test_floors():
     """Compute floors -> the longer of the times for the FLOPs and for the bytes; moving stages use the copy rate."""
-    work = layer_stages.Work(8 * 10**9, 44 * 10**6)
-    assert layer_stages.floor_us("attention", work, RATES) == pytest.approx(10.0)
-    assert layer_stages.floor_us("attention", work._replace(flops=16 * 10**9), RATES) == pytest.approx(20.0)
-    assert layer_stages.floor_us("write", layer_stages.Work(0, 40 * 10**6), RATES) == pytest.approx(10.0)
+    work = layer_work.Work(8 * 10**9, 44 * 10**6)
+    assert layer_work.floor_us("attention", work, RATES) == pytest.approx(10.0)
+    assert layer_work.floor_us("attention", work._replace(flops=16 * 10**9), RATES) == pytest.approx(20.0)
+    assert layer_work.floor_us("write", layer_work.Work(0, 40 * 10**6), RATES) == pytest.approx(10.0)
 
 
 def test_stages_of_ops():
@@ -84,6 +84,22 @@ def test_stages_of_ops():
     for wrong in (decode[:3] + decode[4:], decode[:-1]):
         with pytest.raises(AssertionError, match="expected a fused write and an output projection"):
             layer_stages.stages_of(wrong)
+
+
+def test_share_of_products():
+    """Compute the share of attention and the expansion product -> the rest are gathers, merges and copies.
+
+    The projections, the fused write and the copy of the rotated parts do not count. A decode has no share.
+    """
+    names = ["aten::mm", "mla_twins::rope_norm_and_cache", "aten::copy_", "aten::bmm", "mla_twins::flash_attn_varlen",
+             "mla_twins::gather_cache_out", "aten::mm", "mla_twins::flash_attn_varlen",
+             "mla_twins::merge_attn_states_out", "aten::copy_", "aten::mm"]  # fmt: skip
+    times = [1000.0, 500.0, 200.0, 10.0, 20.0, 3.0, 30.0, 30.0, 5.0, 2.0, 4000.0]
+    ops = [{"op": name, "median_us": time} for name, time in zip(names, times, strict=True)]
+    assert layer_stages.product_share(ops) == pytest.approx(90 / 100)
+    assert layer_stages.product_share(ops[:2] + ops[3:]) == pytest.approx(90 / 100)  # without rotated queries
+    decode = [op if "varlen" not in op["op"] else op | {"op": "mla_twins::mla_decode"} for op in ops]
+    assert layer_stages.product_share(decode) is None
 
 
 def small_layers(preset: str, batch: str, count: int = 1) -> layer_stages.Layers:
@@ -117,6 +133,38 @@ def test_outputs_are_compared(preset, batch, monkeypatch):
 
 
 @torch.no_grad()
+def test_first_outputs_are_compared(monkeypatch):
+    """Allow fewer pairs than the long prefill has -> its first outputs are compared, and transformers is not timed.
+
+    A wrong value in these outputs, and a NaN anywhere, is an error. The reason for the lack of transformers is given.
+    """
+    layers = small_layers("deepseek-v3", layer_stages.LONG)
+    tokens = layers.batch.new_tokens
+    assert layer_stages.checked_tokens(layers.batch) == tokens
+    assert layer_stages.checked_tokens(layer_stages.BATCHES["cuda"]["chunked prefill"]) == 1024
+    assert layer_stages.checked_tokens(layer_stages.BATCHES["cuda"][layer_stages.LONG]) == layer_stages.CHECKED_TOKENS
+    whole = layer_stages.gold_output(layers)
+    monkeypatch.setattr(layer_stages, "MOST_CHECKED_PAIRS", tokens * layers.batch.seq_lens[0] - 1)
+    monkeypatch.setattr(layer_stages, "CHECKED_TOKENS", 5)
+    first = layer_stages.gold_output(layers)
+    assert first.shape[0] == 5 and torch.allclose(first, whole[:5], rtol=0, atol=1e-12)
+    row = layer_stages.measure("here", layers, None, None, None)
+    assert set(row["whole_us"]) == {"fast"} and "stores every pair" in row["absent"]["transformers"]
+    assert set(row["parity"]) == {"fast"} and row["parity"]["fast"]["passed"] and 0 < row["product_share"] < 1
+    run = layers.run
+
+    def changed(number: int, token: int, factor: float) -> torch.Tensor:
+        output = run(number)
+        output[token, 3] *= factor
+        return output
+
+    for token, factor, error in ((4, 1.5, "exceeds the budget"), (tokens - 1, torch.nan, "is not finite")):
+        monkeypatch.setattr(layers, "run", partial(changed, token=token, factor=factor))
+        with pytest.raises(RuntimeError, match=f"^here: .*{error}, so nothing was timed$"):
+            layer_stages.check_outputs("here", layers, None)
+
+
+@torch.no_grad()
 def test_versions_that_cache_keys_and_values(monkeypatch):
     """Let transformers cache expanded keys and values, as older versions do -> the keys and values of the module."""
     layers = small_layers("deepseek-v3", "decode")
@@ -145,10 +193,11 @@ def test_a_run_on_a_cpu(tmp_path, capsys):
     assert found == [(name, batch) for name in layer_stages.MODELS for batch in layer_stages.BATCHES["cpu"]]
     for row in report["rows"]:
         stages = set(row["stages"])
-        assert stages == set(layer_stages.work_of(MLAConfig.from_preset(row["layer"]), Batch(**row["dims"])))
+        assert stages == set(layer_work.work_of(MLAConfig.from_preset(row["layer"]), Batch(**row["dims"])))
         assert all(stage["fast_us"] > 0 for stage in row["stages"].values())
         assert layer_stages.total_us(row, "fast") == pytest.approx(sum(op["median_us"] for op in row["ops"]))
         assert layer_stages.total_us(row, "peers") is None and row["kernels"] is None
+        assert (row["product_share"] is None) == (row["batch"] == "decode")
         assert {who for who, spread in row["whole_us"].items() if spread["median_us"] > 0} == {"fast", "transformers"}
     assert "One attention layer" in capsys.readouterr().out
 
@@ -196,6 +245,7 @@ def layer_row(**changes) -> dict:
              for who, time in (("fast", 41.0), ("transformers", 410.0))}  # fmt: skip
     row = {
         "layer": "deepseek-v3", "batch": "decode", "dims": vars(Batch(64, 4096, 0, 0)), "stages": stages,
+        "heads": 128,
         "whole_us": whole, "kernels": ["a"] * 5, "attention_peer": "FlashMLA", "absent": {}, "not_captured": {},
         "parity": {"fast": {"passed": True}, "transformers": {"passed": False}},
     }  # fmt: skip
@@ -211,6 +261,18 @@ def test_table_and_verdicts(capsys):
     found = layer_stages.verdicts(rows)
     assert [(each["kernels"], each["met"]) for each in found] == [(5, True), (7, False)]
     assert found[0]["text"] == "deepseek-v3, decode: 5 kernels between the projections, at most 6: met"
+    long = [layer_row(batch=layer_stages.LONG, product_share=share) for share in (0.9, 0.899)]
+    found = layer_stages.verdicts([*long, long[0] | {"kernels": None}])  # a run on a CPU has no verdict
+    assert [each["met"] for each in found] == [True, False]
+    assert found[1]["text"] == (
+        "deepseek-v3, long prefill, N 128: share of attention and the expansion product: 0.899, at least 0.9: missed"
+    )
+
+
+def test_long_prefill():
+    """Read the long prefill -> 8192 new tokens behind 65536, with 128 heads and with 16 heads."""
+    assert layer_stages.BATCHES["cuda"][layer_stages.LONG] == Batch(0, 0, 1, 8192, 65536)
+    assert {layer_stages.dims_of(preset, "cuda", None)["num_heads"] for preset in layer_stages.MODELS} == {16, 128}
 
 
 def test_section_of_the_site(monkeypatch, tmp_path):
@@ -243,12 +305,14 @@ def test_section_of_the_site(monkeypatch, tmp_path):
     assert "| deepseek-v3 | 2 prompts of 1024 tokens behind 8192 | 10.0 | 41.0 | 410.0 | - | 9 |" in page
     assert "The error of transformers exceeds the budget" in page and "that of FlashMLA" in page
     assert "| **all stages** | 40.0 | 48.0 | 32.0 | 80% |" in page
-    assert "not timed" not in page
+    assert "not timed" not in page and "Share of attention" not in page
     report["rows"][0]["absent"] = second["absent"] = {"FA4": "its library could not be loaded"}
+    second["product_share"] = 0.934
     second["not_captured"] = {"FlashInfer": "RuntimeError: Cannot find include path."}
     (docs / "results" / "h200-layer.json").write_text(json.dumps(report))
     page = performance.filled(marker, docs)
     named = "deepseek-v3, decode; deepseek-v3, chunked prefill"
+    assert "in the time of `forward_prefill`: 93% (deepseek-v3, chunked prefill)." in page
     assert (
         f"were not timed:\n\n- FA4: its library could not be loaded ({named})\n- FlashInfer: RuntimeError: Cannot"
         in page
