@@ -84,6 +84,37 @@ def test_summary_of_decodes(performance, tmp_path):
     assert contenders.in_words(rows[1]["dims"]) == "2 requests of 2 to 32 tokens, each with 2 new tokens, 16 heads"
 
 
+def test_planning(performance, tmp_path):
+    """Draw the planning of steps -> the new results file; while it is missing, the same tables of the older file."""
+    marker = "<!-- results: planned h200-planning.json h200.json benchmarks.planning -->"
+    assert marker in (DOCS / "performance.md").read_text(encoding="utf-8")
+
+    def part(us: float) -> dict:
+        time = {"median_us": us}
+        return {"batches": [{"dims": {"decodes": 64, "prefills": 2}, "host_us": {"fast": time, "builder": time}}],
+                "schedule": [{"B": 16, "programs": 132, "replayed": {"plan_decode": time}}]}  # fmt: skip
+
+    head = {"hardware": "NVIDIA H200", "driver": "1", "threads": 1, "versions": {"torch": "2.13"}}
+    older = {**head, "date": "2030-01-01", "command": "make gpu", "benchmarks": {"planning": part(77.7)}}
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "h200.json").write_text(json.dumps(older))
+    page = performance.filled(marker, tmp_path)
+    assert page.count("77.7") == 3 and "2030-01-01" in page and "```sh\nmake gpu\n```" in page
+    newer = {**head, "date": "2031-02-03", "command": "python -m tests.benchmarks.planning", **part(55.5)}
+    (tmp_path / "results" / "h200-planning.json").write_text(json.dumps(newer))
+    page = performance.filled(marker, tmp_path)
+    assert page.count("55.5") == 3 and "2031-02-03" in page and "tests.benchmarks.planning\n```" in page
+    assert "77.7" not in page and "(results/h200.json)" not in page
+
+
+def test_moved_bytes_are_shown_once(performance):
+    """Draw the page -> one table of each way with a merge in bfloat16, from the file of the movement of cache entries."""
+    page = performance.filled((DOCS / "performance.md").read_text(encoding="utf-8"), DOCS)
+    (section,) = re.findall(r"^## Movement of cache entries\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
+    assert page.count("| merge_bfloat16 ") == section.count("| merge_bfloat16 ") == 2
+    assert "2026-11-21" not in section and "h200-movement.json" in section
+
+
 def test_cascades(performance):
     """Draw three points of a grid -> a line for each prefix, and the number of choices that lose more than 10 %."""
     given = (64, 5.0, "whole", 0.0), (64, 8.0, "cascade", 0.25), (256, 30.0, "cascade", 0.0)
