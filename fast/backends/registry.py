@@ -7,9 +7,9 @@ import importlib
 import importlib.metadata
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,7 @@ from reference.interfaces import (
 )
 from reference.interfaces.support import constant_when_traced
 
+from .error_texts import in_one_line
 from .kernel_request import KernelRequest
 from .op_support import OpSupport
 
@@ -44,7 +45,8 @@ class Backend:
         install: how to get a missing package, such as "pip install flash-attn"; None if there is nothing to say.
         missing_artifacts: a function without arguments, or its dotted path "package.module:function", that returns what
             else is missing on this machine, such as a shared library, as a list of texts. It is called once, when the
-            backend could otherwise serve a call.
+            backend could otherwise serve a call, or when a call that names the backend is refused. If the function
+            raises an error, or returns something else, this counts as one reason.
         only_named: if True, the backend serves only calls that name it; `backend=None` never chooses it.
         hooks: class of the hooks for steps with prefills, a subclass of `fast.mla.backend_hooks.BackendHooks`, or its
             dotted path "package.module:Class"; None for a backend without hooks of its own.
@@ -111,6 +113,10 @@ class Backend:
             return (f"needs the package {self.missing_package}, which is not installed{how}",)
         return () if self.missing_artifacts is None else _artifacts_missing(self.missing_artifacts)
 
+    def missing_for(self, request: KernelRequest) -> tuple[str, ...]:
+        """Return what the backend needs for `request` and this machine lacks; a subclass may add a compiled kernel."""
+        return self.missing()
+
     def supports_compute_capability(self, capability: tuple[int, int]) -> bool:
         """Return whether the kernels run on NVIDIA GPUs of a compute capability, given as (major, minor)."""
         low = self.capability is None or capability >= self.capability
@@ -143,9 +149,29 @@ class Backend:
         return [f"{self.name}: {reason}" for reason in reasons]
 
 
+class FailedEntryPoint(NamedTuple):
+    """An entry point whose backends are left out.
+
+    Attributes:
+        name: name of the entry point.
+        value: the object that it names, such as "package.module:BACKEND".
+        error: type and text of the error, in one line.
+    """
+
+    name: str
+    value: str
+    error: str
+
+    @property
+    def in_words(self) -> str:
+        """Return which entry point is left out, and why, in one line."""
+        return f"backend {self.name} of {self.value} is left out: {self.error}"
+
+
 _REGISTERED: dict[str, Backend] = {}
 _ARTIFACTS: dict[Any, tuple[str, ...]] = {}  # results of `Backend.missing_artifacts` by function or path
 _ENTRY_POINTS_READ: list[bool] = []  # empty until the entry points are read
+_FAILED: list[FailedEntryPoint] = []
 _ON_CHANGE: list[Callable[[], object]] = []  # functions to call when a backend is registered or removed
 
 
@@ -165,7 +191,8 @@ def register(backend: Backend) -> None:
 
     Another package can declare its backends with an entry point of the group "mla_twins.backends". The entry point is
     one `Backend`, an iterable of backends, or a function that returns a backend or an iterable of backends. Entry
-    points are read once, when a backend is chosen for the first time.
+    points are read once, when a backend is chosen for the first time. An entry point that raises an error is left out;
+    `failed_entry_points` returns its error.
 
     Args:
         backend: the backend; no registered backend may have its name.
@@ -197,26 +224,33 @@ def unregister(name: str) -> None:
 
 @constant_when_traced
 def _read_entry_points() -> bool:
-    """Register the backends of other packages. If an entry point fails, skip it and warn with its name."""
+    """Register the backends of other packages. If an entry point fails, skip it, keep its error, and warn."""
     if _ENTRY_POINTS_READ:  # an entry point may call `registered` while it is loaded
         return True
     _ENTRY_POINTS_READ.append(True)
-    failed = []
+    _FAILED.clear()
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
         before = dict(_REGISTERED)
         try:
             found = entry.load()
             found = found() if callable(found) else found
+            check_type("the entry point", found, (Backend, Iterable), "a Backend, backends or a function")
             for backend in [found] if isinstance(found, Backend) else found:
                 register(backend)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             _REGISTERED.clear()
             _REGISTERED.update(before)
             changed()
-            failed.append(f"backend {entry.name} of {entry.value} is left out: {error}")
-    for message in failed:
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
+            _FAILED.append(FailedEntryPoint(entry.name, entry.value, in_one_line(error)))
+    for failure in _FAILED:
+        warnings.warn(failure.in_words, RuntimeWarning, stacklevel=2)
     return True
+
+
+def failed_entry_points() -> tuple[FailedEntryPoint, ...]:
+    """Return the entry points that failed when they were read, in their order; their backends are left out."""
+    registered()
+    return tuple(_FAILED)
 
 
 def registered() -> tuple[Backend, ...]:
@@ -246,8 +280,13 @@ def by_priority(op: str, device: torch.device) -> tuple[Backend, ...]:
 def _artifacts_missing(function: str | Callable[[], list[str]]) -> tuple[str, ...]:
     """Return the result of `Backend.missing_artifacts`; call the function once in a process."""
     if function not in _ARTIFACTS:
-        found = (imported(function) if isinstance(function, str) else function)()
-        check_type("the result of missing_artifacts", found, (list, tuple), "a list of reasons")
+        try:
+            found = (imported(function) if isinstance(function, str) else function)()
+            check_type("the result of missing_artifacts", found, (list, tuple), "a list of reasons")
+            for reason in found:
+                check_type("the result of missing_artifacts", reason, str, "a list of reasons")
+        except (Exception, SystemExit) as error:  # a library that does not fit the machine may raise any error
+            found = [f"cannot look for its artifacts: {in_one_line(error)}"]
         _ARTIFACTS[function] = tuple(found)
     return _ARTIFACTS[function]
 

@@ -5,7 +5,6 @@ In this module a request is a `KernelRequest`: the properties of one call that a
 
 from __future__ import annotations
 
-import difflib
 import functools
 import math
 from collections.abc import Iterable, Mapping
@@ -24,10 +23,11 @@ from reference.interfaces import (
     check_type,
 )
 
+from .error_texts import most_similar, visible
 from .kernel_request import GQA_OPS, KernelRequest, check_request
 from .measured import fastest
 from .own import DECODES, MESSAGES
-from .registry import Backend, by_priority, registered
+from .registry import Backend, by_priority, failed_entry_points, registered
 
 BackendChoice = str | Mapping[str, str] | None  # a name, a mapping from op to name, or None
 # The parts of a step that a layer of grouped-query attention attends in separate calls of one op. A mapping from op to
@@ -62,19 +62,23 @@ def named(name: object, argument: str = "backend") -> Backend:
         argument: argument or environment variable that has this name, for the error.
 
     Raises:
-        ValueError: no backend has that name; the message also has the most similar name, if one is similar.
+        ValueError: no backend has that name; the message also has the most similar name, if one is similar, or the
+            error of the entry point of this name.
     """
     found = next((candidate for candidate in registered() if candidate.name == name), None)
     if found is None:
-        check(False, argument, _names_for(name), name)
+        check(False, argument, _names_for(name), visible(name))
     return found
 
 
 def _names_for(name: object) -> str:
-    """Return what an error expects in place of an unknown name: all names, and the most similar name."""
+    """Return what an error expects in place of an unknown name: all names, and the most similar name.
+
+    If an entry point of this name has failed, its error takes the place of the most similar name.
+    """
     names = [candidate.name for candidate in registered()]
-    similar = difflib.get_close_matches(str(name), names, 1)
-    return f"one of {', '.join(names)}" + "".join(f" (the most similar name: {each})" for each in similar)
+    failed = [each.in_words for each in failed_entry_points() if each.name == name]
+    return f"one of {', '.join(names)}" + (f" ({'; '.join(failed)})" if failed else most_similar(name, names))
 
 
 def select(request: KernelRequest, backend: BackendChoice = None) -> Backend:
@@ -142,12 +146,16 @@ def reasons_against(candidate: Backend, request: KernelRequest, is_named: bool =
     Args:
         candidate: the backend.
         request: properties of the call.
-        is_named: whether the caller names the backend; the reasons are then never left out.
+        is_named: whether the caller names the backend; the reasons are then never left out, and contain what the
+            backend lacks on this machine.
     """
     apart = candidate.library is not None or candidate.ops.keys() <= set(GQA_OPS)
     if apart and request.op not in candidate.ops and not is_named:
         return []
-    return candidate.validate_configuration(request)
+    reasons = candidate.validate_configuration(request)
+    if not is_named or not reasons:
+        return reasons
+    return list(dict.fromkeys([*[f"{candidate.name}: {each}" for each in candidate.missing_for(request)], *reasons]))
 
 
 class BoundOps(dict):
@@ -259,8 +267,9 @@ def _check_mapping(backend: object) -> None:
     unserved = [(op, name) for op, name in backend.items() if not _has(name, op)]
     for op, name in unserved:
         known = sorted((*all_ops(), *STEP_PARTS))
-        check(op in known, "backend", f"a mapping whose keys are among {', '.join(known)}", op)
-        check(_has(name), f"backend[{op!r}]", _names_for(name), name)
+        expected = f"a mapping whose keys are among {', '.join(known)}{most_similar(op, known)}"
+        check(op in known, "backend", expected, visible(op))
+        check(_has(name), f"backend[{op!r}]", _names_for(name), visible(name))
     if unserved:
         raise UnsupportedConfiguration([f"{name}: has no kernel for {STEP_PARTS.get(op, op)}" for op, name in unserved])
     for together in (DECODES, MESSAGES):

@@ -43,7 +43,7 @@ from reference.interfaces.gqa import (
 
 from .. import backends
 from ..backends import BackendChoice, KernelRequest
-from ..backends.selection import check_same_backend, for_part, named
+from ..backends.selection import check_same_backend, for_part, named, reasons_against
 
 MERGES = {"ag_rs": "weight_attn_out", "a2a": "pack_attn_state"}  # op of a merge over ranks: the op that is chosen first
 _OF_CALL, _OF_LAYER = "the backend of the call", "the backend of the layer"
@@ -115,7 +115,7 @@ def _choose_paged(
     )  # fmt: skip
     if planned is None:
         return backends.select(request, wanted).name
-    reasons = named(planned).validate_configuration(request)
+    reasons = reasons_against(named(planned), request, is_named=True)
     if reasons:
         raise UnsupportedConfiguration([f"{argument}: {reason}" for reason in reasons])
     return planned

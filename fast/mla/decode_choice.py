@@ -32,7 +32,7 @@ from .. import backends
 from ..backends import BackendChoice, KernelRequest
 from ..backends.devices import check_present_device
 from ..backends.own import OWN_BACKENDS
-from ..backends.selection import check_same_backend, name_for, named
+from ..backends.selection import check_same_backend, name_for, named, reasons_against
 from .device_choices import DecodeLayer
 
 OP = "mla_decode"
@@ -103,7 +103,7 @@ def decode_limits(
     if layer.device.index is not None or layer.device.type == "cpu":
         if layer.device.type == chosen.device_type:
             check_present_device("device", layer.device)
-        reasons = chosen.validate_configuration(request)
+        reasons = reasons_against(chosen, request, is_named=True)
     else:  # only the type of the device is known
         reasons = [f"{name}: {reason}" for reason in support.reasons(request)]
     if reasons:
@@ -161,7 +161,7 @@ def check_decode_backend(
         layer, lens, decode.graph, decode.mask, schedule is not None and schedule.batch_invariant,
         q_scale is not None and q_scale.numel() > 1,
     )  # fmt: skip
-    reasons = chosen.validate_configuration(request)
+    reasons = reasons_against(chosen, request, is_named=True)
     if reasons:
         source = "" if decode.backend is None else "metadata.decode.backend: "
         raise UnsupportedConfiguration([f"{source}{reason}" for reason in reasons])

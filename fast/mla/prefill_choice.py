@@ -21,7 +21,7 @@ from reference.interfaces import (
 )
 
 from ..backends import AttentionSizes, BackendChoice, KernelRequest, on_change, select_for_all
-from ..backends.selection import check_same_backend, name_for, named
+from ..backends.selection import check_same_backend, name_for, named, reasons_against
 
 OP = "flash_attn_varlen"
 
@@ -161,6 +161,6 @@ def check_prefill_backend(
     check_same_backend(OP, prefill.backend, backend, "metadata.prefill.backend", "the backend of the layer")
     chosen = named(prefill.backend, "metadata.prefill.backend")
     requests = prefill_requests(prefill, config, dtype, in_e4m3, prefill.batch_invariant)
-    reasons = [reason for request in requests for reason in chosen.validate_configuration(request)]
+    reasons = [reason for request in requests for reason in reasons_against(chosen, request, True)]
     if reasons:
         raise UnsupportedConfiguration([f"metadata.prefill.backend: {reason}" for reason in dict.fromkeys(reasons)])

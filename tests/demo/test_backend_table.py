@@ -196,12 +196,6 @@ def test_malformed_backends(changes, message, plain_errors):
     assert str(error.value).startswith(message)
 
 
-def test_artifacts_must_be_a_list(plain_errors):
-    odd = Backend("odd", 1, "cpu", {}, missing_artifacts=lambda: "kernels.so")
-    with pytest.raises(TypeError, match="^the result of missing_artifacts: expected a list of reasons, got str$"):
-        odd.is_available()
-
-
 def test_families(monkeypatch):
     """Declare a priority for one family of GPUs -> it counts on this family alone."""
     monkeypatch.setattr(backends.Backend, "validate_configuration", lambda self, request: [])

@@ -260,6 +260,13 @@ class FlashAttn3Backend(Backend):
             reasons = [f"{self.name}: {reason}" for reason in missing_artifacts(SOURCES_3_OF_RANKS)]
         return reasons
 
+    def missing_for(self, request: KernelRequest) -> tuple[str, ...]:
+        """Return what of flash-attn 3 is missing for `request`; vLLM's copy for a decode under context parallelism."""
+        found = self.missing()
+        if found or request.mask != CAUSAL_OVER_RANKS:
+            return found
+        return tuple(missing_artifacts(SOURCES_3_OF_RANKS))
+
 
 FLASH_ATTN_2 = Backend(
     name="flash_attn_2",

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from reference.interfaces import GraphSupport, check
 
+from ..error_texts import in_one_line
 from ..kernel_request import KernelRequest
 from ..own import missing
 from ..registry import Backend, OpSupport, changed
@@ -49,8 +50,11 @@ def missing_library() -> list[str]:
     """Return why FlashInfer cannot be imported; an empty list if it can be imported."""
     try:
         import flashinfer  # noqa: F401
-    except (ImportError, OSError, RuntimeError) as error:
-        return [f"cannot import flashinfer: {' '.join(str(error).split())}"]
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # a library that does not fit the machine may raise any error in its import
+        return [f"cannot import flashinfer: {in_one_line(error)}"]
     return []
 
 
@@ -113,19 +117,34 @@ class FlashInferBackend(Backend):
             return [f"{self.name}: serves keys as wide as values, or 192 and 128 columns, got {keys} and {values}"]
         if request.batch_invariant and kernel_of(request.device) != "fa3":
             reasons.append("is not batch-invariant on this GPU")
+        return [f"{self.name}: {reason}" for reason in [*reasons, *self._not_compiled(request, keys, values)]]
+
+    def missing_for(self, request: KernelRequest) -> tuple[str, ...]:
+        """Return what of FlashInfer is missing for `request`: the library, or else the compiled kernel."""
+        found, widths = self.missing(), dict(request.head_dims)
+        head_dim, support = widths.get("head_dim"), self.ops.get(request.op)
+        keys, values = widths.get("qk_head_dim", head_dim), widths.get("v_head_dim", head_dim)
+        exists = (keys, values) == (192, 128) or (keys == values and keys in EQUAL_WIDTHS)
+        if found or support is None or not exists or not support.supports_dtype(request.dtype):
+            return found
+        if request.device.type != self.device_type:
+            return ()
+        return tuple(self._not_compiled(request, keys, values))
+
+    def _not_compiled(self, request: KernelRequest, keys: int, values: int) -> list[str]:
+        """Return why the kernel for `request`, with these head dims, is not ready; an empty list if it is compiled."""
         needed = {"a window": "window" in request.features, "a soft cap": "soft_cap" in request.features}
         try:
             compiled = is_compiled(request.dtype, keys, values, request.device, *needed.values())
-        except (ImportError, OSError, RuntimeError, AttributeError, TypeError) as error:  # such as an old FlashInfer
-            compiled = True
-            reasons.append(f"cannot look for its compiled kernel: {' '.join(str(error).split())}")
-        if not compiled:
-            reasons.append(
-                f"has no compiled kernel for {request.dtype} with {keys} and {values} columns"
-                f"{''.join(f', with {name}' for name, is_needed in needed.items() if is_needed)} (install "
-                "flashinfer-jit-cache, or call fast.backends.adapters.flashinfer.compile_kernel)"
-            )
-        return [f"{self.name}: {reason}" for reason in reasons]
+        except Exception as error:  # such as an old FlashInfer
+            return [f"cannot look for its compiled kernel: {in_one_line(error)}"]
+        if compiled:
+            return []
+        return [
+            f"has no compiled kernel for {request.dtype} with {keys} and {values} columns"
+            f"{''.join(f', with {name}' for name, is_needed in needed.items() if is_needed)} (install "
+            "flashinfer-jit-cache, or call fast.backends.adapters.flashinfer.compile_kernel)"
+        ]
 
 
 class RaggedWrapper:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from reference.interfaces import GraphSupport, check
 
+from ..error_texts import in_one_line
 from ..own import missing
 from ..registry import Backend, OpSupport
 from .flashinfer import HALF_DTYPES, NATURAL, missing_library, state_without_keys, to_state
@@ -38,8 +39,11 @@ def missing_parts() -> list[str]:
         from flashinfer.cudnn import cudnn_batch_prefill_with_kv_cache
 
         cudnn.backend_version()
-    except (ImportError, OSError, RuntimeError, AttributeError) as error:
-        return [f"cannot load cuDNN: {' '.join(str(error).split())}"]
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # a library that does not fit the machine may raise any error in its import
+        return [f"cannot load cuDNN: {in_one_line(error)}"]
     needed = {"batch_offsets_units", "lse_base"} - set(inspect.signature(cudnn_batch_prefill_with_kv_cache).parameters)
     return [f"needs a version of flashinfer whose cuDNN call has {', '.join(sorted(needed))}"] if needed else []
 

@@ -40,6 +40,7 @@ from reference.interfaces import (
     QueryLenSupport,
 )
 
+from ..error_texts import in_one_line
 from ..kernel_request import KernelRequest
 from ..own import missing
 from ..registry import Backend, changed
@@ -95,14 +96,26 @@ class FlashInferMLABackend(Backend):
         reasons = super().validate_configuration(request)
         if reasons or request.op != "mla_decode" or request.dtype is None:
             return reasons
-        try:
-            compiled = is_compiled(request.dtype, request.device)
-        except (ImportError, OSError, RuntimeError, AttributeError, TypeError) as error:  # such as an old FlashInfer
-            return [f"{self.name}: cannot look for its compiled kernel: {' '.join(str(error).split())}"]
-        if compiled:
-            return []
-        return [f"{self.name}: has no compiled kernel for {request.dtype} (install flashinfer-jit-cache, or call "
-                "fast.backends.adapters.flashinfer_mla.compile_kernel)"]  # fmt: skip
+        return [f"{self.name}: {reason}" for reason in _not_compiled(request)]
+
+    def missing_for(self, request: KernelRequest) -> tuple[str, ...]:
+        """Return what of FlashInfer is missing for `request`: the library, or else the compiled kernel."""
+        found, support = self.missing(), self.ops.get(request.op)
+        if found or request.device.type != self.device_type or support is None or request.op != "mla_decode":
+            return found
+        return tuple(_not_compiled(request)) if support.supports_dtype(request.dtype) else ()
+
+
+def _not_compiled(request: KernelRequest) -> list[str]:
+    """Return why the kernel for `request` is not ready; an empty list if it is compiled."""
+    try:
+        compiled = is_compiled(request.dtype, request.device)
+    except Exception as error:  # such as an old FlashInfer
+        return [f"cannot look for its compiled kernel: {in_one_line(error)}"]
+    if compiled:
+        return []
+    return [f"has no compiled kernel for {request.dtype} (install flashinfer-jit-cache, or call "
+            "fast.backends.adapters.flashinfer_mla.compile_kernel)"]  # fmt: skip
 
 
 class DecodeLengths:

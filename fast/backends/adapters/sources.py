@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 from reference.interfaces import UnsupportedConfiguration
 
+from ..error_texts import in_one_line
+
 
 class Source(NamedTuple):
     """A module with the kernels of a library.
@@ -40,7 +42,7 @@ def is_installed(module: str) -> bool:
     root, *inner = module.split(".")
     try:
         spec = importlib.util.find_spec(root)
-    except (ImportError, ValueError):
+    except Exception:  # a search hook of another package may raise any error
         return False
     if spec is None or not inner:
         return spec is not None
@@ -81,10 +83,10 @@ def _first_that_loads(sources: tuple[Source, ...]) -> tuple[tuple[Source, Module
             continue
         try:
             module = importlib.import_module(source.module)
-        except Exception as error:  # a library that does not fit the machine may raise any error in its import
-            failures.append(f"the module {source.module} cannot be imported: {type(error).__name__}: {error}")
+            failure = _fault(source, module)
+        except (Exception, SystemExit) as error:  # a library that does not fit the machine may raise any error
+            failures.append(f"the module {source.module} cannot be imported: {in_one_line(error)}")
             continue
-        failure = _fault(source, module)
         if failure is None:
             return (source, module), tuple(failures)
         failures.append(failure)

@@ -340,6 +340,12 @@ class OnTwoDevices(Backend):
             return self.second.validate_configuration(request)
         return super().validate_configuration(request)
 
+    def missing_for(self, request: KernelRequest) -> tuple[str, ...]:
+        """Return what the backend needs on the device of `request` and this machine lacks."""
+        if self.second is not None and request.device.type == self.second.device_type:
+            return self.second.missing_for(request)
+        return super().missing_for(request)
+
     def supports_compute_capability(self, capability: tuple[int, int]) -> bool:
         """Return whether the kernels run on NVIDIA GPUs of a compute capability, given as (major, minor)."""
         backends = [super(), *([] if self.second is None else [self.second])]

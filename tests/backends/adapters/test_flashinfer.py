@@ -249,7 +249,7 @@ def test_a_broken_library_is_a_reason(monkeypatch):
     available = replace(FLASHINFER, missing_package=None, missing_artifacts=None)
     dims = ("qk_head_dim", 256), ("v_head_dim", 256)
     found = available.validate_configuration(backends.KernelRequest(OP, torch.device("cuda"), torch.bfloat16, dims))
-    assert found == ["flashinfer: cannot look for its compiled kernel: no source files"]
+    assert found == ["flashinfer: cannot look for its compiled kernel: RuntimeError: no source files"]
 
 
 @pytest.mark.parametrize("text", ["rubbish", "-1", "0", "1e6", "٣x", "9" * 30])

@@ -335,14 +335,15 @@ def test_cudnn_is_refused_without_its_library(monkeypatch):
     """Take cuDNN's library away -> the reason; an older FlashInfer is refused too."""
     cudnn = pytest.importorskip("cudnn")
     monkeypatch.setattr(cudnn, "backend_version", lambda: 1 / 0, raising=False)
-    with pytest.raises(ZeroDivisionError):  # an error that no missing library raises is not swallowed
-        flashinfer_cudnn.missing_parts()
+    assert flashinfer_cudnn.missing_parts() == ["cannot load cuDNN: ZeroDivisionError: division by zero"]
 
     def raises():
         raise RuntimeError("Unable to find symbol\n cudnnGetVersion")
 
     monkeypatch.setattr(cudnn, "backend_version", raises, raising=False)
-    assert flashinfer_cudnn.missing_parts() == ["cannot load cuDNN: Unable to find symbol cudnnGetVersion"]
+    assert flashinfer_cudnn.missing_parts() == [
+        "cannot load cuDNN: RuntimeError: Unable to find symbol cudnnGetVersion"
+    ]
     monkeypatch.setattr(cudnn, "backend_version", lambda: 92400, raising=False)
     assert flashinfer_cudnn.missing_parts() == []
     entry = importlib.import_module("flashinfer.cudnn")
