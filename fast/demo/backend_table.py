@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from reference.interfaces import (
@@ -27,6 +28,7 @@ from reference.interfaces.gqa import GQAConfig, check_key_value_block_size, chec
 
 from .. import backends
 from ..backends.explanation import choice_of
+from ..backends.registry import failed_entry_points
 from ..backends.selection import labelled_by_part, reasons_against
 from .job import DTYPES, one_line
 
@@ -133,6 +135,7 @@ def examine(args: argparse.Namespace) -> dict[str, Any]:
         - `backends`: a list with name, library, what is missing on the machine, for each op of the backend the
             reasons against it, and which ops serve only calls that name the backend: all (`only_named`), or those in
             `ops_only_named`;
+        - `left_out`: a list of the entry points whose backends are left out, each with name, value and error;
         - `chosen`: a mapping from op to the name of a backend, or None;
         - `chosen_by`: a mapping from op to how the backend was chosen, as in `explain`: `how` and `in_words`; `gpu`, on
             which the times were measured, or None; and `shapes`, a mapping from each other backend that measured times
@@ -187,7 +190,8 @@ def examine(args: argparse.Namespace) -> dict[str, Any]:
         "family": args.family, "preset": preset, "device": str(device), "dtype": dtype,
         "cache_format": cache_format.name, "block_size": args.block_size,
         "environment": {} if bound is None else dict(bound.variables),
-        "backends": rows, "chosen": {label: choice.name for label, choice in choices.items()},
+        "backends": rows, "left_out": [each._asdict() for each in failed_entry_points()],
+        "chosen": {label: choice.name for label, choice in choices.items()},
         "chosen_by": {label: {"how": choice.how, "gpu": choice.gpu, "shapes": dict(choice.shapes),
                               "in_words": choice.in_words} for label, choice in choices.items()},
     }  # fmt: skip
@@ -236,6 +240,8 @@ def show(found: dict[str, Any]) -> None:
     for row in (row for row in found["backends"] if row["ops"]):
         reasons = dict.fromkeys([*row["missing"], *(why for each in row["ops"].values() for why in each)])
         table.add_row(row["name"], row["library"] or "mla-twins", _counted(row), "; ".join(reasons))
+    for failed in found["left_out"]:
+        table.add_row(escape(failed["name"]), escape(failed["value"]), "left out", escape(failed["error"]))
     console.print(table)
     if others := [row["name"] for row in found["backends"] if not row["ops"]]:
         console.print(f"backends without an op of the family {found['family']}: {', '.join(others)}", markup=False)

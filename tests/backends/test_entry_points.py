@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -31,6 +32,7 @@ toy = toy_backends:TOY
 more = toy_backends:MORE
 broken = toy_backends_broken:BACKEND
 twice = toy_backends:TOY
+exits = toy_backends_exits:BACKEND
 """
 PROGRAM = """
 import warnings
@@ -52,33 +54,46 @@ call = (q, q, q, starts, starts, 3, 3, 1.0, True)
 plain, named = fast.flash_attn_varlen(*call), fast.flash_attn_varlen(*call, backend="toy")
 print("equal:", torch.equal(plain.out, named.out))
 """
+TABLE = "import sys, warnings; warnings.simplefilter('ignore'); from fast.__main__ import main; main(sys.argv[1:])"
 
 
 def test_a_distribution_with_backends(tmp_path):
-    """Put a distribution with four entry points on the path -> its backends serve; two faulty entries are named.
+    """Put a distribution with five entry points on the path -> its backends serve; three faulty entries are named.
 
-    One entry point fails at import, and one has the name of a backend that is already registered.
+    One entry point fails at import, one has the name of a backend that is already registered, and one ends the program
+    at import. The table of backends has their errors, as text and in JSON.
     """
     (tmp_path / "toy_backends.py").write_text(MODULE)
     (tmp_path / "toy_backends_broken.py").write_text("raise OSError('libtoy.so was not found')\n")
+    (tmp_path / "toy_backends_exits.py").write_text("raise SystemExit(3)\n")
     info = tmp_path / "toy_backends-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-backends\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(ENTRIES)
     root = Path(__file__).parents[2]
     path = os.pathsep.join([str(tmp_path), str(root), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True,
-        text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+
+    def output_of(*command: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", *command], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True,
+            text=True, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    lines = output_of(PROGRAM).splitlines()
     assert lines[0].startswith("names: cpu triton hopper torch torch_flash")
     assert {"toy", "second", "third"} <= set(lines[0].split())
     warnings = sorted(line for line in lines if line.startswith("warning: "))
-    assert len(warnings) == 2, warnings
-    assert warnings[0].startswith("warning: backend broken of toy_backends_broken:BACKEND is left out: libtoy.so was")
-    assert warnings[1].startswith(
-        "warning: backend twice of toy_backends:TOY is left out: backend.name: expected a name"
+    assert len(warnings) == 3, warnings
+    assert warnings[0].startswith("warning: backend broken of toy_backends_broken:BACKEND is left out: OSError: libto")
+    assert warnings[1] == "warning: backend exits of toy_backends_exits:BACKEND is left out: SystemExit: 3"
+    assert warnings[2].startswith(
+        "warning: backend twice of toy_backends:TOY is left out: ValueError: backend.name: expe"
     )
     assert lines[-2:] == ["toy attends", "equal: True"]  # chosen by name alone: its priority is below that of "cpu"
+    left_out = json.loads(output_of(TABLE, "backends", "--device", "cpu", "--json"))["left_out"]
+    assert [each["name"] for each in left_out] == ["broken", "twice", "exits"]
+    assert left_out[2] == {"name": "exits", "value": "toy_backends_exits:BACKEND", "error": "SystemExit: 3"}
+    table = " ".join(output_of(TABLE, "backends", "--device", "cpu").replace("│", " ").split())
+    assert "broken toy_backends_broken:BACKEND left out OSError: libtoy.so was not found" in table

@@ -11,6 +11,7 @@ import torch
 import fast
 from fast import backends
 from fast.backends import DECODES, Backend
+from fast.backends.error_texts import visible
 from fast.backends.own import CPU
 from reference.interfaces import UnsupportedConfiguration
 
@@ -99,6 +100,28 @@ def test_most_similar_name():
         backends.bind("tritn")
     with pytest.raises(ValueError, match=r"trtllm_ragged \(the most similar name: torch_flash\), got torch_flsh$"):
         backends.bind({"flash_attn_varlen": "torch_flsh"})
+
+
+@pytest.mark.parametrize(
+    "name, similar",
+    [("CPU", "cpu"), ("FlashMLA", "flashmla"), ("flash-attn-3", "flash_attn_3"), ("fa3", "flash_attn_3"),
+     ("FlashAttn2", "flash_attn_2"), (" cpu", "cpu")],
+)  # fmt: skip
+def test_similar_but_for_capitals_and_dashes(name, similar):
+    """Spell a name as its library does -> the error has the right name."""
+    with pytest.raises(ValueError, match=rf"\(the most similar name: {similar}\), got {visible(name)}$"):
+        backends.bind(name)
+
+
+def test_names_that_nobody_sees(monkeypatch):
+    """Pass an empty name or blanks -> the error has the name in quotes; it is also in quotes for a variable."""
+    for name, shown in (("", "''"), (" ", "' '"), ("cpu\n", r"'cpu\\n'")):
+        for given in (name, {"mla_decode": name}, {name: "cpu"}):
+            with pytest.raises(ValueError, match=rf", got {shown}$"):
+                backends.bind(given)
+    monkeypatch.setenv(DECODE, " ")
+    with pytest.raises(ValueError, match=f"^{DECODE}: expected one of .*, got ' '$"):
+        fast.MLAMetadataBuilder(DIRECT, 16, 128, 4)
 
 
 def gqa_builder(**options):

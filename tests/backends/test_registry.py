@@ -69,15 +69,16 @@ def test_a_backend_for_one_op(plain_errors):
 
 
 @pytest.mark.parametrize("found", [FOREIGN, lambda: FOREIGN, lambda: [FOREIGN]], ids=["a backend", "one", "a list"])
-def test_entry_points(found, monkeypatch):
+def test_entry_points(found, monkeypatch, plain_errors):
     """The first choice of a backend registers the backends of all entry points; later choices read no entry point.
 
-    If the code of an entry point raises, its backends are not registered, and a warning names the entry point.
+    If the code of an entry point raises, its backends are not registered, and a warning names the entry point. The
+    error of an unknown name and `failed_entry_points` keep the error, in one line.
     """
     registry = sys.modules["fast.backends.registry"]
 
     def broken():
-        raise ImportError("libforeign.so is missing")
+        raise ImportError("libforeign.so\nis missing")
 
     def halfway():
         backends.register(replace(FOREIGN, name="halfway", priority=99))
@@ -86,19 +87,35 @@ def test_entry_points(found, monkeypatch):
     points = [
         SimpleNamespace(name="broken", value="other:backend", load=broken),
         SimpleNamespace(name="halfway", value="third:backend", load=halfway),
+        SimpleNamespace(name="exiting", value="fourth:backend", load=lambda: sys.exit(3)),
+        SimpleNamespace(name="empty", value="fifth:backend", load=lambda: None),
         SimpleNamespace(name="foreign", value="foreign:backend", load=lambda: found),
     ]
     asked = []
     monkeypatch.setattr(registry.importlib.metadata, "entry_points", lambda group: asked.append(group) or points)
     monkeypatch.setattr(registry, "_ENTRY_POINTS_READ", [])
     monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
+    monkeypatch.setattr(registry, "_FAILED", [])
     with pytest.warns(RuntimeWarning) as warned:
         assert merge().eq(-1).all()
     assert [str(warning.message).split(":")[0] for warning in warned] == [
         "backend broken of other",
         "backend halfway of third",
+        "backend exiting of fourth",
+        "backend empty of fifth",
     ]
-    assert str(warned[0].message).endswith("is left out: libforeign.so is missing")
+    errors = {each.name: each.error for each in registry.failed_entry_points()}
+    assert errors.pop("halfway").startswith("TypeError: backend: expected a Backend, got str")
+    assert errors == {
+        "broken": "ImportError: libforeign.so is missing",
+        "exiting": "SystemExit: 3",
+        "empty": "TypeError: the entry point: expected a Backend, backends or a function, got NoneType",
+    }
+    assert str(warned[0].message).endswith("is left out: ImportError: libforeign.so is missing")
+    failure = r"\(backend broken of other:backend is left out: ImportError: libforeign.so is missing\), got broken$"
+    for name in ("broken", {"merge_attn_states": "broken"}):
+        with pytest.raises(ValueError, match=failure):
+            backends.bind(name)
     own = [backend.name for backend in backends.registered() if backend.library is None]
     assert own == ["cpu", "triton", "hopper", "torch", "foreign"]
     assert merge().eq(-1).all() and asked == ["mla_twins.backends"]
