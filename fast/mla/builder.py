@@ -121,8 +121,9 @@ class MLAMetadataBuilder:
         cascade_costs: costs from which the time of a cascade is estimated; None takes the costs of the
             device (`cascade_costs_of`); if `device` is None too, PyTorch's default device counts.
         layer_names: names of the layers, which the hooks of a backend get (`fast.mla.backend_hooks`).
-        device: device of the layers, on which a named decode backend is checked; None checks only what does not depend
-            on the device. The first plan with decodes checks the rest.
+        device: device of the layers, on which the decode backend is chosen and checked; None checks only what does not
+            depend on the device. The first plan with decodes checks the rest. On a machine with a GPU, None chooses no
+            decode backend of another project automatically.
         backend_options: mapping from the name of a backend to its options, such as
             `{"flashinfer": {"workspace": 2**28}}`; None for no options. The hooks of the backend say which options it
             has (`BackendHooks.options`).
@@ -317,7 +318,7 @@ class MLAMetadataBuilder:
                 return dataclasses.replace(metadata, cascade=cascade)
         programs, costs = self._programs_and_costs(metadata.decode.max_query_len, common.block_table.device)
         lens = _rank_local_decode_lens(common, metadata.num_decodes, metadata.decode.max_seq_len, self.ownership)
-        return _with_schedule(metadata, lens, programs, costs, self.batch_invariant, self.backend)
+        return _with_schedule(metadata, lens, programs, costs, self.batch_invariant, self._limits.ops)
 
     def _programs_and_costs(self, query_len: int, device: torch.device) -> ProgramsAndCosts:
         """Return the number of programs of a schedule (0: no schedule), and the costs for `plan_decode`."""
@@ -328,7 +329,7 @@ class MLAMetadataBuilder:
         elif programs is not None and query_len > self.reorder_batch_threshold:
             programs = 0
         return self._decode_layer(device).programs_and_costs(
-            query_len, programs, self.schedule_costs, self.backend, batch_invariant=self.batch_invariant
+            query_len, programs, self.schedule_costs, self._limits.ops, batch_invariant=self.batch_invariant
         )
 
     def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> MLAMetadata:
@@ -361,7 +362,7 @@ class MLAMetadataBuilder:
             programs = programs_of_one_request(programs, most_keys, costs)
         metadata = plan_captured_decodes(
             common, self.block_size, programs, costs, self.batch_invariant, self.ownership, graph, self.cache_format,
-            self.fp8_mode, backend=self.backend,
+            self.fp8_mode, backend=self._limits.ops,
         )  # fmt: skip
         return self._finalized(self._with_decode_backend(metadata), common.block_table.device)
 

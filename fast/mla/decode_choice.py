@@ -2,7 +2,8 @@
 
 The three backends of this package share their plans, so the kernel of a decode is chosen in each call. A library has
 plans of its own. If such a backend serves the decodes of a builder, it does so for the life of the builder: the builder
-takes its limits from the backend, and every plan with decodes names the backend.
+takes its limits from the backend, and every plan with decodes names the backend. The caller names this backend, or it
+has the highest priority of all backends that can serve the decodes of the builder.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from reference.interfaces import (
 )
 
 from .. import backends
-from ..backends import BackendChoice, KernelRequest
+from ..backends import DECODES, Backend, BackendChoice, BoundOps, KernelRequest, registered
 from ..backends.devices import check_present_device
 from ..backends.own import OWN_BACKENDS
+from ..backends.registry import by_priority
 from ..backends.selection import check_same_backend, name_for, named, reasons_against
 from .device_choices import DecodeLayer
 
@@ -46,17 +48,20 @@ class DecodeLimits(NamedTuple):
         query_len_support: query lengths of the decodes.
         graph_support: batches for which a captured graph can be replayed.
         masks: masks that the backend can apply.
+        ops: backends of the ops of planning, as `bind` returns them. If the backend of the decodes was chosen
+            automatically, this mapping binds the ops of a decode to it.
     """
 
     backend: str | None
     query_len_support: QueryLenSupport
     graph_support: GraphSupport
     masks: tuple[str, ...] = DECODE_MASKS
+    ops: BoundOps | None = None
 
 
 def decode_limits(
     layer: DecodeLayer,
-    backend: BackendChoice,
+    backend: BoundOps | None,
     query_len_support: QueryLenSupport | None,
     graph_support: GraphSupport | None,
     num_speculative_tokens: int,
@@ -65,8 +70,12 @@ def decode_limits(
 ) -> DecodeLimits:
     """Return the limits of a builder's decodes.
 
+    If `backend` names no backend for decodes, the backend with the highest priority that can serve all decodes of the
+    builder determines the limits. Between the backends of this package, each call still chooses.
+
     Args:
-        layer: properties of the layers. Its device may be the device type alone if the caller knows no device.
+        layer: properties of the layers. Its device may be the device type alone if the caller knows no device; such a
+            device finds no backend of another project unless `backend` names it.
         backend: mapping from op to name that `bind` returned, or None.
         query_len_support: query lengths that the caller asks for; None takes those of the backend. Under context
             parallelism, a backend that serves no mask of the plans then decodes one token of each request only.
@@ -82,11 +91,53 @@ def decode_limits(
     """
     check_type("query_len_support", query_len_support, (QueryLenSupport, type(None)), "a QueryLenSupport or None")
     name = name_for(OP, backend)
-    if name is None or name in OWN_BACKENDS:
-        asked = QueryLenSupport.VARLEN if query_len_support is None else query_len_support
-        return DecodeLimits(None, asked, check_graph_support(graph_support, asked))
-    chosen = named(name)
-    support = chosen.ops[OP]  # `bind` binds an op to a backend that declares it
+    asked = query_len_support, graph_support, num_speculative_tokens, ownership, batch_invariant
+    if name is not None and name not in OWN_BACKENDS:
+        return _limits_of(named(name), layer, backend, *asked)
+    lens = QueryLenSupport.VARLEN if query_len_support is None else query_len_support
+    own = DecodeLimits(None, lens, check_graph_support(graph_support, lens), ops=backend)
+    if name is not None or not libraries_for_decodes() or not _is_known(layer.device):
+        return own
+    longest = reorder_batch_threshold(lens, num_speculative_tokens)
+    request = decode_request_of(
+        layer, lens, GraphSupport.NONE if graph_support is None else graph_support,
+        absorbed_decode_mask(longest, ownership), batch_invariant,
+    )  # fmt: skip
+    for candidate in by_priority(OP, layer.device):
+        if candidate.name in OWN_BACKENDS:
+            if not candidate.validate_configuration(request):
+                return own
+        elif OP in candidate.ops:
+            chosen = BoundOps((op, candidate.name) for op in DECODES if op in candidate.ops)
+            chosen.update(backend or {})
+            chosen.variables = {} if backend is None else dict(backend.variables)
+            try:
+                return _limits_of(candidate, layer, chosen, *asked)
+            except (UnsupportedConfiguration, ValueError):  # the next backend may serve what the caller asks for
+                continue
+    return own
+
+
+def libraries_for_decodes() -> bool:
+    """Return whether an automatic choice may find a backend of another project for decodes; look for no artifacts."""
+    return any(
+        each.name not in OWN_BACKENDS and OP in each.ops and not each.is_only_named(OP) and each.missing_package is None
+        for each in registered()
+    )
+
+
+def _is_known(device: torch.device) -> bool:
+    """Return whether a device is one device, and not the type of several devices."""
+    return device.index is not None or device.type == "cpu"
+
+
+def _limits_of(
+    chosen: Backend, layer: DecodeLayer, ops: BoundOps, query_len_support: QueryLenSupport | None,
+    graph_support: GraphSupport | None, num_speculative_tokens: int, ownership: TokenOwnership | None,
+    batch_invariant: bool,
+) -> DecodeLimits:  # fmt: skip
+    """Return `decode_limits` of a backend of another project, or raise if it cannot serve what the caller asks for."""
+    name, support = chosen.name, chosen.ops[OP]
     lens = support.query_lens if query_len_support is None else query_len_support
     threshold = reorder_batch_threshold(lens, num_speculative_tokens)
     # with VARLEN, `choose_path` may also send longer queries to the decodes
@@ -100,7 +151,7 @@ def decode_limits(
         layer, lens, graph if graph_support is not None else GraphSupport.NONE,
         absorbed_decode_mask(longest, ownership), batch_invariant,
     )  # fmt: skip
-    if layer.device.index is not None or layer.device.type == "cpu":
+    if _is_known(layer.device):
         if layer.device.type == chosen.device_type:
             check_present_device("device", layer.device)
         reasons = reasons_against(chosen, request, is_named=True)
@@ -108,7 +159,7 @@ def decode_limits(
         reasons = [f"{name}: {reason}" for reason in support.reasons(request)]
     if reasons:
         raise UnsupportedConfiguration(reasons)
-    return DecodeLimits(name, lens, graph, support.masks)
+    return DecodeLimits(name, lens, graph, support.masks, ops)
 
 
 def decode_request_of(
@@ -168,9 +219,15 @@ def check_decode_backend(
 
 
 def device_to_check(device: torch.device | str | None, backend: BackendChoice) -> torch.device:
-    """Return the device on which a decode backend is checked; if none is given, only the type that it needs."""
+    """Return the device on which a decode backend is chosen and checked; only its type if none is given.
+
+    Without a device and without a name, the result is the CPU if PyTorch sees no GPU, because only then there is one
+    device.
+    """
     if device is not None:
         device = check_device("device", device)
         return torch.device("cuda", 0) if device == torch.device("cuda") else device
     name = name_for(OP, backend)
-    return torch.device("cpu" if name is None else named(name).device_type)
+    if name is not None:
+        return torch.device(named(name).device_type)
+    return torch.device("cuda" if libraries_for_decodes() and torch.cuda.is_available() else "cpu")

@@ -18,6 +18,7 @@ from reference.interfaces import (
     CAUSAL_OVER_RANKS,
     NEUTRAL_COSTS,
     VISIBLE_LENS,
+    CascadeCosts,
     DecodeMetadata,
     GraphSupport,
     QueryLenSupport,
@@ -27,7 +28,7 @@ from reference.interfaces import (
     decode_mask,
 )
 
-from ..support.backends import registered
+from ..support.backends import registered, with_backends
 from ..support.context_parallel import of_rank
 from ..support.factories import (
     DIRECT,
@@ -102,6 +103,79 @@ def test_limits_come_from_the_backend():
         builder = make_builder()
         assert builder.graph_support is GraphSupport.NONE
         assert not builder.can_run_in_cudagraph(make_batch([1], [9]).common)
+
+
+def one_step(builder):
+    """Build the plan of two decodes of one token, and decode with it -> the plan and the output."""
+    torch.manual_seed(0)
+    common = make_batch([1, 1], [9, 5]).common
+    plan = builder.build(0, common)
+    dims = DIRECT.num_heads, DIRECT.kv_lora_rank, DIRECT.qk_rope_head_dim
+    inputs = [torch.randn(2, dims[0], width) for width in dims[1:]]
+    cache = torch.randn(int(common.slot_mapping.max()) // 16 + 1, 16, dims[1] + dims[2])
+    return plan, fast.mla_decode(*inputs, cache, plan.decode, 0.3, plan.schedule)
+
+
+@pytest.mark.parametrize("device", ["cpu", None])
+def test_an_automatic_choice_is_kept(device):
+    """Register a library with the highest priority -> a builder without a name works as if it named the library.
+
+    Its limits, its plans, also those of a graph, and the calls of the hooks are the same.
+    """
+    limits = dict(query_lens=SINGLE, graph=GraphSupport.ONE_QUERY_LEN)
+    found = {}
+    with registered(replace(library(**limits), priority=50)):
+        for backend in (NAME, None):
+            CALLS.clear()
+            builder = make_builder(backend=backend, device=device, num_speculative_tokens=2, num_programs=None)
+            plan, state = one_step(builder)
+            captured = builder.build_for_cudagraph_capture(make_batch([1, 1], [9, 5]).common)
+            longer = builder.build(0, make_batch([2, 2], [9, 5]).common)
+            found[backend] = (
+                plan.decode.backend, captured.decode.backend, [each.tolist() for each in plan.decode.prepared],
+                plan.schedule, captured.schedule, longer.num_decodes, builder.reorder_batch_threshold,
+                builder.query_len_support, builder.graph_support, list(CALLS), state.out.tolist(),
+            )  # fmt: skip
+    assert found[None] == found[NAME] and found[None][0] == NAME and ("state", DIRECT.num_heads) in found[None][-2]
+
+
+@pytest.mark.parametrize(
+    "changes, options",
+    [
+        (dict(priority=-50), {}),  # the backend "cpu" comes first
+        (dict(only_named=True), {}),
+        (dict(missing_package="nosuch"), {}),
+        ({}, dict(backend="cpu")),
+        ({}, dict(query_len_support=VARLEN)),  # more than the library serves
+        ({}, dict(graph_support=GraphSupport.ANY)),
+        (dict(device_type="cuda"), {}),
+    ],
+)
+def test_an_automatic_choice_of_this_package(changes, options):
+    """Register a library that cannot be chosen for a builder -> the limits and the plans of this package."""
+    with registered(replace(library(), **{"priority": 50, **changes})):
+        builder = make_builder(**{"backend": None, "device": "cpu", **options})
+        assert builder.build(0, make_batch([1, 1], [9, 5]).common).decode.backend is None
+        assert builder.query_len_support is VARLEN and builder.graph_support is GraphSupport.ANY
+    assert not [call for call in CALLS if call[0] == "state"]
+
+
+def test_an_automatic_choice_without_a_backend_of_this_package(monkeypatch):
+    """Remove the backends of this package -> a library of low priority serves a builder, or the next library does."""
+    lowest = replace(library(), name="lowest", priority=-200)
+    with_backends(monkeypatch, replace(library(block_sizes=(64,))), lowest)
+    builder = make_builder(backend=None)
+    assert builder._limits.backend == "lowest" and builder.query_len_support is UNIFORM
+    with_backends(monkeypatch, replace(library(block_sizes=(64,))))
+    assert make_builder(backend=None)._limits.backend is None
+
+
+def test_an_automatic_choice_needs_the_device(monkeypatch):
+    """Make a builder without a device on a machine with a GPU -> it binds no library, which may be the wrong one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with registered(replace(library(), priority=50)):
+        assert make_builder(backend=None, cascade_costs=CascadeCosts())._limits.backend is None
+        assert make_builder(backend=None, cascade_costs=CascadeCosts(), device="cpu")._limits.backend == NAME
 
 
 @pytest.mark.parametrize(
