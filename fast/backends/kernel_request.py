@@ -26,6 +26,12 @@ HEAD_DIMS = (  # names of widths in a `KernelRequest`
     # for ops with one width: the columns of a cache, the width of an attention state's output, or Dh of a GQA head
     "head_dim",
 )  # fmt: skip
+OPS = (  # every op of MLA, and every op of both attention families; the other ops of grouped-query attention: GQA_OPS
+    "advance_step", "apply_rope", "compute_visible_lens", "concat_and_cache_mla", "copy_blocks", "decode_programs",
+    "dequantize_entries", "flash_attn_varlen", "gather_and_maybe_dequant_cache", "merge_attn_states",
+    "merge_packed_attn_states", "mla_decode", "multiply_heads", "pack_attn_state", "plan_decode", "quantize_entries",
+    "reorg_kvcache", "rope_norm_and_cache", "schedule_costs", "swap_blocks", "weight_attn_out", "zero_padding_tokens",
+)  # fmt: skip
 GQA_OPS = ("gqa_paged_attention", "gqa_varlen_attention", "reshape_and_cache")  # ops of grouped-query attention alone
 FEATURES = (  # what a call of `GQA_OPS` may need in addition
     "alibi", "attention_chunk",
@@ -130,4 +136,4 @@ def check_request(request: KernelRequest) -> None:
 def check_features(argument: str, features: tuple[str, ...]) -> None:
     """Check that an argument is a tuple of names from `FEATURES`."""
     check_type(argument, features, tuple, "a tuple of names")
-    check(set(features) <= set(FEATURES), argument, f"some of {', '.join(FEATURES)}", features)
+    check(all(each in FEATURES for each in features), argument, f"some of {', '.join(FEATURES)}", features)

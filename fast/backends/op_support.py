@@ -21,8 +21,10 @@ from reference.interfaces import (
     check_int,
     check_type,
 )
+from reference.interfaces import cache_format as formats
 
-from .kernel_request import HEAD_DIMS, MASKS, KernelRequest, check_features
+from .error_texts import most_similar, visible
+from .kernel_request import GQA_OPS, HEAD_DIMS, MASKS, OPS, KernelRequest, check_features
 
 
 @dataclass(frozen=True)
@@ -126,17 +128,36 @@ class OpSupport:
             check_type(name, getattr(self, name), tuple, "a tuple")
         for name in ("out_dtypes", "block_sizes"):
             check_type(name, getattr(self, name), (tuple, type(None)), "a tuple or None")
+        for name in ("dtypes", "out_dtypes"):
+            given = getattr(self, name)
+            dtypes = given is None or all(isinstance(each, torch.dtype) for each in given)
+            check(dtypes, name, "a tuple of torch.dtype", given)
+        known = formats.CACHE_FORMATS
+        for each in self.cache_formats:
+            check(isinstance(each, str) and each in known, "cache_formats", f"names among {', '.join(known)}", each)
+        for each in self.block_sizes or ():
+            check_int("block_sizes", each, 1, "positive ints")
         check_type("head_dims", self.head_dims, (Mapping, type(None)), "a mapping from name to sizes, or None")
-        unknown = sorted(set(self.head_dims or ()) - set(HEAD_DIMS))
-        check(not unknown, "head_dims", f"names among {', '.join(HEAD_DIMS)}", ", ".join(map(str, unknown)))
+        unknown = [str(each) for each in self.head_dims or () if each not in HEAD_DIMS]
+        check(not unknown, "head_dims", f"names among {', '.join(HEAD_DIMS)}", ", ".join(sorted(unknown)))
+        for name, sizes in (self.head_dims or {}).items():
+            check_type(f"head_dims[{name!r}]", sizes, tuple, "a tuple of sizes")
+            for size in sizes:
+                check_int(f"head_dims[{name!r}]", size, 0, "ints >= 0")
         for mode in self.fp8_modes:
-            check_fp8_mode(mode)
+            check_fp8_mode(mode, "fp8_modes")
         check_type("format_modes", self.format_modes, Mapping, "a mapping from cache format to fp8 modes")
         for name, modes in self.format_modes.items():
             check(name in self.cache_formats, "format_modes", f"formats among {', '.join(self.cache_formats)}", name)
-            check(set(modes) <= set(self.fp8_modes), f"format_modes[{name!r}]", f"some of {self.fp8_modes}", modes)
+            check_type(f"format_modes[{name!r}]", modes, tuple, "a tuple of fp8 modes")
+            check(
+                all(each in self.fp8_modes for each in modes),
+                f"format_modes[{name!r}]",
+                f"some of {self.fp8_modes}",
+                modes,
+            )
         check_features("features", self.features)
-        check(set(self.masks) <= set(MASKS), "masks", f"some of {', '.join(MASKS)}", self.masks)
+        check(all(each in MASKS for each in self.masks), "masks", f"some of {', '.join(MASKS)}", self.masks)
         for name in ("batch_invariant", "invariant_on_request", "lse", "needs_words", "same_out_dtype", "whole_keys",
                      "narrow_values", "mixes_nan", "one_set_of_parameters", "only_named", "head_scales",
                      "plans_steps"):  # fmt: skip
@@ -144,6 +165,8 @@ class OpSupport:
         check_type("query_lens", self.query_lens, QueryLenSupport)
         check_type("graph", self.graph, GraphSupport)
         check_type("reads", self.reads, (str, type(None)), "the name of an op or None")
+        if self.reads is not None:
+            check_op("reads", self.reads)
         if self.priority is not None:
             check_int("priority", self.priority, -(2**31), "an int or None")
         check_type("family_priorities", self.family_priorities, Mapping, "a mapping from family to priority")
@@ -205,3 +228,9 @@ class OpSupport:
         if not self.graph.covers(request.graph):
             found.append(f"has graph support '{self.graph.value}', got a call that needs '{request.graph.value}'")
         return found
+
+
+def check_op(argument: str, op: object) -> None:
+    """Check that an op with this name exists; the error also has the most similar name, if one is similar."""
+    known = sorted({*OPS, *GQA_OPS})
+    check(op in known, argument, f"ops among {', '.join(known)}{most_similar(op, known)}", visible(op))

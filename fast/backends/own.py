@@ -20,17 +20,11 @@ from reference.interfaces import (
 )
 from reference.interfaces.gqa import KEY_VALUE_FORMATS
 
-from .kernel_request import FEATURES, GQA_OPS
+from .kernel_request import FEATURES, GQA_OPS, OPS
 from .registry import Backend, OpSupport, register
 
 DECODES = ("mla_decode", "decode_programs", "schedule_costs")  # one backend serves all three ops of a decode
 MESSAGES = ("pack_attn_state", "merge_packed_attn_states")  # one backend writes and reads a message between ranks
-OPS = (  # every op of MLA, and every op of both attention families; the other ops of grouped-query attention: GQA_OPS
-    "advance_step", "apply_rope", "compute_visible_lens", "concat_and_cache_mla", "copy_blocks", "decode_programs",
-    "dequantize_entries", "flash_attn_varlen", "gather_and_maybe_dequant_cache", "merge_attn_states",
-    "merge_packed_attn_states", "mla_decode", "multiply_heads", "pack_attn_state", "plan_decode", "quantize_entries",
-    "reorg_kvcache", "rope_norm_and_cache", "schedule_costs", "swap_blocks", "weight_attn_out", "zero_padding_tokens",
-)  # fmt: skip
 ENTRY_OPS = (  # ops that write or read cache entries; they serve the cache formats of a backend
     "concat_and_cache_mla", "dequantize_entries", "gather_and_maybe_dequant_cache", "quantize_entries",
     "rope_norm_and_cache",

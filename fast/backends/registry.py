@@ -7,7 +7,7 @@ import importlib
 import importlib.metadata
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,9 +21,9 @@ from reference.interfaces import (
 )
 from reference.interfaces.support import constant_when_traced
 
-from .error_texts import in_one_line
+from .error_texts import in_one_line, visible
 from .kernel_request import KernelRequest
-from .op_support import OpSupport
+from .op_support import OpSupport, check_op
 
 ENTRY_POINTS = "mla_twins.backends"  # entry point group in which other packages declare backends
 
@@ -70,19 +70,29 @@ class Backend:
         check(isinstance(self.name, str) and self.name.isidentifier(), "name", "a name without spaces", self.name)
         check_int("priority", self.priority, -(2**31), "an int")
         check_type("device_type", self.device_type, str)
+        check(_is_device_type(self.device_type), "device_type", 'a type of torch.device, such as "cuda" or "cpu"',
+              visible(self.device_type))  # fmt: skip
         check_type("ops", self.ops, Mapping, "a mapping from op to OpSupport")
         for op, support in self.ops.items():
+            check_op("ops", op)
             check_type(f"ops[{op!r}]", support, OpSupport)
         for name in ("capability", "capability_end"):
-            check_type(name, getattr(self, name), (tuple, type(None)), "(major, minor) or None")
+            given = getattr(self, name)
+            check_type(name, given, (tuple, type(None)), "(major, minor) or None")
+            pair = given is None or (len(given) == 2 and all(type(each) is int and each >= 0 for each in given))
+            check(pair, name, "two ints, (major, minor)", given)
+        if self.capability is not None and self.capability_end is not None:
+            check(self.capability < self.capability_end, "capability_end", f"more than {self.capability}",
+                  self.capability_end)  # fmt: skip
         check_flag("rocm", self.rocm)
         check_flag("only_named", self.only_named)
-        for name in ("library", "install"):
+        for name in ("missing_package", "library", "install"):
             check_type(name, getattr(self, name), (str, type(None)), "a str or None")
         for name, what in (("missing_artifacts", "function"), ("hooks", "Class")):
             given = getattr(self, name)
             path = isinstance(given, str) and re.fullmatch(r"[\w.]+:\w+", given)
-            check(given is None or bool(path) or callable(given), name, f'None, a {what.lower()} or "package.module:'
+            right = isinstance(given, type) if name == "hooks" else callable(given) and isinstance(given, Hashable)
+            check(given is None or bool(path) or right, name, f'None, a {what.lower()} or "package.module:'
                   f'{what}"', given)  # fmt: skip
 
     def is_only_named(self, op: str) -> bool:
@@ -147,6 +157,14 @@ class Backend:
         if self.missing_package is not None or not reasons:  # look for artifacts only if the call needs them
             reasons = [*self.missing(), *reasons]
         return [f"{self.name}: {reason}" for reason in reasons]
+
+
+def _is_device_type(name: str) -> bool:
+    """Return whether PyTorch has devices of a type with this name."""
+    try:
+        return torch.device(name).type == name
+    except RuntimeError:
+        return False
 
 
 class FailedEntryPoint(NamedTuple):

@@ -147,6 +147,60 @@ def test_entry_points(found, monkeypatch, plain_errors):
         ),
         (OpSupport(print), dict(head_scales=1), "head_scales: expected True or False, got int"),
         (OpSupport(print), dict(plans_steps=None), "plans_steps: expected True or False, got NoneType"),
+        (OpSupport(print), dict(dtypes=("bfloat16",)), "dtypes: expected a tuple of torch.dtype, got ('bfloat16',)"),
+        (OpSupport(print), dict(out_dtypes=("float",)), "out_dtypes: expected a tuple of torch.dtype, got ('float',)"),
+        (OpSupport(print), dict(block_sizes=("64",)), "block_sizes: expected positive ints, got 64"),
+        (OpSupport(print), dict(block_sizes=(0,)), "block_sizes: expected positive ints, got 0"),
+        (
+            OpSupport(print),
+            dict(cache_formats=("fp4",)),
+            "cache_formats: expected names among compute_dtype, fp8_e4m3, ",
+        ),
+        (OpSupport(print), dict(cache_formats=([],)), "cache_formats: expected names among compute_dtype, fp8_e4m3, "),
+        (OpSupport(print), dict(reads="pack_state"), "reads: expected ops among advance_step, "),
+        (
+            OpSupport(print),
+            dict(head_dims={"qk_head_dim": 512}),
+            "head_dims['qk_head_dim']: expected a tuple of sizes, g",
+        ),
+        (
+            OpSupport(print),
+            dict(head_dims={"qk_head_dim": ("5",)}),
+            "head_dims['qk_head_dim']: expected ints >= 0, got 5",
+        ),
+        (OpSupport(print), dict(head_dims={"lkv": (1,), 3: (1,)}), "head_dims: expected names among kv_lora_rank, "),
+        (OpSupport(print), dict(masks=([],)), "masks: expected some of causal, "),
+        (OpSupport(print), dict(features=({},)), "features: expected some of alibi, "),
+        (OpSupport(print), dict(fp8_modes=("fp8",)), "fp8_modes: expected one of converted, "),
+        (
+            OpSupport(print),
+            dict(format_modes={"compute_dtype": 3}),
+            "format_modes['compute_dtype']: expected a tuple of",
+        ),
+        (FOREIGN, dict(ops={"mla_decod": OpSupport(print)}), "ops: expected ops among advance_step, "),
+        (FOREIGN, dict(ops={3: OpSupport(print)}), "ops: expected ops among advance_step, "),
+        (FOREIGN, dict(capability=(9,)), "capability: expected two ints, (major, minor), got (9,)"),
+        (FOREIGN, dict(capability=("9", "0")), "capability: expected two ints, (major, minor), got ('9', '0')"),
+        (FOREIGN, dict(capability_end=(9, True)), "capability_end: expected two ints, (major, minor), got (9, True)"),
+        (
+            FOREIGN,
+            dict(capability=(9, 0), capability_end=(8, 0)),
+            "capability_end: expected more than (9, 0), got (8, 0)",
+        ),
+        (
+            FOREIGN,
+            dict(device_type="gpu"),
+            'device_type: expected a type of torch.device, such as "cuda" or "cpu", got gp',
+        ),
+        (FOREIGN, dict(device_type="cuda:0"), "device_type: expected a type of torch.device, such as "),
+        (FOREIGN, dict(device_type=""), "device_type: expected a type of torch.device, such as "),
+        (FOREIGN, dict(missing_package=3), "missing_package: expected a str or None, got int"),
+        (FOREIGN, dict(hooks=print), 'hooks: expected None, a class or "package.module:Class", got <built-in function'),
+        (
+            FOREIGN,
+            dict(missing_artifacts=type("Look", (), {"__call__": print, "__hash__": None})()),
+            "missing_artifacts: expected None, a function or ",
+        ),
     ],
     ids=lambda value: str(value) if isinstance(value, str) else "",
 )
@@ -154,7 +208,15 @@ def test_a_declaration_checks_itself(record, fields, message, plain_errors):
     """The constructors of `Backend` and `OpSupport` refuse invalid fields with one line that begins with the field."""
     with pytest.raises((ValueError, TypeError)) as error:
         replace(record, **fields)
-    assert str(error.value).startswith(message)
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("wrong, right", [("mla_decod", "mla_decode"), ("merge-attn-states", "merge_attn_states")])
+def test_a_misspelt_op(wrong, right):
+    """Declare an op that does not exist -> the error has the most similar op."""
+    for make in (lambda: replace(FOREIGN, ops={wrong: OpSupport(print)}), lambda: OpSupport(print, reads=wrong)):
+        with pytest.raises(ValueError, match=rf"\(the most similar name: {right}\), got {wrong}$"):
+            make()
 
 
 def test_a_builder_forgets_programs_of_a_backend_that_is_gone():
@@ -237,7 +299,8 @@ def test_a_captured_decode_asks_for_a_backend_that_can_be_captured():
         fast.plan_decode(plan.seq_lens, 2)
         assert launched == set(ops)
         launched.clear()
-        builder = fast.MLAMetadataBuilder(DIRECT, 16, 4096, 8, num_programs=2)
+        assert fast.MLAMetadataBuilder(DIRECT, 16, 4096, 8).graph_support is GraphSupport.NONE  # it chooses "eager"
+        builder = fast.MLAMetadataBuilder(DIRECT, 16, 4096, 8, num_programs=2, graph_support=GraphSupport.ANY)
         captured = builder.build_for_cudagraph_capture(make_batch([1, 1], [20, 33]).common)
         assert captured.decode.graph is GraphSupport.ONE_QUERY_LEN
         fast.mla_decode(q, k_pe, cache, replace(plan, graph=captured.decode.graph), scale)
