@@ -57,7 +57,6 @@ from .registry import (
     Backend,
     OpSupport,
     imported,
-    kernel,
     on_change,
     register,
     registered,
@@ -65,7 +64,7 @@ from .registry import (
     unregister,
 )
 from .repeated_launches import launch
-from .results import check_state
+from .results import check_state, kernel
 from .selection import (
     BackendChoice,
     BoundOps,

@@ -314,12 +314,6 @@ def support_of(name: str, op: str) -> OpSupport:
     return _REGISTERED[name].ops[op]
 
 
-def kernel(name: str, op: str) -> Callable:
-    """Return the function that launches the op `op` of the backend `name`."""
-    launcher = _REGISTERED[name].ops[op].launcher
-    return imported(launcher) if isinstance(launcher, str) else launcher
-
-
 @functools.cache
 def imported(path: str) -> Callable:
     """Return the function or class at "package.module:name"."""

@@ -13,6 +13,7 @@ from reference.interfaces import (
     QueryLenSupport,
     TokenOwnership,
     UnsupportedConfiguration,
+    check_int,
     decode_mask,
 )
 from reference.interfaces.gqa import AttentionType, GQAConfig
@@ -53,6 +54,7 @@ def schedule_programs(layer: ScheduledLayer, query_len: int, named: str | None) 
 
     Raises:
         UnsupportedConfiguration: the named backend cannot attend such a cache.
+        ValueError: the backend declares a function whose result is no number of programs; the error names the backend.
     """
     config = layer.config
     is_cross = config.attention_type is AttentionType.CROSS
@@ -70,10 +72,12 @@ def schedule_programs(layer: ScheduledLayer, query_len: int, named: str | None) 
     if function is None:
         return 1
     function = imported(function) if isinstance(function, str) else function
-    return function(
+    programs = function(
         layer.device, layer.dtype, config.num_heads, config.num_kv_heads, config.head_dim, layer.block_size, query_len,
         layer.cache_format,
     )  # fmt: skip
+    check_int(f"the result of the backend {chosen} for schedule_programs", programs, 0)
+    return programs
 
 
 on_change(schedule_programs.cache_clear)
