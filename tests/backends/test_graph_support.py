@@ -54,7 +54,9 @@ def one_step(captured, attention=False, ranks=None):
     cache = new_cache(batch, config.head_size, torch.float32)
     weights = make_weights(config if ranks is None else ranks.local_config(config), torch.float32)
     layer = make_layer(fast, config, weights, torch.float32, context_parallel=ranks)
-    builder = fast.MLAMetadataBuilder(config, 16, 4096, 8, num_programs=2, context_parallel=ranks, dtype=torch.float32)
+    # without a wish for graphs, the builder chooses the backend with the highest priority, which has no graphs
+    builder = fast.MLAMetadataBuilder(config, 16, 4096, 8, num_programs=2, context_parallel=ranks, dtype=torch.float32,
+                                      graph_support=GraphSupport.ANY if captured else None)  # fmt: skip
     common = batch.common
     if ranks is not None:  # the slots of `batch` are for one rank; with slots -1 the step writes no cache entries
         common = replace(common, slot_mapping=torch.tensor([-1, -1]))
