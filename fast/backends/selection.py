@@ -101,7 +101,8 @@ def select_for_all(requests: tuple[KernelRequest, ...], backend: BackendChoice =
     """Return the backend that serves several requests for one op.
 
     For requests with sizes, an automatic choice takes the backend that was measured to be the fastest for such sizes
-    (`fast.backends.measured`). Otherwise it takes the backend with the highest priority.
+    (`fast.backends.measured`). Otherwise it takes the backend with the highest priority. For batch-invariant requests
+    an automatic choice never takes a backend that mixes NaN (`OpSupport.mixes_nan`).
 
     Args:
         requests: properties of the calls; at least one request, all for the same op and device.
@@ -115,10 +116,9 @@ def select_for_all(requests: tuple[KernelRequest, ...], backend: BackendChoice =
     name = name_for(op, backend)
     tried = candidates(op, device, name)
     able, by_priority_alone = [], any(request.sizes is None for request in requests)
-    unplanned = name is None and any(request.direct for request in requests)
-    planners = [each.name for each in tried if unplanned and op in each.ops and each.ops[op].plans_steps]
+    only_by_name = {each.name: why for each in tried if name is None and (why := _why_only_by_name(each, requests))}
     for candidate in tried:
-        if candidate.name in planners:
+        if candidate.name in only_by_name:
             continue
         if op in candidate.ops and not any(candidate.validate_configuration(request) for request in requests):
             able.append(candidate)
@@ -127,7 +127,7 @@ def select_for_all(requests: tuple[KernelRequest, ...], backend: BackendChoice =
     if able:
         chosen = fastest([candidate.name for candidate in able], requests)
         return next(candidate for candidate in able if candidate.name == chosen)
-    found = [f"{each}: would plan in each direct call; name it to use it" for each in planners]
+    found = [f"{each}: {why}; name it to use it" for each, why in only_by_name.items()]
     found += [
         reason
         for candidate in tried
@@ -135,6 +135,18 @@ def select_for_all(requests: tuple[KernelRequest, ...], backend: BackendChoice =
         for reason in reasons_against(candidate, request, name is not None)
     ]
     raise UnsupportedConfiguration(list(dict.fromkeys(found)))
+
+
+def _why_only_by_name(candidate: Backend, requests: tuple[KernelRequest, ...]) -> str | None:
+    """Return why an automatic choice must not take a backend that may serve the requests; None if it may take it."""
+    support = candidate.ops.get(requests[0].op)
+    if support is None:
+        return None
+    if support.plans_steps and any(request.direct for request in requests):
+        return "would plan in each direct call"
+    if support.mixes_nan and any(request.batch_invariant for request in requests):
+        return "a NaN of one request may reach another request, which a batch-invariant call excludes"
+    return None
 
 
 def reasons_against(candidate: Backend, request: KernelRequest, is_named: bool = False) -> list[str]:

@@ -283,7 +283,7 @@ FLASH_ATTN_3 = FlashAttn3Backend(
     name="flash_attn_3",
     priority=-5,
     device_type="cuda",
-    ops=_prefill(3, HALF[:1] if _only_fa3_fwd() else HALF, mixes_nan=True, priority=30) | _DECODE_3 | gqa_ops(3),
+    ops=_prefill(3, HALF[:1] if _only_fa3_fwd() else HALF, mixes_nan=True, priority=15) | _DECODE_3 | gqa_ops(3),
     capability=(9, 0),
     capability_end=(10, 0),
     missing_package=missing_package(SOURCES_3),

@@ -388,7 +388,7 @@ FLASHINFER = FlashInferBackend(
             whole_keys=True,
             mixes_nan=True,
             plans_steps=True,
-            family_priorities={"9.x": 25},  # "fa2" was not measured against the kernels of this package
+            family_priorities={"9.x": 12},  # "fa2" was not measured against the kernels of this package
         ),
         "gqa_paged_attention": OpSupport(
             "fast.backends.adapters.flashinfer_gqa:gqa_paged_attention",

@@ -290,7 +290,7 @@ def test_capabilities_and_priorities():
     served = {name: [major for major in range(7, 13) if each.supports_compute_capability((major, 0))]
               for name, each in DECLARED.items()}  # fmt: skip
     assert served == {"flash_attn_2": [8, 9, 10, 11, 12], "flash_attn_3": [9], "flash_attn_4": [9, 10, 11]}
-    assert FLASH_ATTN_3.priority_of("flash_attn_varlen", "9.x") == 30
+    assert FLASH_ATTN_3.priority_of("flash_attn_varlen", "9.x") == 15
     assert FLASH_ATTN_2.priority_of("flash_attn_varlen", "8.x") < 0
     assert FLASH_ATTN_4.only_named and not FLASH_ATTN_3.only_named and not FLASH_ATTN_2.only_named
 

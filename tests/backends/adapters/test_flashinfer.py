@@ -203,7 +203,7 @@ def test_declarations():
     )
     subprocess.run([sys.executable, "-c", program], check=True)
     assert [each.only_named for each in ADAPTERS.values()] == [False, True, True]
-    assert FLASHINFER.priority_of(OP, "9.x") == 25 and FLASHINFER.priority_of(OP, "8.x") == 0
+    assert FLASHINFER.priority_of(OP, "9.x") == 12 and FLASHINFER.priority_of(OP, "8.x") == 0
     assert FLASHINFER.supports_compute_capability((8, 0)) and not FLASHINFER.supports_compute_capability((7, 5))
     assert TRTLLM_RAGGED.supports_compute_capability((10, 3)) and not TRTLLM_RAGGED.supports_compute_capability((9, 0))
 
