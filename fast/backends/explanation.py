@@ -190,6 +190,8 @@ def choice_of(request: KernelRequest, bound: BoundOps | None) -> Choice:
         if not row.causal and not request.lse:  # a call over a chunk of context needs the LSE
             continue
         call = dataclasses.replace(request, sizes=row.sizes, mask="causal" if row.causal else None)
+        if not row.serves(call):
+            continue
         names = _able(call)
         times = measured.expected_times(names, [call]) if names else {}
         if times:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 
@@ -11,21 +12,24 @@ import torch
 import fast
 from fast import backends
 from fast.backends import AttentionSizes, Backend, KernelRequest, measured
-from fast.backends.measured import fastest, read_table
+from fast.backends.measured import MEASURED_DIMS, fastest, read_table
 from fast.backends.own import CPU
 from fast.mla.prefill_choice import prefill_requests
 
+from ..benchmarks import backends as benchmark
 from ..support import commands
 from ..support.backends import registered
 from ..support.factories import DIRECT, make_batch
 
 OP = "flash_attn_varlen"
+DIMS = (("qk_head_dim", DIRECT.qk_head_dim), ("v_head_dim", DIRECT.v_head_dim))
 NAMES = ("flash_attn_3", "flashinfer", "triton")
 
 
 def request(sizes, causal=True):
-    return KernelRequest(OP, torch.device("cuda", 0), torch.bfloat16, mask="causal" if causal else None,
-                         sizes=None if sizes is None else AttentionSizes.rounded(*sizes))  # fmt: skip
+    sizes = None if sizes is None else AttentionSizes.rounded(*sizes)
+    mask = "causal" if causal else None
+    return KernelRequest(OP, torch.device("cuda", 0), torch.bfloat16, MEASURED_DIMS, mask=mask, sizes=sizes)
 
 
 @pytest.fixture
@@ -44,8 +48,7 @@ def test_sizes_are_rounded_up():
 def test_every_measured_row_gets_its_fastest_backend(hopper):
     """Ask for the sizes of each row -> the backend that was the fastest in this row, of those that are present."""
     for row in hopper.rows:
-        asked = KernelRequest(OP, torch.device("cuda", 0), torch.bfloat16, mask="causal" if row.causal else None,
-                              sizes=row.sizes)  # fmt: skip
+        asked = request(row.sizes, row.causal)
         for names in (NAMES, NAMES[1:], NAMES[::2]):
             assert fastest(names, [asked]) == min(names, key=row.times_us.get)
     winners = {min(NAMES, key=row.times_us.get) for row in hopper.rows}
@@ -81,6 +84,29 @@ def test_priorities_decide_without_times(hopper, monkeypatch):
     assert fastest(("triton", "new"), [request(far)]) == "triton"
     monkeypatch.setattr(measured, "table_of", lambda device: None)
     assert fastest(NAMES, [request(far)]) == "flash_attn_3"
+
+
+@pytest.mark.parametrize("change", [
+    {"dtype": torch.float16}, {"head_dims": (("qk_head_dim", 64), ("v_head_dim", 64))},
+    {"head_dims": (("qk_head_dim", 192), ("v_head_dim", 192))}, {"head_dims": ()},
+])  # fmt: skip
+def test_priorities_decide_for_what_was_not_measured(hopper, change):
+    """Change the dtype or the head dims of measured rows -> the highest priority, although it is the slowest."""
+    names = ("triton", "flash_attn_3", "hopper")
+    for row in hopper.rows:
+        asked = request(row.sizes, row.causal)
+        assert fastest(names, [asked]) == min(names, key=row.times_us.get)
+        other = dataclasses.replace(asked, **change)
+        assert fastest(names, [other]) == "triton" and not measured.expected_times(names, [other])
+        assert fastest(names, [asked, other]) == "triton"  # one call of the step has no times
+
+
+def test_the_measured_head_dims_are_those_of_the_benchmark(hopper):
+    """Compare the rows of the table with the calls of the benchmark -> the same dtype and head dims."""
+    for row in hopper.rows:
+        requests, heads, queries, keys = row.sizes
+        shape = benchmark.Row(requests, queries, heads, 0 if row.causal else keys)
+        assert row.serves(benchmark.request_of(shape, torch.bfloat16, "cuda"))
 
 
 def test_no_table_for_a_cpu():
@@ -126,13 +152,15 @@ def explained(**options) -> dict[str, str]:
 def shapes(monkeypatch):
     """Measure two backends for three shapes; "slow" has the highest priority, and "quick" wins for two shapes."""
     rows = [
-        measured.MeasuredRow(causal, AttentionSizes(*sizes), {"slow": slow, "quick": quick})
+        measured.MeasuredRow(causal, AttentionSizes(*sizes), {"slow": slow, "quick": quick}, torch.float32, DIMS)
         for causal, sizes, slow, quick in (
             (True, (4, 128, 2048, 2048), 9.0, 5.0), (True, (1, 16, 32768, 32768), 5.0, 9.0),
             (False, (16, 128, 64, 2048), 9.0, 5.0),
         )
     ]  # fmt: skip
-    monkeypatch.setattr(measured, "table_of", lambda device: measured.MeasuredTable("an X100", tuple(rows)))
+    # the command `python -m fast backends` asks for a model with the measured head dims
+    others = [row._replace(head_dims=MEASURED_DIMS) for row in rows]
+    monkeypatch.setattr(measured, "table_of", lambda device: measured.MeasuredTable("an X100", (*rows, *others)))
     slow, quick = (
         Backend(name, priority, "cpu", {OP: CPU.ops[OP]}, library="L")
         for name, priority in (("slow", 30), ("quick", 20))
@@ -153,7 +181,7 @@ def test_explain_names_the_shapes_for_which_another_backend_is_chosen(shapes):
     )
     assert all(line.startswith("cpu, chosen by priority (") for op, line in said.items() if op != OP)
     for row in shapes:  # the explanation agrees with the choice
-        asked = KernelRequest(OP, torch.device("cpu"), torch.float32, lse=True, sizes=row.sizes,
+        asked = KernelRequest(OP, torch.device("cpu"), torch.float32, DIMS, lse=True, sizes=row.sizes,
                               mask="causal" if row.causal else None)  # fmt: skip
         assert (backends.select(asked).name == "quick") == (row.shape in OTHERS)
     assert explained(backend={OP: "quick"})[OP] == "quick, bound"

@@ -45,9 +45,10 @@ def test_the_default_is_the_choice_of_a_builder(row, fast_one, monkeypatch):
     slow_elsewhere = {name: 3.0 - time for name, time in times.items()}
     calls = [(True, row.T), *([(False, row.C)] if row.C else [])]  # whether the mask is causal, and the keys
     sizes = [(causal, AttentionSizes.rounded(row.B, row.N, row.T, keys)) for causal, keys in calls]
+    far = AttentionSizes(64, 64, 4096, 4096)
     table = MeasuredTable("a GPU", (
-        *(MeasuredRow(causal, each, times) for causal, each in sizes),
-        *(MeasuredRow(causal, AttentionSizes(64, 64, 4096, 4096), slow_elsewhere) for causal, _ in sizes),
+        *(MeasuredRow(causal, each, times, torch.float32) for causal, each in sizes),
+        *(MeasuredRow(causal, far, slow_elsewhere, torch.float32) for causal, _ in sizes),
     ))  # fmt: skip
     with registered(other):
         monkeypatch.setattr(measured, "table_of", lambda device: table)

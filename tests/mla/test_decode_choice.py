@@ -434,8 +434,10 @@ def test_the_sizes_of_a_step_do_not_choose_for_a_batch_invariant_builder(monkeyp
     If the sizes of the step chose the backend, a request could get other bits in a batch with a longer prompt.
     """
     op, rows = "flash_attn_varlen", []
+    dims = ("qk_head_dim", DIRECT.qk_head_dim), ("v_head_dim", DIRECT.v_head_dim)
     for tokens, times in ((16, {"cpu": 2.0, "other": 1.0}), (64, {"cpu": 1.0, "other": 2.0})):
-        rows.append(MeasuredRow(True, AttentionSizes.rounded(1, DIRECT.num_heads, tokens, tokens), times))
+        sizes = AttentionSizes.rounded(1, DIRECT.num_heads, tokens, tokens)
+        rows.append(MeasuredRow(True, sizes, times, torch.float32, dims))
     monkeypatch.setattr(measured, "table_of", lambda device: MeasuredTable("a CPU", tuple(rows)))
     with registered(Backend("other", 5, "cpu", {op: CPU.ops[op]}, library="Library")):
         for invariant, wanted in ((False, ["other", "cpu"]), (True, ["other", "other"])):
