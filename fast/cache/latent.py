@@ -21,9 +21,9 @@ from reference.interfaces import (
     check_flag,
     check_gather,
     check_offsets,
+    check_out,
     check_scale_values,
     check_slots,
-    check_tensor,
     format_named,
 )
 
@@ -128,7 +128,7 @@ def gather_and_maybe_dequant_cache(
             for bit.
         kv_scale: float32 scale of the layer's cache; None if the format has no such scale.
         out: tensor that receives the result, with the shape and dtype of the result, for example the first rows of a
-            workspace; None allocates a tensor.
+            workspace. `out` must share no memory with the other arguments. None allocates a tensor.
         bounded: if True, `num_tokens` may be larger than cu_seq_lens[-1]. The rows after the last request become 0.
         backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
@@ -137,9 +137,9 @@ def gather_and_maybe_dequant_cache(
         entries has the columns of the cache instead of Lkv + R columns.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match. For CPU tensors also: `cu_seq_lens` decreases, a block is
-            outside the cache, or the scale is not finite and positive. Nothing has been written when the error is
-            raised.
+        ValueError: shapes, dtypes or devices do not match, or `out` overlaps another argument or itself. For CPU
+            tensors also: `cu_seq_lens` decreases, a block is outside the cache, or the scale is not finite and positive.
+            Nothing has been written when the error is raised.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     calls = _GATHERS if out is None else _GATHERS_INTO
@@ -148,11 +148,9 @@ def gather_and_maybe_dequant_cache(
     )
     chosen = calls.backend_of(signature)
     if chosen is None:
-        width, dtype = check_gather(
+        _, dtype = check_gather(
             kv_cache, block_table, cu_seq_lens, starts, num_tokens, cache_format, out_dtype, kv_scale
         )
-        if out is not None:
-            check_tensor("out", out, (num_tokens, width), (dtype,), kv_cache.device)
         check_flag("bounded", bounded)
         op = "gather_and_maybe_dequant_cache"
         if cache_format.returns_stored(dtype):
@@ -160,6 +158,11 @@ def gather_and_maybe_dequant_cache(
         else:
             request = backends.cache_request(op, kv_cache, cache_format=cache_format, dtype=dtype, out_dtype=dtype)
         chosen = backends.select(request, backend).name
+    width = cache_format.gathered_width(kv_cache.shape[2], out_dtype)
+    dtype = cache_format.gathered_dtype(kv_cache.dtype, out_dtype)
+    if out is not None:  # check `out` in every call: which tensors overlap cannot be seen from their shapes
+        inputs = kv_cache, block_table, cu_seq_lens, starts, *(() if kv_scale is None else (kv_scale,))
+        check_out("out", out, (num_tokens, width), dtype, kv_cache.device, *inputs)
     if not bounded:
         check_eager_offsets("cu_seq_lens", cu_seq_lens, num_tokens)
     if out is not None:
@@ -167,8 +170,6 @@ def gather_and_maybe_dequant_cache(
             signature, chosen, kv_cache, block_table, cu_seq_lens, starts, cache_format.name, kv_scale, out
         )
         return out
-    width = cache_format.gathered_width(kv_cache.shape[2], out_dtype)
-    dtype = cache_format.gathered_dtype(kv_cache.dtype, out_dtype)
     return _GATHERS.run(
         signature, chosen, kv_cache, block_table, cu_seq_lens, starts, num_tokens, width, dtype, cache_format.name,
         kv_scale,

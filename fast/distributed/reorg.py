@@ -12,9 +12,9 @@ from torch import Tensor
 from reference.interfaces import (
     ContextParallelChunk,
     check_eager_offsets,
+    check_out,
     check_rank_offsets,
     check_reorg,
-    check_tensor,
 )
 
 from .. import backends
@@ -37,14 +37,16 @@ def reorg_kvcache(
             width of the rope key), or stored cache entries [D, chunk.padded_tokens, columns].
         chunk: the gathered chunk of context.
         out: tensor [chunk.num_tokens, Lkv + R] that receives the result (stored entries: columns instead of Lkv + R);
-            `out` must share no memory with `gathered`. None allocates a tensor.
+            `out` must share no memory with the other arguments. None allocates a tensor.
         backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
         The tensor `out` if it is given; otherwise a new tensor of the same shape.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match. For CPU tensors also: `chunk.cu_seq_lens` and
+        TypeError: `chunk` is no chunk.
+        ValueError: shapes, dtypes or devices do not match, or `out` overlaps another argument or itself. For CPU
+            tensors also: `chunk.cu_seq_lens` and
             `chunk.local_cu_seq_lens` contradict each other.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
@@ -55,7 +57,9 @@ def reorg_kvcache(
     request = backends.KernelRequest("reorg_kvcache", gathered.device, gathered.dtype, widths)
     if out is None:
         out = gathered.new_empty(chunk.num_tokens, gathered.shape[2])
-    check_tensor("out", out, (chunk.num_tokens, gathered.shape[2]), (gathered.dtype,), gathered.device)
+    else:
+        inputs = gathered, chunk.cu_seq_lens, chunk.local_cu_seq_lens
+        check_out("out", out, (chunk.num_tokens, gathered.shape[2]), gathered.dtype, gathered.device, *inputs)
     torch.ops.mla_twins.reorg_kvcache(
         gathered, chunk.cu_seq_lens, chunk.local_cu_seq_lens, chunk.ownership.interleave, out,
         backends.select(request, backend).name,

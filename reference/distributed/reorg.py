@@ -37,6 +37,7 @@ def reorg_kvcache(
         request are 0.
 
     Raises:
+        TypeError: `chunk` is no chunk.
         ValueError: shapes, dtypes or devices do not match; the offsets of the chunk do not fit the numbers of tokens
             that each rank owns.
     """

@@ -280,6 +280,7 @@ def _check_run(chunk: ContextChunk, requests: int, device: torch.device, name: s
 
 def check_reorg(gathered: Tensor, chunk: ContextParallelChunk) -> None:
     """Check a chunk and its cache entries from all ranks: shapes, dtypes and devices; read no values."""
+    check_type("chunk", chunk, ContextChunk, "a ContextParallelChunk")
     check(isinstance(chunk, ContextParallelChunk), "chunk", "a ContextParallelChunk", type(chunk).__name__)
     check_tensor("gathered", gathered, ("ranks", "padded_tokens", "head_size"), storage_dtypes())
     check_tensor("chunk.starts", chunk.starts, ("B",), (torch.int32,), gathered.device)

@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import fast
 import reference
+from reference.interfaces import FP8_E4M3, ContextChunk, TokenOwnership
 
 from ..support.factories import (
     GARBAGE,
@@ -118,6 +121,56 @@ def test_gather_out(ops):
     assert got is out
     assert_same_bits(workspace[:9], entries[0])
     assert workspace[9:].isnan().all()
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float32])
+def test_gather_refuses_an_overlap(stored, plain_errors):
+    """An `out` in the memory of the cache, the block table or itself is refused in every call; nothing is written."""
+    memory = torch.randint(0, 100, (8 * 16 * 24 * 4,), dtype=torch.uint8)
+    cache = memory[: 8 * 16 * 24 * stored.itemsize].view(stored).view(8, 16, 24)
+    inside = memory[: 15 * 24 * 4].view(torch.float32).view(15, 24)
+    table = torch.tensor([[3, 2], [1, 0]], dtype=torch.int32)
+    before = memory.clone(), table.clone()
+    options = {"out_dtype": torch.float32}
+    if stored != torch.float32:
+        options |= {"cache_format": FP8_E4M3, "kv_scale": torch.tensor(1.0)}
+
+    def gather(out, table=table):
+        return fast.gather_and_maybe_dequant_cache(
+            cache, table, offsets([10, 5]), integers(0, 0), 15, out=out, **options
+        )
+
+    gather(torch.empty(15, 24))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="^out: expected memory that no input has, got a tensor that overlaps"):
+            gather(inside)
+        with pytest.raises(ValueError, match="^out: expected a tensor whose elements have different addresses, got"):
+            gather(torch.empty(1, 24).expand(15, 24))
+    rows = torch.zeros(15, 24)
+    own = rows.view(torch.int32).view(-1)[:4].view(2, 2)
+    with pytest.raises(ValueError, match="^out: expected memory that no input has"):
+        gather(rows, own)
+    assert_same_bits(memory, before[0])
+    assert_same_bits(table, before[1])
+
+
+def test_reorg_refuses_an_overlap(plain_errors):
+    """An `out` in the memory of `gathered` or of the plan's offsets, or whose rows share memory, is refused."""
+    chunk = fast.rank_local_chunk(ContextChunk(integers(0), offsets([5]), 5, 5), TokenOwnership(2, 0))
+    memory = torch.randn(2 * 3 * 6)
+    gathered, before = memory.view(2, 3, 6), memory.clone()
+    for _ in range(2):
+        fast.reorg_kvcache(gathered, chunk, out=torch.empty(5, 6))
+        with pytest.raises(ValueError, match="^out: expected memory that no input has, got a tensor that overlaps"):
+            fast.reorg_kvcache(gathered, chunk, out=memory[6:].view(5, 6))
+        with pytest.raises(ValueError, match="^out: expected a tensor whose elements have different addresses, got"):
+            fast.reorg_kvcache(gathered, chunk, out=torch.empty(1, 6).expand(5, 6))
+    rows = torch.zeros(5, 6)
+    inside = replace(chunk, cu_seq_lens=rows.view(torch.int32).view(-1)[:2])
+    inside.cu_seq_lens.copy_(chunk.cu_seq_lens)
+    with pytest.raises(ValueError, match="^out: expected memory that no input has"):
+        fast.reorg_kvcache(gathered, inside, out=rows)
+    assert_same_bits(memory, before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

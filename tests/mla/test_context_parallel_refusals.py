@@ -117,6 +117,8 @@ class TestBadInput:
                 ops.reorg_kvcache(torch.zeros(2, 5, 6), replace(two, local_cu_seq_lens=torch.tensor(local).int()))
         with pytest.raises(ValueError, match="^chunk: expected a ContextParallelChunk, got ContextChunk$"):
             ops.reorg_kvcache(torch.zeros(2, 3, 6), ContextChunk(integers(0), offsets([5]), 5, 5))
+        with pytest.raises(TypeError, match="^chunk: expected a ContextParallelChunk, got NoneType$"):
+            ops.reorg_kvcache(torch.zeros(2, 3, 6), None)
 
     def test_layers(self, ops):
         """A layer on several ranks refuses the following input and does not write the cache.
