@@ -14,9 +14,9 @@ from reference.interfaces import (
     CacheFormat,
     check_dtype,
     check_entries,
+    check_out,
     check_scale_values,
     check_stored_entries,
-    check_tensor,
     format_named,
 )
 
@@ -108,16 +108,16 @@ def dequantize_entries(
         out_dtype: dtype of the result; None means the dtype of `entries`. It must be given if the format has a
             `storage_dtype`.
         kv_scale: float32 scale of the layer's cache; None if the format has no such scale.
-        out: tensor [S, Lkv + R] in `out_dtype` that receives the result; `out` must share no memory with `entries`.
-            None allocates a tensor.
+        out: tensor [S, Lkv + R] in `out_dtype` that receives the result; `out` must share no memory with the
+            other arguments. None allocates a tensor.
         backend: name of a backend, mapping from op to backend name, or None for an automatic choice (`fast.backends`).
 
     Returns:
         The tensor `out` if it is given; otherwise a new tensor [S, Lkv + R] in `out_dtype`.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match. For CPU tensors also: the scale is not finite and positive.
-            Nothing has been written when the error is raised.
+        ValueError: shapes, dtypes or devices do not match, or `out` overlaps another argument or itself. For CPU
+            tensors also: the scale is not finite and positive. Nothing has been written when the error is raised.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     calls = _DEQUANTIZES if out is None else _DEQUANTIZES_INTO
@@ -126,20 +126,18 @@ def dequantize_entries(
     if chosen is None:
         dtype = check_stored_entries(entries, cache_format, out_dtype, kv_scale)
         check_dtype("out_dtype", dtype)
-        columns = entries.shape[1]
-        if out is not None:
-            width = cache_format.gathered_width(columns, dtype)
-            check_tensor("out", out, (entries.shape[0], width), (dtype,), entries.device)
         request = backends.KernelRequest(
-            "dequantize_entries", entries.device, dtype, (("head_dim", columns),), out_dtype=dtype,
+            "dequantize_entries", entries.device, dtype, (("head_dim", entries.shape[1]),), out_dtype=dtype,
             cache_format=cache_format,
         )  # fmt: skip
         chosen = backends.select(request, backend).name
-    if out is not None:
-        _DEQUANTIZES_INTO.run(signature, chosen, entries, cache_format.name, kv_scale, out)
-        return out
     dtype = cache_format.gathered_dtype(entries.dtype, out_dtype)
     width = cache_format.gathered_width(entries.shape[1], dtype)
+    if out is not None:  # check `out` in every call: which tensors overlap cannot be seen from their shapes
+        inputs = (entries,) if kv_scale is None else (entries, kv_scale)
+        check_out("out", out, (entries.shape[0], width), dtype, entries.device, *inputs)
+        _DEQUANTIZES_INTO.run(signature, chosen, entries, cache_format.name, kv_scale, out)
+        return out
     return _DEQUANTIZES.run(signature, chosen, entries, width, dtype, cache_format.name, kv_scale)
 
 

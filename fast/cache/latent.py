@@ -138,8 +138,8 @@ def gather_and_maybe_dequant_cache(
 
     Raises:
         ValueError: shapes, dtypes or devices do not match, or `out` overlaps another argument or itself. For CPU
-            tensors also: `cu_seq_lens` decreases, a block is outside the cache, or the scale is not finite and positive.
-            Nothing has been written when the error is raised.
+            tensors also: `cu_seq_lens` decreases, a block is outside the cache, or the scale is not finite and
+            positive. Nothing has been written when the error is raised.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     calls = _GATHERS if out is None else _GATHERS_INTO

@@ -154,6 +154,21 @@ def test_gather_refuses_an_overlap(stored, plain_errors):
     assert_same_bits(table, before[1])
 
 
+def test_dequantize_refuses_an_overlap(plain_errors):
+    """An `out` in the memory of the entries, or whose rows share memory, is refused in every call."""
+    memory = torch.randint(0, 100, (7 * 24 * 4,), dtype=torch.uint8)
+    entries, before = memory[: 7 * 24].view(torch.float8_e4m3fn).view(7, 24), memory.clone()
+    inside = memory.view(torch.float32).view(7, 24)
+    for _ in range(2):
+        arguments = entries, FP8_E4M3, torch.float32, torch.tensor(1.0)
+        fast.dequantize_entries(*arguments, out=torch.empty(7, 24))
+        with pytest.raises(ValueError, match="^out: expected memory that no input has, got a tensor that overlaps"):
+            fast.dequantize_entries(*arguments, out=inside)
+        with pytest.raises(ValueError, match="^out: expected a tensor whose elements have different addresses, got"):
+            fast.dequantize_entries(*arguments, out=torch.empty(1, 24).expand(7, 24))
+    assert_same_bits(memory, before)
+
+
 def test_reorg_refuses_an_overlap(plain_errors):
     """An `out` in the memory of `gathered` or of the plan's offsets, or whose rows share memory, is refused."""
     chunk = fast.rank_local_chunk(ContextChunk(integers(0), offsets([5]), 5, 5), TokenOwnership(2, 0))
