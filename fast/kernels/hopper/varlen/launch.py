@@ -163,12 +163,16 @@ def in_boxes(x: Tensor) -> Tensor:
     """Return a tensor [tokens, heads, columns] that TMA can read: `x`, or a contiguous copy of `x`.
 
     A dim of size 1 may have any stride. `_descriptor` replaces such a stride.
+
+    Raises:
+        ValueError: a row of the copy does not consist of words of 16 bytes, so TMA cannot read it.
     """
     steps = [stride for size, stride in zip(x.shape[:2], x.stride()[:2], strict=True) if size > 1]
     fits = x.stride(2) == 1 and x.data_ptr() % 16 == 0
     if fits and all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in steps):
         return x
-    return in_boxes(x.clone(memory_format=torch.contiguous_format))
+    check(x.shape[2] * x.element_size() % 16 == 0, "x", "rows of a multiple of 16 bytes", f"{x.shape[2]} columns")
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def rows_of_16_bytes(x: Tensor) -> bool:

@@ -7,12 +7,15 @@ of results fails. The tests of this file find these faults in the installed vers
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import subprocess
 import sys
 from collections import Counter
-from types import SimpleNamespace
+from collections.abc import Callable
+from types import FunctionType, SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -30,7 +33,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from fast.backends.own import HOPPER
 from fast.kernels.compile_log import describe
-from fast.kernels.hopper.varlen import combine, kernel, launch, select
+from fast.kernels.hopper.varlen import combine, kernel, launch, select, work_items
 from fast.kernels.prescribed_splits import prescribe_splits
 from fast.mla.prefill_choice import check_invariant_prefills
 
@@ -286,7 +289,7 @@ def test_batch_invariant_calls_have_no_splits(monkeypatch):
 
 
 def items_of(query_lens, key_lens, heads, group_heads, causal, splits=1, keys_of_tile=128):
-    """Compute in Python the order of work items that `work_items.item_of` describes.
+    """Compute in Python the order of work items that the module `work_items` describes.
 
     An item is head, first query token, number of rows, number of key tiles of the query tile, and the first and the
     last key tile (not included). Without splits, the candidates may be empty; an item of an empty candidate is None.
@@ -314,6 +317,62 @@ def items_of(query_lens, key_lens, heads, group_heads, causal, splits=1, keys_of
         item = (first_head + inside % width, starts[request] + 128 * tile, rows, steps, steps * split // splits,
                 steps * (split + 1) // splits)  # fmt: skip
         yield item if rows > 0 else None
+
+
+class Pointer(NamedTuple):
+    """A pointer to an element of a list, for functions of a kernel that run as Python."""
+
+    values: list[int]
+    index: int = 0
+
+    def __add__(self, step):
+        return Pointer(self.values, self.index + step)
+
+
+@functools.cache
+def functions_as_python() -> dict[str, Callable]:
+    """Return the functions of the kernel that find work items, to run as Python on ints and on `Pointer`."""
+    stub = SimpleNamespace(
+        minimum=min, maximum=max, where=lambda chosen, one, other: one if chosen else other,
+        load=lambda pointer: pointer.values[pointer.index],
+    )  # fmt: skip
+    names = {**vars(work_items), "gl": stub, "QUERY_TILE": int(work_items.QUERY_TILE)}
+    for name, function in vars(work_items).items():
+        if isinstance(getattr(function, "fn", None), FunctionType):
+            names[name] = FunctionType(function.fn.__code__, names, name)
+    return names
+
+
+def items_of_the_kernel(query_lens, key_lens, heads, group_heads, causal, splits=1, keys_of_tile=128):
+    """Return the work items of `work_items.item_of` for all candidates of the launcher, in the form of `items_of`."""
+    candidates = select.order_of(sizes_of(query_lens, key_lens, heads), 256, 128, 132).num_candidates
+    sizes = SimpleNamespace(
+        num_tokens=sum(query_lens), num_keys=sum(key_lens), num_requests=len(query_lens), num_heads=heads,
+        num_candidates=candidates, group_heads=group_heads, num_splits=splits, causal=int(causal),
+    )  # fmt: skip
+    starts = (Pointer(offsets(lens).tolist()) for lens in (query_lens, key_lens))
+    ctx = SimpleNamespace(sizes=sizes, cu_seqlens_q=next(starts), cu_seqlens_k=next(starts))
+    constants = SimpleNamespace(SPLIT=splits > 1, KEYS=keys_of_tile)
+    item_of, found = functions_as_python()["item_of"], []
+    for index in range(candidates * heads * splits):
+        item = item_of(index, ctx, constants)
+        first = item.end - item.steps
+        found.append((item.head, item.token, item.rows, first, item.end) if item.rows > 0 else None)
+    return found
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5])
+@pytest.mark.parametrize("heads, group_heads", [(1, 1), (3, 1), (5, 2), (4, 4)])
+def test_the_kernel_finds_the_items(heads, group_heads, splits):
+    """The functions of the kernel, run as Python, give the items of `items_of`, and behind them only empty items."""
+    generator = torch.Generator().manual_seed(11)
+    for _ in range(15):
+        lens = ragged_lens(generator)
+        for causal, keys_of_tile in ((True, 128), (False, 128), (True, 64)):
+            wanted = [item and (*item[:3], *item[4:]) for item in
+                      items_of(*lens, heads, group_heads, causal, splits, keys_of_tile)]  # fmt: skip
+            found = items_of_the_kernel(*lens, heads, group_heads, causal, splits, keys_of_tile)
+            assert found == wanted + [None] * (len(found) - len(wanted))
 
 
 def ragged_lens(generator) -> tuple[list[int], list[int]]:
@@ -384,6 +443,8 @@ def test_views_are_read_in_place():
     both = torch.zeros(10, 3, 256, dtype=BF16)
     for view in (both[..., :128], both[..., 128:], both[:1], both.transpose(0, 1), both[3:, 1:]):
         assert launch.in_boxes(view) is view
-    for view in (both[..., 1:129], both[..., ::2], both[:, :1].expand(-1, 3, -1), torch.zeros(10, 3, 65, dtype=BF16)):
-        copy = launch.in_boxes(view) if view.shape[2] % 8 == 0 else view.contiguous()
+    for view in (both[..., 1:129], both[..., ::2], both[:, :1].expand(-1, 3, -1)):
+        copy = launch.in_boxes(view)
         assert copy.is_contiguous() and copy.data_ptr() != both.data_ptr()
+    with pytest.raises(ValueError, match="^x: expected rows of a multiple of 16 bytes, got 65 columns$"):
+        launch.in_boxes(torch.zeros(10, 3, 65, dtype=BF16))
