@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import NamedTuple
 
@@ -83,6 +84,18 @@ def recorded(monkeypatch, dims, dtype, out_dtype, stores_lse=True, views=False, 
     return only
 
 
+def shared_of_the_readme(variant: str, splits: bool) -> int:
+    """Return the bytes of shared memory of a variant in the README of the kernel; check its tiles and stages too."""
+    (nope, rope, value), dtype, out_dtype = VARIANTS[variant]
+    key = nope + (rope or 0)
+    sized = f", output in {'16 bits' if out_dtype == dtype else 'float32'}" if key == 192 else ""
+    text = (Path(kernel.__file__).parent / "README.md").read_text()
+    row = re.search(rf"^\| {key} / {value}{sized} \| (\d+) \| (\d+) \| ([\d,]+) \| (.*) \|$", text, re.MULTILINE)
+    constants = select.constants_of(select.parts_of(nope, rope or 0), value)
+    assert (int(row[1]), int(row[2])) == (constants.KEYS, constants.STAGES)
+    return int(row[4 if splits else 3].replace(",", ""))
+
+
 @pytest.mark.parametrize("variant, splits", CASES)
 def test_nothing_spills(variant, splits, monkeypatch, tmp_path):
     """Compile a variant, with and without splits, and check the machine code.
@@ -97,6 +110,8 @@ def test_nothing_spills(variant, splits, monkeypatch, tmp_path):
         pytest.skip("runs only with HYPOTHESIS_PROFILE=deep")
     found = compiled(*recorded(monkeypatch, *VARIANTS[variant], splits=splits))
     assert found.metadata.shared <= H200.shared
+    if variant in ALWAYS and (splits == 1 or "float32" not in variant):
+        assert shared_of_the_readme(variant, splits > 1) == found.metadata.shared
     messages = check_assembly(found, tmp_path)
     disassembly = run("nvdisasm", "-c", tmp_path / "kernel.cubin")
     assert not re.findall(r"\b(?:LDL|STL)\b.*", disassembly)
