@@ -20,6 +20,7 @@ from reference.interfaces import (
     check_dtype,
     check_eager_offsets,
     check_flag,
+    check_longest,
     check_offsets,
     check_out,
     wide_dtype,
@@ -59,8 +60,11 @@ def flash_attn_varlen(
         v: [S, N, Dv]; Dv may differ from D.
         cu_seqlens_q: [B + 1], prefix sum of the query lengths; a length may be 0.
         cu_seqlens_k: [B + 1], prefix sum of the key lengths; a length may be 0.
-        max_seqlen_q: upper bound of the query lengths; it sets the size of the launch and changes no result.
-        max_seqlen_k: upper bound of the key lengths; it sets the size of the launch and changes no result.
+        max_seqlen_q: upper bound of the query lengths. It sets the size of the launch and may choose the kernel. On a
+            GPU the caller guarantees the bound: if a request is longer, its result may be wrong, and rows of it may
+            stay unwritten. For CPU tensors the bound is checked.
+        max_seqlen_k: upper bound of the key lengths, with the same guarantee. It may choose the kernel and the splits
+            of the keys.
         softmax_scale: factor of the scores.
         causal: if True, each query sees no key after its own position.
         out_dtype: dtype of the output; None means the dtype of `q`.
@@ -74,7 +78,7 @@ def flash_attn_varlen(
     Raises:
         ValueError: shapes, dtypes or devices do not match. For CPU tensors also: a value of `cu_seqlens_q` or
             `cu_seqlens_k` is smaller than the value before it, or its last value is not T (`cu_seqlens_q`) or S
-            (`cu_seqlens_k`).
+            (`cu_seqlens_k`); a request is longer than `max_seqlen_q` or `max_seqlen_k`.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     inputs = AttentionInputs(q, k, None, v, cu_seqlens_q, cu_seqlens_k)
@@ -113,8 +117,8 @@ def flash_attn_varlen_shared_rope(
         v: [S, N, Dv], values.
         cu_seqlens_q: [B + 1], prefix sum of the query lengths.
         cu_seqlens_k: [B + 1], prefix sum of the key lengths.
-        max_seqlen_q: upper bound of the query lengths.
-        max_seqlen_k: upper bound of the key lengths.
+        max_seqlen_q: upper bound of the query lengths; on a GPU the caller guarantees it (`flash_attn_varlen`).
+        max_seqlen_k: upper bound of the key lengths; on a GPU the caller guarantees it.
         softmax_scale: factor of the scores.
         causal: if True, each query sees no key after its own position.
         out_dtype: dtype of the output; None means the dtype of `q`.
@@ -240,14 +244,21 @@ def _sizes(q: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, max_seqlen_k: int
     return backends.AttentionSizes.rounded(cu_seqlens_q.shape[0] - 1, q.shape[1], max_seqlen_q, max_seqlen_k)
 
 
+def _check_values(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, tokens: int, keys: int) -> None:
+    """Check the values of the offsets of a call with CPU tensors, and the bounds of the lengths."""
+    check_offsets("cu_seqlens_q", cu_seqlens_q, tokens)
+    check_offsets("cu_seqlens_k", cu_seqlens_k, most=keys)
+    check_longest("max_seqlen_q", max_seqlen_q, cu_seqlens_q)
+    check_longest("max_seqlen_k", max_seqlen_k, cu_seqlens_k)
+
+
 def _launch_attention(
     q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, batch_invariant,
     out_dtype, backend, out=None, lse=None,
 ):  # fmt: skip
     if q.device.type == "cpu":
-        check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0])
-        # If the call is not bounded, `attend` checks that the last offset is S.
-        check_offsets("cu_seqlens_k", cu_seqlens_k, most=k.shape[0])
+        # If the call is not bounded, `attend` checks that the last offset of the keys is S.
+        _check_values(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q.shape[0], k.shape[0])
     support = backends.support_of(backend, "flash_attn_varlen")
     if k_pe is not None and support.whole_keys:
         k, k_pe = whole_keys(k, k_pe), None
@@ -323,8 +334,7 @@ def _kept(
 
     def again(q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, scale, causal, _, *written):
         if on_cpu:
-            check_offsets("cu_seqlens_q", cu_seqlens_q, tokens)
-            check_offsets("cu_seqlens_k", cu_seqlens_k, most=keys)
+            _check_values(cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, tokens, keys)
         if widened is not None:
             k = widened(k, k_pe, columns)
         out, lse = written[:2] if into else (None, None)

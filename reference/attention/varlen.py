@@ -21,6 +21,7 @@ from ..interfaces import (
     check_attention,
     check_attention_settings,
     check_dtype,
+    check_longest,
     check_offsets,
     wide_dtype,
 )
@@ -82,9 +83,9 @@ def flash_attn_varlen(
         v: [S, N, Dv], values of all requests; Dv may differ from D.
         cu_seqlens_q: [B + 1], prefix sum of the query lengths; 0 is a legal length.
         cu_seqlens_k: [B + 1], prefix sum of the key lengths; 0 is a legal length.
-        max_seqlen_q: upper bound of the query lengths. A kernel needs this bound to size its grid; the result does not
-            depend on it.
-        max_seqlen_k: upper bound of the key lengths; the result does not depend on it.
+        max_seqlen_q: upper bound of the query lengths, at least the length of the longest query. A kernel needs this
+            bound to size its grid. The result is the same for every valid bound.
+        max_seqlen_k: upper bound of the key lengths. The result is the same for every valid bound.
         softmax_scale: factor of the scores.
         causal: whether a query attends only the keys up to its own position.
         out_dtype: dtype of `out`; None means the dtype of `q`.
@@ -93,13 +94,16 @@ def flash_attn_varlen(
         out [T, N, Dv] and lse [N, T].
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match; offsets decrease, or do not end at the number of tokens.
+        ValueError: shapes, dtypes or devices do not match; offsets decrease, or do not end at the number of tokens; a
+            request is longer than `max_seqlen_q` or `max_seqlen_k`.
     """
     check_attention(q, k, v, cu_seqlens_q, cu_seqlens_k)
     check_attention_settings(max_seqlen_q, max_seqlen_k, softmax_scale, causal)
     check_dtype("out_dtype", q.dtype if out_dtype is None else out_dtype)
     check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0])
     check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0])
+    check_longest("max_seqlen_q", max_seqlen_q, cu_seqlens_q)
+    check_longest("max_seqlen_k", max_seqlen_k, cu_seqlens_k)
     out = torch.empty(q.shape[0], q.shape[1], v.shape[2], dtype=out_dtype or q.dtype, device=q.device)
     lse = torch.empty(q.shape[1], q.shape[0], dtype=wide_dtype(out.dtype), device=q.device)
     q_offsets, k_offsets = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import numbers
 import operator
 from collections.abc import Iterable, Sequence
 from typing import SupportsIndex
@@ -92,7 +93,8 @@ def check_int(argument: str, value: object, least: int = 1, expected: str | None
         below: upper bound of the argument (exclusive), a power of 2.
     """
     if not isinstance(value, INTS) or isinstance(value, bool) or value < least:
-        check(False, argument, expected or ("a positive int" if least == 1 else f"an int >= {least}"), value)
+        wanted = expected or ("a positive int" if least == 1 else f"an int >= {least}")
+        check(False, argument, wanted, _with_type(value))
     if value >= below:
         check(False, argument, f"less than 2^{below.bit_length() - 1}", value)
 
@@ -101,7 +103,13 @@ def check_number(argument: str, value: object, least: int | None = None) -> None
     """Check that an argument is an int or float, finite, below 2^63 and at least `least`. A bool is not accepted."""
     fits = isinstance(value, NUMBERS) and not isinstance(value, bool) and -MOST_NUMBER < value < MOST_NUMBER
     if not fits or (least is not None and value < least):
-        check(False, argument, "a finite number" if least is None else f"a number >= {least}", value)
+        check(False, argument, "a finite number" if least is None else f"a number >= {least}", _with_type(value))
+
+
+def _with_type(value: object) -> object:
+    """Return a value for a message; name the type of a number that is neither an int nor a float, such as numpy's."""
+    other = isinstance(value, numbers.Number) and not isinstance(value, NUMBERS)
+    return f"{value} of type {type(value).__name__}" if other else value
 
 
 def check_device(argument: str, device: torch.device | str) -> torch.device:
@@ -345,6 +353,13 @@ def check_offsets(argument: str, offsets: Tensor, total: int | None = None, most
         check(values[-1] == total, argument, f"a last element of {total}", values[-1])
     if most is not None:
         check(values[-1] <= most, argument, f"a last element of at most {most}", values[-1])
+
+
+def check_longest(argument: str, longest: int, offsets: Tensor) -> None:
+    """Check the values of a prefix sum against an upper bound of the lengths: no length is larger than `longest`."""
+    values = offsets.tolist()
+    most = max((high - low for low, high in itertools.pairwise(values)), default=0)
+    check(longest >= most, argument, f"at least {most}, the length of the longest request", longest)
 
 
 def check_eager_offsets(argument: str, offsets: Tensor, total: int) -> None:
