@@ -127,13 +127,12 @@ def _attend_new_tokens(q, k, k_pe, v, metadata, softmax_scale, dtype, return_lse
     """
     offsets = metadata.query_start_loc
     inputs = AttentionInputs(q, k, k_pe, v, offsets, offsets)
-    arguments = inputs, metadata, softmax_scale, dtype, return_lse, out, out_is_checked
+    rest = dtype, return_lse, out, out_is_checked
     if not hooks.runs_attention:  # `attend` checks what the backend returns
-        return hooks.run_prefill_new_tokens(*arguments)
+        return hooks.run_prefill_new_tokens(inputs, metadata, softmax_scale, *rest)
     softmax_scale, (q,) = with_positive_scale(hooks.backend, softmax_scale, q)
-    given = inputs._replace(q=q), metadata, softmax_scale, *arguments[3:]
     with backends.CallsOfOthers():
-        result = hooks.run_prefill_new_tokens(*given)
+        result = hooks.run_prefill_new_tokens(inputs._replace(q=q), metadata, softmax_scale, *rest)
     return _checked(hooks, "run_prefill_new_tokens", result, inputs, dtype, return_lse, out)
 
 

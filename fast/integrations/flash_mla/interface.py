@@ -56,12 +56,34 @@ class _Call(NamedTuple):
     backend: tuple[tuple[str, str], ...]
 
 
+class _Identity(NamedTuple):
+    """Where the elements of a tensor are, and how often the tensor was changed in place.
+
+    Tensors with equal identities have the same elements, with two exceptions: PyTorch does not count the changes by a
+    replayed CUDA graph, and an inference tensor has no count. There the caller needs a new schedule object, as in
+    FlashMLA.
+    """
+
+    device: torch.device
+    address: int
+    storage_offset: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+    changes: int | None
+
+    @classmethod
+    def of(cls, x: Tensor) -> _Identity:
+        """Return the identity of a tensor."""
+        changes = None if x.is_inference() else x._version
+        return cls(x.device, x.data_ptr(), x.storage_offset(), x.shape, x.stride(), changes)
+
+
 class _Plan(NamedTuple):
     """The plan of a decode, and what it was made for.
 
     Attributes:
         seq_lens: the lengths. The plan keeps their memory, so that no other tensor can get its address.
-        identity: place and state of the lengths in memory (`_identity_of`).
+        identity: identity of the lengths when the plan was made.
         graph: kind of the CUDA graph that captured the computation of the plan.
         query_start_loc: [B + 1], first query token of each request.
         visible_lens: [T], number of keys that each query token attends.
@@ -70,7 +92,7 @@ class _Plan(NamedTuple):
     """
 
     seq_lens: Tensor
-    identity: tuple
+    identity: _Identity
     graph: GraphSupport
     query_start_loc: Tensor
     visible_lens: Tensor
@@ -79,7 +101,7 @@ class _Plan(NamedTuple):
 
     def serves(self, seq_lens: Tensor, graph: GraphSupport) -> bool:
         """Return whether the plan was made for these lengths and for this kind of graph; do not read the lengths."""
-        return _identity_of(seq_lens) == self.identity and graph is self.graph
+        return _Identity.of(seq_lens) == self.identity and graph is self.graph
 
 
 @dataclass
@@ -328,17 +350,6 @@ def _refuse(**arguments: object) -> None:
         raise UnsupportedConfiguration([f"{name}: is not supported; pass None" for name in given])
 
 
-def _identity_of(x: Tensor) -> tuple:
-    """Return where the elements of a tensor are, and how often the tensor was changed in place.
-
-    Tensors with equal results have the same elements, with two exceptions: PyTorch does not count the changes by a
-    replayed CUDA graph, and an inference tensor has no count. There the caller needs a new schedule object, as in
-    FlashMLA.
-    """
-    changes = None if x.is_inference() else x._version
-    return x.device, x.data_ptr(), x.storage_offset(), x.shape, x.stride(), changes
-
-
 def _graph_of(q: Tensor) -> GraphSupport:
     """Return the kind of the CUDA graph that captures the call; all requests have one query length."""
     return GraphSupport.ONE_QUERY_LEN if is_capturing(q.device) else GraphSupport.NONE
@@ -366,4 +377,4 @@ def _make_plan(seq_lens: Tensor, graph: GraphSupport, call: _Call, storage: _Sto
     one = torch.ones((), dtype=torch.float32, device=device)
     visible = visible.reshape(-1).contiguous()
     kept = seq_lens.detach()  # stays the same if the caller gives the tensor object other memory
-    return _Plan(kept, _identity_of(seq_lens), graph, starts, visible, schedule, one)
+    return _Plan(kept, _Identity.of(seq_lens), graph, starts, visible, schedule, one)
