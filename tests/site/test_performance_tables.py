@@ -108,7 +108,7 @@ def test_planning(performance, tmp_path):
 
 
 def test_moved_bytes_are_shown_once(performance):
-    """Draw the page -> one table of each way with a merge in bfloat16, from the file of the movement of cache entries."""
+    """Draw the page -> each way has one table of merges, from the file of the movement of cache entries."""
     page = performance.filled((DOCS / "performance.md").read_text(encoding="utf-8"), DOCS)
     (section,) = re.findall(r"^## Movement of cache entries\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
     assert page.count("| merge_bfloat16 ") == section.count("| merge_bfloat16 ") == 2
