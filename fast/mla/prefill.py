@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Shaped
@@ -36,7 +35,6 @@ from reference.interfaces import (
     check_prefill,
     check_rows,
     check_scale_values,
-    check_tensor,
     reserve_for_chunks,
     to_e4m3,
     wide_dtype,
@@ -49,10 +47,8 @@ from ..backends.positive_scales import with_positive_scale
 from ..backends.selection import check_same_backend
 from ..cache.latent import gather_and_maybe_dequant_cache
 from .backend_hooks import BackendHooks, hooks_of
-from .head_products import INVARIANT_ROWS
 from .state_rows import merge_run, rows_of, write_unmerged
-from .weights import expand_into
-from .whole_keys import expand_whole, takes_whole_keys
+from .whole_keys import expanded_keys, takes_whole_keys
 
 _check_context = backends.CheckedOnce(check_context)
 _check_expanded = backends.CheckedOnce(check_expanded)
@@ -368,7 +364,7 @@ def _forward_prefill(
         backends.confirm(rows, expanded)
         gather = functools.partial(gather, workspace=rows)
     whole = expand is None and takes_whole_keys(hooks.backend)
-    made = _expanded(expand, whole, kv_c_normed, k_pe, w_uk, w_uv, None, metadata.batch_invariant)
+    made = expanded_keys(expand, whole, kv_c_normed, k_pe, w_uk, w_uv, None, metadata.batch_invariant)
     # a part: consecutive requests that all have context, or that all have none
     states = []  # for each part: an attention state, or only the final output
     parts = metadata.all_parts(q.shape[0])
@@ -396,7 +392,7 @@ def _forward_prefill(
     for number, chunk in enumerate(chunks):
         context = gather(kv_cache, metadata, chunk, cache_format=cache_format, out_dtype=q.dtype)
         entries = context[:, :latent], context[:, latent:]
-        made = _expanded(expand, whole, *entries, w_uk, w_uv, expanded, metadata.batch_invariant)
+        made = expanded_keys(expand, whole, *entries, w_uk, w_uv, expanded, metadata.batch_invariant)
         for index, part in enumerate(parts):
             for part_chunk, own, run in zip(part.plan.context_chunks, part.rows, runs[index], strict=True):
                 if own.chunk == number and run.first_token < run.end_token:
@@ -419,35 +415,6 @@ def _forward_prefill(
 def _attend_without_context(q, kv_c_normed, k_pe, metadata, w_uk, w_uv, softmax_scale, return_lse, expand, out, hooks):
     """Compute `_forward_prefill` for a plan without chunks and parts, and for an output in the dtype of `q`."""
     whole = expand is None and takes_whole_keys(hooks.backend)
-    keys = _expanded(expand, whole, kv_c_normed, k_pe, w_uk, w_uv, None, metadata.batch_invariant)
+    keys = expanded_keys(expand, whole, kv_c_normed, k_pe, w_uk, w_uv, None, metadata.batch_invariant)
     found = _attend_new_tokens(q, *keys, metadata, softmax_scale, q.dtype, return_lse, out, hooks, out_is_checked=True)
     return AttentionState(out, found.lse) if return_lse else out
-
-
-class _Expanded(NamedTuple):
-    """Keys and values of the heads; `rope` is None if `keys` are whole."""
-
-    keys: Tensor
-    rope: Tensor | None
-    v: Tensor
-
-
-def _expanded(
-    expand: Callable[[Tensor], tuple[Tensor, Tensor]] | None, whole: bool, latents: Tensor, k_pe: Tensor,
-    w_uk: Tensor, w_uv: Tensor, workspace: Tensor | None, batch_invariant: bool,
-) -> _Expanded:  # fmt: skip
-    """Return keys, their rope part, and values: of `expand`, or of products with the weights if `expand` is None.
-
-    If `whole` is True, the keys are whole, and None stands for the rope part.
-    """
-    block_rows = INVARIANT_ROWS if batch_invariant else 0
-    if whole:
-        keys, v = expand_whole(latents, k_pe, w_uk, w_uv, workspace, block_rows)
-        return _Expanded(keys, None, v)
-    if expand is None:
-        k_nope, v = expand_into(latents, w_uk, w_uv, workspace, block_rows)
-        return _Expanded(k_nope, k_pe, v)
-    k_nope, v = expand(latents)
-    for name, made, weight in (("k_nope", k_nope, w_uk), ("v", v, w_uv)):
-        check_tensor(f"expand: {name}", made, (latents.shape[0], *weight.shape[1:]), (latents.dtype,), latents.device)
-    return _Expanded(k_nope, k_pe, v)

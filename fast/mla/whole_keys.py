@@ -1,4 +1,4 @@
-"""Expand latents into whole keys, for a backend whose kernel does not take keys in two parts.
+"""Expand latents into keys and values, with whole keys for a backend whose kernel does not take keys in two parts.
 
 A whole key has its part without rope and then the rope part, which all heads share. The product of the latents and W_UK
 is written into whole keys directly, so that nothing copies it; only the rope part is written for each head.
@@ -6,17 +6,20 @@ is written into whole keys directly, so that nothing copies it; only the rope pa
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 from jaxtyping import Float
 from torch import Tensor
 
-from reference.interfaces import split_for_keys
+from reference.interfaces import check_tensor, split_for_keys
 from reference.interfaces.support import constant_when_traced
 
 from ..backends import BackendChoice, registered
 from ..backends.adapters.conversion import write_shared_columns
 from ..backends.selection import name_for
-from .head_products import bmm_into
-from .weights import check_expansion_once
+from .head_products import INVARIANT_ROWS, bmm_into
+from .weights import check_expansion_once, expand_into
 
 OP = "flash_attn_varlen"
 
@@ -73,3 +76,46 @@ def expand_whole(
         v = split_for_keys(workspace, tokens, heads, nope, value)[1].view(heads, tokens, value)
     bmm_into(by_head, w_uv.transpose(0, 1), v, block_rows)
     return keys, v.transpose(0, 1)
+
+
+class ExpandedKeys(NamedTuple):
+    """Keys and values of the heads.
+
+    Attributes:
+        keys: [S, N, P], keys without their rope part, or whole keys [S, N, P + R].
+        rope: [S, R], rope part of the keys; None for whole keys.
+        v: [S, N, V].
+    """
+
+    keys: Float[Tensor, "S N columns"]
+    rope: Float[Tensor, "S R"] | None
+    v: Float[Tensor, "S N V"]
+
+
+def expanded_keys(
+    expand: Callable[[Tensor], tuple[Tensor, Tensor]] | None, whole: bool, latents: Tensor, k_pe: Tensor,
+    w_uk: Tensor, w_uv: Tensor, workspace: Tensor | None, batch_invariant: bool,
+) -> ExpandedKeys:  # fmt: skip
+    """Return the keys and values of latents, from `expand`, or from products with the weights if `expand` is None.
+
+    Args:
+        expand: function that expands latents, as for `forward_prefill`; None multiplies by the weights.
+        whole: whether the keys are whole; False if `expand` is given.
+        latents: [S, Lkv].
+        k_pe: [S, R], rotated rope part of the keys.
+        w_uk: [Lkv, N, P].
+        w_uv: [Lkv, N, V].
+        workspace: memory for the results, as for `expand_whole`; None allocates it.
+        batch_invariant: whether the bits of a key and value must not depend on the other latents.
+    """
+    block_rows = INVARIANT_ROWS if batch_invariant else 0
+    if whole:
+        keys, v = expand_whole(latents, k_pe, w_uk, w_uv, workspace, block_rows)
+        return ExpandedKeys(keys, None, v)
+    if expand is None:
+        k_nope, v = expand_into(latents, w_uk, w_uv, workspace, block_rows)
+        return ExpandedKeys(k_nope, k_pe, v)
+    k_nope, v = expand(latents)
+    for name, made, weight in (("k_nope", k_nope, w_uk), ("v", v, w_uv)):
+        check_tensor(f"expand: {name}", made, (latents.shape[0], *weight.shape[1:]), (latents.dtype,), latents.device)
+    return ExpandedKeys(k_nope, k_pe, v)
