@@ -6,6 +6,7 @@ The tests measure no times and need no GPU. `test_benchmarks` has the tests of w
 from __future__ import annotations
 
 import json
+import statistics
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -195,3 +196,16 @@ def test_recorded_rows_have_no_larger_error():
         for row in json.loads(path.read_text())["rows"]:
             compared = decode.compare_with_peer(row.get("e4m3_errors", {}))
             assert all(parity.passed for found in compared.values() for parity in found), (path.name, row["dims"])
+
+
+def test_cost_of_batch_invariance():
+    """Read the README's text -> the cost of batch invariance over fp8_e4m3 agrees with the results file."""
+
+    def least(times, form):
+        return min(times[f"{contest.OURS}{form}{planned}"]["median_us"] for planned in ("", ", planned"))
+
+    rows = json.loads((ROOT / "docs/results/h200-decode-fp8.json").read_text())["rows"]
+    costs = [least(times, ", invariant") / least(times, "") for row in rows for times in row["times"].values()]
+    mean, low, high = (100 * (x - 1) for x in (statistics.geometric_mean(costs), min(costs), max(costs)))
+    said = f"{mean:.0f} % ({low:.0f} to {high:.0f} %)"
+    assert f"over `fp8_e4m3`, batch invariance costs {said}" in (ROOT / "README.md").read_text()
