@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -115,7 +115,7 @@ def _rope_norm_and_cache(
     positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight, eps, frequencies, magnitude, interleaved,
     cache_format, kv_scale, *q_scale,
 ):  # fmt: skip
-    return Part.like("q_pe", q_pe, E4M3 if q_scale else None), Part.like("kv_c", kv_c), Part.like("k_pe", k_pe)
+    return [Part.like("q_pe", q_pe, E4M3 if q_scale else None), Part.like("kv_c", kv_c), Part.like("k_pe", k_pe)]
 
 
 def _weight_attn_out(out, lses, rank):
@@ -126,7 +126,7 @@ def _weight_attn_out(out, lses, rank):
 
 # op: function of the launcher's arguments that returns the tensors of its result. The launchers of all other ops write
 # into tensors that they get, or are checked by `check_state`.
-_PARTS: dict[str, Callable[..., tuple[Part, ...]]] = {
+_PARTS: dict[str, Callable[..., Sequence[Part]]] = {
     "plan_decode": _plan_decode,
     "compute_visible_lens": _compute_visible_lens,
     "merge_attn_states": _merge_attn_states,
