@@ -12,7 +12,7 @@ from typing import NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
-from reference.interfaces import check_tensor, split_for_keys
+from reference.interfaces import check_expanded_pair, split_for_keys
 from reference.interfaces.support import constant_when_traced
 
 from ..backends import BackendChoice, registered
@@ -112,10 +112,6 @@ def expanded_keys(
     if whole:
         keys, v = expand_whole(latents, k_pe, w_uk, w_uv, workspace, block_rows)
         return ExpandedKeys(keys, None, v)
-    if expand is None:
-        k_nope, v = expand_into(latents, w_uk, w_uv, workspace, block_rows)
-        return ExpandedKeys(k_nope, k_pe, v)
-    k_nope, v = expand(latents)
-    for name, made, weight in (("k_nope", k_nope, w_uk), ("v", v, w_uv)):
-        check_tensor(f"expand: {name}", made, (latents.shape[0], *weight.shape[1:]), (latents.dtype,), latents.device)
+    made = None if expand is None else check_expanded_pair(expand(latents), latents, w_uk, w_uv)
+    k_nope, v = made or expand_into(latents, w_uk, w_uv, workspace, block_rows)
     return ExpandedKeys(k_nope, k_pe, v)

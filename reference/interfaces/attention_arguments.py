@@ -367,6 +367,22 @@ def check_expanded(
     check_attention(q, k_nope, v, metadata.query_start_loc, ends, k_pe)
 
 
+def check_expanded_pair(made: object, latents: Tensor, w_uk: Tensor, w_uv: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the pair k_nope [S, N, P] and v [S, N, V] that `expand` made of latents [S, Lkv]; read no values.
+
+    Raises:
+        TypeError: `made` is neither a tuple nor a list, or its elements are no tensors.
+        ValueError: `made` is no pair, or the shape, dtype or device of a tensor is wrong.
+    """
+    check_type("expand", made, (tuple, list), "a pair of tensors")
+    check(len(made) == 2, "expand", "a pair of tensors", f"{len(made)} elements")
+    k_nope, v = made
+    for name, tensor, weight in (("k_nope", k_nope, w_uk), ("v", v, w_uv)):
+        shape = (latents.shape[0], *weight.shape[1:])
+        check_tensor(f"expand: {name}", tensor, shape, (latents.dtype,), latents.device)
+    return k_nope, v
+
+
 def check_context(
     kv_cache: Tensor,
     metadata: PrefillMetadata,

@@ -27,13 +27,13 @@ from ..interfaces import (
     check_context,
     check_context_workspace,
     check_expanded,
+    check_expanded_pair,
     check_flag,
     check_function,
     check_output_scale,
     check_prefill,
     check_rows,
     check_scale_values,
-    check_tensor,
     reserve_for_chunks,
     to_e4m3,
     wide_dtype,
@@ -53,10 +53,7 @@ def _expanded(
     """Return `expand(latents)`, or `expand_kv` of the latents and the weights if `expand` is None."""
     if expand is None:
         return expand_kv(latents, w_uk, w_uv, workspace=workspace)
-    k_nope, v = expand(latents)
-    for name, made, weight in (("k_nope", k_nope, w_uk), ("v", v, w_uv)):
-        check_tensor(f"expand: {name}", made, (len(latents), *weight.shape[1:]), (latents.dtype,), latents.device)
-    return k_nope, v
+    return check_expanded_pair(expand(latents), latents, w_uk, w_uv)
 
 
 def run_prefill_new_tokens(

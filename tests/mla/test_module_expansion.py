@@ -299,5 +299,10 @@ def test_forward_prefill_refuses(ops, plain_errors):
         ops.forward_prefill(*arguments, expand=3)
     with pytest.raises(ValueError, match=r"^expand: v: expected shape \[6, 3, 10\], got \[6, 3, 12\]$"):
         ops.forward_prefill(*arguments, expand=lambda x: (x.new_zeros(6, 3, 12), x.new_zeros(6, 3, 12)))
+    for result, said in ((lambda x: x, "Tensor"), (lambda x: None, "NoneType")):
+        with pytest.raises(TypeError, match=f"^expand: expected a pair of tensors, got {said}$"):
+            ops.forward_prefill(*arguments, expand=result)
+    with pytest.raises(ValueError, match="^expand: expected a pair of tensors, got 3 elements$"):
+        ops.forward_prefill(*arguments, expand=lambda x: (x, x, x))
     with pytest.raises(TypeError, match="^expand_by_module: expected True or False, got str$"):
         make_layer(ops, config, torch.float32, expand_by_module="yes")
