@@ -59,8 +59,7 @@ def test_the_project_s_own_kernel_is_among_the_measured_backends(hopper):
     """With `hopper`, as on an H200 with all libraries -> `hopper` serves all shapes but the two longest prompts."""
     names, chosen = ("flash_attn_3", "flashinfer", "hopper", "triton"), {}
     for row in hopper.rows:
-        asked = KernelRequest(OP, torch.device("cuda", 0), torch.bfloat16, mask="causal" if row.causal else None,
-                              sizes=row.sizes)  # fmt: skip
+        asked = request(row.sizes, row.causal)
         chosen[row.shape] = fastest(names, [asked])
         assert chosen[row.shape] == min(names, key=row.times_us.get)
     longest = {"1 x 16384 new tokens, 128 heads", "1 x 32768 new tokens, 16 heads"}
