@@ -23,6 +23,7 @@ from reference.interfaces import (
 )
 
 from .. import backends
+from .head_products import INVARIANT_ROWS
 from .weights import expand_into
 
 
@@ -69,8 +70,7 @@ def touch_largest(
     """Allocate and free the buffers of a step of T tokens, so that a measurement of peak memory includes them.
 
     The function first allocates the buffers of T prefill tokens with context, and then the buffers of T decode tokens.
-    It leaves out the partial outputs of a decode, the attention states of a cascade, and the last block of rows of a
-    batch-invariant expansion (`bmm_into`).
+    It leaves out the partial outputs of a decode, and the attention states of a cascade.
 
     Args:
         q: [T, N, P + R], queries.
@@ -94,6 +94,8 @@ def touch_largest(
     keys = expand_into(kv_c_normed, w_uk, w_uv, None) if expand is None else expand(kv_c_normed)
     states = [state()]  # attention over the new tokens
     del keys
+    if expand is None:  # a batch-invariant step fills up the last block of rows
+        expand_into(chunk[:1], w_uk, w_uv, expanded, INVARIANT_ROWS)
     keys = None if expand is None else expand(chunk)
     states.append(state())  # attention over one chunk; the merge overwrites the first state
     del states, keys
