@@ -61,7 +61,8 @@ def check_parity(inputs, query_lens, key_lens, causal, scale=SCALE, out_dtype=No
     q, k, k_pe, v = (x if x is None else x.cpu() for x in inputs)
     if k_pe is not None:
         k = torch.cat((k, k_pe[:, None].expand(-1, k.shape[1], -1)), dim=-1)
-    rest = (offsets(query_lens), offsets(key_lens), 0, 0, scale, causal)
+    longest = max(query_lens, default=0), max(key_lens, default=0)
+    rest = (offsets(query_lens), offsets(key_lens), *longest, scale, causal)
     gold = reference.flash_attn_varlen(q.double(), k.double(), v.double(), *rest)
     low = reference.flash_attn_varlen(q, k, v, *rest, out_dtype)
     state = attend(inputs, query_lens, key_lens, causal, scale, out_dtype)

@@ -82,7 +82,8 @@ def check_parity(inputs, query_lens, key_lens, causal, scale=SCALE, out_dtype=No
     q, k, k_pe, v = inputs
     if k_pe is not None:
         k = torch.cat((k, k_pe[:, None].expand(-1, k.shape[1], -1)), dim=-1)
-    rest = (offsets(query_lens).to(DEVICE), offsets(key_lens).to(DEVICE), 0, 0, scale, causal)
+    longest = max(query_lens, default=0), max(key_lens, default=0)
+    rest = (offsets(query_lens).to(DEVICE), offsets(key_lens).to(DEVICE), *longest, scale, causal)
     gold = reference.flash_attn_varlen(q.double(), k.double(), v.double(), *rest)
     low = reference.flash_attn_varlen(q, k, v, *rest, out_dtype)
     assert state.out.is_contiguous() and state.out.dtype == (out_dtype or q.dtype)
