@@ -17,7 +17,7 @@ import fast
 from fast.parity import Parity
 from reference.interfaces import FP8_DS_MLA, FP8_E4M3, FP8_MODES, AttentionState
 
-from ..benchmarks import contest, decode
+from ..benchmarks import contest, decode, decode_rows
 from ..support.commands import ROOT
 from .test_benchmarks import FakeClock
 
@@ -98,7 +98,7 @@ class FlashMLA:
 
     def __call__(self, q, cache, block_table, seq_lens, scale):
         plan = replace(self.inputs.metadata[0], block_table=block_table, seq_lens=seq_lens)
-        queries = q.flatten(0, 1).split([decode.LATENT, decode.ROPE], -1)
+        queries = q.flatten(0, 1).split([decode_rows.LATENT, decode_rows.ROPE], -1)
         state = fast.mla_decode(
             *queries, cache, plan, scale, None, torch.bfloat16, FP8_E4M3, self.inputs.storage["kv_scale"],
             fp8_mode="fp8_product", q_scale=torch.ones(()), backend="cpu",

@@ -216,7 +216,7 @@ def test_backends_declare_their_modes(case, monkeypatch):
     )  # fmt: skip
     assert backends.select(request).name == "plain"
     assert backends.select(replace(request, dtype=None, fp8_mode="fp8_product")).name == "cpu"
-    with pytest.raises(ValueError, match="^fp8_mode: expected one of converted, fp8_query, fp8_product, got fp8$"):
+    with pytest.raises(ValueError, match="^fp8_modes: expected one of converted, fp8_query, fp8_product, got fp8$"):
         replace(support, fp8_modes=("fp8",))
 
 

@@ -33,7 +33,7 @@ for needed in ("mkdocs", "material", "mkdocstrings", "nbformat"):
 
 ROOT = Path(__file__).parents[2]
 DRAWN = ["", "performance/", "learn/01-latent/", "learn/02-two-paths/"]  # pages with drawings of every kind
-WAYS = {(1440, "light"): None, (375, "dark"): None, (375, "light"): DRAWN, (1440, "dark"): DRAWN}  # None: every page
+WALKS = {(375, "dark"): None, (1440, "light"): None, (375, "light"): DRAWN, (1440, "dark"): DRAWN}  # None: every page
 LONGEST = "log/"  # axe needs 20 s for this page, so it checks this page in the light scheme only
 SCRIPT = """() => {
   for (const details of document.querySelectorAll("details")) details.open = true;
@@ -217,7 +217,8 @@ def watch(page, address: str, visits: list[Visit]) -> None:
 
 
 def serious(page, axe) -> list[str]:
-    """Return the serious and critical accessibility faults that axe finds on the page."""
+    """Return the serious and critical accessibility faults that axe finds on the page after THINNING."""
+    page.evaluate(THINNING)
     found = axe.run(page, options={"resultTypes": ["violations"]}).response["violations"]
     return [
         f"{fault['id']}: {node['target']} {node.get('failureSummary', '')[:300]}"
@@ -225,50 +226,40 @@ def serious(page, axe) -> list[str]:
     ]  # fmt: skip
 
 
-def show(page, width: int, scheme: str) -> None:
-    """Give the page a width and a colour scheme, and wait until the browser has drawn it."""
-    page.set_viewport_size({"width": width, "height": 900})
-    page.emulate_media(color_scheme=scheme)
-    page.evaluate("new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(() => drawn(null))))")
-
-
-def walk(chromium: str, address: str, names: Sequence[str], index: dict) -> dict[tuple[str, int, str], Visit]:
-    """Load each page once, look at it in all its WAYS, and return a record for each page, width and colour scheme."""
-    axe, visits, visited = importlib.import_module("axe_playwright_python.sync_playwright").Axe(), [], {}
-    with started(chromium) as browser, browser.new_context(reduced_motion="reduce") as context:
+def walk(chromium: str, address: str, names: Sequence[str], width: int, scheme: str, index: dict) -> list[Visit]:
+    """Visit the named pages at one width and in one colour scheme, and return one record for each page."""
+    axe, visits = importlib.import_module("axe_playwright_python.sync_playwright").Axe(), []
+    size = {"width": width, "height": 900}
+    with (
+        started(chromium) as browser,
+        browser.new_context(viewport=size, color_scheme=scheme, reduced_motion="reduce") as context,
+    ):
         # an empty search index saves time, because every page reads the index; test_search uses the real index
         context.route("**/search_index.json", lambda route: route.fulfill(json=index))
         page = context.new_page()
         watch(page, address, visits)
         for order, name in enumerate(names):
-            ways = [way for way, only in WAYS.items() if only is None or name in only]
-            for number, way in enumerate(ways):
-                visits.append(Visit())
-                visited[name, *way] = visits[-1]
-                show(page, *way)
-                if number == 0:
-                    page.goto(address + name, wait_until="load")
-                    page.evaluate("document.fonts.ready.then(() => null)")
-                visits[-1].looks = page.evaluate(SCRIPT)
-            page.evaluate(THINNING)
-            for way in reversed(ways):
-                # all API pages look alike, so axe checks half of them in the dark scheme and half in the light scheme
-                left_out = name.startswith("api/") and order % 2 != (way[1] == "dark")
-                if not left_out and (name, way[1]) != (LONGEST, "dark"):
-                    show(page, *way)
-                    visited[name, *way].faults = serious(page, axe)
-    return visited
+            visits.append(Visit())
+            page.goto(address + name, wait_until="load")
+            page.evaluate("document.fonts.ready.then(() => null)")
+            visits[-1].looks = page.evaluate(SCRIPT)
+            # all API pages look alike, so axe checks half of them in the dark scheme and half in the light scheme
+            left_out = name.startswith("api/") and order % 2 != (scheme == "dark")
+            if not left_out and (name, scheme) != (LONGEST, "dark"):
+                visits[-1].faults = serious(page, axe)
+    return visits
 
 
 @pytest.fixture(scope="module")
 def walks(chromium, address, site, pages) -> dict[tuple[str, int, str], Visit]:
-    """The records of all pages by page, width and colour scheme; two threads visit the pages."""
+    """The records of all WALKS by page, width and colour scheme; two threads visit the pages."""
     pytest.importorskip("axe_playwright_python")
     index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8")) | {"docs": []}
-    halves = [list(pages)[part::2] for part in range(2)]
+    names = [each or list(pages) for each in WALKS.values()]
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda names: walk(chromium, address, names, index), halves)
-    return first | second
+        walked = list(pool.map(lambda how, each: walk(chromium, address, each, *how, index), WALKS, names))
+    return {(name, *how): visit for how, each, visits in zip(WALKS, names, walked, strict=True)
+            for name, visit in zip(each, visits, strict=True)}  # fmt: skip
 
 
 def faulty(walks, look) -> dict:
@@ -358,7 +349,7 @@ def test_plots_are_visible(walks):
             # the pages of notebooks 1 and 2 also show the picture of MLA, which is no output of a cell
             assert visit.looks["figures"] == figures + name.startswith(("learn/01", "learn/02")), name
     charts = drawn(ROOT / "docs").count('<div class="chart">')
-    for how in WAYS:
+    for how in WALKS:
         assert walks["", *how].looks["figures"] == 2
         assert walks["performance/", *how].looks["charts"] == charts >= 4
         assert all(marks > 5 for marks in walks["performance/", *how].looks["marks"])

@@ -248,7 +248,7 @@ BAD = [
     (["--merge", "a2a"], "--merge: expected --family mla, got --family gqa"),
     (["--workspace-tokens", "256"], "--workspace-tokens: expected --family mla, got --family gqa"),
     (["--block-size", "8"], "--block-size: expected a positive multiple of 16, got 8"),
-    (["--cache-format", "fp8_ds_mla"], "--cache-format: cache_format: expected compute_dtype or fp8_e4m3 for a "
+    (["--cache-format", "fp8_ds_mla"], "--cache-format: expected compute_dtype or fp8_e4m3 for a "
                                        "key/value cache, got fp8_ds_mla"),
     (["--backend", "abacus"], "backend: expected one of "),
     (["--backend", "hopper"], "hopper: "),
