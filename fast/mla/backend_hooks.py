@@ -43,6 +43,7 @@ from reference.interfaces.support import constant_when_traced
 from .. import backends
 from ..attention.varlen import AttentionInputs, attend
 from ..backends import BackendChoice
+from ..backends.error_texts import in_one_line
 from ..backends.selection import named
 
 _ATTENTION = ("run_prefill_new_tokens", "run_prefill_context_chunk")
@@ -224,8 +225,7 @@ def declared_hooks(name: str) -> type | None:
     try:
         return backends.imported(given)
     except Exception as error:
-        why = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UnsupportedConfiguration([f"{name}: cannot import its hooks {given}: {why}"]) from error
+        raise UnsupportedConfiguration([f"{name}: cannot import its hooks {given}: {in_one_line(error)}"]) from error
 
 
 @functools.cache  # `torch.compile` traces this function without its cache

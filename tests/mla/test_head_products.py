@@ -7,8 +7,9 @@ import torch
 
 import fast
 from fast.mla.head_products import INVARIANT_ROWS, bmm_into
+from fast.mla.weights import expand_into
 
-from ..support.factories import make_batch
+from ..support.factories import DIRECT, make_batch
 
 HEADS, COLUMNS, WIDTH, BLOCK = 3, 64, 24, 16
 
@@ -52,28 +53,32 @@ def test_bits_of_a_row(dtype, layout):
         assert torch.equal(product(a[:, first:end]), whole[:, first:end]), (first, end)
 
 
-@pytest.mark.parametrize("batch_invariant", [True, False])
-def test_bits_with_the_sizes_of_a_model(batch_invariant):
-    """Prefill a request beside others, with the dims of DeepSeek-V2-Lite in bfloat16 -> the same bits as alone.
-
-    Without the flag some bits differ on a CPU, because the expansion of more latents is rounded in another way.
-    """
-    torch.manual_seed(1)
+def test_keys_with_the_sizes_of_a_model():
+    """Expand latents alone and beside others, with the dims of DeepSeek-V2-Lite in bfloat16 -> the same bits."""
     config, dtype = fast.MLAConfig.from_preset("deepseek-v2-lite"), torch.bfloat16
-    heads, nope, value, longest = config.num_heads, config.qk_nope_head_dim, config.v_head_dim, 400
-    shapes = (heads, config.qk_head_dim), (config.kv_lora_rank,), (config.qk_rope_head_dim,)
-    tokens = [torch.randn(3, longest, *shape, dtype=dtype) for shape in shapes]
-    weights = [torch.randn(config.kv_lora_rank, heads, n, dtype=dtype) / 22 for n in (nope, value)]
-    cache = torch.zeros(1, 16, config.head_size, dtype=dtype)
+    widths = config.qk_nope_head_dim, config.v_head_dim
+    weights = [torch.randn(config.kv_lora_rank, config.num_heads, n).to(dtype) / 22 for n in widths]
+    latents = torch.randn(2 * INVARIANT_ROWS + 8, config.kv_lora_rank).to(dtype)
+    beside = expand_into(latents, *weights, None, INVARIANT_ROWS)
+    for first, end in ((0, 64), (7, 107), (100, 220), (200, 500)):
+        alone = expand_into(latents[first:end], *weights, None, INVARIANT_ROWS)
+        assert all(torch.equal(one, other[first:end]) for one, other in zip(alone, beside, strict=True))
 
-    def attended(lens):
-        plan = fast.build_mla_metadata(make_batch(lens, lens).common, 16, 4096, batch_invariant=batch_invariant).prefill
-        new = [torch.cat([of_all[request, :own] for request, own in enumerate(lens)]) for of_all in tokens]
-        state = fast.forward_prefill(*new, cache, plan, *weights, config.softmax_scale)
-        return state.out[: lens[0]], state.lse[:, : lens[0]]
 
-    same = []
-    for own, others in ((64, [5]), (100, [200]), (120, [400, 300]), (300, [2])):
-        alone, beside = attended([own]), attended([own, *others])
-        same.append(all(torch.equal(one, other) for one, other in zip(alone, beside, strict=True)))
-    assert all(same) if batch_invariant else torch.get_default_device().type != "cpu" or not all(same)
+@pytest.mark.parametrize("batch_invariant", [True, False])
+def test_a_prefill_multiplies_in_blocks(batch_invariant, monkeypatch):
+    """Prefill two requests -> in a batch-invariant plan, every product with latents has the rows of one block."""
+    rows, multiply = [], torch.bmm
+
+    def recorded(a, b, **options):
+        rows.extend([a.shape[1]] if a.shape[2] == DIRECT.kv_lora_rank else [])
+        return multiply(a, b, **options)
+
+    monkeypatch.setattr(torch, "bmm", recorded)
+    lens, heads, latent = [300, 20], DIRECT.num_heads, DIRECT.kv_lora_rank
+    plan = fast.build_mla_metadata(make_batch(lens, lens).common, 16, 4096, batch_invariant=batch_invariant).prefill
+    shapes = (heads, DIRECT.qk_head_dim), (latent,), (DIRECT.qk_rope_head_dim,)
+    new, cache = [torch.randn(sum(lens), *shape) for shape in shapes], torch.zeros(1, 16, DIRECT.head_size)
+    weights = [torch.randn(latent, heads, n) for n in (DIRECT.qk_nope_head_dim, DIRECT.v_head_dim)]
+    fast.forward_prefill(*new, cache, plan, *weights, 0.1)
+    assert rows == ([INVARIANT_ROWS] * 4 if batch_invariant else [320] * 2)

@@ -50,10 +50,7 @@ def missing_library() -> list[str]:
     """Return why FlashInfer cannot be imported; an empty list if it can be imported."""
     try:
         import flashinfer  # noqa: F401
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # a library that does not fit the machine may raise any error in its import
+    except (Exception, SystemExit) as error:  # the import of a library may raise any error
         return [f"cannot import flashinfer: {in_one_line(error)}"]
     return []
 

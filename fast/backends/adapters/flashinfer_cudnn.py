@@ -39,10 +39,7 @@ def missing_parts() -> list[str]:
         from flashinfer.cudnn import cudnn_batch_prefill_with_kv_cache
 
         cudnn.backend_version()
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # a library that does not fit the machine may raise any error in its import
+    except (Exception, SystemExit) as error:  # the import of a library may raise any error
         return [f"cannot load cuDNN: {in_one_line(error)}"]
     needed = {"batch_offsets_units", "lse_base"} - set(inspect.signature(cudnn_batch_prefill_with_kv_cache).parameters)
     return [f"needs a version of flashinfer whose cuDNN call has {', '.join(sorted(needed))}"] if needed else []
