@@ -71,7 +71,7 @@ ANY_DEVICE = (
 )  # fmt: skip
 # Maps a slow test file to the number of processes that run its tests.
 SHARDS = {"test_hopper_decode.py": 16, "test_hopper_shapes.py": 8, "test_triton_scheduled_decode.py": 4,
-          "test_hopper_e4m3_decode.py": 16, "test_hopper_e4m3_modes.py": 4, "test_triton_fp8_decode.py": 4,
+          "test_hopper_e4m3_decode.py": 32, "test_hopper_e4m3_modes.py": 4, "test_triton_fp8_decode.py": 4,
           "test_triton_gqa.py": 4,
           "test_hopper_two_phases.py": 3, "test_triton_decode.py": 3, "test_triton_fp8_modes.py": 6,
           "test_triton_conversion.py": 4, "test_hopper_varlen.py": 4, "test_gqa_adapters.py": 4, "test_graphs.py": 2,
