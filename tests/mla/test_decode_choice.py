@@ -116,11 +116,12 @@ def one_step(builder):
     return plan, fast.mla_decode(*inputs, cache, plan.decode, 0.3, plan.schedule)
 
 
-@pytest.mark.parametrize("device", ["cpu", None])
+@pytest.mark.parametrize("device", ["cpu"] if torch.cuda.is_available() else ["cpu", None])
 def test_an_automatic_choice_is_kept(device):
     """Register a library with the highest priority -> a builder without a name works as if it named the library.
 
-    Its limits, its plans, also those of a graph, and the calls of the hooks are the same.
+    Its limits, its plans, also those of a graph, and the calls of the hooks are the same. On a machine with a GPU, a
+    builder without a device binds no library (`test_an_automatic_choice_needs_the_device`).
     """
     limits = dict(query_lens=SINGLE, graph=GraphSupport.ONE_QUERY_LEN)
     found = {}
@@ -164,10 +165,10 @@ def test_an_automatic_choice_without_a_backend_of_this_package(monkeypatch):
     """Remove the backends of this package -> a library of low priority serves a builder, or the next library does."""
     lowest = replace(library(), name="lowest", priority=-200)
     with_backends(monkeypatch, replace(library(block_sizes=(64,))), lowest)
-    builder = make_builder(backend=None)
+    builder = make_builder(backend=None, device="cpu")
     assert builder._limits.backend == "lowest" and builder.query_len_support is UNIFORM
     with_backends(monkeypatch, replace(library(block_sizes=(64,))))
-    assert make_builder(backend=None)._limits.backend is None
+    assert make_builder(backend=None, device="cpu")._limits.backend is None
 
 
 def test_an_automatic_choice_needs_the_device(monkeypatch):

@@ -41,12 +41,15 @@ def quantised(ql: Tensor, q_pe: Tensor, scale: Tensor) -> list[Tensor]:
 
 
 def rounded_decode(
-    queries, cache, plan, cache_format, kv_scale, mode, q_scale, out_dtype, in_e4m3=False, scale=SCALE
-) -> AttentionState:
+    queries, cache, plan, cache_format, kv_scale, mode, q_scale, out_dtype, in_e4m3=False, scale=SCALE,
+    reference_keys: int | None = None,
+) -> AttentionState:  # fmt: skip
     """Decode in float64, but round where the kernels round; the result is `low` in docs/correctness.md.
 
     Scores are rounded to float32. Probabilities are rounded to float16 (`mode` "fp8_query") or to e4m3 ("fp8_product").
-    With `in_e4m3`, sums of products of e4m3 numbers are cut as Tensor Cores cut them (`products`).
+    With `in_e4m3`, sums of products of e4m3 numbers are cut as Tensor Cores cut them (`products`). With
+    `reference_keys`, each group of so many keys has a reference score of its own: its largest score. Otherwise a row
+    has one reference score, its largest score. Only caches in `fp8_e4m3` have groups.
     """
     q = torch.cat([x.double() for x in queries], -1) * q_scale.double().view(-1, 1)
     tokens, heads, latent = queries[0].shape
@@ -71,7 +74,10 @@ def rounded_decode(
             total = weights.sum(-1)
             columns = latent // scales.shape[1]
             for block, values in enumerate(parts[1][0].split(columns, -1)):
-                rounded = _rounded(weights.double(), scales[:seen, block], cache_format.scale_tile > 0, mode)
+                if reference_keys is None:
+                    rounded = _rounded(weights.double(), scales[:seen, block], cache_format.scale_tile > 0, mode)
+                else:
+                    rounded = _rounded_in_groups(scores, largest, reference_keys, mode)
                 product = in_e4m3 and mode == "fp8_product"
                 sums = sum(
                     products(w, v.T, product) for w, v in zip(rounded.split(TILE, -1), values.split(TILE), strict=True)
@@ -111,6 +117,16 @@ def _rounded(weights: Tensor, scales: Tensor, in_entries: bool, mode: str) -> Te
     for part, own in zip(weights.split(TILE, -1), scales.split(TILE), strict=True):
         unit = torch.exp2(torch.ceil(torch.log2(own.max() / 448)))
         parts.append(to_e4m3(part * own, unit).double() * unit / own)
+    return torch.cat(parts, -1)
+
+
+def _rounded_in_groups(scores: Tensor, largest: Tensor, keys: int, mode: str) -> Tensor:
+    """Return exp(score - largest) [N, S], rounded as multiples of the largest probability of each group of keys."""
+    parts = []
+    for group in scores.split(keys, -1):
+        top = group.amax(-1, keepdim=True)
+        weights = torch.exp(group - top).double()
+        parts.append(_rounded(weights, weights.new_ones(group.shape[-1]), False, mode) * torch.exp(top - largest))
     return torch.cat(parts, -1)
 
 

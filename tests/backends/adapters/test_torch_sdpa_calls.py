@@ -22,11 +22,13 @@ KEPT = {torch_sdpa.FLASH: torch_sdpa_calls.kept_flash, torch_sdpa.CUDNN: torch_s
 LENGTH, REQUESTS = 6, 3
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def any_kernel(monkeypatch):
     """Let SDPA take the kernels of the CPU."""
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(torch_sdpa_calls, "OnlyKernel", contextlib.nullcontext)
+    monkeypatch.setattr(torch_sdpa_calls, "OnlyKernel", contextlib.nullcontext)
+
+
+on_a_cpu = pytest.mark.usefixtures("any_kernel")
 
 
 def unexpected(*arguments):
@@ -38,6 +40,7 @@ def call_of(kernel, tensors, launch=unexpected):
     return torch_sdpa_calls.EqualLengthsCall(kernel, launch, *tensors, REQUESTS, LENGTH)
 
 
+@on_a_cpu
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("widths", [(12, 8, 16), (16, 8, 24), (128, 64, 64)])
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -62,6 +65,7 @@ def test_later_calls_with_other_tensors(kernel, widths, causal):
         assert torch.equal(new, written)
 
 
+@on_a_cpu
 def test_keys_with_more_rows_than_the_requests():
     """Call with rows of keys after the last request, which have NaN -> no row of the output has NaN."""
     lens = [LENGTH] * REQUESTS
@@ -74,6 +78,7 @@ def test_keys_with_more_rows_than_the_requests():
     torch.testing.assert_close(out, gold.out)
 
 
+@on_a_cpu
 def test_other_offsets_of_the_keys():
     """Call with offsets of the keys in other memory -> the launcher runs, because the lengths may differ."""
     lens = [LENGTH] * REQUESTS
@@ -86,6 +91,7 @@ def test_other_offsets_of_the_keys():
     assert len(found) == 1 and all(one is other for one, other in zip(found[0], given, strict=True))
 
 
+@on_a_cpu
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_which_calls_are_kept(kernel):
     """Ask for an object -> only for requests of equal lengths on a GPU, with tensors that the kernel takes as they are.

@@ -235,10 +235,13 @@ def test_schedule_of_other_lengths_at_one_address(change):
 
 
 def test_backend_with_a_causal_mask_alone():
-    """A backend that applies only the causal mask serves causal calls and one query token, and no other call."""
+    """A backend that applies only the causal mask serves causal calls and one query token, and no other call.
+
+    The backend serves a CPU, so all tensors are on the CPU.
+    """
     decode = replace(next(each for each in fast.backends.registered() if each.name == "cpu").ops["mla_decode"],
                      masks=("causal",))  # fmt: skip
-    with registered(Backend("library", -100, "cpu", {"mla_decode": decode})):
+    with torch.device("cpu"), registered(Backend("library", -100, "cpu", {"mla_decode": decode})):
         for query_len, causal in ((1, False), (1, True), (3, True)):
             given = (*make_case([100, 2, 37], query_len), V)
             found, wanted = (

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import fast
+import reference
 from fast import backends
 from fast.kernels.schedule_costs import measured_schedule_costs
 from reference.interfaces import COMPUTE_FORMAT, E4M3, FP8_E4M3, FP8_MODES, AttentionState, MLAConfig
@@ -28,6 +29,7 @@ from ....support.triton_mode import DEVICE, ON_HOPPER
 if not ON_HOPPER:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
+from fast.kernels.hopper.common.own_length import TILE
 from fast.kernels.hopper.mla_decode import launch as decode
 from fast.kernels.hopper.mla_decode import select
 
@@ -84,7 +86,9 @@ def launch(queries, cache, plan, out=None, **options) -> AttentionState:
 def verdict(state, queries, cache, plan, scale=SCALE, **options) -> None:
     """Assert that a state is within the budget of its mode."""
     names = ("cache_format", "kv_scale", "fp8_mode", "q_scale")
-    low = rounded_decode(queries, cache, plan, *(options[name] for name in names), state.out.dtype, True, scale)
+    keys = TILE.value if options["fp8_mode"] == PRODUCT else None
+    given = (options[name] for name in names)
+    low = rounded_decode(queries, cache, plan, *given, state.out.dtype, True, scale, keys)
     check(state, low, queries, cache, plan, scale, **options)
 
 
@@ -120,6 +124,27 @@ def test_partial_outputs_in_bfloat16(heads, widths, lens, out_dtype, monkeypatch
     assert_same_bits(state[1], wide[1])
     assert not torch.equal(state[0], wide[0])
     verdict(AttentionState(*(x.cpu() for x in state)), queries, cache, plan, **options)
+
+
+@pytest.mark.parametrize("form", ["whole", "split", "scheduled", "batch-invariant"])
+@pytest.mark.parametrize("heads", [16, 64])
+def test_error_of_rounded_probabilities(heads, form, monkeypatch):
+    """Decode one request in `fp8_product` -> a much smaller error than with one reference score for all keys.
+
+    The kernel takes the largest score of each tile as the reference score of the tile.
+    """
+    monkeypatch.setattr(select, "best_num_splits", lambda *_: 3 if form == "split" else 1)
+    monkeypatch.setattr(select, "best_num_programs", lambda *_: 2)
+    queries, cache, plan, options = make_case(PRODUCT, ([1], [4000]), heads)
+    state = launch(queries, cache, plan, schedule=schedule_for(form, plan, heads), **options)
+    names = ("cache_format", "kv_scale", "fp8_mode", "q_scale")
+    given = queries, cache, plan, *(options[name] for name in names), F32
+    gold = reference.mla_decode(*queries, cache, plan, SCALE, None, torch.float64, **options).out
+    own, one, each = (
+        (found.out.double() - gold).square().mean().sqrt().item()
+        for found in (state, rounded_decode(*given, True), rounded_decode(*given, True, reference_keys=TILE.value))
+    )
+    assert max(own, each) < one / 2
 
 
 @modes

@@ -14,8 +14,15 @@ registers, transposed, and sorts their bytes (`_values_in_e4m3`), or converts th
 | 3 | add the product of the probabilities and the values of tile i |
 
 The consumers are half a step apart, so neither waits long for the other. The reference score of a row is the number
-that is subtracted from the row's scores before exp2: here the largest score of all tiles up to this tile. The decay of
-a row is the factor of the earlier sums: exp2(reference score before the tile - reference score after the tile).
+that is subtracted from the row's scores before exp2. The decay of a row is the factor of the earlier sums:
+exp2(reference score before the tile - reference score after the tile).
+
+In `fp8_query`, the reference score is the largest score of all tiles up to this tile. In `fp8_product`, it is the
+largest score of this tile alone: the largest probability of each tile is then a power of two, which e4m3 holds exactly,
+so the output has a smaller error. The sums are multiplied by a decay for each tile anyway, so this costs almost no
+time. The decay is larger than 1 where a tile has smaller scores than the tile before. A reference score is therefore at
+most `DROP` below the largest score so far: the sums stay below 2^(DROP + 8) times the number of keys times the largest
+value, far below the largest float32.
 
 The matrix unit keeps only about 13 binary digits of a sum of e4m3 products; a sum over all keys would lose the others.
 In `fp8_product`, every product with values therefore begins with the sum 0, and is added to the earlier sums in
@@ -55,6 +62,7 @@ CHUNK = gl.constexpr(64)  # words of a key that are multiplied at a time: 128 co
 # Replaces a factor of the scores that underflows to 0: masked scores are -inf, and -inf * 0 would be NaN. The factor is
 # the product of the softmax scale and of the scales of the queries and of the cache.
 LEAST_FACTOR = gl.constexpr(1e-37)
+DROP = gl.constexpr(16.0)  # how far a reference score of `fp8_product` may be below the largest score so far, in base 2
 
 
 class Shared(NamedTuple):
@@ -65,6 +73,8 @@ class Shared(NamedTuple):
         k_latent: ring of tiles, latent columns in words.
         sides: for each stage of the ring, first the rope columns of the tile, later its probabilities.
         references: for each stage, the reference scores after the tile.
+        largest: for each stage, the largest scores of all tiles up to the tile; None in `fp8_query`, where these are
+            the reference scores.
         decays: for each stage, the factors of the sums of the earlier tiles.
         totals: [4, rows]: sums of probabilities of both consumers, for an even and for an odd number of meetings.
         q_scales: for each consumer, the scales of the queries.
@@ -79,6 +89,7 @@ class Shared(NamedTuple):
     k_latent: Any
     sides: Any
     references: Any
+    largest: Any
     decays: Any
     totals: Any
     q_scales: Any
@@ -151,8 +162,11 @@ def _added(weights):
 
 @gluon.jit
 @no_type_check
-def _score_tile(tile, begin, end, number, largest, totals, visibility, ctx, c):
-    """Score a tile and publish its probabilities; return the new reference scores and sums of probabilities."""
+def _score_tile(tile, begin, end, number, own_reference, totals, visibility, ctx, c):
+    """Score a tile and publish its probabilities; return the new reference scores and sums of probabilities.
+
+    `own_reference` has the reference scores of `totals`: those after the last tile that this consumer has scored.
+    """
     shared, bars = ctx.shared, ctx.bars
     STAGES: gl.constexpr = shared.sides.shape[0]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
@@ -179,7 +193,13 @@ def _score_tile(tile, begin, end, number, largest, totals, visibility, ctx, c):
     mbarrier.wait(bars.probabilities_ready.index(before % STAGES), (before // STAGES - 1) & 1, pred=tile > begin)
     reference = shared.references.index(before % STAGES).load(ROW)
     reference = gl.where(tile > begin, reference, LEAST)
-    new_reference = gl.maximum(reference, tile_largest)
+    if c.WEIGHTS_E4M3:
+        largest = shared.largest.index(before % STAGES).load(ROW)
+        largest = gl.maximum(gl.where(tile > begin, largest, LEAST), tile_largest)
+        shared.largest.index(stage).store(largest)
+        new_reference = gl.maximum(largest - DROP, tile_largest)
+    else:
+        new_reference = gl.maximum(reference, tile_largest)
     weights = gl.exp2(scores * factor[:, None] - (new_reference - UNITS)[:, None])
     shared.references.index(stage).store(new_reference)
     shared.decays.index(stage).store(gl.exp2(reference - new_reference))
@@ -196,7 +216,7 @@ def _score_tile(tile, begin, end, number, largest, totals, visibility, ctx, c):
     partition_barrier()  # every thread executes the fence before one thread arrives
     arrive(bars.probabilities_ready.index(stage))
     added = _added(weights)
-    decay = gl.convert_layout(gl.exp2(largest - new_reference), gl.SliceLayout(1, added.type.layout))
+    decay = gl.convert_layout(gl.exp2(own_reference - new_reference), gl.SliceLayout(1, added.type.layout))
     return new_reference, totals * decay[:, None] + added
 
 
@@ -299,7 +319,7 @@ def attend_tiles(begin, stop, end, visibility, ctx, counters, c):
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     UNITS: gl.constexpr = 2.0**8 if c.WEIGHTS_E4M3 else 2.0**13
     CHUNKS: gl.constexpr = c.LATENT // 4 // CHUNK
-    largest = gl.full([ROWS], LEAST, gl.float32, ROW)
+    own_reference = gl.full([ROWS], LEAST, gl.float32, ROW)
     totals = _added(gl.zeros([ROWS, TILE], gl.float32, SCORES))
     even, odd = (), ()
     for _ in gl.static_range(CHUNKS):
@@ -310,7 +330,9 @@ def attend_tiles(begin, stop, end, visibility, ctx, counters, c):
     added = begin
     while added < stop:
         if scored < stop:
-            largest, totals = _score_tile(scored, begin, end, number + scored, largest, totals, visibility, ctx, c)
+            own_reference, totals = _score_tile(
+                scored, begin, end, number + scored, own_reference, totals, visibility, ctx, c
+            )
         until = gl.minimum(scored + 1, stop)
         for tile in range(added, until):
             even, odd = _add_tile(even, odd, number + tile, ctx, c)
@@ -319,7 +341,7 @@ def attend_tiles(begin, stop, end, visibility, ctx, counters, c):
     last = number + stop - 1 + STAGES
     reference = shared.references.index(last % STAGES).load(ROW)
     reference = gl.where(stop > begin, reference, LEAST)
-    total = gl.convert_layout(gl.sum(totals, 1), ROW) * gl.exp2(largest - reference)
+    total = gl.convert_layout(gl.sum(totals, 1), ROW) * gl.exp2(own_reference - reference)
     place = 2 * (counters.meetings & 1)
     shared.totals.index(place + c.CONSUMER).store(total)
     meetings = meet(ctx.bars.exchange, counters.meetings)

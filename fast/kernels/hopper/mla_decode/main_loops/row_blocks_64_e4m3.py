@@ -131,6 +131,9 @@ def _row_blocks_64_e4m3_kernel(
         q_rope = gl.allocate_shared_memory(gl.int16, [1, ROWS, c.ROPE // 2], gl.NVMMASharedLayout(c.ROPE, 16))
     sides = gl.allocate_shared_memory(gl.int16, [STAGES, TILE, SIDE_WORDS], gl.NVMMASharedLayout(2 * SIDE_WORDS, 16))
     references = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], PLAIN)
+    largest = None
+    if c.WEIGHTS_E4M3:
+        largest = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], PLAIN)
     decays = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], PLAIN)
     totals = gl.allocate_shared_memory(gl.float32, [4, ROWS], PLAIN)
     q_scales = gl.allocate_shared_memory(gl.float32, [2, ROWS], PLAIN)
@@ -168,8 +171,9 @@ def _row_blocks_64_e4m3_kernel(
     )  # fmt: skip
     queries = Queries(ql_nope, q_pe, q_latent, q_rope, strides)
     shared = Shared(
-        queries, k_latent, sides, references, decays, totals, q_scales, kept, items, scale, q_scale, q_scale_stride
-    )
+        queries, k_latent, sides, references, largest, decays, totals, q_scales, kept, items, scale, q_scale,
+        q_scale_stride,
+    )  # fmt: skip
     bars = Bars(full, empty, probabilities_ready, exchange, item_begun, item_written)
     ctx = Context(inputs, plan, outputs, sizes, strides, shared, bars)
     gl.warp_specialize(
