@@ -36,7 +36,7 @@ COLOURS = {  # colour that matplotlib writes: replacement from the style sheet
     "#eeeeee": "var(--md-default-fg-color--lightest)",
 }  # fmt: skip
 # implementations that the figures compare; the style sheet has two colours for each, one per colour scheme
-CONTENDERS = ("fast", "reference", "transformers", "FlashMLA", "FA3")
+CONTENDERS = ("fast", "reference", "transformers", "FlashMLA", "FA3", "FlashInfer")
 # colour in the figures of the notebooks: replacement from the style sheet, for lines and areas; #111111 is left out,
 # because it is the colour of the letters on coloured cells
 PLOT = {
