@@ -129,9 +129,10 @@ def test_partial_outputs_in_bfloat16(heads, widths, lens, out_dtype, monkeypatch
 @pytest.mark.parametrize("form", ["whole", "split", "scheduled", "batch-invariant"])
 @pytest.mark.parametrize("heads", [16, 64])
 def test_error_of_rounded_probabilities(heads, form, monkeypatch):
-    """Decode one request in `fp8_product` -> a much smaller error than with one reference score for all keys.
+    """Decode one request in `fp8_product` -> about the error of a decode with a reference score for each tile.
 
-    The kernel takes the largest score of each tile as the reference score of the tile.
+    With one reference score for all keys, the error is at least twice as large. With the largest score so far in each
+    split, it would be at least 1.47 times as large.
     """
     monkeypatch.setattr(select, "best_num_splits", lambda *_: 3 if form == "split" else 1)
     monkeypatch.setattr(select, "best_num_programs", lambda *_: 2)
@@ -144,7 +145,7 @@ def test_error_of_rounded_probabilities(heads, form, monkeypatch):
         (found.out.double() - gold).square().mean().sqrt().item()
         for found in (state, rounded_decode(*given, True), rounded_decode(*given, True, reference_keys=TILE.value))
     )
-    assert max(own, each) < one / 2
+    assert each < one / 2 and own < 1.3 * each
 
 
 @modes
