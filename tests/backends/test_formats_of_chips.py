@@ -133,7 +133,7 @@ def test_what_conversion_costs(heads, rows, since, capability, monkeypatch):  # 
         f"({spread('converted', 'invariant_us')} if batch-invariant), and fp8_mode fp8_product takes "
         f"{spread('fp8_product')}{' (most with one request of 8192 keys)' if rows == 128 else ''}. Measured in "
         f"{len(shapes)} shapes with {rows} rows for each request on NVIDIA H200 on 2026-11-27; the times over 16 bits "
-        f"are from another run on 2026-11-26, with other sources of fast"
+        f"are from another run on 2026-11-28, with other sources of fast"
     )
     text += "; 33 to 63 rows were not measured" if since else ""
     assert line().endswith(text) and line(backend="hopper").endswith(text)

@@ -6,8 +6,8 @@ The command reads docs/results/h200-decode.json (caches in bfloat16) and docs/re
 `python -m tests.benchmarks.decode` wrote, and writes fast/assets/fp8_decode_times.json. It measures nothing. Both files
 must come from the same sources of `fast`: otherwise the command writes nothing, and exits with 2.
 
-The committed file was made from results of two runs with different sources, before the command refused them. The
-message of `explain` says so.
+The committed file was made by `times_of_modes` from results of two runs with different sources, without this command.
+The message of `explain` says so.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def check_same_sources(results: Mapping[str, Mapping[str, Any]]) -> None:
 def times_of_modes(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the contents of `TIMES`: the replayed times for one query token of a request and at least 64 heads.
 
-    A time is the shorter one of the times with and without a schedule.
+    A time is the shorter one of the times with and without a schedule. A shape that one of the files lacks is left out.
     """
     found: dict[int, dict[str, dict[str, dict[str, float]]]] = {}
     for name, each in results.items():
@@ -66,7 +66,14 @@ def times_of_modes(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         },
         "gpu": gpu,
         "rows": [
-            {"rows": rows, "shapes": [{"shape": shape, **times} for shape, times in found[rows].items()]}
+            {
+                "rows": rows,
+                "shapes": [
+                    {"shape": shape, **times}
+                    for shape, times in found[rows].items()
+                    if {PLAIN, CONVERTED} <= times["times_us"].keys()
+                ],
+            }
             for rows in sorted(found)
         ],
     }
