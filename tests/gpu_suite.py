@@ -75,6 +75,7 @@ SHARDS = {"test_hopper_decode.py": 16, "test_hopper_shapes.py": 8, "test_triton_
           "test_triton_gqa.py": 4,
           "test_hopper_two_phases.py": 3, "test_triton_decode.py": 3, "test_triton_fp8_modes.py": 6,
           "test_triton_conversion.py": 4, "test_hopper_varlen.py": 4, "test_gqa_adapters.py": 4, "test_graphs.py": 2,
+          "test_fast_attention.py": 4,
           "test_mixed_graphs.py": 2, "test_process_groups.py": 2, "test_gqa_context_parallel.py": 2,
           "test_compilation.py": 6, "test_hopper_compilation.py": 2, "test_torch_sdpa_gqa.py": 2}  # fmt: skip
 # A test file with one of these texts runs compiled kernels, or asks whether there is a GPU.
@@ -131,7 +132,8 @@ def run_tests(args: argparse.Namespace) -> dict[str, Any]:
     runs = [(file, "cpu", f"{number}/{count}") for file in files if (count := SHARDS.get(file.name))
             for number in range(1, count + 1)]  # fmt: skip
     any_device = [ROOT / "tests" / name for name in ANY_DEVICE]
-    runs += [(file, "cuda", "1/1") for file in any_device if is_chosen(file, args.files)]
+    runs += [(file, "cuda", f"{number}/{count}") for file in any_device if is_chosen(file, args.files)
+             for count in (SHARDS.get(file.name, 1),) for number in range(1, count + 1)]  # fmt: skip
     runs += [(file, "cpu", "1/1") for file in files if file.name not in SHARDS]
     part, parts = args.part
     runs = runs[part - 1 :: parts]

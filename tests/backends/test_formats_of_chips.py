@@ -92,7 +92,7 @@ def test_recorded_times_of_modes(monkeypatch, tmp_path, capsys):
     """
     recorded, results = fp8_mode_times.recorded_times(), results_of_modes.read_results()
     assert recorded == results_of_modes.times_of_modes(results)
-    assert [(row["rows"], len(row["shapes"])) for row in recorded["rows"]] == [(64, 2), (128, 10)]
+    assert [(row["rows"], len(row["shapes"])) for row in recorded["rows"]] == [(64, 2), (128, 11)]
     new = tmp_path / "times.json"
     monkeypatch.setattr(results_of_modes, "TIMES", new)
     for digest, status in (("other", 2), (results["fp8_e4m3"]["fast_sha256"], 0)):
@@ -103,7 +103,7 @@ def test_recorded_times_of_modes(monkeypatch, tmp_path, capsys):
         assert capsys.readouterr().err.startswith(text if status else "")
     monkeypatch.setattr(fp8_mode_times, "recorded_times", lambda: json.loads(new.read_text()))
     text = fp8_mode_times.cost_of_conversion(CACHE_FORMATS["fp8_e4m3"], "converted", 128)
-    assert text.endswith("on NVIDIA H200 on 2026-11-27")  # all times are from the same sources
+    assert text.endswith(f"on NVIDIA H200 on {results['fp8_e4m3']['date']}")  # all times are from the same sources
 
 
 @pytest.mark.parametrize("heads, rows, since", [
@@ -117,6 +117,7 @@ def test_what_conversion_costs(heads, rows, since, capability, monkeypatch):  # 
     capability(9, 0)
     config = MLAConfig.from_preset("deepseek-v3", num_heads=heads)
     recorded = fp8_mode_times.recorded_times()
+    runs = recorded["runs"]
     shapes = next(row["shapes"] for row in recorded["rows"] if row["rows"] == rows)
 
     def line(**options) -> str:
@@ -132,8 +133,8 @@ def test_what_conversion_costs(heads, rows, since, capability, monkeypatch):  # 
         f"; {since}fp8_mode converted takes {spread('converted')} the time of a decode over a cache in 16 bits "
         f"({spread('converted', 'invariant_us')} if batch-invariant), and fp8_mode fp8_product takes "
         f"{spread('fp8_product')}{' (most with one request of 8192 keys)' if rows == 128 else ''}. Measured in "
-        f"{len(shapes)} shapes with {rows} rows for each request on NVIDIA H200 on 2026-11-27; the times over 16 bits "
-        f"are from another run on 2026-11-28, with other sources of fast"
+        f"{len(shapes)} shapes with {rows} rows for each request on NVIDIA H200 on {runs['fp8_e4m3']['date']}; the "
+        f"times over 16 bits are from another run on {runs['compute_dtype']['date']}, with other sources of fast"
     )
     text += "; 33 to 63 rows were not measured" if since else ""
     assert line().endswith(text) and line(backend="hopper").endswith(text)

@@ -299,8 +299,11 @@ def test_a_captured_decode_asks_for_a_backend_that_can_be_captured():
         fast.plan_decode(plan.seq_lens, 2)
         assert launched == set(ops)
         launched.clear()
-        assert fast.MLAMetadataBuilder(DIRECT, 16, 4096, 8).graph_support is GraphSupport.NONE  # it chooses "eager"
-        builder = fast.MLAMetadataBuilder(DIRECT, 16, 4096, 8, num_programs=2, graph_support=GraphSupport.ANY)
+        chosen = fast.MLAMetadataBuilder(DIRECT, 16, 4096, 8, device="cpu")
+        assert chosen.graph_support is GraphSupport.NONE  # it chooses "eager"
+        builder = fast.MLAMetadataBuilder(
+            DIRECT, 16, 4096, 8, num_programs=2, graph_support=GraphSupport.ANY, device="cpu"
+        )
         captured = builder.build_for_cudagraph_capture(make_batch([1, 1], [20, 33]).common)
         assert captured.decode.graph is GraphSupport.ONE_QUERY_LEN
         fast.mla_decode(q, k_pe, cache, replace(plan, graph=captured.decode.graph), scale)

@@ -290,15 +290,16 @@ def test_suite_runs_every_file(gpu_files_only, monkeypatch):
     found = Counter(tuple(word for word in command if ".py" in word or word.startswith(("--device", "--shard")))
                     for command in called)  # fmt: skip
     folder = Path(__file__).parents[1]
-    wanted = Counter((str(folder / name), "--device=cuda", "--shard=1/1") for name in gpu_suite.ANY_DEVICE)
+    wanted = Counter()
     files = [file for file in folder.rglob("test_*.py") if file.parent.name != "site"]
     kernels = [file for file in files if "test_triton_decode" in file.name or file.name == "test_replays.py"]
     assert all(map(gpu_suite.uses_gpu, kernels)) and not gpu_suite.uses_gpu(folder / "interfaces" / "test_limits.py")
     left_out = [file for file in files if gpu_files_only and not gpu_suite.uses_gpu(file)]
     assert counts.get("files_left_out", []) == sorted(file.name for file in left_out)
-    for file in set(files) - set(left_out):
+    runs = [(file, "cpu") for file in set(files) - set(left_out)]
+    for file, device in [*runs, *((folder / name, "cuda") for name in gpu_suite.ANY_DEVICE)]:
         count = gpu_suite.SHARDS.get(file.name, 1)
-        wanted.update((str(file), "--device=cpu", f"--shard={number}/{count}") for number in range(1, count + 1))
+        wanted.update((str(file), f"--device={device}", f"--shard={number}/{count}") for number in range(1, count + 1))
     assert found == wanted and {*gpu_suite.SHARDS} <= {file.name for file in files}
     assert len({file.name for file in files}) == len(files), "two test files have the same name"
 

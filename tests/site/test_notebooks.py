@@ -203,8 +203,14 @@ def test_missed_messages_are_read_soon():
         wait(99, 0.2)
 
 
+@pytest.fixture(scope="module")
+def matplotlib_folder(tmp_path_factory) -> Path:
+    """One folder for all notebooks, because matplotlib looks for all fonts of the machine when its folder is empty."""
+    return tmp_path_factory.mktemp("matplotlib")
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_runs(name, tmp_path, monkeypatch):
+def test_runs(name, tmp_path, matplotlib_folder, monkeypatch):
     """Run a notebook from an empty directory, without a network -> the same outputs as stored, apart from numbers.
 
     The notebook runs in a new process, with the Python interpreter of this test.
@@ -213,8 +219,9 @@ def test_runs(name, tmp_path, monkeypatch):
     kernel.mkdir(parents=True)
     command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
     (kernel / "kernel.json").write_text(json.dumps({"argv": command, "display_name": "twins", "language": "python"}))
-    for variable, folder in (("JUPYTER_PATH", "jupyter"), ("IPYTHONDIR", "ipython"), ("MPLCONFIGDIR", "matplotlib")):
+    for variable, folder in (("JUPYTER_PATH", "jupyter"), ("IPYTHONDIR", "ipython")):
         monkeypatch.setenv(variable, str(tmp_path / folder))
+    monkeypatch.setenv("MPLCONFIGDIR", str(matplotlib_folder))
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))

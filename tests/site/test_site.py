@@ -34,7 +34,8 @@ for needed in ("mkdocs", "material", "mkdocstrings", "nbformat"):
 ROOT = Path(__file__).parents[2]
 DRAWN = ["", "performance/", "learn/01-latent/", "learn/02-two-paths/"]  # pages with drawings of every kind
 WALKS = {(375, "dark"): None, (1440, "light"): None, (375, "light"): DRAWN, (1440, "dark"): DRAWN}  # None: every page
-LONGEST = "log/"  # axe needs 20 s for this page, so it checks this page in the light scheme only
+# options of axe that choose the rules whose results can differ between the colour schemes
+IN_COLOUR = {"runOnly": {"type": "rule", "values": ["color-contrast", "link-in-text-block"]}}
 SCRIPT = """() => {
   for (const details of document.querySelectorAll("details")) details.open = true;
   const scrolls = (element) => ["auto", "scroll"].includes(getComputedStyle(element).overflowX);
@@ -94,6 +95,12 @@ THINNING = """() => {
   keep(20, ".chart .mark, .chart .link");
   keep(4, ".doc-object .doc-object");
   keep(8, ".doc-contents > details, .doc-contents li");
+  keep(30, ".md-nav__item:not(.md-nav__item--active)");
+  const kinds = {};  // number of elements of each kind in the text of the page
+  for (const element of document.querySelectorAll("article > *, article li")) {
+    const kind = element.tagName + element.className + element.parentElement.tagName;
+    if ((kinds[kind] = (kinds[kind] || 0) + 1) > 20) element.remove();
+  }
   for (const table of document.querySelectorAll("table")) [...table.rows].slice(6).forEach((row) => row.remove());
 }"""
 
@@ -216,10 +223,10 @@ def watch(page, address: str, visits: list[Visit]) -> None:
             if not asked.url.startswith((address, "data:", "blob:")) else None)  # fmt: skip
 
 
-def serious(page, axe) -> list[str]:
-    """Return the serious and critical accessibility faults that axe finds on the page after THINNING."""
+def serious(page, axe, **options) -> list[str]:
+    """Return the serious and critical accessibility faults that axe, with its options, finds after THINNING."""
     page.evaluate(THINNING)
-    found = axe.run(page, options={"resultTypes": ["violations"]}).response["violations"]
+    found = axe.run(page, options={"resultTypes": ["violations"], **options}).response["violations"]
     return [
         f"{fault['id']}: {node['target']} {node.get('failureSummary', '')[:300]}"
         for fault in found if fault["impact"] in ("serious", "critical") for node in fault["nodes"][:5]
@@ -245,8 +252,9 @@ def walk(chromium: str, address: str, names: Sequence[str], width: int, scheme: 
             visits[-1].looks = page.evaluate(SCRIPT)
             # all API pages look alike, so axe checks half of them in the dark scheme and half in the light scheme
             left_out = name.startswith("api/") and order % 2 != (scheme == "dark")
-            if not left_out and (name, scheme) != (LONGEST, "dark"):
-                visits[-1].faults = serious(page, axe)
+            if not left_out:
+                both = scheme == "dark" and not name.startswith("api/")  # axe checks this page in both schemes
+                visits[-1].faults = serious(page, axe, **(IN_COLOUR if both else {}))
     return visits
 
 

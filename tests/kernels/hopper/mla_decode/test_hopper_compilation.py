@@ -53,6 +53,7 @@ from fast.kernels.hopper.varlen import kernel as varlen_kernels  # noqa: E402
 from fast.kernels.hopper.varlen import launch as varlen  # noqa: E402
 
 BF16 = torch.bfloat16
+pytestmark = pytest.mark.usefixtures("without_shape_checks")
 DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 H200 = DeviceFacts(132, (9, 0), 232448)
 # How a request is divided among programs. "whole": the request is one split. "split": it has three splits. "scheduled"

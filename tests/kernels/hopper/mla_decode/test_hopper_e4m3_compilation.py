@@ -45,6 +45,7 @@ from .test_hopper_compilation import (  # noqa: E402
 from .test_hopper_compilation import recorded as recorded_over_any_format  # noqa: E402
 
 BF16, FP16 = torch.bfloat16, torch.float16
+pytestmark = pytest.mark.usefixtures("without_shape_checks")
 KERNEL = "_row_blocks_16_32_e4m3_kernel"
 recorded = partial(recorded_over_any_format, cache_format=FP8_E4M3)
 # Largest number of local-memory accesses in a main loop: one register is stored during the softmax and loaded again,

@@ -41,6 +41,7 @@ from fast.mla.prefill_choice import check_invariant_prefills
 from ..mla_decode.test_hopper_compilation import DEEP, H200
 
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
+pytestmark = pytest.mark.usefixtures("without_shape_checks")
 MOST_REGISTERS = 168  # of a thread: 65536 registers for 12 warps, in multiples of 8
 MLA = (128, 64, 128)  # P, R and V of DeepSeek-V3
 # P, R, V, and dtypes of queries and output; R of `None` means whole keys of P columns

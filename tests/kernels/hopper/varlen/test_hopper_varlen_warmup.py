@@ -30,6 +30,7 @@ from fast.kernels.hopper.varlen import launch, select  # noqa: E402
 from fast.kernels.prescribed_splits import prescribe_splits  # noqa: E402
 
 BF16 = torch.bfloat16
+pytestmark = pytest.mark.usefixtures("without_shape_checks")
 OP = "flash_attn_varlen"
 DIMS = HOPPER.ops[OP].head_dims
 # P, R and V: shared rope part; keys that the launcher joins; keys without rope
