@@ -368,19 +368,9 @@ class Results:
         shown = table([*heads, *(names.get(name, name) for name in who)], lines, len(heads))
         return f"{shown}\n\nTimes are medians in us on the host."
 
-    def planned(self, name: str, older: str, path: str) -> str:
-        """Return facts, tables and command of a results file of tests.benchmarks.planning on a GPU.
-
-        Args:
-            name: name of the results file.
-            older: file that is shown while the file `name` is missing.
-            path: path of the same tables in `older` (see `part_of`).
-        """
-        if (self._docs / "results" / name).exists():
-            path = "."
-        else:
-            name = older
-        tables = self.planning(name, path), self.schedules(name, path)
+    def planned(self, name: str) -> str:
+        """Return facts, tables and command of a results file of tests.benchmarks.planning on a GPU."""
+        tables = self.planning(name, "."), self.schedules(name, ".")
         return "\n\n".join([self.facts(name), *tables, self.command(name)])
 
     def schedules(self, name: str, path: str) -> str:
