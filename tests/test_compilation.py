@@ -78,8 +78,9 @@ def test_refusals(plain_errors):
 def facts(module: str) -> dict:
     """Return the arguments with which Triton calls a compile hook for a kernel of the given module."""
     signature = {"out": "*bf16", "lse": "*fp32", "table": "*i32", "tokens": "i32", "HEADS": "constexpr"}
+    kernel = SimpleNamespace(module=module, name="_decode_kernel", jit_function=f"kernel of {module}")
     return {
-        "fn": SimpleNamespace(module=module, name="_decode_kernel"), "key": "", "repr": "", "is_manual_warmup": False,
+        "fn": kernel, "key": "", "repr": "", "is_manual_warmup": False,
         "already_compiled": False, "compile": {"signature": signature, "constants": {(4,): 16, (3,): 1}},
     }  # fmt: skip
 
@@ -88,7 +89,8 @@ def test_what_is_told(monkeypatch, caplog):
     pytest.importorskip("triton")
     from fast.kernels import compile_log
 
-    others = []
+    others, hashed = [], []
+    monkeypatch.setattr(compile_log, "hash_callees_first", hashed.append)
     runtime = SimpleNamespace(jit_cache_hook=lambda **facts: others.append(facts) or True, jit_post_compile_hook=None)
     monkeypatch.setattr(compile_log.knobs, "runtime", runtime)
     compile_log.install()
@@ -99,7 +101,7 @@ def test_what_is_told(monkeypatch, caplog):
         runtime.jit_cache_hook(**facts("fast.kernels.triton.decode"))
         runtime.jit_cache_hook(**facts("somebody.elses"))
     kernel = "decode_kernel (bf16, fp32, HEADS 16)"
-    assert lines == [kernel] and len(others) == 3
+    assert lines == [kernel] and len(others) == 3 and hashed == 2 * ["kernel of fast.kernels.triton.decode"]
     assert [(record.levelname, record.getMessage()) for record in caplog.records if "compiled" not in record.msg] == [
         ("WARNING", f"compiling {kernel} on first use; for MLA, fast.warmup(config) compiles it ahead"),
         ("INFO", f"compiling {kernel}"),
@@ -504,6 +506,7 @@ def test_shared_compilations_are_told_once(monkeypatch, caplog):
 
     runtime = SimpleNamespace(jit_cache_hook=None, jit_post_compile_hook=None)
     monkeypatch.setattr(compile_log.knobs, "runtime", runtime)
+    monkeypatch.setattr(compile_log, "hash_callees_first", lambda _: None)
     compile_log.install()
     caplog.set_level(logging.INFO, "fast.kernels")
     with compile_log.compiling_ahead() as lines, compile_log.share_compilations():

@@ -7,9 +7,12 @@ too: "FA3" makes its schedule in every call, and "FA3, schedule ahead" keeps a s
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterable
 from typing import Any
+
+from markdown_tables import NONE
 
 OURS = "fast"
 SCHEDULES = (OURS, f"{OURS}, planned")  # a decode of `fast` without and with a schedule
@@ -21,6 +24,37 @@ SHORTEST = {"ragged": 128, "mixed": 16}  # longest length of a batch / shortest 
 def is_ours(who: str) -> bool:
     """Return True for `fast` and its variants, such as "fast, planned"."""
     return who == OURS or who.startswith(OURS + ", ")
+
+
+def code(text: str) -> str:
+    """Return the name of a contender, formatted as code if the contender is `fast` or one of its variants."""
+    return f"`{text}`" if is_ours(text) else text
+
+
+def style_of(who: str) -> str:
+    """Return the CSS classes of the lines and marks of a contender; each contender has its own colour."""
+    name = OURS if is_ours(who) else who.split(",")[0]
+    return f"{'ours' if is_ours(who) else 'peer'} {re.sub(r'[^A-Za-z0-9]+', '-', name).strip('-')}"
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Return each name once, `fast` and its variants first."""
+    return sorted(dict.fromkeys(names), key=lambda name: not is_ours(name))
+
+
+def best(times: dict[str, Any], ours: bool) -> str | None:
+    """Return the variant of `fast` (if `ours`) or the peer (if not) with the smallest median; None if there is none."""
+    who = [name for name in times if is_ours(name) == ours]
+    return min(who, key=lambda name: times[name]["median_us"], default=None)
+
+
+def gain(times: dict[str, Any]) -> str:
+    """Return (best time of the peers) / (best time of `fast`), and the best variant of `fast`: "1.10 (planned)"."""
+    ours, peer = best(times, True), best(times, False)
+    if ours is None or peer is None:
+        return NONE
+    way = "" if ours == OURS else f" ({ours.removeprefix(OURS + ', ')})"
+    return f"{times[peer]['median_us'] / times[ours]['median_us']:.2f}{way}"
 
 
 def decode_times(times: dict[str, Any]) -> dict[str, float]:

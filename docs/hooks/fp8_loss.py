@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from markdown_tables import table
+from markdown_tables import NONE, table
 
-NONE = "-"
 TEXTS = {
     ("prompts", "cache"): "prompts, every key read from the cache",
     ("windows", "steps"): "windows, in steps",

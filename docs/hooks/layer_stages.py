@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bars import Bars, Segment
-from markdown_tables import table
+from markdown_tables import NONE, table
 
 STAGES = {  # stage of a layer: name in the legend and in the table
     "projections": "projections", "write": "rope, norm, cache write", "query_to_latent": "query_to_latent",
@@ -13,7 +13,6 @@ STAGES = {  # stage of a layer: name in the legend and in the table
     "merge": "merge", "output": "output projection",
 }  # fmt: skip
 WHO = {"fast": "fast", "peers": "best kernels of others", "floor": "floor"}
-NONE = "-"
 
 
 def _sum(row: dict[str, Any], who: str) -> float | None:

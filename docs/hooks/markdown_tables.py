@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+NONE = "-"  # cell of a time or ratio that was not measured
 DIMS = {  # name of a dimension in a results file: word on the page
     "B": "requests", "S": "tokens", "Sq": "new tokens", "Skv": "keys", "N": "heads", "lens": "lengths", "W": "columns",
     "mask": "mask", "op": "op", "tokens": "tokens", "T": "tokens", "decodes": "decodes", "prefills": "prefills",

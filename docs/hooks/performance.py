@@ -20,36 +20,25 @@ from typing import Any
 from cascades import cascade_table
 from changed_results import changes_table
 from charts import Chart, Line, Mark
-from contenders import OURS, decode_summary, is_ours
+from contenders import OURS, best, code, decode_summary, gain, in_order, is_ours, style_of
 from fp8_errors import modes_table, weights_table
 from fp8_loss import bits_table, random_table, scores_table
 from layer_stages import layer_bars, layers_table, stages_table
-from markdown.extensions.toc import slugify
-from markdown_tables import DIMS, dims_table, shapes_table, table
+from markdown_tables import DIMS, NONE, shapes_table, table
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import Files
 from mkdocs.structure.pages import Page
+from negative_results import rejected_list
+from planning_tables import planning_table, schedules_table
 from prefill_backends import prefill_backends_table
 from ranks import ranks_table
 from steps import NOT_MEASURED, host_table, not_measured, step_bars, step_table, warmup_table
 from weights import expansions_table, products_table, scales_table
 
 OURS_BEST = "fast, the fastest variant for each shape"
-NONE = "-"  # cell of a time or ratio that was not measured
 REQUEST = re.compile(r"^<!-- results: (?P<name>\w+) ?(?P<words>[^\n]*?) -->$", re.MULTILINE)
 VERSIONS = {"python": "Python", "triton": "Triton", "cuda": "CUDA"}  # spelling on the page
-
-
-def code(text: str) -> str:
-    """Return the name of a contender, formatted as code if the contender is `fast` or one of its variants."""
-    return f"`{text}`" if is_ours(text) else text
-
-
-def style_of(who: str) -> str:
-    """Return the CSS classes of the lines and marks of a contender; each contender has its own colour."""
-    name = OURS if is_ours(who) else who.split(",")[0]
-    return f"{'ours' if is_ours(who) else 'peer'} {re.sub(r'[^A-Za-z0-9]+', '-', name).strip('-')}"
 
 
 def part_of(report: dict[str, Any], path: str) -> dict[str, Any]:
@@ -57,26 +46,6 @@ def part_of(report: dict[str, Any], path: str) -> dict[str, Any]:
     for key in filter(None, path.split(".")):
         report = report[key]
     return report
-
-
-def in_order(names: Iterable[str]) -> list[str]:
-    """Return each name once, `fast` and its variants first."""
-    return sorted(dict.fromkeys(names), key=lambda name: not is_ours(name))
-
-
-def best(times: dict[str, Any], ours: bool) -> str | None:
-    """Return the variant of `fast` (if `ours`) or the peer (if not) with the smallest median; None if there is none."""
-    who = [name for name in times if is_ours(name) == ours]
-    return min(who, key=lambda name: times[name]["median_us"], default=None)
-
-
-def gain(times: dict[str, Any]) -> str:
-    """Return (best time of the peers) / (best time of `fast`), and the best variant of `fast`: "1.10 (planned)"."""
-    ours, peer = best(times, True), best(times, False)
-    if ours is None or peer is None:
-        return NONE
-    way = "" if ours == OURS else f" ({ours.removeprefix(OURS + ', ')})"
-    return f"{times[peer]['median_us'] / times[ours]['median_us']:.2f}{way}"
 
 
 def ratio(value: float) -> str:
@@ -356,17 +325,7 @@ class Results:
 
     def planning(self, name: str, path: str) -> str:
         """Return a table of the time that the CPU needs to plan a step."""
-        part = part_of(self._load(name), path)
-        batches = part["batches"]
-        heads, _, cells = dims_table([{key: row["dims"][key] for key in ("decodes", "prefills")} for row in batches])
-        who = list(dict.fromkeys(name for row in batches for name in row["host_us"]))
-        lines = [
-            [*dims, *(f"{row['host_us'][name]['median_us']:.1f}" if name in row["host_us"] else NONE for name in who)]
-            for row, dims in zip(batches, cells, strict=True)
-        ]
-        names = {OURS: "`build_mla_metadata`", "builder": "`MLAMetadataBuilder`", "reference": "`reference`"}
-        shown = table([*heads, *(names.get(name, name) for name in who)], lines, len(heads))
-        return f"{shown}\n\nTimes are medians in us on the host."
+        return planning_table(part_of(self._load(name), path)["batches"])
 
     def planned(self, name: str) -> str:
         """Return facts, tables and command of a results file of tests.benchmarks.planning on a GPU."""
@@ -375,15 +334,7 @@ class Results:
 
     def schedules(self, name: str, path: str) -> str:
         """Return a table of GPU times: how long a CUDA graph needs to plan the schedule of a decode."""
-        rows = part_of(self._load(name), path)["schedule"]
-        who = list(rows[0]["replayed"])
-        heads, said, cells = dims_table([{key: row[key] for key in ("B", "programs")} for row in rows])
-        lines = [
-            [*dims, *(f"{row['replayed'][name]['median_us']:.1f}" for name in who)]
-            for row, dims in zip(rows, cells, strict=True)
-        ]
-        names = [f"`{name}`" if name.isidentifier() else name for name in who]
-        return f"{table([*heads, *names], lines, len(heads))}\n\nTimes are medians in us, replayed; {', '.join(said)}."
+        return schedules_table(part_of(self._load(name), path)["schedule"])
 
     def crossover(self, name: str, path: str) -> str:
         """Return a table: the largest slowdown of the path from `choose_path`, in percent of the faster path's time."""
@@ -449,41 +400,9 @@ class Results:
         return f"{table(['subject', *columns.values()], rows, 1)}\n\n{said}"
 
     def negative(self, name: str) -> str:
-        """Return a Markdown list of those entries of the log `name` (a Markdown file) that have rejected experiments.
-
-        Each item has the title, the date and the conclusion of an entry, and links to its rejected experiments.
-        """
+        """Return a Markdown list of the entries of the log `name` (a Markdown file) that have rejected experiments."""
         text = re.sub(r"^```.*?^```$", "", (self._docs / name).read_text(encoding="utf-8"), flags=re.M | re.S)
-        items, slugs = [], set()
-
-        def link(heading: str) -> str:
-            slug = base = slugify(heading.replace("`", ""), "-")
-            count = 0
-            while slug in slugs:
-                slug, count = f"{base}_{count + 1}", count + 1
-            slugs.add(slug)
-            return f"[{heading.split(': not kept')[0]}]({name}#{slug})"
-
-        for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
-            title, *experiments = re.split(r"^### ", section, flags=re.MULTILINE)
-            heading, _, body = title.partition("\n")
-            entry = link(heading).replace(heading, heading.split(maxsplit=1)[1], 1)
-            conclusion = " ".join(body.strip().split("\n\n")[0].split())
-            rejected = []
-            for experiment in experiments:
-                name_of, _, text_of = experiment.partition("\n")
-                shown = link(name_of)
-                if _is_rejected(text_of):
-                    rejected.append(shown)
-            if rejected or _is_rejected(body):
-                more = f" Not kept: {'; '.join(rejected)}." if rejected else ""
-                items.append(f"- {entry}, {heading.split()[0]}. {conclusion}{more}")
-        return "\n".join(items)
-
-
-def _is_rejected(body: str) -> bool:
-    """Return whether the text of an experiment has a line "- **Kept.** no"."""
-    return re.search(r"^- \*\*Kept\.\*\* no\b", body, re.MULTILINE | re.IGNORECASE) is not None
+        return rejected_list(text, name)
 
 
 def digest(folder: Path) -> str:

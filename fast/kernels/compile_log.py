@@ -17,6 +17,8 @@ from typing import Any
 
 from triton import knobs
 
+from .cache_keys import hash_callees_first
+
 logger = logging.getLogger("fast.kernels")
 _AHEAD: ContextVar[list[str] | None] = ContextVar("ahead", default=None)  # the list that `compiling_ahead` yields
 _STARTED: ContextVar[float] = ContextVar("started", default=0.0)
@@ -117,6 +119,7 @@ def _chained(ours, theirs):
 
 
 def _before(*, fn, compile, key=None, **_: Any) -> None:
+    hash_callees_first(fn.jit_function)  # before Triton looks for the kernel on disk
     shared = _SHARED.get()
     if shared is not None and not shared.claim(_variant(fn, key, compile)):
         return  # another thread has compiled the kernel, and Triton loads the kernel from the disk

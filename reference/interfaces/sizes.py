@@ -22,14 +22,15 @@ LAYOUTS = {  # order in memory of the logical axes [layers, blocks, block_size, 
 def kv_cache_shape(
     num_blocks: int, block_size: int, head_size: int, num_layers: int | None = None
 ) -> tuple[int, int, int] | tuple[int, int, int, int]:
-    """Return the shape of the paged latent cache: [num_blocks, block_size, Lkv + R] for one layer.
+    """Return the shape of the paged latent cache: [num_blocks, block_size, head_size] for one layer.
 
     Args:
         num_blocks: blocks of one layer; may be 0.
         block_size: tokens per block.
-        head_size: Lkv + R, elements of a cache entry.
+        head_size: elements of a cache entry in the dtype of the cache: `CacheFormat.columns`, which is Lkv + R without
+            scales.
         num_layers: number of layers, if one tensor has the caches of all layers. The shape is then
-            [num_layers, num_blocks, block_size, Lkv + R].
+            [num_layers, num_blocks, block_size, head_size].
 
     Raises:
         ValueError: an argument is below 1 (`num_blocks` may be 0).

@@ -1,0 +1,54 @@
+"""Give a kernel the same key in Triton's disk cache in every process.
+
+The key of a kernel contains the keys of all functions that it calls, and the global constants that they use. Triton 3.6
+and 3.7 list the constants of a callee only if the callee has a key already. So the key of a kernel depends on which
+other kernels the process launched before. A process that launches kernels in another order, or in several threads, then
+compiles kernels that are on disk. Triton's pull request 10494 corrects this.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from triton.runtime.jit import JITCallable
+
+
+def hash_callees_first(function: JITCallable) -> None:
+    """Compute the keys of all functions that a Triton function calls, each before the keys of its callers.
+
+    Functions whose keys are known are left out. Several threads may call this function for kernels that share callees.
+    """
+    _hash(function, set())
+
+
+def _hash(function: JITCallable, entered: set[int]) -> None:
+    # a set of functions would compute their hashes, which are their keys
+    if id(function) in entered:  # a function that calls itself
+        return
+    entered.add(id(function))
+    if function.hash is None:
+        for callee in callees(function):
+            _hash(callee, entered)
+    function.cache_key  # noqa: B018  computes the key; waits if another thread computes it
+
+
+def callees(function: JITCallable) -> Iterator[JITCallable]:
+    """Yield the Triton functions that a Triton function names, also methods of aggregates and functions of modules."""
+    names = function.fn.__code__.co_names
+    scope = {**function.__globals__, **inspect.getclosurevars(function.fn).nonlocals}
+    for value in (scope.get(name) for name in names):
+        if isinstance(value, ModuleType) and not value.__name__.startswith("triton"):
+            yield from _functions_in(getattr(value, name, None) for name in names)
+        else:
+            yield from _functions_in([value])
+
+
+def _functions_in(values: Any) -> Iterator[JITCallable]:
+    for value in values:
+        if isinstance(value, JITCallable):
+            yield value
+        elif getattr(value, "__triton_aggregate__", False):
+            yield from (each for each in value.hash_attrs if isinstance(each, JITCallable))
