@@ -115,6 +115,12 @@ def is_chosen(file: Path, texts: Sequence[str]) -> bool:
     return not texts or any(text in file.relative_to(ROOT / "tests").as_posix() for text in texts)
 
 
+def shards_of(file: Path, device: str) -> list[tuple[Path, str, str]]:
+    """Return the runs of a test file on a device: the file, the device and "K/N" for each of its shards."""
+    count = SHARDS.get(file.name, 1)
+    return [(file, device, f"{number}/{count}") for number in range(1, count + 1)]
+
+
 def run_tests(args: argparse.Namespace) -> dict[str, Any]:
     """Run every test file in a process of its own, and divide each slow file among several processes.
 
@@ -129,12 +135,10 @@ def run_tests(args: argparse.Namespace) -> dict[str, Any]:
         set(files) - set(left_out_files),
         key=lambda file: ("triton" not in file.name and "hopper" not in file.name, file.name),
     )
-    runs = [(file, "cpu", f"{number}/{count}") for file in files if (count := SHARDS.get(file.name))
-            for number in range(1, count + 1)]  # fmt: skip
     any_device = [ROOT / "tests" / name for name in ANY_DEVICE]
-    runs += [(file, "cuda", f"{number}/{count}") for file in any_device if is_chosen(file, args.files)
-             for count in (SHARDS.get(file.name, 1),) for number in range(1, count + 1)]  # fmt: skip
-    runs += [(file, "cpu", "1/1") for file in files if file.name not in SHARDS]
+    runs = [run for file in files if file.name in SHARDS for run in shards_of(file, "cpu")]
+    runs += [run for file in any_device if is_chosen(file, args.files) for run in shards_of(file, "cuda")]
+    runs += [run for file in files if file.name not in SHARDS for run in shards_of(file, "cpu")]
     part, parts = args.part
     runs = runs[part - 1 :: parts]
 

@@ -329,12 +329,9 @@ class Results:
 
     def planned(self, name: str) -> str:
         """Return facts, tables and command of a results file of tests.benchmarks.planning on a GPU."""
-        tables = self.planning(name, "."), self.schedules(name, ".")
-        return "\n\n".join([self.facts(name), *tables, self.command(name)])
-
-    def schedules(self, name: str, path: str) -> str:
-        """Return a table of GPU times: how long a CUDA graph needs to plan the schedule of a decode."""
-        return schedules_table(part_of(self._load(name), path)["schedule"])
+        return self._whole(
+            name, lambda report: planning_table(report["batches"]), lambda report: schedules_table(report["schedule"])
+        )
 
     def crossover(self, name: str, path: str) -> str:
         """Return a table: the largest slowdown of the path from `choose_path`, in percent of the faster path's time."""

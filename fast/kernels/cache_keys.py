@@ -8,10 +8,7 @@ compiles kernels that are on disk. Triton's pull request 10494 corrects this.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
-from types import ModuleType
-from typing import Any
 
 from triton.runtime.jit import JITCallable
 
@@ -36,18 +33,8 @@ def _hash(function: JITCallable, entered: set[int]) -> None:
 
 
 def callees(function: JITCallable) -> Iterator[JITCallable]:
-    """Yield the Triton functions that a Triton function names, also methods of aggregates and functions of modules."""
-    names = function.fn.__code__.co_names
-    scope = {**function.__globals__, **inspect.getclosurevars(function.fn).nonlocals}
-    for value in (scope.get(name) for name in names):
-        if isinstance(value, ModuleType) and not value.__name__.startswith("triton"):
-            yield from _functions_in(getattr(value, name, None) for name in names)
-        else:
-            yield from _functions_in([value])
-
-
-def _functions_in(values: Any) -> Iterator[JITCallable]:
-    for value in values:
+    """Yield the Triton functions among the global names that a Triton function uses, and the methods of aggregates."""
+    for value in map(function.__globals__.get, function.fn.__code__.co_names):
         if isinstance(value, JITCallable):
             yield value
         elif getattr(value, "__triton_aggregate__", False):
