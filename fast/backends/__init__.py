@@ -41,6 +41,7 @@ from .checked_calls import (
     with_wanted_checks,
     without_gradients,
 )
+from .direct_calls import DirectCalls
 from .environment import VARIABLES, bind_with_environment
 from .explanation import explain, layer_requests
 from .gqa_requests import (
@@ -93,6 +94,7 @@ __all__ = [
     "CallsOfOthers",
     "CheckedCalls",
     "CheckedOnce",
+    "DirectCalls",
     "Entry",
     "KernelRequest",
     "NoSignature",

@@ -48,7 +48,7 @@ def copy_blocks(
     if kv_caches:
         chosen = backends.select(backends.copy_request("copy_blocks", kv_caches[0]), backend)
         views = [view for kv_cache in kv_caches for (view,) in _views_of(kv_cache)]
-        torch.ops.mla_twins.copy_blocks(views, block_mapping, chosen.name)
+        _COPIES(views, block_mapping, chosen.name)
 
 
 def _views_of(*caches: Tensor) -> list[tuple[Tensor, ...]]:
@@ -77,16 +77,22 @@ def _views_of_entries(halves: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
     return [tuple(half[:, :, head] for half in halves) for head in range(halves[0].shape[2])]
 
 
-@torch.library.custom_op(
-    "mla_twins::copy_blocks",
-    mutates_args=("kv_caches",),
-    schema="(Tensor(a!)[] kv_caches, Tensor block_mapping, str backend) -> ()",
-)
-def _copy_blocks(kv_caches, block_mapping, backend):
+def _launch_copy(kv_caches, block_mapping, backend):
     if block_mapping.device.type == "cpu":
         for kv_cache in kv_caches:
             check_block_mapping(block_mapping, kv_cache.shape[0], kv_cache.shape[0], same_cache=True)
     backends.kernel(backend, "copy_blocks")(kv_caches, block_mapping)
+
+
+_copy_blocks = torch.library.custom_op(
+    "mla_twins::copy_blocks",
+    _launch_copy,
+    mutates_args=("kv_caches",),
+    schema="(Tensor(a!)[] kv_caches, Tensor block_mapping, str backend) -> ()",
+)
+
+
+_COPIES = backends.DirectCalls(torch.ops.mla_twins.copy_blocks, _launch_copy, mutates=(0,))
 
 
 @_copy_blocks.register_fake
@@ -131,19 +137,25 @@ def swap_blocks(
     served = target if source.device.type == "cpu" else source  # between CPU and GPU, the backend of the GPU copies
     chosen = backends.select(backends.copy_request("swap_blocks", served), backend)
     for read, written in _views_of(source, target):
-        torch.ops.mla_twins.swap_blocks(read, written, block_mapping, chosen.name)
+        _SWAPS(read, written, block_mapping, chosen.name)
 
 
-@torch.library.custom_op(
-    "mla_twins::swap_blocks",
-    mutates_args=("target",),
-    schema="(Tensor source, Tensor(a!) target, Tensor block_mapping, str backend) -> ()",
-)
-def _swap_blocks(source, target, block_mapping, backend):
+def _launch_swap(source, target, block_mapping, backend):
     if block_mapping.device.type == "cpu":
         same_cache = source.data_ptr() == target.data_ptr()
         check_block_mapping(block_mapping, source.shape[0], target.shape[0], same_cache)
     backends.kernel(backend, "swap_blocks")(source, target, block_mapping)
+
+
+_swap_blocks = torch.library.custom_op(
+    "mla_twins::swap_blocks",
+    _launch_swap,
+    mutates_args=("target",),
+    schema="(Tensor source, Tensor(a!) target, Tensor block_mapping, str backend) -> ()",
+)
+
+
+_SWAPS = backends.DirectCalls(torch.ops.mla_twins.swap_blocks, _launch_swap, mutates=(1,))
 
 
 @_swap_blocks.register_fake

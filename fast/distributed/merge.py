@@ -55,17 +55,23 @@ def cp_lse_ag_out_rs(
     check_merge_over_group(state, group.size)
     chosen = backends.select(backends.state_request("weight_attn_out", state.out, graph), backend).name
     lses = group.all_gather(state.lse)
-    by_owner, lse = torch.ops.mla_twins.weight_attn_out(state.out, lses, group.rank, chosen)
+    by_owner, lse = _WEIGHTS(state.out, lses, group.rank, chosen)
     return AttentionState(group.reduce_scatter(by_owner), lse)
 
 
-@torch.library.custom_op(
+def _launch_weights(out, lses, rank, backend):
+    return backends.kernel(backend, "weight_attn_out")(out, lses, rank)
+
+
+_weight_attn_out = torch.library.custom_op(
     "mla_twins::weight_attn_out",
+    _launch_weights,
     mutates_args=(),
     schema="(Tensor out, Tensor lses, SymInt rank, str backend) -> (Tensor, Tensor)",
 )
-def _weight_attn_out(out, lses, rank, backend):
-    return backends.kernel(backend, "weight_attn_out")(out, lses, rank)
+
+
+_WEIGHTS = backends.DirectCalls(torch.ops.mla_twins.weight_attn_out, _launch_weights)
 
 
 @_weight_attn_out.register_fake
@@ -104,10 +110,9 @@ def cp_lse_a2a(
     tokens, heads, value = state.out.shape
     request = backends.state_request("pack_attn_state", state.out, graph)
     chosen = backends.select(request, backend).name
-    message = torch.ops.mla_twins.pack_attn_state(state.out, state.lse, group.size, chosen)
-    out, lse = torch.ops.mla_twins.merge_packed_attn_states(
-        group.all_to_all(message), tokens, heads // group.size, value, state.out.dtype, chosen
-    )
+    message = _PACKS(state.out, state.lse, group.size, chosen)
+    received = group.all_to_all(message)
+    out, lse = _MERGES(received, tokens, heads // group.size, value, state.out.dtype, chosen)
     return AttentionState(out, lse)
 
 
@@ -121,17 +126,23 @@ def _message_bytes(tokens, heads, value, dtype):  # under `torch.compile`, the t
     return lse_bytes, lse_bytes + aligned(tokens * heads * value * dtype.itemsize)
 
 
-@torch.library.custom_op(
-    "mla_twins::pack_attn_state",
-    mutates_args=(),
-    schema="(Tensor out, Tensor lse, SymInt size, str backend) -> Tensor",
-)
-def _pack_attn_state(out, lse, size, backend):
+def _launch_pack(out, lse, size, backend):
     tokens, heads, value = out.shape
     lse_bytes, total = _message_bytes(tokens, heads // size, value, out.dtype)
     message = torch.empty(size, total, dtype=torch.uint8, device=out.device)
     backends.kernel(backend, "pack_attn_state")(out, lse, message, lse_bytes)
     return message
+
+
+_pack_attn_state = torch.library.custom_op(
+    "mla_twins::pack_attn_state",
+    _launch_pack,
+    mutates_args=(),
+    schema="(Tensor out, Tensor lse, SymInt size, str backend) -> Tensor",
+)
+
+
+_PACKS = backends.DirectCalls(torch.ops.mla_twins.pack_attn_state, _launch_pack)
 
 
 @_pack_attn_state.register_fake
@@ -141,18 +152,24 @@ def _(out, lse, size, backend):
     return out.new_empty(size, total, dtype=torch.uint8)
 
 
-@torch.library.custom_op(
-    "mla_twins::merge_packed_attn_states",
-    mutates_args=(),
-    schema="(Tensor message, SymInt tokens, SymInt heads, SymInt value, ScalarType dtype, str backend)"
-    " -> (Tensor, Tensor)",
-)
-def _merge_packed_attn_states(message, tokens, heads, value, dtype, backend):
+def _launch_merge(message, tokens, heads, value, dtype, backend):
     lse_bytes = _message_bytes(tokens, heads, value, dtype)[0]
     out = torch.empty(tokens, heads, value, dtype=dtype, device=message.device)
     lse = torch.empty(heads, tokens, dtype=wide_dtype(dtype), device=message.device)
     backends.kernel(backend, "merge_packed_attn_states")(message, lse_bytes, out, lse)
     return out, lse
+
+
+_merge_packed_attn_states = torch.library.custom_op(
+    "mla_twins::merge_packed_attn_states",
+    _launch_merge,
+    mutates_args=(),
+    schema="(Tensor message, SymInt tokens, SymInt heads, SymInt value, ScalarType dtype, str backend)"
+    " -> (Tensor, Tensor)",
+)
+
+
+_MERGES = backends.DirectCalls(torch.ops.mla_twins.merge_packed_attn_states, _launch_merge)
 
 
 @_merge_packed_attn_states.register_fake

@@ -60,23 +60,29 @@ def reorg_kvcache(
     else:
         inputs = gathered, chunk.cu_seq_lens, chunk.local_cu_seq_lens
         check_out("out", out, (chunk.num_tokens, gathered.shape[2]), gathered.dtype, gathered.device, *inputs)
-    torch.ops.mla_twins.reorg_kvcache(
+    _REORDERS(
         gathered, chunk.cu_seq_lens, chunk.local_cu_seq_lens, chunk.ownership.interleave, out,
         backends.select(request, backend).name,
     )  # fmt: skip
     return out
 
 
-@torch.library.custom_op(
+def _launch_reorg(gathered, cu_seq_lens, local_cu_seq_lens, interleave, out, backend):
+    if gathered.device.type == "cpu":
+        check_rank_offsets(cu_seq_lens, local_cu_seq_lens, interleave, out.shape[0], gathered.shape[1])
+    backends.kernel(backend, "reorg_kvcache")(gathered, cu_seq_lens, local_cu_seq_lens, interleave, out)
+
+
+_reorg_kvcache = torch.library.custom_op(
     "mla_twins::reorg_kvcache",
+    _launch_reorg,
     mutates_args=("out",),
     schema="(Tensor gathered, Tensor cu_seq_lens, Tensor local_cu_seq_lens, SymInt interleave, Tensor(a!) out,"
     " str backend) -> ()",
 )
-def _reorg_kvcache(gathered, cu_seq_lens, local_cu_seq_lens, interleave, out, backend):
-    if gathered.device.type == "cpu":
-        check_rank_offsets(cu_seq_lens, local_cu_seq_lens, interleave, out.shape[0], gathered.shape[1])
-    backends.kernel(backend, "reorg_kvcache")(gathered, cu_seq_lens, local_cu_seq_lens, interleave, out)
+
+
+_REORDERS = backends.DirectCalls(torch.ops.mla_twins.reorg_kvcache, _launch_reorg, mutates=(4,))
 
 
 @_reorg_kvcache.register_fake

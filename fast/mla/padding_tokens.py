@@ -42,16 +42,22 @@ def zero_padding_tokens(
     check_tensor("output", output, ("T", "N", "V"), (*FLOAT_DTYPES, E4M3))
     check_tensor("query_start_loc", query_start_loc, ("B + 1",), (torch.int32,), output.device)
     request = backends.state_request("zero_padding_tokens", output, graph)
-    torch.ops.mla_twins.zero_padding_tokens(output, query_start_loc, backends.select(request, backend).name)
+    _ZEROS(output, query_start_loc, backends.select(request, backend).name)
 
 
-@torch.library.custom_op(
+def _launch_zeros(output, query_start_loc, backend):
+    backends.kernel(backend, "zero_padding_tokens")(output, query_start_loc)
+
+
+_zero_padding_tokens = torch.library.custom_op(
     "mla_twins::zero_padding_tokens",
+    _launch_zeros,
     mutates_args=("output",),
     schema="(Tensor(a!) output, Tensor query_start_loc, str backend) -> ()",
 )
-def _zero_padding_tokens(output, query_start_loc, backend):
-    backends.kernel(backend, "zero_padding_tokens")(output, query_start_loc)
+
+
+_ZEROS = backends.DirectCalls(torch.ops.mla_twins.zero_padding_tokens, _launch_zeros, mutates=(0,))
 
 
 @_zero_padding_tokens.register_fake

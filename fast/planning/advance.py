@@ -76,7 +76,7 @@ def advance_step(
     chosen = backends.select(request, backend)
     following = advanced_batch(common, limit)  # before the op, which may write the CPU fields of a batch on the CPU
     owned = ONE_RANK if ownership is None or ownership.size == 1 else ownership  # one rank: `interleave` has no effect
-    torch.ops.mla_twins.advance_step(
+    _ADVANCES(
         sampled_token_ids,
         input_ids,
         positions,
@@ -92,14 +92,7 @@ def advance_step(
     return following
 
 
-@torch.library.custom_op(
-    "mla_twins::advance_step",
-    mutates_args=("input_ids", "positions", "seq_lens", "query_start_loc", "slot_mapping"),
-    schema="(Tensor sampled_token_ids, Tensor(a!) input_ids, Tensor(b!) positions, Tensor(c!) seq_lens,"
-    " Tensor(d!) query_start_loc, Tensor(e!) slot_mapping, Tensor block_table, SymInt block_size, SymInt[] ownership,"
-    " SymInt limit, str backend) -> ()",
-)
-def _advance_step(
+def _launch_advance(
     sampled_token_ids, input_ids, positions, seq_lens, query_start_loc, slot_mapping, block_table, block_size,
     ownership, limit, backend,
 ):  # fmt: skip
@@ -110,6 +103,19 @@ def _advance_step(
         sampled_token_ids, input_ids, positions, seq_lens, query_start_loc, slot_mapping, block_table, block_size,
         owned, limit,
     )  # fmt: skip
+
+
+_advance_step = torch.library.custom_op(
+    "mla_twins::advance_step",
+    _launch_advance,
+    mutates_args=("input_ids", "positions", "seq_lens", "query_start_loc", "slot_mapping"),
+    schema="(Tensor sampled_token_ids, Tensor(a!) input_ids, Tensor(b!) positions, Tensor(c!) seq_lens,"
+    " Tensor(d!) query_start_loc, Tensor(e!) slot_mapping, Tensor block_table, SymInt block_size, SymInt[] ownership,"
+    " SymInt limit, str backend) -> ()",
+)
+
+
+_ADVANCES = backends.DirectCalls(torch.ops.mla_twins.advance_step, _launch_advance, mutates=(1, 2, 3, 4, 5))
 
 
 @_advance_step.register_fake

@@ -67,24 +67,28 @@ def compute_visible_lens(
     owned = ONE_RANK if ownership is None else ownership
     request = backends.KernelRequest("compute_visible_lens", seq_lens.device, graph=graph)
     chosen = backends.select(request, backend).name
-    return torch.ops.mla_twins.compute_visible_lens(
-        query_start_loc, seq_lens, num_tokens, owned.size, owned.rank, owned.interleave, chosen
-    )
+    return _LENS(query_start_loc, seq_lens, num_tokens, owned.size, owned.rank, owned.interleave, chosen)
 
 
-@torch.library.custom_op(
-    "mla_twins::compute_visible_lens",
-    mutates_args=(),
-    schema="(Tensor query_start_loc, Tensor seq_lens, SymInt num_tokens, SymInt size, SymInt rank, SymInt interleave,"
-    " str backend) -> Tensor",
-)
-def _compute_visible_lens(query_start_loc, seq_lens, num_tokens, size, rank, interleave, backend):
+def _launch_visible_lens(query_start_loc, seq_lens, num_tokens, size, rank, interleave, backend):
     if seq_lens.device.type == "cpu":
         check_lengths(query_start_loc, seq_lens)
         total = int(query_start_loc[-1])
         check(num_tokens >= total, "num_tokens", f"at least {total}", num_tokens)
     launch = backends.kernel(backend, "compute_visible_lens")
     return launch(query_start_loc, seq_lens, num_tokens, size, rank, interleave)
+
+
+_compute_visible_lens = torch.library.custom_op(
+    "mla_twins::compute_visible_lens",
+    _launch_visible_lens,
+    mutates_args=(),
+    schema="(Tensor query_start_loc, Tensor seq_lens, SymInt num_tokens, SymInt size, SymInt rank, SymInt interleave,"
+    " str backend) -> Tensor",
+)
+
+
+_LENS = backends.DirectCalls(torch.ops.mla_twins.compute_visible_lens, _launch_visible_lens)
 
 
 @_compute_visible_lens.register_fake

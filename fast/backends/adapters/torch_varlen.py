@@ -20,9 +20,13 @@ The declarations describe the kernel that is built into PyTorch. A program can r
 
 from __future__ import annotations
 
+import ast
 import functools
+import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -45,11 +49,10 @@ ALL_KEYS, CAUSAL = (-1, -1), (-1, 0)  # windows of `varlen_attn`: keys before an
 
 def missing() -> list[str]:
     """Return why this PyTorch cannot serve the adapter; an empty list if it can."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
+    parameters = _parameters()
+    if parameters is None:
         return [f"needs PyTorch 2.11 or later, found {torch.__version__}: it has no torch.nn.attention.varlen"]
-    lacking = [name for name in ("scale", "window_size") if name not in inspect.signature(varlen_attn).parameters]
+    lacking = [name for name in ("scale", "window_size") if name not in parameters]
     if lacking:
         return [
             f"needs PyTorch 2.11 or later, found {torch.__version__}: its varlen_attn has no parameter"
@@ -58,6 +61,32 @@ def missing() -> list[str]:
     if not torch.backends.cuda.is_flash_attention_available():
         return [f"needs a PyTorch that is built with flash attention for GPUs, found {torch.__version__}"]
     return []
+
+
+def _parameters() -> set[str] | None:
+    """Return the names of the parameters of `varlen_attn`; None if this PyTorch has no such function.
+
+    An import of the module imports torch's compiler, which takes more than a second. If the module is not imported yet,
+    the names come from its source.
+    """
+    name = "torch.nn.attention.varlen"
+    if name in sys.modules:
+        return set(inspect.signature(sys.modules[name].varlen_attn).parameters)
+    try:
+        found = importlib.util.find_spec(name)
+    except ImportError:  # this PyTorch has no torch.nn.attention
+        return None
+    return None if found is None or found.origin is None else _parameters_in(found.origin)
+
+
+@functools.cache
+def _parameters_in(path: str) -> set[str] | None:
+    """Return the names of the parameters of `varlen_attn` in a source file; None if the file has no such function."""
+    for node in ast.parse(Path(path).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef) and node.name == "varlen_attn":
+            arguments = node.args
+            return {each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+    return None
 
 
 @functools.cache

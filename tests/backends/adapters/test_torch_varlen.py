@@ -7,6 +7,8 @@ and an LSE of +inf for rows without keys. Calls of the kernel itself: test_every
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 
@@ -16,6 +18,10 @@ from fast.backends.adapters import torch_varlen
 from fast.backends.adapters.torch_varlen import TORCH_VARLEN, flash_attn_varlen, in_words
 
 from ...support.adapters import check_state, make_call
+
+LACKING = torch_varlen.missing()  # before the import below: this reads the source of PyTorch
+if not any("2.11" in reason for reason in LACKING):
+    import torch.nn.attention.varlen  # before a test replaces an op that this module registers
 
 pytestmark = pytest.mark.skipif(
     any("2.11" in reason for reason in torch_varlen.missing()), reason="; ".join(torch_varlen.missing())
@@ -177,6 +183,15 @@ def test_versions_without_a_scale(monkeypatch):
         f"needs PyTorch 2.11 or later, found {torch.__version__}: its varlen_attn has no parameter scale and no"
         " parameter window_size"
     ]
+
+
+def test_parameters_without_an_import():
+    """Read the parameters of `varlen_attn` from the source of PyTorch -> those of the imported function."""
+    from torch.nn.attention import varlen
+
+    assert torch_varlen._parameters_in(varlen.__file__) == set(inspect.signature(varlen.varlen_attn).parameters)
+    assert torch_varlen._parameters_in(__file__) is None
+    assert torch_varlen.missing() == LACKING
 
 
 @pytest.mark.skipif(not torch.cuda.is_available() or bool(torch_varlen.missing()), reason="needs a GPU")
