@@ -10,7 +10,7 @@ inside tensors are not part of a signature. For CPU tensors, checks of these val
 - `CallsInside` keeps the checks and ops that a function calls, in order. A check or op inside the function then need
   not compute its own signature (`nested_calls`).
 
-The following calls are always checked in full, and always go through torch's dispatcher:
+The following calls are always checked in full. All except the last two kinds also go through torch's dispatcher:
 
 - calls under `torch.compile`, a dispatch mode, a functorch transform or a profiler;
 - calls with a tensor that needs a gradient, or with a subclass of `Tensor` other than `Parameter`;
@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .direct_calls import DirectCalls, is_watched
 from .kept_calls import KeptCall
 from .nested_calls import PER_THREAD, Entry, Order
 from .own import OWN_BACKENDS
@@ -65,7 +66,8 @@ class CheckedCalls:
         self, dispatched: Callable, launch: Callable, mutates: tuple[int, ...] = (),
         keep: Callable[..., Callable | None] | None = None,
     ):  # fmt: skip
-        self._dispatched, self._launch, self._mutates, self._keep = dispatched, launch, mutates, keep
+        self._launch, self._mutates, self._keep = launch, mutates, keep
+        self._unkept = DirectCalls(dispatched, launch, mutates)  # for calls that are not kept
         self._known: dict[tuple, tuple[str, Launches | KeptCall]] = {}
         _ALL_CALLS.append(self)
 
@@ -74,7 +76,7 @@ class CheckedCalls:
         self._known.clear()
 
     def signature(self, *arguments: Any) -> tuple | Entry | None:
-        """Return the signature of a call; None if the call must be checked and must go through torch's dispatcher.
+        """Return the signature of a call; None if the call must be checked, and may need torch's dispatcher.
 
         Inside a function whose calls were recorded (`CallsInside`), return the recorded `Entry` of this call instead.
         """
@@ -83,7 +85,7 @@ class CheckedCalls:
             entry = order.next(self)
             if entry is not None:
                 return entry
-        if must_be_dispatched():
+        if must_be_checked():
             return None
         try:
             signature = (torch.is_grad_enabled(), signature_of(arguments))
@@ -112,7 +114,7 @@ class CheckedCalls:
         if signature is None:
             if order is not None:
                 order.give_up()
-            return self._dispatched(*arguments, backend)
+            return self._unkept(*arguments, backend)
         if type(signature) is Entry:
             known = signature.value
         else:
@@ -175,7 +177,7 @@ class CheckedOnce:
             entry = order.next(self)
             if entry is not None:
                 return entry.value
-        if must_be_dispatched():
+        if must_be_checked():
             if order is not None:
                 order.give_up()
             return self._check(*arguments)
@@ -231,7 +233,7 @@ class CallsInside:
         The caller may call the kept call alone: the checks inside have passed with this signature. If there is no kept
         call, the caller enters the context manager.
         """
-        if PER_THREAD.order is not None or must_be_dispatched() or torch._C._is_any_autocast_enabled():
+        if PER_THREAD.order is not None or must_be_checked() or torch._C._is_any_autocast_enabled():
             # autocast is not in the signature, but changes the dtypes of products in the function
             return _NOTHING_FOUND
         try:
@@ -359,12 +361,6 @@ def without_gradients(method: Callable) -> Callable:
     return run
 
 
-def must_be_dispatched() -> bool:
-    """Return whether a call at this moment must go through torch's dispatcher, or must be checked in full."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd._profiler_enabled()
-        or PER_THREAD.checked
-    )
+def must_be_checked() -> bool:
+    """Return whether a call at this moment must be checked in full."""
+    return is_watched() or PER_THREAD.checked

@@ -1,7 +1,7 @@
-"""Call an op whose arguments are checked in every call, past torch's dispatcher where nothing needs the dispatcher.
+"""Call an op past torch's dispatcher where nothing needs the dispatcher.
 
-`checked_calls` is for ops that are called in every layer: it also skips the checks. The first call of torch's
-dispatcher imports torch's compiler, which takes about a second.
+The first call of an op through the dispatcher imports torch's compiler, which takes more than a second. `checked_calls`
+skips more: it also skips the checks of arguments.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .checked_calls import must_be_dispatched
 from .signatures import needs_dispatcher
 
 
@@ -36,13 +35,23 @@ class DirectCalls:
         """Call the op and return its result."""
         tensors = tuple(_tensors_of(arguments))
         plain = all(type(each) in (Tensor, Parameter) for each in tensors)
-        if not plain or must_be_dispatched() or needs_dispatcher(tensors, torch.is_grad_enabled()):
+        if not plain or is_watched() or needs_dispatcher(tensors, torch.is_grad_enabled()):
             return self._dispatched(*arguments)
         result = self._launch(*arguments)
         for written in _tensors_of([arguments[position] for position in self._mutates]):
             if not written.is_inference():
                 torch.autograd.graph.increment_version(written)
         return result
+
+
+def is_watched() -> bool:
+    """Return whether torch watches every op now: the compiler, a dispatch mode, functorch or a profiler."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd._profiler_enabled()
+    )
 
 
 def _tensors_of(arguments: Sequence) -> list[Tensor]:

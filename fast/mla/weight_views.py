@@ -150,7 +150,7 @@ class WeightViews:
 
     def of(self, layer: nn.Module) -> AttentionWeights:
         """Return the views of the current weights of an `MLAAttention`."""
-        if backends.must_be_dispatched():  # for example in `torch.compile`, where tensors may have no address
+        if backends.must_be_checked():  # for example in `torch.compile`, where tensors may have no address
             norm, q_norm, kv_b_proj = layer.kv_a_layernorm, layer.q_a_layernorm, layer.kv_b_proj
             weight, kv_scale, fp8_weights = layer.recovered_kv_b_weight, layer.kv_scale, layer.fp8_weights
             if weight is None:

@@ -99,9 +99,9 @@ def test_another_backend_is_chosen_again():
 def test_the_dispatcher_sees_what_only_it_can_serve():
     """A call that torch's dispatcher must see goes through the dispatcher; every other call is launched directly.
 
-    The dispatcher must see two groups of calls. Calls of the first group have an unusual argument: a tensor with
-    gradients, a negated view, a meta tensor, or a plain mapping as `backend`. Calls of the second group run under a
-    profiler, under `check_every_call` or under a dispatch mode.
+    The dispatcher must see two groups of calls. Calls of the first group have an unusual tensor: a tensor with
+    gradients, a negated view or a meta tensor. Calls of the second group run under a profiler or a dispatch mode. Calls
+    with a plain mapping as `backend`, or under `check_every_call`, are launched directly, but are checked every time.
     """
     calls = checked_calls.CheckedCalls(lambda *_: "dispatched", lambda *_: "launched")
 
@@ -114,12 +114,13 @@ def test_the_dispatcher_sees_what_only_it_can_serve():
     with torch.no_grad():
         assert way(x.clone().requires_grad_()) == "launched"
     assert way(torch.complex(x, x).conj().imag) == "dispatched"
-    assert way(x, {"mla_decode": "cpu"}) == "dispatched" and way(x, backends.bind("cpu")) == "launched"
+    assert way(x, {"mla_decode": "cpu"}) == way(x, backends.bind("cpu")) == "launched"
+    assert calls.signature(x, {"mla_decode": "cpu"}) is None is not calls.signature(x, backends.bind("cpu"))
     assert way(torch.empty(4, device="meta")) == "dispatched"
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert way(x) == "dispatched"
     with backends.check_every_call():
-        assert way(x) == "dispatched"
+        assert calls.signature(x) is None and way(x) == "launched"
     with torch.utils._python_dispatch.TorchDispatchMode():
         assert way(x) == "dispatched"
 

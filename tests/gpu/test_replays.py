@@ -36,7 +36,7 @@ def on_the_gpu(default_device):
 
 def launch_functions():
     """Return a mapping from op to launch function, for all ops whose repeated calls skip checks."""
-    return {str(each._dispatched): each._launch for each in checked_calls._ALL_CALLS
+    return {str(each._unkept._dispatched): each._launch for each in checked_calls._ALL_CALLS
             if isinstance(each, checked_calls.CheckedCalls)}  # fmt: skip
 
 

@@ -21,7 +21,7 @@ LAUNCHERS = {  # module: its function that chooses launch sizes
 @pytest.fixture(autouse=True)
 def nothing_kept(monkeypatch):
     """Make every call check its arguments, search its compiled kernel and choose its launch sizes anew."""
-    monkeypatch.setattr(checked_calls, "must_be_dispatched", lambda: True)
+    monkeypatch.setattr(checked_calls, "must_be_checked", lambda: True)
     if importlib.util.find_spec("triton") is not None:
         for name in LAUNCHERS.keys() & sys.modules.keys():
             launcher = sys.modules[name]
