@@ -2,8 +2,8 @@
 
 Chromium visits every page 375 pixels wide in the dark colour scheme. It visits every page except most API pages also
 1440 pixels wide in the light scheme, and pages with drawings in the two other combinations. Each visit is recorded, and
-the tests check the records. If Chromium is missing, the tests install Debian's package of Chromium; only root can do this. If the
-installation fails, the tests that need Chromium are skipped.
+the tests check the records. If Chromium is missing, the tests install Debian's package of Chromium; only root can do
+this. If the installation fails, the tests that need Chromium are skipped.
 """
 
 from __future__ import annotations

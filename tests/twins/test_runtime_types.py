@@ -15,7 +15,7 @@ from reference.interfaces.checks import check_int
 from reference.interfaces.support import constant_when_traced
 
 beartype = pytest.importorskip("beartype")
-from ..support.runtime_types import has_shapes  # noqa: E402  needs beartype
+from ..support.runtime_types import has_shapes, kind_of, once_for_each_kind  # noqa: E402  needs beartype
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,6 +36,36 @@ def test_types_without_shapes_are_checked():
 def test_the_checks_can_be_switched_off(plain_errors):
     with pytest.raises(ValueError, match="^5: expected "):
         check_int(5, 0)
+
+
+def test_shapes_are_checked_after_good_calls():
+    """Pass good shapes twice, then wrong shapes -> an error of the run-time checks."""
+    for _ in range(2):
+        reference.query_to_latent(torch.randn(5, 4, 8), torch.randn(4, 8, 16))
+    with pytest.raises(Exception, match="(?i)type-?check"):
+        reference.query_to_latent(torch.randn(5, 3, 8), torch.randn(4, 8, 16))
+
+
+def test_once_for_each_kind():
+    """Call with equal and with other kinds of arguments -> the check runs in the first call of each kind."""
+    checked = []
+
+    def plain(*arguments, **options):
+        return "result"
+
+    function = once_for_each_kind(plain, lambda *arguments, **options: checked.append(arguments) or "result")
+    x = torch.zeros(2, 3)
+    kinds = [(x,), (x.double(),), (x[:1],), (x, 1), (x, 2), (x, True), ([x],), ((x,),), (x, x), ({"a": x},)]
+    for _ in range(2):
+        assert [function(*each) for each in kinds] == ["result"] * len(kinds)
+    assert len(checked) == len(kinds)
+    function(torch.ones(2, 3))  # other values of the same kind
+    assert len(checked) == len(kinds)
+    function(x, option=1)
+    assert len(checked) == len(kinds) + 1
+    state, out = reference.interfaces.AttentionState, torch.zeros(2, 3, 4)
+    assert kind_of(state(out, x.T)) == kind_of(state(out + 1, x.T)) != kind_of(state(out[:1], x.T[:, :1]))
+    assert kind_of(state) == kind_of(state) != kind_of(reference.interfaces.MLAConfig)
 
 
 def test_annotations_with_shapes():
