@@ -216,7 +216,8 @@ def test_combined_splits_are_the_same_bits_however_many_at_a_time(monkeypatch):
 @runs
 @pytest.mark.parametrize("planned", [False, True])
 @pytest.mark.parametrize("requests, heads, splits, folded", [
-    (1, 4, 3, 1), (1, 4, 12, 5), (1, 4, 70, 7), (1, 4, 5, 5), (2, 4, 20, 3), (2, 4, 20, 19), (3, 3, 5, 5),
+    (1, 4, 3, 1), (1, 4, 70, 7), (1, 4, 5, 5), (2, 4, 20, 19),
+    *(() if INTERPRETED else ((1, 4, 12, 5), (2, 4, 20, 3), (3, 3, 5, 5))),
 ])  # fmt: skip
 def test_folded_parts(requests, heads, splits, folded, planned):
     """In a batch-invariant decode, the combine kernel continues the addition that the decode kernel began.
@@ -324,7 +325,7 @@ def test_nothing_but_padding_is_scheduled():
 
 
 # numbers of programs with and without `tile_ranges`; the interpreter is slow
-COUNTS = ((3, 0), (40, 0), (0, 2)) if INTERPRETED else ((3, 0), (40, 0), (0, 1), (0, 2), (0, 4))
+COUNTS = ((3, 0), (0, 2)) if INTERPRETED else ((3, 0), (40, 0), (0, 1), (0, 2), (0, 4))
 
 
 @runs
