@@ -88,8 +88,9 @@ def step_table(report: dict[str, Any]) -> str:
         f"{table(head, lines, 1)}\n\nTimes are medians in ms for {report['layers']} layers with a cache each; "
         f"the layers share {sets} sets of weights. *Eager, host* is the time until the host has launched the last "
         "kernel of an eager step. *GPU busy* is the fraction of an eager step in which a kernel runs, from the end of "
-        "the first layer to the end of the step. *Ops, each alone* is the sum of the times of "
-        "all ops of the step, each timed alone."
+        "the first layer to the end of the step. The times of the kernels come from a graph that repeats them. A trace "
+        "of the eager step itself slows the host, so it gives a smaller fraction, `busy_traced` in the results file. "
+        "*Ops, each alone* is the sum of the times of all ops of the step, each timed alone."
         f"{HOST_PLAN_NOTE if planned else ''}"
     )
 

@@ -76,7 +76,7 @@ from .command_line import one_line
 from .contest import OURS, Case, Contender, finite, is_ours, run_benchmark
 from .decode_rows import LATENT, ROWS, WIDTH, Inputs, Row, batch_of, blocks_of, make_inputs
 from .layers import BLOCK_SIZE, DTYPE
-from .targets import judged, named, peer_ratio, peers_of
+from .targets import judged, median, named, peer_ratio, peers_of
 from .timing import LAYERS, Call, in_turn, input_sets
 
 SCALE = 192**-0.5
@@ -98,6 +98,8 @@ TARGET_ROWS = tuple(row for row in ROWS if row not in (
 ))  # fmt: skip
 LEAST_AGAINST_PEERS = 1.0  # target: least value of (time of the fastest peer) / (time of `fast`) in a row
 LEAST_MEAN = {"flushed": 1.12, "replayed": 1.18}  # target: least geometric mean of these ratios, by way of timing
+# target: most of (stepped time with a schedule) / (without); the former has 1/61 of the time of one plan
+MOST_OVER_UNPLANNED = 1.03
 
 
 class InMode(NamedTuple):
@@ -463,7 +465,11 @@ def make_case(
 
 
 def verdicts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the verdict on LEAST_AGAINST_PEERS of each target row, and on LEAST_MEAN if all target rows were timed."""
+    """Return the verdicts on all targets.
+
+    LEAST_AGAINST_PEERS has a verdict for each target row, LEAST_MEAN if all target rows were timed, and
+    MOST_OVER_UNPLANNED for each row of equal lengths with stepped times.
+    """
     found = []
     for way, mean in LEAST_MEAN.items():
         ratios, peers = [], set()
@@ -480,6 +486,20 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 f"geometric mean of {len(ratios)} rows, {way}: time of the fastest of {'; '.join(names)} / time of fast"
             )
             found.append(judged(what, geometric_mean(ratios), least=mean, way=way, peers=names))
+    return found + _stepped_verdicts(rows)
+
+
+def _stepped_verdicts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the verdicts on MOST_OVER_UNPLANNED of each row of equal lengths with stepped times."""
+    found = []
+    for row in (row for row in rows if row["dims"]["lens"] == "equal"):
+        unplanned = median(row, "stepped", [OURS])
+        for who in (PLANNED, BY_DEFAULT):
+            time = median(row, "stepped", [who])
+            if time is not None and unplanned is not None:
+                what = f"{named(row)}: time of {who} / time of fast, stepped"
+                ratio = time / unplanned
+                found.append(judged(what, ratio, most=MOST_OVER_UNPLANNED, dims=row["dims"], way="stepped", who=who))
     return found
 
 

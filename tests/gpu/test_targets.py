@@ -46,6 +46,7 @@ def test_decodes():
     A peer that is 10 % slower in every row meets no mean: the targets are 1.12 and 1.18.
     """
     assert len(decode.TARGET_ROWS) == 19
+    ragged = next(row for row in decode.ROWS if row.lens == "ragged")  # no verdict on stepped times
     rows = [result(row, fast=50.0, fast__planned=40.0, fast__invariant=1.0, FlashMLA=90.0, FA3__schedule_ahead=44.0)
             for row in decode.ROWS]  # fmt: skip
     found = decode.verdicts(rows)
@@ -61,6 +62,13 @@ def test_decodes():
     assert met(found) == [True, False, True, True] and "FlashInfer's time" in found[1]["text"]
     assert decode.verdicts([result(decode.ROWS[0], fast=50.0, fast__planned=40.0)]) == []  # without peers
     assert decode.verdicts([{"dims": asdict(decode.ROWS[0]), "passed": False}]) == []  # not timed
+    stepped = {"fast": 100.0, "fast, planned": 103.0, "fast, by default": 103.1, "FlashMLA": 50.0}
+    times = {"stepped": {who: {"median_us": time} for who, time in stepped.items()}}
+    found = decode.verdicts([{"dims": asdict(row), "times": times} for row in (decode.ROWS[0], ragged)])
+    assert met(found) == [True, False] and [each["figure"] for each in found] == pytest.approx([1.03, 1.031])
+    assert found[0]["text"].startswith(
+        "B 1, S 8192, Sq 1, N 128, equal: time of fast, planned / time of fast, stepped: "
+    )
     extra = decode.Row(128, 4096, 1, 32)
     assert extra in decode.ROWS and decode.verdicts([result(extra, fast=50.0, FlashMLA=90.0)]) == []
 
