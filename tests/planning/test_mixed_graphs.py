@@ -301,6 +301,28 @@ def test_refused_batches(ops, plain_errors):
         assert run([0, 0], [0, 0]).shape == (0, DIRECT.hidden_size) and len(steps_run) == 1
 
 
+def test_a_captured_graph_after_refused_batches(plain_errors):
+    """Batches that fit no captured graph raise, on a GPU too; the next run of the CUDA graph gives the same bits."""
+    config, dtype = DIRECT, torch.float32
+    weights = {name: weight.cpu() for name, weight in make_weights(config, dtype).items()}
+    _, held, graph = make_graph(fast, config, weights, dtype, DEVICE, 3)
+    batch, _, hidden, positions = next(mixed_steps(config, dtype))
+    run = hidden.to(DEVICE), positions.to(DEVICE), moved(batch.common, DEVICE)
+    held.zero_()
+    wanted = graph.run(*run).clone()
+    for query_lens, message in (([1] * 7, "at most 6 requests"), ([4, 1], "at most 3 tokens of each request")):
+        tokens = sum(query_lens)
+        common = moved(make_batch(query_lens, [9] * len(query_lens)).common, DEVICE)
+        inputs = (
+            torch.zeros(tokens, config.hidden_size, dtype=dtype, device=DEVICE),
+            torch.zeros(tokens, dtype=torch.int64, device=DEVICE),
+        )
+        with pytest.raises(ValueError, match=f"^common: expected {message}"):
+            graph.run(*inputs, common)
+        held.zero_()
+        assert graph.run(*run).equal(wanted)
+
+
 def test_replaced_buffers(plain_errors):
     """If the caller replaced a buffer of a graph, a run raises; with the captured buffer, the graph works again."""
     config, dtype = DIRECT, torch.float32
