@@ -274,6 +274,32 @@ def test_table_width_passes(monkeypatch):
         contender.whole_step()()
 
 
+def test_table_width_sees_a_graph_for_longer_requests(monkeypatch):
+    """For one request, the planned variants have the programs of a builder for S keys and for all keys of the table."""
+    counts, plan_decode = [], fast.plan_decode
+
+    def noted(seq_lens, num_programs, *arguments, **options):
+        counts.append(num_programs)
+        return plan_decode(seq_lens, num_programs, *arguments, **options)
+
+    monkeypatch.setattr(table_width.fast, "plan_decode", noted)
+    monkeypatch.setattr(table_width, "programs_of_one_request", lambda programs, keys, costs: programs + keys)
+    for requests, wider in ((1, 4 * 64 - 70), (2, 0)):
+        case = table_width.make_case(table_width.Row(requests, 70, 1, 3, 4), None, "cpu", device="cpu")
+        counts.clear()
+        for who in (decode.PLANNED, table_width.PLANNED_BY_TABLE):
+            case.contenders[who].calls[0]()
+        assert counts[1] - counts[0] == wider
+
+
+def test_table_width_verdicts():
+    row = {"dims": {"B": 1, "S": 1024, "Sq": 1, "N": 128, "W": 2560}}
+    times = {decode.PLANNED: {"median_us": 10.0}, table_width.PLANNED_BY_TABLE: {"median_us": 10.6}}
+    (found,) = table_width.verdicts([row | {"times": {"stepped": times}}])
+    assert found["figure"] == pytest.approx(1.06) and not found["met"] and found["at_most"] == 1.05
+    assert table_width.verdicts([row, row | {"times": {"flushed": times}}]) == []
+
+
 # The table and the JSON file.
 
 
