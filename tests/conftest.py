@@ -103,8 +103,8 @@ def pytest_cmdline_main(config):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
-    """Return the number of workers: one more than cores, because some tests wait; at most MOST_WORKERS."""
-    return min(CORES + 1, MOST_WORKERS)
+    """Return the number of workers: one for each core, at most MOST_WORKERS."""
+    return min(CORES, MOST_WORKERS)
 
 
 def pytest_collection_modifyitems(config, items):
