@@ -98,7 +98,7 @@ TARGET_ROWS = tuple(row for row in ROWS if row not in (
 ))  # fmt: skip
 LEAST_AGAINST_PEERS = 1.0  # target: least value of (time of the fastest peer) / (time of `fast`) in a row
 LEAST_MEAN = {"flushed": 1.12, "replayed": 1.18}  # target: least geometric mean of these ratios, by way of timing
-# target: most of (stepped time with a schedule) / (without); the former has 1/61 of the time of one plan
+# target: most of (stepped time with a schedule) / (without); the former contains 1/61 of the time of one plan
 MOST_OVER_UNPLANNED = 1.03
 
 

@@ -377,7 +377,7 @@ def test_scheme_follows_the_system(walks):
 
 
 def test_accessible(walks):
-    """Check every page with the accessibility checker axe, once or twice -> no serious and no critical fault."""
+    """Check the pages with the accessibility checker axe (API pages: some) -> no serious and no critical fault."""
     assert not faulty(walks, lambda visit: visit.faults)
 
 

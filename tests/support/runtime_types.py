@@ -72,7 +72,10 @@ def kind_of(argument):
 
 
 def once_for_each_kind(function, checked):
-    """Return a function that calls `checked`, and calls `function` if the same kinds of arguments passed before."""
+    """Return a function that calls `checked`, and calls `function` if the same kinds of arguments passed before.
+
+    The result of a repeated call is not checked. So the check misses a wrong shape that depends on values of tensors.
+    """
     passed, switch = set(), jaxtyping.config
 
     @functools.wraps(checked)

@@ -332,7 +332,7 @@ COUNTS = ((3, 0), (0, 2)) if INTERPRETED else ((3, 0), (40, 0), (0, 1), (0, 2), 
 def test_batch_invariance(monkeypatch):
     """With a batch-invariant schedule the other requests of a batch change no bit of a request's result (pitfall 19).
 
-    Each request is decoded alone and in the batch, with and without `tile_ranges`, and with few and many programs.
+    Each request is decoded alone and in the batch, with and without `tile_ranges`, for several numbers of programs.
     """
     lens, query_lens = [1100, 70, 5200, 64, 0, 20], [1, 1, 1, 2, 1, 0]
     ql, q_pe, cache, plan = make_inputs(query_lens, lens, 16, DTYPES[-1], next(iter(NARROW.values())))
