@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from reference.interfaces import (
     COMPUTE_FORMAT,
@@ -96,8 +97,7 @@ def plan_captured_decodes(
     )
     query_start_loc = common.query_start_loc
     if graph is GraphSupport.ONE_QUERY_LEN:  # each request has `query_len` tokens, also a request of length 0
-        last = requests * query_len
-        query_start_loc = torch.arange(0, last + 1, query_len, dtype=torch.int32, device=seq_lens.device)
+        query_start_loc = _equal_query_starts(requests, query_len, seq_lens.device)
     if ownership is not None:
         seq_lens = get_dcp_local_seq_lens(seq_lens, ownership.size, ownership.rank, ownership.interleave)
         longest = ownership.most(longest)
@@ -137,3 +137,26 @@ def plan_captured_decodes(
         fp8_mode=fp8_mode,
         schedule_choice=ScheduleChoice(num_programs, requests, 0, 0, planned=num_programs > 0),
     )
+
+
+# Tensors of `_equal_query_starts`. None is ever removed: a graph may read its memory, also after its plan is gone.
+_QUERY_STARTS: dict[tuple, Tensor] = {}
+
+
+def _equal_query_starts(requests: int, query_len: int, device: torch.device) -> Tensor:
+    """Return the first query token of each request, if each request has `query_len` tokens; nothing may write to it.
+
+    A tensor that was made outside of a capture serves all later plans of the same stream. A graph that is captured on
+    this stream, after a first run, then does not compute the tensor in every replay.
+    """
+    capturing, stream = False, None
+    if device.type == "cuda":
+        capturing, stream = torch.cuda.is_current_stream_capturing(), torch.cuda.current_stream(device).cuda_stream
+    key = requests, query_len, device, stream
+    starts = _QUERY_STARTS.get(key)
+    if starts is None:
+        with torch.inference_mode(False):  # code outside inference mode uses the tensor too
+            starts = torch.arange(0, requests * query_len + 1, query_len, dtype=torch.int32, device=device)
+        if not capturing:  # the memory of a tensor that is made in a capture belongs to the graph
+            _QUERY_STARTS[key] = starts
+    return starts

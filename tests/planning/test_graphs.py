@@ -12,6 +12,7 @@ import torch
 import fast
 import reference
 from fast.parity import compare
+from reference.interfaces import GraphSupport
 
 from ..support.factories import CONFIGS, DIRECT, make_batch, make_layer, make_weights, moved, new_cache
 
@@ -230,3 +231,36 @@ def test_captured_memory_stands_still():
         for run, wanted in zip(runs, first, strict=True):
             assert graph.run(*run).equal(wanted)
     assert torch.cuda.memory_allocated() == before
+
+
+def query_starts_of(common):
+    """Return `query_start_loc` of a captured plan of a batch in which all requests have the same number of tokens."""
+    return fast.plan_captured_decodes(common, BLOCK, 0, graph=GraphSupport.ONE_QUERY_LEN).decode.query_start_loc
+
+
+def test_equal_query_lengths_share_one_tensor():
+    """With one query length, all plans of the same sizes share `query_start_loc`, so that no replay computes it."""
+    common = moved(make_batch([2, 2, 2], [5, 2, 9], BLOCK).common, DEVICE)
+    first = query_starts_of(common)
+    assert first.tolist() == [0, 2, 4, 6] and query_starts_of(common) is first and not first.is_inference()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_equal_query_lengths_in_a_capture():
+    """A capture uses the tensor of an earlier plan of its stream; without such a tensor, the graph computes one."""
+    common = moved(make_batch([2, 2, 2], [5, 2, 9], BLOCK).common, DEVICE)
+    known, new = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(known):
+        first = query_starts_of(common)
+    for stream, shared in ((known, True), (new, False)):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            found = query_starts_of(common)
+        assert (found is first) == shared
+        if not shared:
+            found.zero_()
+        graph.replay()
+        assert found.tolist() == [0, 2, 4, 6]
+    with torch.cuda.stream(new):
+        assert query_starts_of(common) is not found  # the memory of `found` belongs to the graph
