@@ -52,7 +52,7 @@ from .backends import OWN_BACKENDS, BackendChoice
 from .cache.blocks import copy_blocks, swap_blocks
 from .cache.formats import dequantize_entries, quantize_entries
 from .kernels.device import device_facts
-from .kernels.prescribed_splits import PARTIAL_DTYPES, prescribe_partial_dtype, prescribe_splits
+from .kernels.prescribed_splits import NUMBERS_OF_SPLITS, PARTIAL_DTYPES, prescribe_partial_dtype, prescribe_splits
 from .mla.device_choices import DecodeLayer, programs_of_all_variants
 from .mla.layer import MLAAttention
 from .mla.metadata import build_mla_metadata
@@ -267,7 +267,7 @@ def _launches(
         outputs.append((E4M3, torch.ones((), dtype=torch.float32, device=device)))
     launches: list[Launch] = []
 
-    def step(query_lens, seq_lens, threshold: int = decode_threshold, scheduled: bool = True, programs=()) -> None:
+    def step(query_lens, seq_lens, threshold=decode_threshold, scheduled=True, programs=(), splits=()) -> None:
         common = _batch(query_lens, seq_lens, -(-max(seq_lens) // block_size), num_blocks, device)
         workspace = 4 * block_size * size * len(query_lens)
         plan = build_mla_metadata(
@@ -301,6 +301,7 @@ def _launches(
                     layer.forward_attention(*projected, kv_cache, plan, output, output_scale)
 
         launches.extend(functools.partial(serve, None, each) for each in plans)
+        launches.extend(prescribe_splits(count)(functools.partial(serve, None)) for count in splits)
         if plan.num_decodes and scheduled:
             found = decoded.programs_and_costs(max(query_lens), None, costs, backend, batch_invariant=False)
             rows = heads * max(query_lens)
@@ -356,8 +357,8 @@ def _launches(
     # tokens, so there are batches of 1 and of 16 requests. Two long requests have their own combine kernel. If `split`
     # requests are split, programs of the combine kernel process several tiles.
     for query_len in range(1, decode_threshold + 1):
-        for requests in (1, 2, 16):
-            step([query_len] * requests, [LONG_CONTEXT] * requests)
+        for requests, splits in ((1, ()), (2, () if batch_invariant else NUMBERS_OF_SPLITS), (16, ())):
+            step([query_len] * requests, [LONG_CONTEXT] * requests, splits=splits)
         for length in ALONE:
             step([query_len], [max(length, query_len)], scheduled=False)
         for requests in (MANY_REQUESTS, MANY_REQUESTS + 1):

@@ -44,6 +44,10 @@ DECODES = [  # heads, tokens of a block, (latent, rope) width, dtype of the quer
     (100, 128, (512, 64), FP16, FP16, LONG), (128, 16, (512, 32), BF16, BF16, SHORT),
     (128, 32, (256, 64), FP16, BF16, SHORT),
 ]  # fmt: skip
+ALONE_DECODES = [  # the same with one request, and then the programs of its schedule: row blocks of 16 and of 64 rows
+    (64, 64, (512, 64), BF16, BF16, [1085], 70), (100, 16, (256, 0), FP16, F32, [300], 40),
+    (128, 16, (512, 64), BF16, BF16, [2950], 34),
+]  # fmt: skip
 E4M3_DECODES = [  # the same, over a cache in the format `fp8_e4m3`
     (3, 16, (256, 32), BF16, BF16, TINY), (8, 32, (512, 0), FP16, FP16, SHORT), (16, 64, (512, 64), BF16, BF16, LONG),
     (40, 128, (256, 64), BF16, F32, SHORT), (128, 64, (512, 64), BF16, BF16, TINY),
@@ -100,6 +104,7 @@ VARIANTS = {  # kernel: list of texts; on Hopper, each text must occur in the co
         *PLANS,
         *PAGES,
     ),
+    "row_blocks_16_or_64_kernel": ("LATENT 256,", "LATENT 512,", "ROPE 0,", "fp16", *PAGES[::2]),
     "row_blocks_64_kernel": ("LATENT 256,", "ROPE 0,", "fp16", PREFETCHED, SLICED, *PLANS, *PAGES),
     "gqa_paged_kernel": (
         "BULK_COPY True",
@@ -128,16 +133,19 @@ VARIANTS = {  # kernel: list of texts; on Hopper, each text must occur in the co
 
 
 def decodes() -> list[tuple]:
-    """Return arguments of `mla_decode` for `DECODES`, `E4M3_DECODES` and `MODE_DECODES`.
+    """Return arguments of `mla_decode` for `DECODES`, `ALONE_DECODES`, `E4M3_DECODES` and `MODE_DECODES`.
 
     For each entry there are decodes with and without a schedule, and batch-invariant or not.
     """
     from .twins.test_ops import decode_samples
 
-    return [given for in_e4m3, cases in enumerate((DECODES, E4M3_DECODES + MODE_DECODES))
-            for heads, block_size, widths, dtype, out_dtype, lens, *mode in cases
-            for given in decode_samples(dtype, *widths, heads, block_size, lens, out_dtype, bool(in_e4m3), *mode)
-            ]  # fmt: skip
+    found = [given for in_e4m3, cases in enumerate((DECODES, E4M3_DECODES + MODE_DECODES))
+             for heads, block_size, widths, dtype, out_dtype, lens, *mode in cases
+             for given in decode_samples(dtype, *widths, heads, block_size, lens, out_dtype, bool(in_e4m3), *mode)
+             ]  # fmt: skip
+    for heads, block_size, widths, dtype, out_dtype, lens, programs in ALONE_DECODES:
+        found += decode_samples(dtype, *widths, heads, block_size, lens, out_dtype, programs=programs)
+    return found
 
 
 def prefills() -> list[tuple]:

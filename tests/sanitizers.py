@@ -259,12 +259,19 @@ def equal_writes() -> frozenset[Place]:
 def tritons_own() -> frozenset[Place]:
     """Return the lines that racecheck names for Triton's own accesses in `warp_specialize`.
 
-    For each kernel that calls `warp_specialize`, the result has two lines: the kernel's `def` and the call.
+    For each kernel that calls `warp_specialize`, the result has the lines of the kernel's `def`, of each call, and of
+    each `if` that contains a call. (After the last call, Triton writes to shared memory that the other warps end. This
+    write has the line of the `if`.)
     """
     places = []
     for path in [*(ROOT / "fast" / "kernels" / "hopper").rglob("*.py"), ROOT / "tests" / "hand_over.py"]:
         for kernel in ast.parse(path.read_text()).body:
             for node in ast.walk(kernel) if isinstance(kernel, ast.FunctionDef) else ():
-                if isinstance(node, ast.Call) and ast.unparse(node.func) == "gl.warp_specialize":
-                    places += [Place(kernel.name, path.name, line) for line in (kernel.lineno, node.lineno)]
+                around = isinstance(node, ast.FunctionDef | ast.If) and any(map(_specializes, ast.walk(node)))
+                if around or _specializes(node):
+                    places.append(Place(kernel.name, path.name, node.lineno))
     return frozenset(places)
+
+
+def _specializes(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == "gl.warp_specialize"

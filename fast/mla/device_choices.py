@@ -26,7 +26,7 @@ from ..backends import BackendChoice, on_change
 from .decode import decode_programs, schedule_costs
 
 # number of requests -> numbers of programs of a schedule that `programs_of_all_variants` returns for every device
-PLANNED_PROGRAMS = {1: (1, 16), 2: (4, 40, 200)}
+PLANNED_PROGRAMS = {1: (1, 16), 2: (4, 18, 40, 200)}
 SMALL_ROW_BLOCKS = (16, 32)  # rows of the row blocks that a single request can have if its schedule has few programs
 
 

@@ -18,13 +18,22 @@ from .kernels import CombineTile, _combine_invariant_kernel, _combine_scheduled_
 MANY_SPLITS = 16
 MANY_HEADS = 64
 MANY_ROWS = 128
+# A tile that loads all splits of a row at once waits once for the memory. With FOR_FEW_SPLITS for up to 16 splits,
+# decodes without a schedule took, on an H200, replayed: 7.9 instead of 6.1 us (1 x 1024, N 16), 17.3 instead of 12.7
+# (1 x 4096, N 128), 28.2 instead of 23.4 (4 x 4096, N 128), 37.0 instead of 35.3 (16 x 4096, N 64).
 FOR_FEW_SPLITS = (CombineTile(2, 512, 4, 4), CombineTile(1, 512, 4, 2))  # (few heads, many heads)
-FOR_MANY_SPLITS = CombineTile(1, 32, 128, 4)  # several requests with many splits
-FOR_MANY_ROWS = CombineTile(1, 64, 64, 2)  # one request with many splits and many rows
-FOR_FEW_ROWS = CombineTile(1, 32, 64, 2)  # one request with many splits and few rows
-# "Planned" means: with a schedule. Narrower tiles were slower (docs/log.md).
+FOR_SPLITS = {8: CombineTile(1, 256, 8, 2), MANY_SPLITS: CombineTile(1, 128, 16, 1), 32: CombineTile(1, 64, 16, 1)}
+FOR_MANY_SPLITS = CombineTile(1, 32, 128, 4)  # several requests with more splits than any key of FOR_SPLITS
+FOR_ONE_WITH_FEW_SPLITS = CombineTile(1, 64, 16, 1)  # one request
+FOR_ONE_WITH_MANY_SPLITS = CombineTile(1, 32, 64, 1)
+FEW_SPLITS = 4  # most splits of a row for FOR_FEW_SPLITS
+# "Planned" means: with a schedule. The number of splits is then an average over the requests.
 FOR_PLANNED = CombineTile(1, 512, 16, 4)
-FEW_PLANNED_SPLITS = (4, MANY_SPLITS)  # up to this many splits, FOR_FEW_SPLITS is faster: (few heads, many heads)
+FEW_PLANNED_SPLITS = (4, 6)  # up to this many splits, FOR_FEW_SPLITS is faster: (few heads, many heads)
+# With more splits, and at most SOME_PLANNED_SPLITS, this tile is faster than FOR_PLANNED: with 9 splits 36.2 instead of
+# 39.3 us (16 x 4096, N 64), 31.3 instead of 33.4 (8 x 4096, N 128). With 17 splits it is slower: 29.4 instead of 28.5.
+FOR_SOME_PLANNED_SPLITS = CombineTile(1, 128, 8, 1)
+SOME_PLANNED_SPLITS = 12
 # With at least as many requests as programs, most requests have one split. A program processes several tiles one after
 # another, so tiles of several rows are faster if there are many rows.
 FOR_ONE_PLANNED_SPLIT = CombineTile(4, 512, 2, 4)
@@ -39,7 +48,7 @@ FOR_PLANNED_INVARIANT = CombineTile(4, 512, 2, 4)  # with a schedule, few reques
 WARPS_OF_A_PROCESSOR = (16, 32)  # (fewer than two splits on average, at least two)
 # With these tiles, a request has several splits on average, and there are hardly more tiles than programs that run at
 # the same time. So there is one program for each tile, and warm-up has fewer kernel variants to compile.
-ONE_TILE_EACH = (FOR_PLANNED, FOR_MANY_SPLITS)
+ONE_TILE_EACH = (FOR_PLANNED, FOR_SOME_PLANNED_SPLITS, FOR_MANY_SPLITS)
 CHUNK = 256  # requests that a program examines at a time to find the requests to combine
 
 
@@ -109,7 +118,7 @@ def combine_partial_outputs(
     # with few rows and many splits for each row, small tiles give enough programs to fill the GPU
     if tile_ranges is None and not batch_invariant:
         splits = partial_out.numel() // out.numel()
-        tile = _tile_for(splits, tokens * heads, heads, requests)
+        tile = _tile_for(splits, heads, requests)
         columns = min(tile.columns, whole)
         with device_of(out):
             launch(
@@ -161,21 +170,25 @@ def combine_partial_outputs(
             )  # fmt: skip
 
 
-def _tile_for(splits: int, rows: int, heads: int, requests: int) -> CombineTile:
+def _tile_for(splits: int, heads: int, requests: int) -> CombineTile:
     """Return the sizes of a combine tile for requests that have about `splits` splits."""
-    if splits <= MANY_SPLITS:
+    if requests == 1:
+        return FOR_ONE_WITH_FEW_SPLITS if splits <= MANY_SPLITS else FOR_ONE_WITH_MANY_SPLITS
+    if splits <= FEW_SPLITS:
         return FOR_FEW_SPLITS[heads >= MANY_HEADS]
-    if requests > 1:
-        return FOR_MANY_SPLITS
-    return FOR_MANY_ROWS if rows >= MANY_ROWS else FOR_FEW_ROWS
+    return next((tile for most, tile in FOR_SPLITS.items() if splits <= most), FOR_MANY_SPLITS)
 
 
 def _tile_of_a_schedule(splits: int, rows: int, heads: int, requests: int) -> CombineTile:
     """Return the sizes of a combine tile in a decode with a schedule; `splits` is an average over the requests."""
-    if requests > 1 and splits == 1 and rows >= MANY_ROWS:
+    if requests == 1:
+        return FOR_PLANNED if splits <= MANY_SPLITS else _tile_for(splits, heads, 1)
+    if splits == 1 and rows >= MANY_ROWS:
         return FOR_ONE_PLANNED_SPLIT
-    if requests == 1 or splits <= FEW_PLANNED_SPLITS[heads >= MANY_HEADS]:
-        return _tile_for(splits, rows, heads, requests)
+    if splits <= FEW_PLANNED_SPLITS[heads >= MANY_HEADS]:
+        return FOR_FEW_SPLITS[heads >= MANY_HEADS]
+    if FEW_PLANNED_SPLITS[1] < splits <= SOME_PLANNED_SPLITS:
+        return FOR_SOME_PLANNED_SPLITS
     if splits > MOST_PLANNED_SPLITS and rows < MANY_HEADS:
         return FOR_MANY_SPLITS
     return FOR_PLANNED

@@ -36,6 +36,7 @@ from ...backends import launch
 from ..combine import SplitDecode, combine_partial_outputs, readable_keys, rows_of_a_request, whole_tiles
 from ..device import device_facts, device_of
 from ..integers import cdiv, next_power_of_2
+from ..prescribed_splits import prescribed_splits
 from ..schedule_costs import measured_schedule_costs
 from .arguments import DecodeInputs, DecodeSources, DecodeStrides, SourceStrides
 from .decode_fp8_tiles import attend
@@ -294,7 +295,7 @@ def decode_splits(
             programs_per_request, max_keys, softmax_scale,
         )  # fmt: skip
         return SplitDecode(out, lse, *partials)
-    num_splits = _num_splits(request_programs, rows, whole_tiles(max_keys), resident)
+    num_splits = prescribed_splits() or _num_splits(request_programs, rows, whole_tiles(max_keys), resident)
     split_out, split_lse = out, lse
     if num_splits > 1:
         split_out = torch.empty(num_splits, tokens, heads, latent, dtype=torch.float32, device=ql_nope.device)

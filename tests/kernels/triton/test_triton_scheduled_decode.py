@@ -65,7 +65,20 @@ def combined_in_float64(largest, totals, values):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "requests, heads, splits",
-    [(1, 4, 3), (1, 4, 20), (1, 4, 140), (2, 4, 20), (2, 4, 140), (1, 128, 3), (1, 128, 20), (1, 128, 70)],
+    [
+        (1, 4, 3),
+        (1, 4, 20),
+        (1, 4, 140),
+        (2, 4, 3),
+        (2, 4, 7),
+        (2, 4, 16),
+        (2, 4, 20),
+        (2, 4, 140),
+        (1, 128, 3),
+        (1, 128, 20),
+        (1, 128, 70),
+        (2, 64, 4),
+    ],
 )
 def test_many_parts(requests, heads, splits, dtype):
     """The combine kernel agrees with float64 for few and many rows, even if it cannot load all splits at once.
@@ -89,7 +102,7 @@ MANY[3], MANY[255], MANY[256], MANY[700], MANY[1099] = 2, 3, 0, 2, 4  # requests
 PLANNED_SPLITS = {  # heads, splits of each request
     "none is split": (3, [1] * 5), "one is split": (64, [1, 1, 3, 1]), "all are split": (3, [2, 5, 3, 2, 4, 2, 2]),
     "some have no keys": (3, [0, 2, 1, 0, 0, 3, 0]), "none has keys": (3, [0, 0, 0]), "one request": (3, [20]),
-    "many rows": (64, [1, 0, 3, 0, 1, 1, 0, 2]), "many splits": (3, [40, 1, 90]),
+    "many rows": (64, [1, 0, 3, 0, 1, 1, 0, 2]), "some splits": (3, [15, 1, 9]), "many splits": (3, [40, 1, 90]),
     "the first and the last": (2, [2, 1, 1, 1, 1, 2]), "more than a chunk": (3, MANY),
 }  # fmt: skip
 
@@ -147,13 +160,17 @@ def test_what_a_schedule_splits_is_combined(heads, splits, processors, monkeypat
 
 @runs
 @pytest.mark.parametrize("requests, heads, programs, tile, launched", [
-    (1, 2, 4, "FOR_FEW_SPLITS", 1), (1, 64, 4, "FOR_FEW_SPLITS", 64), (1, 64, 17, "FOR_FEW_ROWS", 64 * 2),
-    (1, 128, 17, "FOR_MANY_ROWS", 128), (2, 128, 33, "FOR_PLANNED", 256), (2, 128, 200, "FOR_PLANNED", 256),
-    (2, 128, 32, "FOR_FEW_SPLITS", 256), (40, 128, 132, "FOR_FEW_SPLITS", 132 * 16),
+    (1, 2, 4, "FOR_PLANNED", 2), (1, 64, 16, "FOR_PLANNED", 64), (1, 64, 17, "FOR_ONE_WITH_MANY_SPLITS", 64 * 2),
+    (1, 128, 17, "FOR_ONE_WITH_MANY_SPLITS", 128 * 2), (2, 128, 33, "FOR_PLANNED", 256),
+    (2, 128, 200, "FOR_PLANNED", 256),
+    (2, 128, 12, "FOR_FEW_SPLITS", 256), (2, 128, 13, "FOR_SOME_PLANNED_SPLITS", 256),
+    (2, 128, 24, "FOR_SOME_PLANNED_SPLITS", 256), (2, 128, 25, "FOR_PLANNED", 256),
+    (40, 128, 132, "FOR_FEW_SPLITS", 132 * 16),
     (300, 128, 132, "FOR_ONE_PLANNED_SPLIT", 132 * 4), (132, 128, 132, "FOR_ONE_PLANNED_SPLIT", 132 * 4),
     (3, 128, 2, "FOR_ONE_PLANNED_SPLIT", 3 * 32), (300, 64, 132, "FOR_FEW_SPLITS", 132 * 8),
     (600, 3, 132, "FOR_FEW_SPLITS", 132 * 4),
-    (16, 16, 132, "FOR_PLANNED", 256), (40, 16, 132, "FOR_FEW_SPLITS", 320), (2, 2, 96, "FOR_PLANNED", 4),
+    (16, 16, 96, "FOR_PLANNED", 256), (16, 16, 132, "FOR_SOME_PLANNED_SPLITS", 256),
+    (40, 16, 132, "FOR_FEW_SPLITS", 320), (2, 2, 96, "FOR_PLANNED", 4),
     (2, 2, 98, "FOR_MANY_SPLITS", 8), (33, 63, 165, "FOR_PLANNED", 33 * 63), (17, 128, 34, "FOR_FEW_SPLITS", 132 * 16),
 ])  # fmt: skip
 def test_launch_after_a_schedule(requests, heads, programs, tile, launched, monkeypatch):

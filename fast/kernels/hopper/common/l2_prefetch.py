@@ -40,8 +40,8 @@ def _load_past_l1(pointer):
 @gluon.jit
 @no_type_check
 def prefetch_first_item(
-    inputs, kv_cache, block_stride, key_stride, sizes, strides, ROWS: gl.constexpr, HEADS: gl.constexpr,
-    LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    inputs, cache, sizes, strides, ROWS: gl.constexpr, HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
     """Prefetch the first 64 rows of queries and the first 64 keys of a program into the L2.
 
@@ -50,9 +50,7 @@ def prefetch_first_item(
 
     Args:
         inputs: `Inputs`.
-        kv_cache: pointer to the cache.
-        block_stride: elements between blocks of the cache.
-        key_stride: elements between keys of a block.
+        cache: `PagedCache`.
         sizes: `Sizes`.
         strides: `Strides`.
         ROWS: rows of a row block.
@@ -78,7 +76,8 @@ def prefetch_first_item(
     table_row = inputs.block_table + request.to(gl.int64) * strides.table_row
     entry = table_row + (key // BLOCK_SIZE).to(gl.int64) * strides.table_entry
     cache_block = gl.load(entry, mask=key < length, other=-1, cache_modifier=".cg")
-    pointers = kv_cache + cache_block.to(gl.int64) * block_stride + (key % BLOCK_SIZE).to(gl.int64) * key_stride
+    pointers = cache.entries + cache_block.to(gl.int64) * cache.block_stride
+    pointers += (key % BLOCK_SIZE).to(gl.int64) * cache.key_stride
     _prefetch(
         pointers + half * ((LATENT + ROPE) // 2), (cache_block >= 0) & (cache_block < sizes.num_blocks), LATENT + ROPE
     )

@@ -143,6 +143,20 @@ def of_consumer(c, index):
     return c._replace(CONSUMER=index)
 
 
+@constexpr_function
+def of_rows(c, rows):
+    """Return a copy of the constants `c` with ROWS = `rows`."""
+    return c._replace(ROWS=rows)
+
+
+class PagedCache(NamedTuple):
+    """Pointer to the cache, and its strides in elements; TMA descriptors of the cache cannot be read otherwise."""
+
+    entries: Any
+    block_stride: Any
+    key_stride: Any
+
+
 class Context(NamedTuple):
     """Kernel arguments, shared memory and barriers, which all functions of a consumer take as one argument."""
 

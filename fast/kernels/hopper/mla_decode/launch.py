@@ -7,6 +7,7 @@ A row is one (query token, head) pair, and a row block is the rows of a request 
 |---|---|
 | row blocks of 16 or 32 rows | `main_loops/row_blocks_16_32.py` |
 | row blocks of 64 rows | `main_loops/row_blocks_64.py` |
+| row blocks of 64 rows, one request, with a schedule | `main_loops/row_blocks_16_or_64.py` |
 | row blocks of 64 rows, batch-invariant, few short requests | `two_phases` |
 | over a cache in e4m3, queries in 16 bits: row blocks of 16 or 32 rows | `main_loops/row_blocks_16_32_e4m3.py` |
 | over a cache in e4m3, queries in e4m3: row blocks of 64 rows | `main_loops/row_blocks_64_e4m3.py` |
@@ -41,7 +42,7 @@ from ....backends import launch
 from ...combine import SplitDecode, combine_partial_outputs, readable_keys, rows_of_a_request
 from ...device import device_facts, device_of
 from ...integers import cdiv
-from ...prescribed_splits import prescribed_partial_dtype
+from ...prescribed_splits import prescribed_partial_dtype, prescribed_splits
 from ...schedule_costs import measured_schedule_costs
 from ..common.dependent_launch import LAUNCH
 from ..common.descriptors import descriptor
@@ -49,6 +50,7 @@ from ..common.records import Constants
 from .arguments import BatchSizes, LaunchInputs, LaunchOutputs, Numbers, QueryStrides, RowSizes
 from .main_loops.row_blocks_16_32 import _row_blocks_16_32_kernel
 from .main_loops.row_blocks_16_32_e4m3 import _row_blocks_16_32_e4m3_kernel
+from .main_loops.row_blocks_16_or_64 import _row_blocks_16_or_64_kernel
 from .main_loops.row_blocks_64 import _row_blocks_64_kernel
 from .main_loops.row_blocks_64_e4m3 import _row_blocks_64_e4m3_kernel
 from .select import (
@@ -59,6 +61,7 @@ from .select import (
     assign_evenly,
     assign_planned,
     choose_program_rows,
+    chooses_rows_by_length,
     kept_values_of,
     rows_of_a_program,
 )
@@ -206,7 +209,7 @@ def decode_splits(
     launched = _launch_sizes(
         tokens, heads, latent, rope, block_size, requests, max_keys, max_query_len,
         tile_ranges.shape[0] if planned else 0, batch_invariant, split_rule, device_facts(device).processors,
-        e4m3, fp8_mode,
+        e4m3, fp8_mode, prescribed_splits(),
     )  # fmt: skip
     assigned, row_sizes, constants = launched.assigned, launched.row_sizes, launched.constants
     if planned:
@@ -253,7 +256,11 @@ def decode_splits(
             in_boxes = heads % MANY_ROWS == 0 and assigned.slices == 1 and not constants.SPLIT
             out_rows = _row_descriptor(out) if in_boxes and out_dtype == ql_nope.dtype else None
             cache = (kv_cache, *kv_cache.stride()[:2])
-            launch(_row_blocks_64_kernel, (assigned.programs,), *arguments, out_rows, *cache, c=constants, **LAUNCH)
+            ranges = tile_ranges.shape[0] if planned and not batch_invariant else 0
+            kernel = _row_blocks_64_kernel
+            if chooses_rows_by_length(ranges, requests):
+                kernel = _row_blocks_16_or_64_kernel
+            launch(kernel, (assigned.programs,), *arguments, out_rows, *cache, c=constants, **LAUNCH)
     return SplitDecode(out, lse, partial_out, partial_lse)
 
 
@@ -295,10 +302,12 @@ def _launch_sizes(
     processors: int,
     e4m3: bool,
     fp8_mode: str = CONVERTED,
+    prescribed: int | None = None,
 ) -> LaunchSizes:
     """Return the `LaunchSizes` of a call.
 
     `ranges` is the number of programs in the schedule, 0 without a schedule. `e4m3` says that the cache is in e4m3.
+    `prescribed` is the number of splits that `prescribe_splits` prescribes, or None.
     """
     request_rows = rows_of_a_request(tokens, heads, max_query_len)
     program_rows = MANY_ROWS  # the only kernel for queries in e4m3 has row blocks of 64 rows
@@ -315,7 +324,9 @@ def _launch_sizes(
             requests, request_rows, program_rows, max_keys, heads, latent, processors, split_rule, e4m3
         )
     else:
-        assigned = assign_evenly(requests, tokens * heads, program_rows, row_blocks, max_keys, processors, e4m3)
+        assigned = assign_evenly(
+            requests, tokens * heads, program_rows, row_blocks, max_keys, processors, e4m3, prescribed
+        )
     kept_values = assigned.programs * kept_values_of(program_rows, latent, e4m3) if assigned.most_splits > 1 else 0
     constants = Constants(
         CONSUMER=0, ROWS=program_rows, HEADS=heads, LATENT=latent, ROPE=rope, BLOCK_SIZE=block_size,

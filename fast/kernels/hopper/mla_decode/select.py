@@ -13,6 +13,7 @@ from reference.interfaces import DECODE_TILE, InvariantSplitRule, most_invariant
 from ...combine import whole_tiles
 from ...integers import cdiv
 from .main_loops.epilogue_16_32 import SHARED_VALUES
+from .main_loops.row_blocks_16_or_64 import MOST_RANGES
 from .main_loops.tile_scores import ROWS
 from .split_cost import best_num_programs, best_num_splits
 from .two_phases.column_blocks import COLUMN_BLOCKS
@@ -102,13 +103,21 @@ def assign_by_length(
 
 
 def assign_evenly(
-    requests: int, rows: int, program_rows: int, row_blocks: int, keys: int, processors: int, e4m3: bool = False
+    requests: int,
+    rows: int,
+    program_rows: int,
+    row_blocks: int,
+    keys: int,
+    processors: int,
+    e4m3: bool = False,
+    prescribed_splits: int | None = None,
 ) -> Assignment:
     """Return the `Assignment` that gives every request the same number of splits; `e4m3`: over a cache in e4m3.
 
-    This number is chosen for `keys`, the upper bound of the keys of a request.
+    The number is `prescribed_splits`. If that is None, the number is chosen for `keys`, the upper bound of the keys of
+    a request.
     """
-    num_splits = best_num_splits(
+    num_splits = prescribed_splits or best_num_splits(
         requests * row_blocks, rows, whole_tiles(keys), program_rows, row_blocks, processors, e4m3
     )
     programs = min(processors, requests * num_splits * row_blocks)
@@ -148,6 +157,15 @@ def choose_program_rows(
     if batch_invariant:
         return min(program_rows, FEW_ROWS[-1] if heads <= FEW_ROWS[-1] else MANY_ROWS)
     return _rows_where_alone(program_rows, requests, request_rows, keys, processors, ranges)
+
+
+def chooses_rows_by_length(ranges: int, requests: int) -> bool:
+    """Return whether a decode with row blocks of 64 rows is launched as `row_blocks_16_or_64`.
+
+    That kernel uses row blocks of 16 rows if the request turns out to be short. `ranges` is the number of programs in
+    the schedule of a decode that is not batch-invariant, and 0 for other decodes.
+    """
+    return requests == 1 and 0 < ranges <= MOST_RANGES.value
 
 
 def kept_values_of(program_rows: int, latent: int, e4m3: bool) -> int:

@@ -57,12 +57,14 @@ pytestmark = pytest.mark.usefixtures("without_shape_checks")
 DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 H200 = DeviceFacts(132, (9, 0), 232448)
 # How a request is divided among programs. "whole": the request is one split. "split": it has three splits. "scheduled"
-# and "planned": a schedule divides the request. "sliced": two programs share each work item, and each computes half of
-# the output columns. "two phases": programs first compute all scores, then all outputs.
-CUTS = ("whole", "split", "scheduled", "batch-invariant", "batch-invariant, planned", "batch-invariant, sliced",
-        "batch-invariant, two phases")  # fmt: skip
-ONLY_MANY = CUTS[-2:]  # these two cuts exist only for more than 32 heads
+# and "planned": a schedule divides the request. "scheduled, two": it divides two requests. "sliced": two programs share
+# each work item, and each computes half of the output columns. "two phases": programs first compute all scores, then
+# all outputs.
+CUTS = ("whole", "split", "scheduled", "batch-invariant", "batch-invariant, planned", "scheduled, two",
+        "batch-invariant, sliced", "batch-invariant, two phases")  # fmt: skip
+ONLY_MANY = CUTS[-3:]  # these cuts have kernels of their own only for more than 32 heads
 LAUNCHED_BY = {decode._row_blocks_16_32_kernel: decode, decode._row_blocks_64_kernel: decode,
+               decode._row_blocks_16_or_64_kernel: decode,
                decode._row_blocks_16_32_e4m3_kernel: decode, decode._row_blocks_64_e4m3_kernel: decode,
                two_phases_kernels._two_phases_kernel: two_phases_launch,
                two_phases_kernels._clear_kernel: two_phases_launch, varlen_kernels._varlen_kernel: varlen}  # fmt: skip
@@ -78,7 +80,10 @@ def recorded(
     monkeypatch, heads, cut="whole", block_size=64, widths=(512, 64), dtype=torch.bfloat16, as_chosen=False,
     out_dtype=None, cache_format=COMPUTE_FORMAT,
 ):  # fmt: skip
-    """Record a launch of `mla_decode` on one request, for an H200; return kernel, argument kinds and constants."""
+    """Record a launch of `mla_decode` for an H200; return kernel, argument kinds and constants.
+
+    The batch has one request with one query token; for "scheduled, two", it has two such requests.
+    """
     launches = {}
     record(monkeypatch, launches)
     monkeypatch.setattr(decode, "combine_partial_outputs", lambda *_, **__: None)
@@ -89,15 +94,16 @@ def recorded(
         monkeypatch.setattr(select, "_scored_at_once", lambda *_: False)
     monkeypatch.setattr(select, "_rows_where_alone", lambda program_rows, *_: program_rows)
     latent, rope = widths
-    lens, keys = integers(600), 40 * block_size
-    plan = DecodeMetadata(integers(*range(40))[None], lens, offsets([1]), 1, lens, keys, block_size)
+    requests, keys = 2 if cut == "scheduled, two" else 1, 40 * block_size
+    lens, blocks = integers(*[600] * requests), integers(*range(40)).expand(requests, 40)
+    plan = DecodeMetadata(blocks, lens, offsets([1] * requests), 1, lens, keys, block_size)
     schedule = None
     if cut.startswith("batch-invariant"):
         schedule = schedule_of(plan, heads, 0, True)
-    if cut in ("scheduled", "batch-invariant, planned"):
-        schedule = schedule_of(plan, heads, 3, cut != "scheduled")
+    if cut in ("scheduled", "scheduled, two", "batch-invariant, planned"):
+        schedule = schedule_of(plan, heads, 3, cut == "batch-invariant, planned")
     decode.mla_decode(
-        torch.zeros(1, heads, latent, dtype=dtype), torch.zeros(1, heads, rope, dtype=dtype),
+        torch.zeros(requests, heads, latent, dtype=dtype), torch.zeros(requests, heads, rope, dtype=dtype),
         torch.zeros(40, block_size, latent + rope, dtype=cache_format.storage_dtype or dtype), plan.block_table,
         plan.seq_lens, plan.query_start_loc, plan.visible_lens, 1, plan.max_seq_len, 0.1, out_dtype or dtype,
         *cut_of(schedule), cache_format, torch.ones(()) if cache_format.layer_scale else None,
@@ -148,7 +154,7 @@ def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
         main = [disassembly.splitlines()]
     for loop in main:
         assert not [text for text in loop if re.search(r"\b(LDL|STL)\b", text)]
-    writes = heads == 128 and cut not in ("split", *ONLY_MANY)
+    writes = heads == 128 and cut not in ("split", *ONLY_MANY[1:])
     assert ("UTMASTG" in disassembly) == writes, "TMA stores of outputs"
 
 
@@ -158,7 +164,7 @@ def count_arrivals() -> None:
     The first count is the number of arrivals that one thread makes for its warp group. The second count is the
     number of these arrivals before which every thread arrived for itself (`cp.async.mbarrier.arrive`).
     """
-    for heads, cut in ((3, "batch-invariant, planned"), (64, "scheduled"), (64, "batch-invariant, two phases")):
+    for heads, cut in ((3, "batch-invariant, planned"), (64, "scheduled, two"), (64, "batch-invariant, two phases")):
         with pytest.MonkeyPatch.context() as patch:
             kernel, *given = recorded(patch, heads, cut)
             found = arrivals_for_all(compiled(kernel, *given).asm["ptx"])
@@ -242,10 +248,12 @@ def test_choice_of_runs():
 def test_which_kernel_takes_how_many_rows(monkeypatch):
     """A request in one row block of 16 rows leaves registers for the combine kernel, except batch-invariant decodes."""
     few, many, room = "_row_blocks_16_32_kernel", "_row_blocks_64_kernel", 144
+    unknown = "_row_blocks_16_or_64_kernel"  # the kernel chooses by the length of the request
     for heads, cut, name, registers in (
         (1, "whole", few, room), (16, "scheduled", few, room), (16, "split", few, room),
         (16, "batch-invariant", few, None), (17, "scheduled", few, None), (32, "whole", few, None),
-        (33, "scheduled", many, None),
+        (33, "scheduled", unknown, None), (33, "scheduled, two", many, None), (33, "whole", many, None),
+        (33, "batch-invariant, planned", many, None),
     ):  # fmt: skip
         kernel, _, constants = recorded(monkeypatch, heads, cut)
         assert kernel.fn.__name__ == name and heads == constants["c"].HEADS
@@ -475,7 +483,7 @@ def test_warmup_knows_a_request_alone(heads, query_len):
         blocks = triton.cdiv(rows, program_rows)
         splits = select.best_num_splits(blocks, rows, length, program_rows, blocks, 132)
         return {(program_rows, blocks == 1, splits > 1)} | (
-            {combine_launch._tile_for(splits, rows, heads, 1)} if splits > 1 else set()
+            {combine_launch._tile_for(splits, heads, 1)} if splits > 1 else set()
         )
 
     ahead = set().union(*map(launched, compilation.ALONE))
@@ -516,10 +524,10 @@ def test_warmup_specialises_for_every_step(heads, batch_invariant, latent, monke
 
 
 @pytest.mark.parametrize("heads, batch_invariant", [(16, False), (128, False), (128, True)])
-def test_warmup_knows_every_combine_after_a_schedule(heads, batch_invariant, monkeypatch):
-    """Decodes with a schedule, of any number of requests, launch only combine kernels that warm-up has launched."""
+def test_warmup_knows_every_combine(heads, batch_invariant, monkeypatch):
+    """Decodes of any number of requests and splits launch only combine kernels that warm-up has launched."""
     found = record_all(monkeypatch)
-    for module in (decode, combine_launch):
+    for module in (decode, combine_launch, compilation):
         monkeypatch.setattr(module, "device_facts", lambda _: H200)
     config = replace(LOW_RANK, num_heads=heads, kv_lora_rank=256, qk_rope_head_dim=32)
     fast.warmup(config, device="cpu", dtype=BF16, block_size=64, decode_threshold=3, batch_invariant=batch_invariant)
@@ -535,4 +543,10 @@ def test_warmup_knows_every_combine_after_a_schedule(heads, batch_invariant, mon
                 offsets([1] * requests), batch_invariant, torch.empty(tokens, heads, 256, dtype=BF16),
                 torch.empty(heads, tokens),
             )  # fmt: skip
+            for splits in () if batch_invariant else (2, 4, 5, 8, 9, 16, 17, 32, 33, 64, 70):  # without a schedule
+                combine_launch.combine_partial_outputs(
+                    torch.empty(splits * tokens * heads * 256), torch.empty(2 * splits * tokens * heads),
+                    offsets([query_len] * requests), query_len, None, None, False,
+                    torch.empty(tokens, heads, 256, dtype=BF16), torch.empty(heads, tokens),
+                )  # fmt: skip
     assert set(found) == ahead

@@ -360,9 +360,7 @@ def test_warmup_knows_a_request_alone(heads, query_len):
         program_rows = select._rows_where_alone(select.rows_of_a_program(rows, True), 1, rows, length, 132)
         blocks = triton.cdiv(rows, program_rows)
         splits = select.best_num_splits(blocks, rows, length, program_rows, blocks, 132, True)
-        return {(program_rows, splits > 1)} | (
-            {combine_launch._tile_for(splits, rows, heads, 1)} if splits > 1 else set()
-        )
+        return {(program_rows, splits > 1)} | ({combine_launch._tile_for(splits, heads, 1)} if splits > 1 else set())
 
     ahead = set().union(*map(launched, compilation.ALONE))
     assert set().union(*map(launched, range(64, 140_000, 960))) <= ahead
@@ -418,7 +416,7 @@ def test_warmup_knows_a_request_alone_in_e4m3(heads):
 
     def launched(length: int) -> set[tuple]:
         splits = select.best_num_splits(blocks, heads, length, 64, blocks, 132, True)
-        return {(splits > 1,)} | ({combine_launch._tile_for(splits, heads, heads, 1)} if splits > 1 else set())
+        return {(splits > 1,)} | ({combine_launch._tile_for(splits, heads, 1)} if splits > 1 else set())
 
     ahead = set().union(*map(launched, compilation.ALONE))
     assert set().union(*map(launched, range(64, 140_000, 960))) <= ahead
@@ -428,7 +426,7 @@ def test_warmup_knows_a_request_alone_in_e4m3(heads):
 def test_warmup_knows_every_combine_after_a_schedule(heads, batch_invariant, monkeypatch):
     """Decodes with a schedule, of any number of requests, launch only combine kernels that warm-up has launched."""
     found = record_all(monkeypatch)
-    for module in (decode, combine_launch):
+    for module in (decode, combine_launch, compilation):
         monkeypatch.setattr(module, "device_facts", lambda _: H200)
     config = replace(LOW_RANK, num_heads=heads, kv_lora_rank=256, qk_rope_head_dim=32)
     fast.warmup(

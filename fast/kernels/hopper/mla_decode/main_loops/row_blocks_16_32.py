@@ -60,7 +60,7 @@ from .epilogue_16_32 import (
 )
 from .transposed_scores import masked_keys
 
-LONG = gl.constexpr(16)  # a first work item of at least this many tiles is long: see `_produce`
+LONG = gl.constexpr(16)  # a first work item of at least this many tiles is long: see `produce`
 
 
 @gluon.jit
@@ -134,7 +134,7 @@ def attend_tiles(begin, stop, end, visibility, ctx, step, c):
 
 @gluon.jit
 @no_type_check
-def _consume(ctx, c):
+def consume(ctx, c):
     """Run the consumer: attend all work items of the program."""
     TRANSPOSED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.ROWS, 16])
     step = 0  # number of times that a stage of the ring has been filled so far
@@ -146,7 +146,7 @@ def _consume(ctx, c):
 
 @gluon.jit
 @no_type_check
-def _produce(ctx, latent_tma, rope_tma, c):
+def produce(ctx, latent_tma, rope_tma, c):
     """Run the producer (one warp): find the work items, write them for the consumer, and load their tiles."""
     sizes, shared, bars = ctx.sizes, ctx.shared, ctx.bars
     k_latent, k_rope = shared.k_latent, shared.k_rope
@@ -213,26 +213,12 @@ def _produce(ctx, latent_tma, rope_tma, c):
         write_item(shared.items, number, item, bars.item_written)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "num_tokens", "num_blocks", "num_requests", "max_keys", "num_splits", "row_blocks", "request_rows",
-        "num_partials", "small_tiles", "small_splits", "large_tiles", "max_splits", "table_row_stride",
-    ],
-    do_not_specialize_on_alignment=[
-        "block_table", "seq_lens", "query_start_loc", "visible_lens", "tile_ranges", "split_offsets"
-    ],
-)  # fmt: skip
+@gluon.jit
 @no_type_check
-def _row_blocks_16_32_kernel(
-    ql_nope, q_pe, latent_tma, rope_tma, block_table, seq_lens, query_start_loc, visible_lens,
-    tile_ranges, split_offsets, written,
-    num_tokens, num_blocks, num_requests, max_keys, num_splits, row_blocks, request_rows, num_partials,
-    small_tiles, small_splits, large_tiles, max_splits, scale_log2,
-    query_strides, table_row_stride, table_stride, c: gl.constexpr,
-):  # fmt: skip
-    """Attend all work items, in row blocks of `c.ROWS` rows, and write their outputs or partial outputs.
+def shared_memory(inputs, strides, latent_tma, rope_tma, c):
+    """Allocate the shared memory of a program and initialise its barriers; return `Shared` and `Bars`.
 
-    `fast.kernels.combine` adds the partial outputs afterwards. `arguments.py` describes the arguments.
+    `row_blocks_64.shared_memory` explains the arguments; `rope_tma` is the descriptor of the rope columns of the cache.
     """
     dtype: gl.constexpr = latent_tma.dtype
     BOX_KEYS: gl.constexpr = latent_tma.block_shape[1]
@@ -275,27 +261,51 @@ def _row_blocks_16_32_kernel(
     mbarrier.init(item_begun, 1)
     mbarrier.init(item_written, 1)
     fence_async_shared()
-    follow_kernel()
+    queries = Queries(inputs.ql_nope, inputs.q_pe, q_latent, q_rope, strides)
+    shared = Shared(queries, k_latent, k_rope, weights, Kept(row_values, weighted, stored), items)
+    bars = Bars(full, empty, item_begun, item_written)
+    return shared, bars
 
+
+@gluon.jit(
+    do_not_specialize=[
+        "num_tokens", "num_blocks", "num_requests", "max_keys", "num_splits", "row_blocks", "request_rows",
+        "num_partials", "small_tiles", "small_splits", "large_tiles", "max_splits", "table_row_stride",
+    ],
+    do_not_specialize_on_alignment=[
+        "block_table", "seq_lens", "query_start_loc", "visible_lens", "tile_ranges", "split_offsets"
+    ],
+)  # fmt: skip
+@no_type_check
+def _row_blocks_16_32_kernel(
+    ql_nope, q_pe, latent_tma, rope_tma, block_table, seq_lens, query_start_loc, visible_lens,
+    tile_ranges, split_offsets, written,
+    num_tokens, num_blocks, num_requests, max_keys, num_splits, row_blocks, request_rows, num_partials,
+    small_tiles, small_splits, large_tiles, max_splits, scale_log2,
+    query_strides, table_row_stride, table_stride, c: gl.constexpr,
+):  # fmt: skip
+    """Attend all work items, in row blocks of `c.ROWS` rows, and write their outputs or partial outputs.
+
+    `fast.kernels.combine` adds the partial outputs afterwards. `arguments.py` describes the arguments.
+    """
     inputs = Inputs(ql_nope, q_pe, block_table, seq_lens, query_start_loc, visible_lens)
+    strides = Strides(
+        query_strides.latent_token, query_strides.latent_head, query_strides.rope_token, query_strides.rope_head,
+        table_row_stride, table_stride,
+    )  # fmt: skip
+    shared, bars = shared_memory(inputs, strides, latent_tma, rope_tma, c)
     progress = written.partial_lse + 2 * num_partials.to(gl.int64) * request_rows
     progress = progress.to(gl.pointer_type(gl.int32), bitcast=True)
     rule = SplitRule(small_tiles, small_splits, large_tiles, max_splits)
     plan = SplitPlan(tile_ranges, split_offsets, num_splits, num_partials, progress, rule)
     outputs = Outputs(written.out, written.lse, written.partial_out, written.partial_lse, None)
     sizes = Sizes(num_tokens, num_blocks, num_requests, max_keys, row_blocks, request_rows, scale_log2)
-    strides = Strides(
-        query_strides.latent_token, query_strides.latent_head, query_strides.rope_token, query_strides.rope_head,
-        table_row_stride, table_stride,
-    )  # fmt: skip
-    queries = Queries(ql_nope, q_pe, q_latent, q_rope, strides)
-    shared = Shared(queries, k_latent, k_rope, weights, Kept(row_values, weighted, stored), items)
-    bars = Bars(full, empty, item_begun, item_written)
+    follow_kernel()
     ctx = Context(inputs, plan, outputs, sizes, strides, shared, bars)
     gl.warp_specialize(
         [
-            (_consume, (ctx, c)),
-            (_produce, (ctx, latent_tma, rope_tma, c)),
+            (consume, (ctx, c)),
+            (produce, (ctx, latent_tma, rope_tma, c)),
         ],
         [1],
         [24],

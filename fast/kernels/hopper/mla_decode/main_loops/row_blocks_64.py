@@ -25,19 +25,30 @@ from ...common.dependent_launch import follow_kernel
 from ...common.l2_prefetch import prefetch_first_item
 from ...common.loads import block_table_row_of, cache_block_of
 from ...common.own_length import TILE
-from ...common.records import Context, Inputs, Outputs, Queries, Sizes, SplitPlan, SplitRule, Strides, of_consumer
+from ...common.records import (
+    Context,
+    Inputs,
+    Outputs,
+    PagedCache,
+    Queries,
+    Sizes,
+    SplitPlan,
+    SplitRule,
+    Strides,
+    of_consumer,
+)
 from ...common.work_items import ITEM_FIELDS, ITEMS_HELD, first_item, next_position, seek_item, write_item
 from ...common.work_loop import as_loaded, run_work_items
 from .epilogue_64 import keep, prefetch_next, to_base_two, with_kept, write_partial, write_whole
 from .tile_pairs import Bars, PairCounters, Shared, attend_pairs
 from .tile_scores import ROWS, load_quarter
 
-LONG = gl.constexpr(8)  # a first work item of at least this many tiles is long: see `_produce`
+LONG = gl.constexpr(8)  # a first work item of at least this many tiles is long: see `produce`
 
 
 @gluon.jit
 @no_type_check
-def _consume(ctx, c):
+def consume(ctx, c):
     """Run a consumer: compute scores of tile c.CONSUMER of each pair, and accumulate half c.CONSUMER of the columns."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     counters = PairCounters(0, 0)
@@ -63,7 +74,7 @@ def _load_quarter(
 
 @gluon.jit
 @no_type_check
-def _produce(ctx, latent_tma, rope_tma, c):
+def produce(ctx, latent_tma, rope_tma, c):
     """Run the producer (one warp): find the work items, write them for the consumers, and load pairs of tiles."""
     sizes, items, bars = ctx.sizes, ctx.shared.items, ctx.bars
     position, item = first_item(ctx.plan, ctx.inputs, sizes, 2, ROWS, c.HEADS, c.BY_LENGTH, c.SCHEDULED, c.SLICES)
@@ -117,29 +128,16 @@ def _produce(ctx, latent_tma, rope_tma, c):
         write_item(items, number, item, bars.item_written)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "num_tokens", "num_blocks", "num_requests", "max_keys", "num_splits", "row_blocks", "request_rows",
-        "num_partials", "small_tiles", "small_splits", "large_tiles", "max_splits", "table_row_stride", "block_stride",
-        "key_stride",
-    ],
-    do_not_specialize_on_alignment=[
-        "block_table", "seq_lens", "query_start_loc", "visible_lens", "tile_ranges", "split_offsets"
-    ],
-)  # fmt: skip
+@gluon.jit
 @no_type_check
-def _row_blocks_64_kernel(
-    ql_nope, q_pe, latent_tma, rope_tma, block_table, seq_lens, query_start_loc, visible_lens,
-    tile_ranges, split_offsets, written,
-    num_tokens, num_blocks, num_requests, max_keys, num_splits, row_blocks, request_rows, num_partials,
-    small_tiles, small_splits, large_tiles, max_splits, scale_log2,
-    query_strides, table_row_stride, table_stride,
-    out_rows, kv_cache, block_stride, key_stride, c: gl.constexpr,
-):  # fmt: skip
-    """Attend all work items, in row blocks of 64 rows, and write their outputs or partial outputs.
+def shared_memory(inputs, strides, latent_tma, c):
+    """Allocate the shared memory of a program and initialise its barriers; return `Shared` and `Bars`.
 
-    `fast.kernels.combine` adds the partial outputs afterwards. `mla_decode/arguments.py` describes the arguments. If
-    `out_rows` is a TMA descriptor, TMA writes the outputs; if `out_rows` is None, plain stores write the outputs.
+    Args:
+        inputs: `Inputs`.
+        strides: `Strides`.
+        latent_tma: descriptor of the latent columns of the cache.
+        c: `Constants`.
     """
     dtype: gl.constexpr = latent_tma.dtype
     BOX_KEYS: gl.constexpr = latent_tma.block_shape[1]
@@ -176,30 +174,58 @@ def _row_blocks_64_kernel(
     mbarrier.init(item_written, 1)
     fence_async_shared()
 
+    queries = Queries(inputs.ql_nope, inputs.q_pe, q_latent, q_rope, strides)
+    shared = Shared(queries, latents, rope_tiles, row_values, kept, items)
+    bars = Bars(full, empty, probabilities_ready, item_begun, sums_ready, item_written)
+    return shared, bars
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "num_tokens", "num_blocks", "num_requests", "max_keys", "num_splits", "row_blocks", "request_rows",
+        "num_partials", "small_tiles", "small_splits", "large_tiles", "max_splits", "table_row_stride", "block_stride",
+        "key_stride",
+    ],
+    do_not_specialize_on_alignment=[
+        "block_table", "seq_lens", "query_start_loc", "visible_lens", "tile_ranges", "split_offsets"
+    ],
+)  # fmt: skip
+@no_type_check
+def _row_blocks_64_kernel(
+    ql_nope, q_pe, latent_tma, rope_tma, block_table, seq_lens, query_start_loc, visible_lens,
+    tile_ranges, split_offsets, written,
+    num_tokens, num_blocks, num_requests, max_keys, num_splits, row_blocks, request_rows, num_partials,
+    small_tiles, small_splits, large_tiles, max_splits, scale_log2,
+    query_strides, table_row_stride, table_stride,
+    out_rows, kv_cache, block_stride, key_stride, c: gl.constexpr,
+):  # fmt: skip
+    """Attend all work items, in row blocks of 64 rows, and write their outputs or partial outputs.
+
+    `fast.kernels.combine` adds the partial outputs afterwards. `mla_decode/arguments.py` describes the arguments. If
+    `out_rows` is a TMA descriptor, TMA writes the outputs; if `out_rows` is None, plain stores write the outputs.
+    """
     inputs = Inputs(ql_nope, q_pe, block_table, seq_lens, query_start_loc, visible_lens)
+    strides = Strides(
+        query_strides.latent_token, query_strides.latent_head, query_strides.rope_token, query_strides.rope_head,
+        table_row_stride, table_stride,
+    )  # fmt: skip
+    shared, bars = shared_memory(inputs, strides, latent_tma, c)
     progress = written.partial_lse + 2 * num_partials.to(gl.int64) * request_rows
     progress = progress.to(gl.pointer_type(gl.int32), bitcast=True)
     rule = SplitRule(small_tiles, small_splits, large_tiles, max_splits)
     plan = SplitPlan(tile_ranges, split_offsets, num_splits, num_partials, progress, rule)
     outputs = Outputs(written.out, written.lse, written.partial_out, written.partial_lse, out_rows)
     sizes = Sizes(num_tokens, num_blocks, num_requests, max_keys, row_blocks, request_rows, scale_log2)
-    strides = Strides(
-        query_strides.latent_token, query_strides.latent_head, query_strides.rope_token, query_strides.rope_head,
-        table_row_stride, table_stride,
-    )  # fmt: skip
+    cache = PagedCache(kv_cache, block_stride, key_stride)
     if c.HEADS <= ROWS and not (c.BY_LENGTH or c.SCHEDULED or c.SPLIT):
-        prefetch_first_item(
-            inputs, kv_cache, block_stride, key_stride, sizes, strides, ROWS, c.HEADS, c.LATENT, c.ROPE, c.BLOCK_SIZE
-        )
+        prefetch_first_item(inputs, cache, sizes, strides, ROWS, c.HEADS, c.LATENT, c.ROPE, c.BLOCK_SIZE)
     follow_kernel()
-    shared = Shared(Queries(ql_nope, q_pe, q_latent, q_rope, strides), latents, rope_tiles, row_values, kept, items)
-    bars = Bars(full, empty, probabilities_ready, item_begun, sums_ready, item_written)
     ctx = Context(inputs, plan, outputs, sizes, strides, shared, bars)
     gl.warp_specialize(
         [
-            (_consume, (ctx, c)),
-            (_consume, (ctx, of_consumer(c, 1))),
-            (_produce, (ctx, latent_tma, rope_tma, c)),
+            (consume, (ctx, c)),
+            (consume, (ctx, of_consumer(c, 1))),
+            (produce, (ctx, latent_tma, rope_tma, c)),
         ],
         [4, 1],
         [240, 24],
