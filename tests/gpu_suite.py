@@ -20,7 +20,9 @@ Stages:
   indices and with indices out of range. Without compute-sanitizer on PATH both stages are skipped.
 - main_job: `python -m fast` in float32 for both attention families (MLA and grouped-query attention). It compares the
   tokens of three implementations.
-- benchmarks: the benchmarks of one GPU.
+- benchmarks: the benchmarks of the kernels on one GPU.
+- steps: the benchmarks of whole steps on one GPU: host time of the ops, plans, steps of 61 layers, decodes in captured
+  steps, wide block tables, and warm-up.
 - between_gpus: with several GPUs, the tests and the benchmark of context parallelism over NCCL.
 
 A test that needs a missing package is skipped. The results file counts the skipped tests by reason.
@@ -36,8 +38,9 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +58,11 @@ BENCHMARKS = {  # maps the name of a benchmark to its options, without --json
 }  # fmt: skip
 ONCE_A_FILE = ("hardware", "gpu", "capability", "multiprocessors", "driver", "processor", "threads", "versions", "date",
              "fast_sha256", "command")  # fmt: skip
-BESIDE_PEERS = ("decode", "prefill", "bytes")
+STEP_BENCHMARKS = {
+    "host": (), "planning": ("--device", "cuda"), "step": (), "decode": ("--ways", "stepped"), "table_width": (),
+    "warmup": ("--cache-formats", "compute_dtype"),
+}  # fmt: skip
+BESIDE_PEERS = ("decode", "prefill", "bytes", "host")
 # Test files that make all tensors on the device of the option `--device`.
 ANY_DEVICE = (
     "attention/test_rope.py", "cache/test_cache.py", "cache/test_fp8_formats.py", "gqa/test_fast_attention.py",
@@ -257,10 +264,15 @@ def _run_family(args: argparse.Namespace, *family: str) -> dict[str, Any]:
         key: found[key] for key in ("verdict", "parity", "speed")}}  # fmt: skip
 
 
-def run_benchmarks(args: argparse.Namespace) -> dict[str, Any]:
-    """Run the benchmarks one after another, so that nothing else runs on the GPU."""
+def run_benchmarks(args: argparse.Namespace, benchmarks: Mapping[str, Sequence[str]] = BENCHMARKS) -> dict[str, Any]:
+    """Run the benchmarks one after another, so that nothing else runs on the GPU.
+
+    Args:
+        args: options of the GPU suite.
+        benchmarks: maps the name of a benchmark to its options.
+    """
     reports, ok = {}, True
-    for name, options in BENCHMARKS.items():
+    for name, options in benchmarks.items():
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "report.json"
             command = [sys.executable, "-m", f"tests.benchmarks.{name}", "--json", str(path), *options]
@@ -310,6 +322,7 @@ STAGES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "racecheck": run_racecheck,
     "main_job": run_main_job,
     "benchmarks": run_benchmarks,
+    "steps": partial(run_benchmarks, benchmarks=STEP_BENCHMARKS),
     "between_gpus": run_between_gpus,
 }
 

@@ -410,6 +410,29 @@ def test_suite_errors(argv, message, no_gpu, capsys):
     assert capsys.readouterr().err == message
 
 
+@pytest.mark.parametrize("stage", ["benchmarks", "steps"])
+def test_benchmark_stages(stage, monkeypatch, tmp_path, capsys):
+    """Run a stage of benchmarks -> each benchmark knows its options, and its report is in the results."""
+    commands = []
+
+    def recorded(command, limit):
+        commands.append(command)
+        Path(command[command.index("--json") + 1]).write_text('{"rows": [1], "date": "today"}')
+        return len(commands) == 2, "said"  # the second benchmark fails
+
+    monkeypatch.setattr(gpu_suite, "run", recorded)
+    found = gpu_suite.STAGES[stage](SimpleNamespace(peers=tmp_path, limit=9.0))
+    assert not found.pop("ok") and set(map(str, found.values())) == {"{'rows': [1]}"}
+    for name, (_, _, module, *options) in zip(found, commands, strict=True):
+        assert module == f"tests.benchmarks.{name}"
+        capsys.readouterr()
+        with pytest.raises(SystemExit):
+            importlib.import_module(module).main(["--help"])
+        known = capsys.readouterr().out
+        assert all(option in known for option in options if option.startswith("--"))
+        assert ("--peers" in options) == (name in gpu_suite.BESIDE_PEERS)
+
+
 def test_suite_writes_what_failed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
