@@ -348,8 +348,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results", metavar="DIR",
                         help="folder of the file <gpu>.json (default: docs/results)")  # fmt: skip
-    parser.add_argument("--stages", nargs="+", choices=tuple(STAGES), default=tuple(STAGES),
-                        help="stages to run (default: all)")  # fmt: skip
+    usual = tuple(stage for stage in STAGES if stage != "steps")  # the stage steps repeats parts of benchmarks
+    parser.add_argument("--stages", nargs="+", choices=tuple(STAGES), default=usual,
+                        help="stages to run (default: all but steps)")  # fmt: skip
     parser.add_argument("--peers", type=Path, metavar="DIR", help="folder with peers.py, for the benchmarks")
     parser.add_argument("--jobs", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)), metavar="N",
                         help="number of test files that run at a time (default: %(default)s)")  # fmt: skip

@@ -139,7 +139,8 @@ def plan_captured_decodes(
     )
 
 
-# Tensors of `_equal_query_starts`. None is ever removed: a graph may read its memory, also after its plan is gone.
+# Tensors of `_equal_query_starts`. No tensor is ever removed or replaced: a graph may read its memory, also after the
+# plan of the graph is gone.
 _QUERY_STARTS: dict[tuple, Tensor] = {}
 
 
@@ -151,12 +152,13 @@ def _equal_query_starts(requests: int, query_len: int, device: torch.device) -> 
     """
     capturing, stream = False, None
     if device.type == "cuda":
-        capturing, stream = torch.cuda.is_current_stream_capturing(), torch.cuda.current_stream(device).cuda_stream
+        with torch.cuda.device(device):
+            capturing, stream = torch.cuda.is_current_stream_capturing(), torch.cuda.current_stream().cuda_stream
     key = requests, query_len, device, stream
     starts = _QUERY_STARTS.get(key)
     if starts is None:
         with torch.inference_mode(False):  # code outside inference mode uses the tensor too
             starts = torch.arange(0, requests * query_len + 1, query_len, dtype=torch.int32, device=device)
         if not capturing:  # the memory of a tensor that is made in a capture belongs to the graph
-            _QUERY_STARTS[key] = starts
+            return _QUERY_STARTS.setdefault(key, starts)  # another thread may have been first
     return starts

@@ -19,7 +19,7 @@ MANY_SPLITS = 16
 MANY_HEADS = 64
 MANY_ROWS = 128
 # A tile that loads all splits of a row at once waits once for the memory. With FOR_FEW_SPLITS for up to 16 splits,
-# decodes without a schedule took, on an H200, replayed: 7.9 instead of 6.1 us (1 x 1024, N 16), 17.3 instead of 12.7
+# decodes without a schedule took, in a step on an H200: 7.9 instead of 6.1 us (1 x 1024, N 16), 17.3 instead of 12.7
 # (1 x 4096, N 128), 28.2 instead of 23.4 (4 x 4096, N 128), 37.0 instead of 35.3 (16 x 4096, N 64).
 FOR_FEW_SPLITS = (CombineTile(2, 512, 4, 4), CombineTile(1, 512, 4, 2))  # (few heads, many heads)
 FOR_SPLITS = {8: CombineTile(1, 256, 8, 2), MANY_SPLITS: CombineTile(1, 128, 16, 1), 32: CombineTile(1, 64, 16, 1)}
@@ -48,7 +48,7 @@ FOR_PLANNED_INVARIANT = CombineTile(4, 512, 2, 4)  # with a schedule, few reques
 WARPS_OF_A_PROCESSOR = (16, 32)  # (fewer than two splits on average, at least two)
 # With these tiles, a request has several splits on average, and there are hardly more tiles than programs that run at
 # the same time. So there is one program for each tile, and warm-up has fewer kernel variants to compile.
-ONE_TILE_EACH = (FOR_PLANNED, FOR_SOME_PLANNED_SPLITS, FOR_MANY_SPLITS)
+ONE_TILE_EACH = (FOR_PLANNED, FOR_SOME_PLANNED_SPLITS, FOR_MANY_SPLITS, FOR_ONE_WITH_MANY_SPLITS)
 CHUNK = 256  # requests that a program examines at a time to find the requests to combine
 
 

@@ -150,7 +150,7 @@ def of_rows(c, rows):
 
 
 class PagedCache(NamedTuple):
-    """Pointer to the cache, and its strides in elements; TMA descriptors of the cache cannot be read otherwise."""
+    """Pointer to the cache and its strides in elements, for accesses that do not go through a TMA descriptor."""
 
     entries: Any
     block_stride: Any

@@ -7,7 +7,7 @@ A row is one (query token, head) pair, and a row block is the rows of a request 
 |---|---|
 | row blocks of 16 or 32 rows | `main_loops/row_blocks_16_32.py` |
 | row blocks of 64 rows | `main_loops/row_blocks_64.py` |
-| row blocks of 64 rows, one request, with a schedule | `main_loops/row_blocks_16_or_64.py` |
+| row blocks of 64 rows, not batch-invariant, one request with a schedule | `main_loops/row_blocks_16_or_64.py` |
 | row blocks of 64 rows, batch-invariant, few short requests | `two_phases` |
 | over a cache in e4m3, queries in 16 bits: row blocks of 16 or 32 rows | `main_loops/row_blocks_16_32_e4m3.py` |
 | over a cache in e4m3, queries in e4m3: row blocks of 64 rows | `main_loops/row_blocks_64_e4m3.py` |

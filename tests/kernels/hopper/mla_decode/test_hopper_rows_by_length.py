@@ -85,11 +85,7 @@ def test_shapes(widths, block_size, dtype, query_lens, heads):
 @on_hopper
 @pytest.mark.parametrize("heads", [64, 128])
 def test_which_rows(heads, monkeypatch):
-    """A long request gets the bits of row blocks of 64 rows; a short one does not need the main loop for 64 rows.
-
-    With a schedule that has too many programs for this kernel, the launcher takes `row_blocks_64`, and the splits are
-    the same.
-    """
+    """A long request gets the bits of `row_blocks_64`; a short one gets other bits, those of row blocks of 16 rows."""
     programs = programs_of(heads)
     for length, long in ((700, False), (60_000, True)):
         inputs = make_inputs([1], [length], heads, BF16)
@@ -100,10 +96,8 @@ def test_which_rows(heads, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(decode, "chooses_rows_by_length", lambda *_: False)
             other = launch(*inputs, schedule=schedule)
-        if long:
-            assert_same_bits(own.out, other.out)
-            assert_same_bits(own.lse, other.lse)
-        verdict(other, *inputs)
+        assert (own.out.equal(other.out) and own.lse.equal(other.lse)) == long
+        verdict(own, *inputs)
 
 
 @on_hopper
@@ -134,7 +128,7 @@ def test_replays_of_all_lengths(heads):
 @on_hopper
 @pytest.mark.parametrize("length", [300, 9000])
 def test_indices_out_of_range(length):
-    """A schedule with numbers out of range neither hangs the kernel nor lets it access memory of other tensors."""
+    """A schedule with numbers out of range does not hang the kernel; memcheck finds accesses outside the tensors."""
     inputs = make_inputs([1], [length], 128, BF16)
     schedule = schedule_of(inputs[3], 128, 66)
     for value in (*FAR, 0, 1):

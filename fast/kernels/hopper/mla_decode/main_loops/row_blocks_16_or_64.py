@@ -2,9 +2,9 @@
 
 A row is one (query token, head) pair, and a row block is the rows of one request that a program processes together. A
 CUDA graph is captured once, for the longest request, and replayed for all lengths. A long request has many splits
-(tiles of 64 keys that one program attends). Row blocks of 64 rows are then faster, because fewer programs load the same
-keys. A short request has few splits, so with row blocks of 64 rows most programs of the launch would have no work. With
-row blocks of 16 rows, four times as many programs work.
+(consecutive tiles of 64 keys that one program attends). Row blocks of 64 rows are then faster, because fewer programs
+load the same keys. A short request has few splits, so with row blocks of 64 rows most programs of the launch would have
+no work. With row blocks of 16 rows, four times as many programs work.
 
 The kernel reads the number of splits from the schedule. If the launch has a program for each pair of a split and a row
 block of 16 rows, the kernel runs the main loop of `row_blocks_16_32`, otherwise the main loop of `row_blocks_64`.
