@@ -122,6 +122,15 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item, nextitem):
+    """Leave the modules that a file of tests imported out of later collections too; benchmarks collect at each op."""
+    yield
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def default_device(request):
     """Create tensors on the device of `--device` by default, so that the kernels of this device serve the test."""

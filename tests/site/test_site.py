@@ -28,6 +28,8 @@ from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 
 import pytest
 
+from ..support.accessibility import IN_COLOUR, serious
+
 for needed in ("mkdocs", "material", "mkdocstrings", "nbformat"):
     pytest.importorskip(needed)
 
@@ -35,8 +37,6 @@ ROOT = Path(__file__).parents[2]
 DRAWN = ["", "performance/", "learn/01-latent/", "learn/02-two-paths/"]  # pages with drawings of every kind
 # None: every page; in the light scheme, only every sixth of the API pages, which all look alike
 WALKS = {(375, "dark"): None, (1440, "light"): None, (375, "light"): DRAWN, (1440, "dark"): DRAWN}
-# options of axe that choose the rules whose results can differ between the colour schemes
-IN_COLOUR = {"runOnly": {"type": "rule", "values": ["color-contrast", "link-in-text-block"]}}
 SCRIPT = """() => {
   for (const details of document.querySelectorAll("details")) details.open = true;
   const scrolls = (element) => ["auto", "scroll"].includes(getComputedStyle(element).overflowX);
@@ -81,28 +81,6 @@ SCRIPT = """() => {
     marks: drawings.map((found) => found.length && [...found[0].querySelectorAll(".mark")].filter(within).length),
     scheme: document.body.dataset.mdColorScheme,
   };
-}"""
-
-# Script that runs before the accessibility checker axe. It saves time: it removes elements that look like others.
-THINNING = """() => {
-  const seen = new Set();
-  for (const token of document.querySelectorAll(".highlight code span")) {
-    if (token.children.length) continue;
-    if (seen.has(token.className)) token.replaceWith(token.textContent);
-    seen.add(token.className);
-  }
-  const keep = (count, selector) => [...document.querySelectorAll(selector)].slice(count).forEach((e) => e.remove());
-  keep(5, ".katex-html");
-  keep(20, ".chart .mark, .chart .link");
-  keep(4, ".doc-object .doc-object");
-  keep(8, ".doc-contents > details, .doc-contents li");
-  keep(30, ".md-nav__item:not(.md-nav__item--active)");
-  const kinds = {};  // number of elements of each kind in the text of the page
-  for (const element of document.querySelectorAll("article > *, article li")) {
-    const kind = element.tagName + element.className + element.parentElement.tagName;
-    if ((kinds[kind] = (kinds[kind] || 0) + 1) > 20) element.remove();
-  }
-  for (const table of document.querySelectorAll("table")) [...table.rows].slice(6).forEach((row) => row.remove());
 }"""
 
 
@@ -172,14 +150,28 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
         pass
 
 
-@pytest.fixture(scope="module")
-def address(site):
-    """The address of the site on a local server."""
-    handler = functools.partial(Quiet, directory=str(site))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+class WithoutIndex(Quiet):
+    """Server of the site with an empty search index; every page reads the index, and only test_search needs it."""
+
+    def translate_path(self, path):
+        path = super().translate_path(path)
+        return path.replace("search_index.json", "empty_index.json")
+
+
+@contextlib.contextmanager
+def served(site: Path, handler: type[Quiet]):
+    """Serve the site on a local server, and yield its address."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(handler, directory=str(site))) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/"
         server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def address(site):
+    """The address of the site on a local server."""
+    with served(site, Quiet) as address:
+        yield address
 
 
 @contextlib.contextmanager
@@ -224,17 +216,7 @@ def watch(page, address: str, visits: list[Visit]) -> None:
             if not asked.url.startswith((address, "data:", "blob:")) else None)  # fmt: skip
 
 
-def serious(page, axe, **options) -> list[str]:
-    """Return the serious and critical accessibility faults that axe, with its options, finds after THINNING."""
-    page.evaluate(THINNING)
-    found = axe.run(page, options={"resultTypes": ["violations"], **options}).response["violations"]
-    return [
-        f"{fault['id']}: {node['target']} {node.get('failureSummary', '')[:300]}"
-        for fault in found if fault["impact"] in ("serious", "critical") for node in fault["nodes"][:5]
-    ]  # fmt: skip
-
-
-def walk(chromium: str, address: str, names: Sequence[str], width: int, scheme: str, index: dict) -> list[Visit]:
+def walk(chromium: str, address: str, names: Sequence[str], width: int, scheme: str) -> list[Visit]:
     """Visit the named pages at one width and in one colour scheme, and return one record for each page."""
     axe, visits = importlib.import_module("axe_playwright_python.sync_playwright").Axe(), []
     size = {"width": width, "height": 900}
@@ -242,8 +224,6 @@ def walk(chromium: str, address: str, names: Sequence[str], width: int, scheme: 
         started(chromium) as browser,
         browser.new_context(viewport=size, color_scheme=scheme, reduced_motion="reduce") as context,
     ):
-        # an empty search index saves time, because every page reads the index; test_search uses the real index
-        context.route("**/search_index.json", lambda route: route.fulfill(json=index))
         page = context.new_page()
         watch(page, address, visits)
         for order, name in enumerate(names):
@@ -259,14 +239,15 @@ def walk(chromium: str, address: str, names: Sequence[str], width: int, scheme: 
 
 
 @pytest.fixture(scope="module")
-def walks(chromium, address, site, pages) -> dict[tuple[str, int, str], Visit]:
+def walks(chromium, site, pages) -> dict[tuple[str, int, str], Visit]:
     """The records of all WALKS by page, width and colour scheme; two threads visit the pages."""
     pytest.importorskip("axe_playwright_python")
     index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8")) | {"docs": []}
     some = [name for order, name in enumerate(pages) if not name.startswith("api/") or order % 6 == 1]
     names = [each or (list(pages) if scheme == "dark" else some) for (_, scheme), each in WALKS.items()]
-    with ThreadPoolExecutor(2) as pool:
-        walked = list(pool.map(lambda how, each: walk(chromium, address, each, *how, index), WALKS, names))
+    (site / "search" / "empty_index.json").write_text(json.dumps(index), encoding="utf-8")
+    with served(site, WithoutIndex) as address, ThreadPoolExecutor(2) as pool:
+        walked = list(pool.map(lambda how, each: walk(chromium, address, each, *how), WALKS, names))
     return {(name, *how): visit for how, each, visits in zip(WALKS, names, walked, strict=True)
             for name, visit in zip(each, visits, strict=True)}  # fmt: skip
 
