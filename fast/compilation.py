@@ -354,8 +354,8 @@ def _launches(
         dequantize_entries(entries, cache_format, dtype, scale, backend=backend)
 
     # Triton compiles another variant of a kernel if a stride is divisible by 16. Some strides depend on the number of
-    # tokens, so there are batches of 1 and of 16 requests. Two long requests have their own combine kernel. If `split`
-    # requests are split, programs of the combine kernel process several tiles.
+    # tokens, so there are batches of 1 and of 16 requests. Two requests launch the combine kernel for all numbers of
+    # splits. If `split` requests are split, programs of the combine kernel process several tiles.
     for query_len in range(1, decode_threshold + 1):
         for requests, splits in ((1, ()), (2, () if batch_invariant else NUMBERS_OF_SPLITS), (16, ())):
             step([query_len] * requests, [LONG_CONTEXT] * requests, splits=splits)

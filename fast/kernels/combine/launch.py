@@ -22,10 +22,11 @@ MANY_ROWS = 128
 # decodes without a schedule took, in a step on an H200: 7.9 instead of 6.1 us (1 x 1024, N 16), 17.3 instead of 12.7
 # (1 x 4096, N 128), 28.2 instead of 23.4 (4 x 4096, N 128), 37.0 instead of 35.3 (16 x 4096, N 64).
 FOR_FEW_SPLITS = (CombineTile(2, 512, 4, 4), CombineTile(1, 512, 4, 2))  # (few heads, many heads)
+# several requests with more splits: the most splits of a row, and the tile
 FOR_SPLITS = {8: CombineTile(1, 256, 8, 2), MANY_SPLITS: CombineTile(1, 128, 16, 1), 32: CombineTile(1, 64, 16, 1)}
 FOR_MANY_SPLITS = CombineTile(1, 32, 128, 4)  # several requests with more splits than any key of FOR_SPLITS
-FOR_ONE_WITH_FEW_SPLITS = CombineTile(1, 64, 16, 1)  # one request
-FOR_ONE_WITH_MANY_SPLITS = CombineTile(1, 32, 64, 1)
+FOR_ONE_REQUEST = CombineTile(1, 64, 16, 1)  # one request with at most MANY_SPLITS splits
+FOR_ONE_WITH_MANY_SPLITS = CombineTile(1, 32, 64, 1)  # one request with many splits
 FEW_SPLITS = 4  # most splits of a row for FOR_FEW_SPLITS
 # "Planned" means: with a schedule. The number of splits is then an average over the requests.
 FOR_PLANNED = CombineTile(1, 512, 16, 4)
@@ -173,7 +174,7 @@ def combine_partial_outputs(
 def _tile_for(splits: int, heads: int, requests: int) -> CombineTile:
     """Return the sizes of a combine tile for requests that have about `splits` splits."""
     if requests == 1:
-        return FOR_ONE_WITH_FEW_SPLITS if splits <= MANY_SPLITS else FOR_ONE_WITH_MANY_SPLITS
+        return FOR_ONE_REQUEST if splits <= MANY_SPLITS else FOR_ONE_WITH_MANY_SPLITS
     if splits <= FEW_SPLITS:
         return FOR_FEW_SPLITS[heads >= MANY_HEADS]
     return next((tile for most, tile in FOR_SPLITS.items() if splits <= most), FOR_MANY_SPLITS)

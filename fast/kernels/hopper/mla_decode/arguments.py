@@ -12,6 +12,14 @@ from typing import NamedTuple
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+# Parameters that the kernels of `main_loops` have in common, and on whose values (ANY_VALUE) or alignment
+# (ANY_ALIGNMENT) no kernel variant depends.
+ANY_VALUE = [
+    "num_tokens", "num_blocks", "num_requests", "max_keys", "num_splits", "row_blocks", "request_rows", "num_partials",
+    "small_tiles", "small_splits", "large_tiles", "max_splits", "table_row_stride",
+]  # fmt: skip
+ANY_ALIGNMENT = ["block_table", "seq_lens", "query_start_loc", "visible_lens", "tile_ranges", "split_offsets"]
+
 
 class LaunchInputs(NamedTuple):
     """Queries, TMA descriptors of the cache, and the tensors that describe the batch (separate parameters).

@@ -44,6 +44,7 @@ from ...common.records import (
 )
 from ...common.work_items import ITEM_FIELDS, ITEMS_HELD, first_item, next_position, seek_item, write_item
 from ...common.work_loop import as_loaded, run_work_items
+from ..arguments import ANY_ALIGNMENT, ANY_VALUE
 from .epilogue_16_32 import (
     SHARED_VALUES,
     STAGES,
@@ -267,15 +268,7 @@ def shared_memory(inputs, strides, latent_tma, rope_tma, c):
     return shared, bars
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "num_tokens", "num_blocks", "num_requests", "max_keys", "num_splits", "row_blocks", "request_rows",
-        "num_partials", "small_tiles", "small_splits", "large_tiles", "max_splits", "table_row_stride",
-    ],
-    do_not_specialize_on_alignment=[
-        "block_table", "seq_lens", "query_start_loc", "visible_lens", "tile_ranges", "split_offsets"
-    ],
-)  # fmt: skip
+@gluon.jit(do_not_specialize=ANY_VALUE, do_not_specialize_on_alignment=ANY_ALIGNMENT)
 @no_type_check
 def _row_blocks_16_32_kernel(
     ql_nope, q_pe, latent_tma, rope_tma, block_table, seq_lens, query_start_loc, visible_lens,

@@ -21,6 +21,7 @@ from ...common.own_length import TILE
 from ...common.records import Context, Inputs, Outputs, Queries, Sizes, SplitPlan, SplitRule, Strides, of_consumer
 from ...common.work_items import ITEM_FIELDS, ITEMS_HELD, first_position, next_position, seek_item, write_item
 from ...common.work_loop import run_work_items
+from ..arguments import ANY_ALIGNMENT, ANY_VALUE
 from .e4m3_tiles import CHUNK, STAGES, Bars, Shared, TileCounters, attend_tiles
 from .epilogue_16_32_e4m3 import (
     keep,
@@ -101,15 +102,7 @@ def _produce(ctx, latent_tma, rope_tma, c):
         write_item(shared.items, number, item, bars.item_written)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "num_tokens", "num_blocks", "num_requests", "max_keys", "num_splits", "row_blocks", "request_rows",
-        "num_partials", "small_tiles", "small_splits", "large_tiles", "max_splits", "table_row_stride",
-    ],
-    do_not_specialize_on_alignment=[
-        "block_table", "seq_lens", "query_start_loc", "visible_lens", "tile_ranges", "split_offsets", "kv_scale",
-    ],
-)  # fmt: skip
+@gluon.jit(do_not_specialize=ANY_VALUE, do_not_specialize_on_alignment=[*ANY_ALIGNMENT, "kv_scale"])
 @no_type_check
 def _row_blocks_16_32_e4m3_kernel(
     ql_nope, q_pe, latent_tma, rope_tma, block_table, seq_lens, query_start_loc, visible_lens,

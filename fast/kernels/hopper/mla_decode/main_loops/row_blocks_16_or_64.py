@@ -20,6 +20,7 @@ from triton.experimental.gluon import language as gl
 from ...common.dependent_launch import follow_kernel
 from ...common.own_length import ceil_div
 from ...common.records import Context, Inputs, Outputs, Sizes, SplitPlan, SplitRule, Strides, of_consumer, of_rows
+from ..arguments import ANY_ALIGNMENT, ANY_VALUE
 from .row_blocks_16_32 import consume as consume_16_32
 from .row_blocks_16_32 import produce as produce_16_32
 from .row_blocks_16_32 import shared_memory as shared_memory_16_32
@@ -61,16 +62,7 @@ def _rest():
     """Do nothing, in the warps of the second consumer of `row_blocks_64`."""
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "num_tokens", "num_blocks", "num_requests", "max_keys", "num_splits", "row_blocks", "request_rows",
-        "num_partials", "small_tiles", "small_splits", "large_tiles", "max_splits", "table_row_stride", "block_stride",
-        "key_stride",
-    ],
-    do_not_specialize_on_alignment=[
-        "block_table", "seq_lens", "query_start_loc", "visible_lens", "tile_ranges", "split_offsets"
-    ],
-)  # fmt: skip
+@gluon.jit(do_not_specialize=[*ANY_VALUE, "block_stride", "key_stride"], do_not_specialize_on_alignment=ANY_ALIGNMENT)
 @no_type_check
 def _row_blocks_16_or_64_kernel(
     ql_nope, q_pe, latent_tma, rope_tma, block_table, seq_lens, query_start_loc, visible_lens,

@@ -20,6 +20,7 @@ from ...common.own_length import TILE
 from ...common.records import Context, Inputs, Outputs, Queries, Sizes, SplitPlan, SplitRule, Strides, of_consumer
 from ...common.work_items import ITEM_FIELDS, ITEMS_HELD, first_position, next_position, seek_item, write_item
 from ...common.work_loop import as_loaded, run_work_items
+from ..arguments import ANY_ALIGNMENT, ANY_VALUE
 from .e4m3_products import Bars, ProductCounters, Shared, attend_tiles
 from .epilogue_16_32_e4m3 import keep, to_base_two, with_kept, write_partial
 from .epilogue_64_e4m3 import prefetch_next, write_whole
@@ -90,16 +91,9 @@ def _produce(ctx, latent_tma, rope_tma, c):
 
 
 @gluon.jit(
-    do_not_specialize=[
-        "num_tokens", "num_blocks", "num_requests", "max_keys", "num_splits", "row_blocks", "request_rows",
-        "num_partials", "small_tiles", "small_splits", "large_tiles", "max_splits", "table_row_stride",
-        "q_scale_stride",
-    ],
-    do_not_specialize_on_alignment=[
-        "block_table", "seq_lens", "query_start_loc", "visible_lens", "tile_ranges", "split_offsets", "kv_scale",
-        "q_scale",
-    ],
-)  # fmt: skip
+    do_not_specialize=[*ANY_VALUE, "q_scale_stride"],
+    do_not_specialize_on_alignment=[*ANY_ALIGNMENT, "kv_scale", "q_scale"],
+)
 @no_type_check
 def _row_blocks_64_e4m3_kernel(
     ql_nope, q_pe, latent_tma, rope_tma, block_table, seq_lens, query_start_loc, visible_lens,
